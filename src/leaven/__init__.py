@@ -1,0 +1,3 @@
+"""leaven: tune a little model, train the big one."""
+
+__version__ = "0.1.0"

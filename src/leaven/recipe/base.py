@@ -1,0 +1,9 @@
+"""The common ground of all parts of a recipe: frozen, complete, strict."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Part(BaseModel):
+    """A frozen part of a recipe. Unknown keys are refused, and a string is never taken for a number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

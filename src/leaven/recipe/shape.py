@@ -1,0 +1,179 @@
+"""The shape of the model, and the parameters it implies.
+
+This is the only place that knows which parameters a model has. The torch model, the parameter table and the
+planner are all built from :meth:`ModelShape.parameters`, and a test holds the torch model to it name by name.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from leaven.recipe.base import Part
+
+Norm = Literal["rmsnorm", "layernorm"]
+Activation = Literal["swiglu", "gelu", "relu", "squared_relu"]
+Positions = Literal["rope", "learned", "alibi"]
+
+
+class Role(StrEnum):
+    """What a parameter is to a scaling rule: which of its dimensions grow with the width."""
+
+    EMBEDDING = "embedding"  # finite -> width: token and learned position embeddings
+    HIDDEN_WEIGHT = "hidden_weight"  # width -> width, inside a block
+    HIDDEN_BIAS = "hidden_bias"  # -> width, inside a block (of matrices and of layer norms)
+    HIDDEN_NORM = "hidden_norm"  # gain over the width, inside a block
+    QK_NORM = "qk_norm"  # gain over d_head, shared by all heads
+    FINAL_NORM = "final_norm"  # gain over the width, after the last block
+    FINAL_BIAS = "final_bias"  # bias of the final norm
+    UNEMBEDDING = "unembedding"  # width -> finite
+    TIED_EMBEDDING = "tied_embedding"  # both ends in one matrix
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the model.
+
+    ``shape`` is (fan out, fan in) for a matrix. ``module`` is the name a person tunes by, ``layer`` the index of the
+    block or None outside the blocks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    module: str
+    layer: int | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class ModelShape(Part):
+    """A decoder-only, pre-norm transformer. Every field is a count or a choice; nothing here is tuned."""
+
+    n_layers: int = Field(gt=0)
+    d_model: int = Field(gt=0)
+    n_heads: int = Field(gt=0)
+    n_kv_heads: int = Field(gt=0)
+    d_head: int = Field(gt=0)
+    d_ff: int = Field(gt=0)
+    vocab_size: int = Field(gt=1)
+    seq_len: int = Field(gt=0)
+    norm: Norm = "rmsnorm"
+    activation: Activation = "swiglu"
+    positions: Positions = "rope"
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    bias: bool = False
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _heads_fill_the_width(self) -> "ModelShape":
+        if self.d_model != self.n_heads * self.d_head:
+            raise ValueError(
+                f"d_model {self.d_model} is not n_heads x d_head = {self.n_heads} x {self.d_head} = "
+                f"{self.n_heads * self.d_head}; set d_model = {self.n_heads * self.d_head}"
+                + (f" or d_head = {self.d_model // self.n_heads}" if self.d_model % self.n_heads == 0 else "")
+            )
+        if self.n_heads % self.n_kv_heads:
+            divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
+            raise ValueError(
+                f"n_heads {self.n_heads} does not divide into groups for n_kv_heads {self.n_kv_heads}; "
+                f"{', '.join(map(str, divisors))} would"
+            )
+        if self.positions == "rope" and self.d_head % 2:
+            raise ValueError(f"rotary positions need an even d_head, not {self.d_head}")
+        return self
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter in the order of the forward pass."""
+        d, d_q, d_kv = self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head
+        embedding = Role.TIED_EMBEDDING if self.tied_embeddings else Role.EMBEDDING
+        yield Parameter("embedding.weight", (self.vocab_size, d), embedding, "embedding")
+        if self.positions == "learned":
+            yield Parameter("positions.weight", (self.seq_len, d), Role.EMBEDDING, "positions")
+        matrices = {
+            "attention.query": (d_q, d),
+            "attention.key": (d_kv, d),
+            "attention.value": (d_kv, d),
+            "attention.out": (d, d_q),
+            **({"mlp.gate": (self.d_ff, d)} if self.gated else {}),
+            "mlp.in": (self.d_ff, d),
+            "mlp.out": (d, self.d_ff),
+        }
+        for layer in range(self.n_layers):
+            for branch in ("attention", "mlp"):
+                yield from self._norm(f"layers.{layer}.", branch, d, Role.HIDDEN_NORM, Role.HIDDEN_BIAS, layer)
+                if branch == "attention" and self.qk_norm:
+                    for side in ("query", "key"):
+                        name = f"layers.{layer}.norm.{side}.weight"
+                        yield Parameter(name, (self.d_head,), Role.QK_NORM, f"norm.{side}", layer)
+                for module, shape in matrices.items():
+                    if module.startswith(branch):
+                        name = f"layers.{layer}.{module}"
+                        yield Parameter(f"{name}.weight", shape, Role.HIDDEN_WEIGHT, module, layer)
+                        if self.bias:
+                            yield Parameter(f"{name}.bias", shape[:1], Role.HIDDEN_BIAS, "biases", layer)
+        yield from self._norm("", "final", d, Role.FINAL_NORM, Role.FINAL_BIAS, None)
+        if not self.tied_embeddings:
+            yield Parameter("unembedding.weight", (self.vocab_size, d), Role.UNEMBEDDING, "unembedding")
+
+    def _norm(
+        self, prefix: str, which: str, d: int, gain: Role, bias: Role, layer: int | None
+    ) -> Iterator[Parameter]:
+        yield Parameter(f"{prefix}norm.{which}.weight", (d,), gain, f"norm.{which}", layer)
+        if self.norm == "layernorm" and self.bias:
+            yield Parameter(f"{prefix}norm.{which}.bias", (d,), bias, "biases", layer)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names a person tunes by, in the order of the forward pass."""
+        return tuple(dict.fromkeys(parameter.module for parameter in self.parameters()))
+
+    @property
+    def params(self) -> int:
+        return sum(parameter.size for parameter in self.parameters())
+
+    @property
+    def params_non_embedding(self) -> int:
+        """All parameters but token embedding, position embedding and unembedding."""
+        outside = {Role.EMBEDDING, Role.TIED_EMBEDDING, Role.UNEMBEDDING}
+        return sum(parameter.size for parameter in self.parameters() if parameter.role not in outside)
+
+    def scaled(self, width: int, depth: int) -> "ModelShape":
+        """The same family at another width and depth: head dimension, d_ff / d_model and group size are kept.
+
+        Raises:
+            ValueError: if the width is no multiple of the head dimension, or a ratio does not come out whole.
+        """
+        group = self.n_heads // self.n_kv_heads
+        step = self.d_head * group
+        if width % step:
+            lower = max(width // step, 1) * step
+            raise ValueError(
+                f"width {width} is not a multiple of d_head x heads per kv head = {self.d_head} x {group}; "
+                f"{lower} or {lower + step} is"
+            )
+        if self.d_ff * width % self.d_model:
+            raise ValueError(
+                f"width {width} makes d_ff = {self.d_ff} x {width} / {self.d_model} no whole number; "
+                f"choose a d_ff that is a simple multiple of d_model"
+            )
+        heads = width // self.d_head
+        changes = {
+            "n_layers": depth,
+            "d_model": width,
+            "n_heads": heads,
+            "n_kv_heads": heads // group,
+            "d_ff": self.d_ff * width // self.d_model,
+        }
+        return ModelShape.model_validate(self.model_dump() | changes)

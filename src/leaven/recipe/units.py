@@ -1,0 +1,59 @@
+"""Quantities as people write them: 7B, 2T, 0.5M tokens, 32_768."""
+
+import re
+
+from leaven.recipe.errors import InputError
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_QUANTITY = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE]([+-]?[0-9]+))?\s*([KMBGT]?)", re.IGNORECASE)
+
+
+def parse_quantity(text: str) -> int:
+    """A count from its written form, decimal multiples: ``7B`` is 7e9, ``64k`` is 64,000, ``32_768`` is itself.
+
+    Raises:
+        InputError: if the text is no number with an optional K, M, B (or G), T, or is no whole number.
+    """
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise InputError(f"{text!r} is not a quantity; write for example 7B, 2.5T, 500M, 64k or 32_768")
+    digits, exponent, suffix = match.groups()
+    # Decimal arithmetic on the digits: float("0.58") * 1e9 would not be a whole number.
+    whole, _, fraction = digits.replace("_", "").replace(",", "").partition(".")
+    power = int(exponent or 0) - len(fraction)
+    value = int((whole or "0") + fraction) * _SUFFIXES[suffix.upper()]
+    if power >= 0:
+        return value * 10**power
+    if value % 10**-power:
+        raise InputError(f"{text!r} is not a whole number")
+    return value // 10**-power
+
+
+def format_quantity(value: float, digits: int = 3) -> str:
+    """A count in three significant digits with its multiple: ``1.03 B``, ``524 k``, ``96``."""
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        # 999,999 rounds to 1.00 M, not to 1,000 k: compare what will be shown.
+        if abs(float(f"{value:.{digits}g}")) >= scale:
+            return f"{_significant(value / scale, digits)} {suffix}"
+    return _significant(value, digits)
+
+
+def _significant(value: float, digits: int) -> str:
+    rounded = float(f"{value:.{digits}g}")
+    if rounded == int(rounded) and abs(rounded) < 10**digits and value == int(value):
+        return f"{int(rounded)}"
+    whole = len(f"{int(abs(rounded))}") if abs(rounded) >= 1 else 1
+    return f"{rounded:.{max(digits - whole, 0)}f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as a person reads it: ``8.2 s``, ``4 min 05 s``, ``13 h 41``, ``6.3 days``."""
+    if seconds < 99.5:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 5_970:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    if seconds < 100 * 3_600:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours} h {rest:02d}"
+    return f"{seconds / 86_400:.1f} days"
