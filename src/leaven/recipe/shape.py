@@ -37,8 +37,8 @@ class Role(StrEnum):
 class Parameter:
     """One tensor of the model.
 
-    ``shape`` is (fan out, fan in) for a matrix. ``module`` is the name a person tunes by, ``layer`` the index of the
-    block or None outside the blocks.
+    ``shape`` is (fan out, fan in) for a matrix. ``module`` is the name a person tunes by, ``layer`` the
+    index of the block or None outside the blocks.
     """
 
     name: str
@@ -112,7 +112,7 @@ class ModelShape(Part):
         }
         for layer in range(self.n_layers):
             for branch in ("attention", "mlp"):
-                yield from self._norm(f"layers.{layer}.", branch, d, Role.HIDDEN_NORM, Role.HIDDEN_BIAS, layer)
+                yield from self._norm(f"layers.{layer}.", branch, layer)
                 if branch == "attention" and self.qk_norm:
                     for side in ("query", "key"):
                         name = f"layers.{layer}.norm.{side}.weight"
@@ -123,16 +123,17 @@ class ModelShape(Part):
                         yield Parameter(f"{name}.weight", shape, Role.HIDDEN_WEIGHT, module, layer)
                         if self.bias:
                             yield Parameter(f"{name}.bias", shape[:1], Role.HIDDEN_BIAS, "biases", layer)
-        yield from self._norm("", "final", d, Role.FINAL_NORM, Role.FINAL_BIAS, None)
+        yield from self._norm("", "final", None)
         if not self.tied_embeddings:
             yield Parameter("unembedding.weight", (self.vocab_size, d), Role.UNEMBEDDING, "unembedding")
 
-    def _norm(
-        self, prefix: str, which: str, d: int, gain: Role, bias: Role, layer: int | None
-    ) -> Iterator[Parameter]:
-        yield Parameter(f"{prefix}norm.{which}.weight", (d,), gain, f"norm.{which}", layer)
+    def _norm(self, prefix: str, which: str, layer: int | None) -> Iterator[Parameter]:
+        inside = layer is not None
+        gain, bias = (Role.HIDDEN_NORM, Role.HIDDEN_BIAS) if inside else (Role.FINAL_NORM, Role.FINAL_BIAS)
+        name = f"{prefix}norm.{which}"
+        yield Parameter(f"{name}.weight", (self.d_model,), gain, f"norm.{which}", layer)
         if self.norm == "layernorm" and self.bias:
-            yield Parameter(f"{prefix}norm.{which}.bias", (d,), bias, "biases", layer)
+            yield Parameter(f"{name}.bias", (self.d_model,), bias, "biases", layer)
 
     @property
     def modules(self) -> tuple[str, ...]:

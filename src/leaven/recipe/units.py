@@ -5,11 +5,12 @@ import re
 from leaven.recipe.errors import InputError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_QUANTITY = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE]([+-]?[0-9]+))?\s*([KMBGT]?)", re.IGNORECASE)
+_NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:e([+-]?[0-9]+))?"
+_QUANTITY = re.compile(_NUMBER + r"\s*([KMBGT]?)", re.IGNORECASE)
 
 
 def parse_quantity(text: str) -> int:
-    """A count from its written form, decimal multiples: ``7B`` is 7e9, ``64k`` is 64,000, ``32_768`` is itself.
+    """A count from its written form, in decimal multiples: ``7B`` is 7e9, ``64k`` 64,000, ``32_768`` itself.
 
     Raises:
         InputError: if the text is no number with an optional K, M, B (or G), T, or is no whole number.
