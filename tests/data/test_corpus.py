@@ -1,4 +1,5 @@
 import json
+from hashlib import blake2b
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,6 +58,15 @@ def test_few_documents_leave_no_side_empty(tmp_path: Path, count: int) -> None:
     train, validation = sides(open_corpus(write_texts(tmp_path, count)))
     assert train
     assert validation
+
+
+def test_two_documents_that_both_fall_under_the_share_are_still_split(tmp_path: Path) -> None:
+    # A property of the hash: the first names of this form that fall under it.
+    names = [f"{n}.txt" for n in range(1_000) if blake2b(f"{n}.txt".encode(), digest_size=8).digest()[0] < 5]
+    for name in names[:2]:
+        (tmp_path / name).write_text("text")
+    train, validation = sides(open_corpus(f"{tmp_path}/*.txt"))
+    assert (len(train), len(validation)) == (1, 1)
 
 
 def test_a_single_document_is_cut_at_a_line(tmp_path: Path) -> None:
