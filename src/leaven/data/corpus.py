@@ -136,19 +136,14 @@ def _files(source: str) -> list[tuple[str, Path]]:
     elif _MAGIC & set(source):
         found = _matches(path)
         if not found:
-            raise InputError(
-                f"data.source {source!r} matches no file; check the pattern and the working folder"
-            )
+            raise InputError(f"data.source {source!r} matches no file; check the pattern and the working folder")
     else:
         raise InputError(
-            f"data.source {source!r} is no file; "
-            f"give python-stdlib, or a path or glob to {_listed(SUFFIXES)} files"
+            f"data.source {source!r} is no file; give python-stdlib, or a path or glob to {_listed(SUFFIXES)} files"
         )
     for _, file in found:
         if file.suffix not in SUFFIXES:
-            raise InputError(
-                f"{file}: leaven reads {_listed(SUFFIXES)} files; convert it or narrow data.source"
-            )
+            raise InputError(f"{file}: leaven reads {_listed(SUFFIXES)} files; convert it or narrow data.source")
     return found
 
 
@@ -169,9 +164,7 @@ def _standard_library() -> list[tuple[str, Path]]:
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
         found += [(path.relative_to(root).as_posix(), path) for path in paths]
     if not found:
-        raise InputError(
-            f"this Python has no library sources below {root}; give a path to text as data.source"
-        )
+        raise InputError(f"this Python has no library sources below {root}; give a path to text as data.source")
     return sorted(found)
 
 
@@ -217,9 +210,7 @@ def _read_columns(path: Path) -> Iterator[tuple[str, str]]:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             if "text" not in schema.names:
-                raise InputError(
-                    f"{path} has no column text, only {_listed(schema.names)}; rename one of them"
-                )
+                raise InputError(f"{path} has no column text, only {_listed(schema.names)}; rename one of them")
             kind = schema.field("text").type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
                 raise InputError(f"{path}: column text is {kind}, not string; cast it")
@@ -230,9 +221,7 @@ def _read_columns(path: Path) -> Iterator[tuple[str, str]]:
                     yield f":{number}", text or ""
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(
-            f"{path} cannot be read as parquet ({reason}); write it again or leave it out"
-        ) from None
+        raise InputError(f"{path} cannot be read as parquet ({reason}); write it again or leave it out") from None
 
 
 _READERS = {".txt": _read_whole, ".py": _read_whole, ".jsonl": _read_lines, ".parquet": _read_columns}

@@ -70,14 +70,10 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
     """
     available = _count_windows(tokens, seq_len, "validation")
     count = min(available, max(limit_tokens // seq_len, 1))
-    return _gather(
-        tokens, seq_len, np.arange(count, dtype=np.uint64) * np.uint64(available) // np.uint64(count)
-    )
+    return _gather(tokens, seq_len, np.arange(count, dtype=np.uint64) * np.uint64(available) // np.uint64(count))
 
 
-def permute(
-    places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
+def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Where each place in [0, size) goes in the permutation of its epoch, without computing the others.
 
     A Feistel network on Z_a x Z_b, with a x b just above ``size``, walked along its cycle until it falls
@@ -94,9 +90,7 @@ def permute(
     return result
 
 
-def _feistel(
-    places: NDArray[np.uint64], keys: NDArray[np.uint64], a: np.uint64, b: np.uint64
-) -> NDArray[np.uint64]:
+def _feistel(places: NDArray[np.uint64], keys: NDArray[np.uint64], a: np.uint64, b: np.uint64) -> NDArray[np.uint64]:
     right, left = np.divmod(places, a)
     for number in range(_ROUNDS):
         keys = keys + _GOLDEN

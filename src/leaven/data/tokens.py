@@ -194,9 +194,7 @@ def _given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     """The tokenizer of a file, or None for one to be trained."""
     if tokenizer == "bpe":
         if vocab_size < 257:
-            raise InputError(
-                f"vocab_size {vocab_size} is too small for bpe: 256 bytes and {END_OF_TEXT} need 257"
-            )
+            raise InputError(f"vocab_size {vocab_size} is too small for bpe: 256 bytes and {END_OF_TEXT} need 257")
         return None
     if tokenizer.startswith("hf://"):
         raise InputError(
@@ -245,9 +243,7 @@ def _end_of_text(tokenizer: "Tokenizer") -> int:
     for name in _END_OF_TEXT_NAMES:
         if (token := tokenizer.token_to_id(name)) is not None:
             return token
-    raise InputError(
-        f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it"
-    )
+    raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
 
 @contextmanager
@@ -338,9 +334,7 @@ class _Writer:
             self._file = None
 
 
-def _encode(
-    corpus: Corpus, tokenizer: "Tokenizer", folder: Path, progress: Progress | None
-) -> dict[str, Any]:
+def _encode(corpus: Corpus, tokenizer: "Tokenizer", folder: Path, progress: Progress | None) -> dict[str, Any]:
     """Write the shards of both splits; the index that describes them."""
     size, end_of_text = _vocab_size(tokenizer), _end_of_text(tokenizer)
     dtype = "uint16" if size <= 2**16 else "uint32"
