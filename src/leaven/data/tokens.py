@@ -32,7 +32,7 @@ SHARD_TOKENS = 2**27
 PIECE_CHARACTERS = 2**18
 BATCH_CHARACTERS = 2**22
 TRAINING_BYTES = 2**26
-"""Text that a BPE is trained on, about; more makes it slower and hardly better."""
+"""About how much text a BPE is trained on at most, to bound its time: 0.1 s a MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
