@@ -24,10 +24,11 @@ def parse_quantity(text: str) -> int:
     power = int(exponent or 0) - len(fraction)
     value = int((whole or "0") + fraction) * _SUFFIXES[suffix.upper()]
     if power >= 0:
-        return value * 10**power
-    if value % 10**-power:
+        return value * int(10**power)
+    divisor = int(10**-power)
+    if value % divisor:
         raise InputError(f"{text!r} is not a whole number")
-    return value // 10**-power
+    return value // divisor
 
 
 def format_quantity(value: float, digits: int = 3) -> str:

@@ -1,0 +1,131 @@
+"""When the batch reaches its size: the ramp, as a pure function of tokens consumed."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from leaven.recipe.base import Part
+
+Count = Annotated[int, Field(gt=0)]
+
+
+class Ramp(Part):
+    """From ``start_tokens`` to the full batch in equal increments spread evenly over the first ``over_tokens``.
+
+    Megatron's ``--rampup-batch-size START INCREMENT SAMPLES`` in tokens: SAMPLES is the length of the whole ramp,
+    not of one increment (BLOOM: 192 16 9765625 is 116 increments of about 84,186 samples each).
+    """
+
+    start_tokens: Count
+    increment_tokens: Count
+    over_tokens: Count
+
+
+class Stage(Part):
+    """From ``from_tokens`` consumed on, a batch is ``tokens``."""
+
+    from_tokens: int = Field(ge=0)
+    tokens: Count
+
+
+class Batch(Part):
+    """The global batch in tokens, how it is reached, and the sequences of one forward pass on one rank."""
+
+    tokens: Count
+    ramp: Ramp | None = None
+    stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
+    micro_batch: Count | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _reaches_its_size(self) -> "Batch":
+        if self.ramp is not None and self.stages:
+            raise ValueError("a batch has a ramp or stages, not both; remove one")
+        if self.ramp is not None:
+            climb = self.tokens - self.ramp.start_tokens
+            if climb < 0:
+                raise ValueError(
+                    f"the ramp starts at {self.ramp.start_tokens:,} tokens, above its end of {self.tokens:,}; "
+                    f"start_tokens must not exceed [batch] tokens"
+                )
+            if climb % self.ramp.increment_tokens:
+                raise ValueError(
+                    f"{climb:,} tokens from start to full batch are no whole number of increments of "
+                    f"{self.ramp.increment_tokens:,}; choose an increment that divides them"
+                )
+        if self.stages:
+            starts = [stage.from_tokens for stage in self.stages]
+            if starts[0] != 0 or starts != sorted(set(starts)):
+                raise ValueError(f"stages start at 0 and go up, not {starts}")
+            if self.stages[-1].tokens != self.tokens:
+                raise ValueError(
+                    f"the last stage has {self.stages[-1].tokens:,} tokens, [batch] tokens says {self.tokens:,}; "
+                    f"make them equal"
+                )
+        return self
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """(tokens consumed from which it holds, batch in tokens), in order, the first from 0."""
+        if self.stages:
+            return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
+        if self.ramp is None or self.ramp.start_tokens == self.tokens:
+            return ((0, self.tokens),)
+        increments = (self.tokens - self.ramp.start_tokens) // self.ramp.increment_tokens
+        return tuple(
+            # The i-th increment comes with the first token at or after i / increments of the ramp.
+            (
+                -(-i * self.ramp.over_tokens // increments),
+                self.ramp.start_tokens + i * self.ramp.increment_tokens,
+            )
+            for i in range(increments + 1)
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive steps of one batch size: it begins with step ``first_step`` at ``first_token`` consumed."""
+
+    first_step: int
+    first_token: int
+    batch_tokens: int
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Which step consumes which tokens, for an endless run. A step's batch is decided before it, by the tokens
+    consumed so far; so the sizes of all steps before step n add up to ``tokens_at_step(n)``, exactly."""
+
+    sizes: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        segments = [Segment(0, 0, self.sizes[0][1])]
+        for threshold, batch_tokens in self.sizes[1:]:
+            last = segments[-1]
+            steps = -(-(threshold - last.first_token) // last.batch_tokens)
+            if steps <= 0:  # passed within one step of the segment before: that step's size never was
+                segments[-1] = Segment(last.first_step, last.first_token, batch_tokens)
+            else:
+                consumed = last.first_token + steps * last.batch_tokens
+                segments.append(Segment(last.first_step + steps, consumed, batch_tokens))
+        return tuple(segments)
+
+    def batch_at(self, tokens: int) -> int:
+        """The batch, in tokens, of a step that begins with ``tokens`` consumed."""
+        return self.sizes[bisect_right(self.sizes, tokens, key=lambda size: size[0]) - 1][1]
+
+    def tokens_at_step(self, step: int) -> int:
+        """Tokens consumed before step ``step`` (counted from 0)."""
+        index = bisect_right(self.segments, step, key=lambda segment: segment.first_step) - 1
+        segment = self.segments[index]
+        return segment.first_token + (step - segment.first_step) * segment.batch_tokens
+
+    def first_step_at(self, tokens: int) -> int:
+        """The first step that begins with at least ``tokens`` consumed: the number of steps of a run that long."""
+        index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
+        segment = self.segments[max(index, 0)]
+        step = segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)
+        return max(step, 0)

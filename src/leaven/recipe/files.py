@@ -1,0 +1,195 @@
+"""The recipe file: TOML in and out with comments kept, overrides, and errors that say what to type."""
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+import tomlkit
+from pydantic import BaseModel, ValidationError
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe, flatten, set_path, split_path
+from leaven.recipe.units import parse_quantity
+
+
+def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe in a TOML file, with ``a.b=value`` overrides applied before it is validated.
+
+    Raises:
+        InputError: naming file, key and remedy, if the file cannot be read, is not TOML, or is no recipe.
+    """
+    return parse_recipe(read_text(path), str(path), overrides)
+
+
+def read_text(path: Path | str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: a folder, not a recipe file") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a text file; a recipe is TOML in UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe in TOML text; ``origin`` names it in errors."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{origin}: not TOML: {error}") from None
+    for override in overrides:
+        path, separator, value = override.partition("=")
+        if not separator or not path.strip():
+            raise InputError(f"--set {override}: write it as key.subkey=value")
+        _override(document, path.strip(), value.strip())
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        raise InputError(f"{origin}: {explain(error)}") from None
+
+
+def _override(document: dict[str, Any], path: str, text: str) -> None:
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        # Not a TOML value, so a quantity (7B) or a bare word (cosine).
+        try:
+            value = parse_quantity(text)
+        except InputError:
+            value = text
+    try:
+        set_path(document, path, value)
+    except (AttributeError, TypeError):
+        raise InputError(f"--set {path}: {'.'.join(split_path(path)[:-1])} is a value, not a table") from None
+
+
+def explain(error: ValidationError) -> str:
+    """The first fault of a validation error in one line: ``[model] d_modle: no such key; did you mean d_model?``"""
+    # An unknown key is reported before a missing one: it is usually the missing one misspelt.
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    fault = faults[0]
+    keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int"))]
+    message = fault["msg"].removeprefix("Value error, ")
+    if not keys:
+        return message
+    where = f"[{'.'.join(keys[:-1])}] {keys[-1]}" if len(keys) > 1 else keys[0]
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"{where}: no such key; {_suggestion(keys)}"
+        case "missing":
+            return f"{where}: missing; every recipe needs it"
+        case "value_error":
+            return f"[{'.'.join(keys)}] {message}" if len(keys) == 1 else f"{where}: {message}"
+        case _:
+            return f"{where}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
+
+
+def _suggestion(keys: list[str]) -> str:
+    """What the last of the keys may have meant, from the fields of the part it stands in."""
+    part: Any = Recipe
+    for key in keys[:-1]:
+        field = part.model_fields.get(key) if _is_part(part) else None
+        if field is None:
+            # A free name (a module): the part is the mapping's value type.
+            continue
+        candidates = [field.annotation, *_all_args(field.annotation)]
+        part = next((candidate for candidate in candidates if _is_part(candidate)), None)
+    known = list(part.model_fields) if _is_part(part) else []
+    close = get_close_matches(keys[-1], known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+
+
+def _is_part(candidate: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, BaseModel)
+
+
+def _all_args(annotation: Any) -> list[Any]:
+    found = []
+    for argument in get_args(annotation):
+        found += [argument, *_all_args(argument)]
+    return found
+
+
+def render(recipe: Recipe, template: str = "") -> str:
+    """The recipe as TOML. Comments, order and spelling of the template are kept where its values still hold.
+
+    Without a template every value is written, so that the file is a complete description.
+    """
+    document = tomlkit.parse(template)
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    explicit = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    # Multipliers are many and mostly 1: only those that are not are written.
+    for part in ("modules", "depth"):
+        values["hyperparameters"][part] = explicit["hyperparameters"].get(part, {})
+    if not template:
+        values["batch"] = {key: value for key, value in values["batch"].items() if value != []}
+        _update(document, values, prune=False)
+        return tomlkit.dumps(document)
+    # A value that the template leaves out stays out while it is the default.
+    stated = set(flatten(document.unwrap()))
+    wanted = set(flatten(explicit)) | stated
+    chosen: dict[str, Any] = {}
+    for path, value in flatten(values).items():
+        if path in wanted or any(path.startswith(f"{key}.") for key in stated):
+            set_path(chosen, path, value)
+    _update(document, chosen, prune=True)
+    return tomlkit.dumps(document)
+
+
+def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
+    """Write nested values into a TOML container, touching only what differs."""
+    if prune:
+        for key in [key for key in target if key not in values]:
+            del target[key]
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            if not value:
+                continue
+            if key not in target or not isinstance(target[key], Mapping):
+                small = not any(isinstance(inner, Mapping) for inner in value.values())
+                inline = small and key not in Recipe.model_fields
+                target[key] = tomlkit.inline_table() if inline else tomlkit.table()
+            _update(target[key], value, prune=prune)
+        elif key not in target or _plain(target[key]) != value:
+            target[key] = _item(value)
+
+
+def _plain(item: Any) -> Any:
+    return item.unwrap() if hasattr(item, "unwrap") else item
+
+
+def _item(value: Any) -> Any:
+    """Large counts are written in groups of three digits."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
+        return tomlkit.integer(f"{value:_}")
+    return value
+
+
+def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
+    """Write the file whole or not at all (a temporary file beside it, then a rename)."""
+    write_text(path, render(recipe, template))
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Replace a file atomically: after a crash it holds the old text or the new one.
+
+    Raises:
+        InputError: if it cannot be written; the old file is untouched.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None

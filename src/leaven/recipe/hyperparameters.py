@@ -1,0 +1,71 @@
+"""What is tuned: values in base coordinates, multipliers per module, multipliers over depth."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from leaven.recipe.base import Part
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+# TOML has arrays only; taking one for a tuple is no loss of strictness.
+Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
+
+
+class Multipliers(Part):
+    """What one module multiplies the global values by. 1.0 is neutral, to the last bit."""
+
+    lr: Positive = 1.0
+    init_std: NonNegative = 1.0
+    weight_decay: NonNegative = 1.0
+    eps: Positive = 1.0
+
+
+class DepthProfile(Part):
+    """Multipliers at evenly spaced relative depths 0 .. 1, interpolated linearly to any number of layers."""
+
+    lr: Profile = (1.0,)
+    init_std: Profile = (1.0,)
+    weight_decay: Profile = (1.0,)
+
+    @staticmethod
+    def at(profile: tuple[float, ...], layer: int, n_layers: int) -> float:
+        """The multiplier of block ``layer`` of ``n_layers``; the first block is at depth 0, the last at 1."""
+        position = (layer / (n_layers - 1) if n_layers > 1 else 0.0) * (len(profile) - 1)
+        below = min(int(position), len(profile) - 1)
+        above = min(below + 1, len(profile) - 1)
+        share = position - below
+        if share == 0 or profile[below] == profile[above]:
+            return profile[below]
+        return profile[below] * (1 - share) + profile[above] * share
+
+
+class Hyperparameters(Part):
+    """The values that are right at ``[scaling].base``.
+
+    ``lr`` is the peak. ``adamw`` decouples the decay (each step shrinks a weight by lr x weight_decay); ``adam`` adds
+    weight_decay x weight to the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019,
+    arXiv 1711.05101). ``residual`` multiplies every branch before it is added to the residual stream.
+    ``grad_clip`` is a limit on the global gradient norm; 0 switches clipping off.
+    """
+
+    optimizer: Literal["adamw", "adam"] = "adamw"
+    lr: Positive
+    init_std: Positive
+    weight_decay: NonNegative = 0.1
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Positive = 1e-8
+    residual: Positive = 1.0
+    grad_clip: NonNegative = 1.0
+    modules: dict[str, Multipliers] = {}
+    depth: DepthProfile = DepthProfile()
+
+    @model_validator(mode="after")
+    def _decay_is_a_shrinking(self) -> "Hyperparameters":
+        if self.optimizer == "adamw" and self.lr * self.weight_decay >= 1:
+            raise ValueError(
+                f"lr x weight_decay = {self.lr * self.weight_decay:g} wipes a weight out in one step; keep it below 1"
+            )
+        return self

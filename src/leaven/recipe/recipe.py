@@ -1,0 +1,187 @@
+"""The recipe: one frozen, validated, complete description of a run."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from leaven.recipe.base import Part
+from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.hyperparameters import Hyperparameters
+from leaven.recipe.layout import Layout
+from leaven.recipe.schedule import Schedule
+from leaven.recipe.shape import ModelShape
+
+RuleName = Literal["standard", "complete-d-p"]
+
+
+class Data(Part):
+    """Where the text comes from and how much of it is consumed.
+
+    ``tokens`` is the duration; epochs are tokens / corpus tokens. ``seed`` fixes the initialisation and the order of
+    the data, nothing else is random.
+    """
+
+    source: str = "python-stdlib"
+    tokenizer: str = "bpe"
+    tokens: int = Field(gt=0)
+    seed: int = Field(default=0, ge=0)
+
+
+class Base(Part):
+    """The scale at which the hyperparameters were found."""
+
+    width: int = Field(gt=0)
+    depth: int = Field(gt=0)
+    batch_tokens: int = Field(gt=0)
+    tokens: int = Field(gt=0)
+
+
+class Scaling(Part):
+    """How the base values move with scale. Without a base the recipe is its own: all ratios are 1.
+
+    ``alpha`` splits the 1/depth between branch multiplier (depth^-alpha) and learning rate (depth^(alpha-1)).
+    ``token_exponent`` is that of the learning rate's fall with duration; the literature says 0.3 to 0.5.
+    """
+
+    rule: RuleName = "complete-d-p"
+    alpha: float = Field(default=1.0, ge=0.5, le=1)
+    token_exponent: float = Field(default=0.5, ge=0, le=1)
+    base: Base | None = None
+
+
+class Precision(Part):
+    """``compute`` is the dtype of the matrix products; weights, optimiser states, logits and loss are fp32."""
+
+    compute: Literal["fp32", "bf16"] = "fp32"
+
+
+class Stability(Part):
+    """What happens when the loss stops being a number, and how much work a crash can cost (in tokens)."""
+
+    on_spike: Literal["stop", "off"] = "stop"
+    checkpoint_every_tokens: int | None = Field(default=None, gt=0)
+
+
+class Evaluation(Part):
+    """Validation loss over the first ``tokens`` held-out tokens, every ``every_tokens`` and at the end."""
+
+    tokens: int = Field(default=131_072, gt=0)
+    every_tokens: int | None = Field(default=None, gt=0)
+
+
+class Recipe(Part):
+    """A run. Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` says what each parameter gets."""
+
+    name: str = Field(min_length=1, pattern=r"^[\w.\-]+$")
+    model: ModelShape
+    data: Data
+    batch: Batch
+    schedule: Schedule = Schedule()
+    hyperparameters: Hyperparameters
+    scaling: Scaling = Scaling()
+    precision: Precision = Precision()
+    layout: Layout = Layout()
+    stability: Stability = Stability()
+    evaluation: Evaluation = Evaluation()
+    why: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> "Recipe":
+        seq_len = self.model.seq_len
+        for tokens in {size for _, size in self.batch.sizes}:
+            if tokens < seq_len:
+                raise ValueError(
+                    f"a batch of {tokens:,} tokens is smaller than one sequence of {seq_len:,}; "
+                    f"set [batch] tokens to at least {seq_len} or shorten [model] seq_len"
+                )
+            if tokens % seq_len:
+                lower = tokens // seq_len * seq_len
+                raise ValueError(
+                    f"a batch of {tokens:,} tokens is no whole number of sequences of {seq_len:,}; "
+                    f"{lower:,} or {lower + seq_len:,} is"
+                )
+        if self.schedule.warmup_tokens > self.data.tokens:
+            raise ValueError(
+                f"warmup_tokens {self.schedule.warmup_tokens:,} is longer than the run of {self.data.tokens:,} tokens"
+            )
+        known = self.model.modules
+        for module in self.hyperparameters.modules:
+            if module not in known:
+                close = get_close_matches(module, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                raise ValueError(f"hyperparameters.modules: no module {module!r} in this model; {hint}")
+        if self.scaling.base is not None:
+            self.model.scaled(self.scaling.base.width, self.scaling.base.depth)
+        return self
+
+    @cached_property
+    def batches(self) -> BatchSchedule:
+        return BatchSchedule(self.batch.sizes)
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps until at least ``data.tokens`` are consumed."""
+        return self.batches.first_step_at(self.data.tokens)
+
+    @property
+    def base(self) -> Base:
+        """The scale the hyperparameters belong to: ``[scaling].base``, or the recipe's own."""
+        return self.scaling.base or Base(
+            width=self.model.d_model,
+            depth=self.model.n_layers,
+            batch_tokens=self.batch.tokens,
+            tokens=self.data.tokens,
+        )
+
+    def replace(self, changes: Mapping[str, Any]) -> "Recipe":
+        """A new recipe with values changed by dotted path; a part given as None goes back to its default."""
+        document = self.model_dump()
+        for path, value in changes.items():
+            set_path(document, path, value)
+        return Recipe.model_validate(document)
+
+
+def set_path(document: dict[str, Any], path: str, value: Any) -> None:
+    """Set ``a.b.c`` in nested mappings. Module names hold a dot themselves: ``hyperparameters.modules.X.Y.lr``."""
+    keys = split_path(path)
+    for key in keys[:-1]:
+        document = document.setdefault(key, {})
+    document[keys[-1]] = value
+
+
+def split_path(path: str) -> list[str]:
+    """The keys of a dotted path; what stands between ``modules.`` and the last key is one module's name."""
+    prefix = "hyperparameters.modules."
+    if path.startswith(prefix):
+        module, _, leaf = path.removeprefix(prefix).replace('"', "").rpartition(".")
+        return ["hyperparameters", "modules", module, leaf] if module else ["hyperparameters", "modules", leaf]
+    if path.startswith("why."):
+        return ["why", path.removeprefix("why.").replace('"', "")]
+    return path.split(".")
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping from dotted path to value."""
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differences(a: Recipe, b: Recipe) -> list[tuple[str, Any, Any]]:
+    """Where two recipes differ in what is computed: (dotted path, value in a, value in b).
+
+    Name, reasons and layout are left out: none of them changes a loss.
+    """
+    flat_a, flat_b = (
+        flatten(recipe.model_dump(exclude={"name": True, "why": True, "layout": True, "batch": {"micro_batch"}}))
+        for recipe in (a, b)
+    )
+    paths = dict.fromkeys([*flat_a, *flat_b])
+    return [(path, flat_a.get(path), flat_b.get(path)) for path in paths if flat_a.get(path) != flat_b.get(path)]

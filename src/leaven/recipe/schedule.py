@@ -1,0 +1,55 @@
+"""The learning-rate schedule: a pure function of tokens consumed, so that it does not move when the batch does."""
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from leaven.recipe.base import Part
+
+Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
+
+
+class Schedule(Part):
+    """Linear warm-up, then a decay to ``min_lr_ratio`` of the peak.
+
+    The schedule multiplies each parameter group's own peak, so the floor keeps the ratios between groups.
+    ``decay_ratio`` is the share of the run that ``wsd`` spends cooling down (Hägele et al. 2024, arXiv 2405.18392:
+    20%, in the 1 - sqrt form).
+    """
+
+    warmup_tokens: int = Field(default=0, ge=0)
+    decay: Decay = "cosine"
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _rsqrt_starts_somewhere(self) -> "Schedule":
+        if self.decay == "inverse_sqrt" and self.warmup_tokens == 0:
+            raise ValueError("decay inverse_sqrt is counted from the end of the warm-up; set warmup_tokens above 0")
+        return self
+
+    def multiplier(self, tokens: float, horizon: int) -> float:
+        """What the peak lr is multiplied by once ``tokens`` of the ``horizon`` (both in tokens) are consumed.
+
+        0 at the start of a warm-up, 1 at its end, ``min_lr_ratio`` at the horizon and after it (but for
+        ``constant``, which stays at 1, and ``inverse_sqrt``, which has it for a floor).
+        """
+        if tokens < self.warmup_tokens:
+            return max(tokens, 0) / self.warmup_tokens
+        floor = self.min_lr_ratio
+        left = horizon - self.warmup_tokens
+        progress = min((tokens - self.warmup_tokens) / left, 1.0) if left > 0 else 1.0
+        match self.decay:
+            case "constant":
+                return 1.0
+            case "cosine":
+                return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+            case "linear":
+                return floor + (1 - floor) * (1 - progress)
+            case "inverse_sqrt":
+                return max(math.sqrt(self.warmup_tokens / max(tokens, 1)), floor)
+            case "wsd":
+                cooldown = min(self.decay_ratio * horizon, left)
+                into = max(tokens - (horizon - cooldown), 0.0) / cooldown if cooldown > 0 else 1.0
+                return floor + (1 - floor) * (1 - math.sqrt(min(into, 1.0)))

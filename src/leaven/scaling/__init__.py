@@ -1,0 +1,1 @@
+"""How hyperparameters move with scale."""
