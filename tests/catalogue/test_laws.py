@@ -64,9 +64,7 @@ def test_batches_side_by_side(law: str, millions: tuple[float, ...]) -> None:
         assert result(law, point).batch_tokens == pytest.approx(batch * 1e6, rel=TO_TWO_DIGITS)
 
 
-@pytest.mark.parametrize(
-    ("params", "lr", "batch"), [(6.9e9, 4.2e-4, 2304 * 4096), (67.4e9, 3.2e-4, 4608 * 4096)]
-)
+@pytest.mark.parametrize(("params", "lr", "batch"), [(6.9e9, 4.2e-4, 2304 * 4096), (67.4e9, 3.2e-4, 4608 * 4096)])
 def test_deepseek_trained_its_models_with_what_its_law_says(params: float, lr: float, batch: int) -> None:
     found = result("DeepSeek LLM 2024", (params, 2e12))
     assert found.lr == pytest.approx(lr, rel=0.02)

@@ -109,9 +109,7 @@ def test_nearest_never_offers_a_learning_rate_that_means_something_else(
     document = find_run("pythia-70m").model_dump(exclude_none=True)
     mup = document | {"schedule": document["schedule"] | {"parametrisation": "muP base lr"}}
     ademamix = document | {"optim": document["optim"] | {"optimizer": "ademamix"}}
-    runs = tuple(
-        map(Run.model_validate, (mup, ademamix, find_run("bloom-176b").model_dump(exclude_none=True)))
-    )
+    runs = tuple(map(Run.model_validate, (mup, ademamix, find_run("bloom-176b").model_dump(exclude_none=True))))
     monkeypatch.setattr("leaven.catalogue.runs.load_runs", lambda: runs)
     assert [run.id for run, _ in nearest(70_000_000, 10**9, limit=5)] == ["bloom-176b"]
 

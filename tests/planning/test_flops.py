@@ -1,40 +1,10 @@
 """FLOPs against the closed forms of the papers, and their published rows."""
 
 import pytest
+from shapes import LLAMA_8B, gpt
 
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
-from leaven.recipe.shape import ModelShape
 
-
-def gpt(layers: int, width: int, heads: int, vocab: int = 51_200, seq_len: int = 2048) -> ModelShape:
-    """A GPT as Megatron builds it."""
-    return ModelShape(
-        n_layers=layers,
-        d_model=width,
-        n_heads=heads,
-        n_kv_heads=heads,
-        d_head=width // heads,
-        d_ff=4 * width,
-        vocab_size=vocab,
-        seq_len=seq_len,
-        norm="layernorm",
-        activation="gelu",
-        positions="learned",
-        tied_embeddings=True,
-        bias=True,
-    )
-
-
-LLAMA_8B = ModelShape(
-    n_layers=32,
-    d_model=4096,
-    n_heads=32,
-    n_kv_heads=8,
-    d_head=128,
-    d_ff=14_336,
-    vocab_size=128_256,
-    seq_len=8192,
-)
 MEGATRON = [(48, 6144, 64), (96, 12288, 96), (105, 20480, 128), (128, 25600, 160)]
 
 

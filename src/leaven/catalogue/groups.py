@@ -11,9 +11,7 @@ from pydantic import BaseModel, Field
 from leaven.recipe.base import Part
 
 Confidence = Literal["file", "secondary", "paper-memory"]
-Evidence = Literal[
-    "config", "script", "code", "readme", "model-card", "logbook", "paper-text", "notes", "memory"
-]
+Evidence = Literal["config", "script", "code", "readme", "model-card", "logbook", "paper-text", "notes", "memory"]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has arrays, we keep tuples
 Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 

@@ -220,11 +220,7 @@ def nearest(params: int, tokens: int, *, limit: int) -> list[tuple[Run, float]]:
     are left out, see :attr:`Run.lr_comparable`.
     """
     by_distance = sorted(
-        (
-            (run, _distance(run, params, tokens))
-            for run in load_runs()
-            if run.kind == "dense" and run.lr_comparable
-        ),
+        ((run, _distance(run, params, tokens)) for run in load_runs() if run.kind == "dense" and run.lr_comparable),
         key=lambda pair: pair[1],
     )
     voted: set[str] = set()
