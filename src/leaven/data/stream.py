@@ -1,0 +1,125 @@
+"""The n-th sample of an endless stream: a pure function of the tokens, the window length, the seed and n.
+
+There is no state, so there is nothing to save, to fast-forward or to hand out: any rank of any layout asks
+for the samples it needs by number, and a resumed run asks for the next one.
+
+Shape legend: N samples, T = seq_len.
+"""
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaven.recipe.errors import InputError
+
+_ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Tokens(Protocol):
+    """Token ids laid end to end; a numpy array is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Windows of ``seq_len`` tokens, shuffled anew every epoch.
+
+    Window w is tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive: the last token is a target only,
+    and the first input of window w + 1. An epoch holds every window once; the last tokens of the corpus,
+    fewer than a window, are left out.
+
+    Raises:
+        InputError: if the tokens do not fill one window.
+    """
+
+    tokens: Tokens
+    seq_len: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        _count_windows(self.tokens, self.seq_len, "training")
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def sample(self, n: int) -> NDArray[np.int64]:
+        """Sample n, ``seq_len + 1`` token ids: inputs are all but the last, targets all but the first."""
+        row: NDArray[np.int64] = self.batch(n, 1)[0]
+        return row
+
+    def batch(self, first: int, count: int) -> NDArray[np.int64]:
+        """Samples ``first`` to ``first + count - 1``, [count, seq_len + 1]."""
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        epochs, places = np.divmod(numbers, np.uint64(self.samples_per_epoch))
+        return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
+
+
+def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
+    """Windows evenly spread over the tokens, in order, [N, T + 1]: as many as fit in the limit, one at least.
+
+    Raises:
+        InputError: if the tokens do not fill one window.
+    """
+    available = _count_windows(tokens, seq_len, "validation")
+    count = min(available, max(limit_tokens // seq_len, 1))
+    return _gather(tokens, seq_len, np.arange(count, dtype=np.uint64) * np.uint64(available) // np.uint64(count))
+
+
+def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Where each place in [0, size) goes in the permutation of its epoch, without computing the others.
+
+    A Feistel network on Z_a x Z_b, with a x b just above ``size``, walked along its cycle until it falls
+    inside: the generalized-Feistel and cycle-walking methods of Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains". It shuffles and keeps no secret: the round function is a mixer, not a cipher.
+    """
+    a = isqrt(size - 1) + 1
+    b = -(-size // a)
+    key = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
+    keys = _mix(key ^ _mix(epochs + _GOLDEN))
+    result = _feistel(places, keys, np.uint64(a), np.uint64(b))
+    while (outside := np.flatnonzero(result >= size)).size:
+        result[outside] = _feistel(result[outside], keys[outside], np.uint64(a), np.uint64(b))
+    return result
+
+
+def _feistel(places: NDArray[np.uint64], keys: NDArray[np.uint64], a: np.uint64, b: np.uint64) -> NDArray[np.uint64]:
+    right, left = np.divmod(places, a)
+    for number in range(_ROUNDS):
+        keys = keys + _GOLDEN
+        if number % 2:
+            right = (right + _mix(_mix(left ^ keys) + keys) % b) % b
+        else:
+            left = (left + _mix(_mix(right ^ keys) + keys) % a) % a
+    return left + a * right
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of SplitMix64 (Steele, Lea and Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _gather(tokens: Tokens, seq_len: int, windows: NDArray[np.uint64]) -> NDArray[np.int64]:
+    rows_NT = np.empty((len(windows), seq_len + 1), dtype=np.int64)
+    for row, window in zip(rows_NT, windows.tolist(), strict=True):
+        row[:] = tokens[window * seq_len : (window + 1) * seq_len + 1]
+    return rows_NT
+
+
+def _count_windows(tokens: Tokens, seq_len: int, split: str) -> int:
+    count = (len(tokens) - 1) // seq_len
+    if count < 1:
+        raise InputError(
+            f"the {split} split has {len(tokens):,} tokens, a window needs seq_len + 1 = {seq_len + 1:,}; "
+            + (f"set seq_len to {len(tokens) - 1:,} at most or add text" if len(tokens) > 1 else "add text")
+        )
+    return count

@@ -1,0 +1,1 @@
+"""The decoder-only transformer. Knows nothing of parallelism, optimisers or recipe files."""

@@ -1,0 +1,54 @@
+"""Initialisation from the parameter table, by name.
+
+Each parameter's values are a function of (seed, name, shape) alone: neither the order of creation nor the layout of
+the run has a say. A parameter is drawn in blocks of rows, each from its own seed, so that a slice can be drawn
+without the rest.
+"""
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from leaven.model.transformer import Transformer
+from leaven.recipe.shape import ModelShape
+from leaven.scaling.table import ParameterTable
+
+BLOCK_ROWS = 256
+
+
+def build_model(
+    shape: ModelShape, table: ParameterTable, seed: int, device: torch.device | str = "cpu"
+) -> Transformer:
+    """The model of a shape with the multipliers and initial values of its parameter table, in fp32."""
+    with torch.device("meta"):
+        model = Transformer(shape, {row.name: row.multiplier for row in table.rows})
+    model.to_empty(device=device)
+    initialise(model, table, seed)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: Transformer, table: ParameterTable, seed: int) -> None:
+    """Give every parameter the value its row says, exactly once."""
+    parameters = dict(model.named_parameters())
+    for row in table.rows:
+        fill(parameters.pop(row.name), row.name, row.init_mean, row.init_std, seed)
+    assert not parameters, f"no rows for {sorted(parameters)}"
+
+
+def fill(parameter: Tensor, name: str, mean: float, std: float, seed: int) -> None:
+    """``mean`` plus a normal of ``std``, drawn in fp32 whatever the parameter's dtype, so that dtypes agree too."""
+    if std == 0:
+        parameter.fill_(mean)
+        return
+    for block, first in enumerate(range(0, parameter.shape[0], BLOCK_ROWS)):
+        rows = parameter[first : first + BLOCK_ROWS]
+        generator = torch.Generator().manual_seed(name_seed(seed, name, block))
+        rows.copy_(torch.empty(rows.shape, dtype=torch.float32).normal_(mean, std, generator=generator))
+
+
+def name_seed(seed: int, *path: str | int) -> int:
+    """63 bits from a seed and what they are for."""
+    text = ":".join(map(str, (seed, *path)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,1 @@
+"""Many short runs, one better recipe."""

@@ -1,0 +1,309 @@
+"""A study: many trials of one recipe, kept in an Optuna journal, from which the best recipe is written.
+
+This process alone asks and tells; workers only train. So a killed worker or a killed study loses no finished trial:
+on the next start, trials that were running are run again with the same values.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing import active_children, get_context
+from pathlib import Path
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe, write_recipe, write_text
+from leaven.recipe.recipe import Recipe, differences
+from leaven.tuning.space import Space, moved
+from leaven.tuning.trust_region import sampler
+from leaven.tuning.worker import Outcome, run_trial, start
+
+METHODS = ("trust-region", "random", "tpe")
+FINALISTS, SEEDS = 2, 3  # the best few are judged by the mean over seeds: a winner of noisy trials is lucky
+
+RETRY_OF = "retry_of"  # the trial, by number, whose values a trial repeats because its process died
+
+# Two-sided 95% quantiles of Student's t by degrees of freedom.
+_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
+
+
+@dataclass(frozen=True)
+class Trial:
+    number: int
+    state: str  # complete | diverged | failed | running
+    loss: float | None
+    values: dict[str, float]
+    seconds: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Best:
+    """The winner: its mean loss over seeds with a 95% interval, in nats per token."""
+
+    number: int
+    loss: float
+    interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class StudyState:
+    """What study.json holds."""
+
+    name: str
+    method: str
+    space: tuple[str, ...]
+    noise_floor: float | None
+    best: Best | None
+    trials: tuple[Trial, ...]
+
+
+class Study:
+    """A study in a folder: journal.log (Optuna), centre.toml, best.toml, study.json."""
+
+    def __init__(self, folder: Path, recipe: Recipe, space: Space, method: str, seed: int = 0) -> None:
+        self.folder, self.recipe, self.space, self.method = folder, recipe, space, method
+        self._check()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--study {folder}: cannot be made: {error.strerror}") from None
+        if not (folder / "centre.toml").exists():
+            write_recipe(recipe, folder / "centre.toml")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._study = optuna.create_study(
+            study_name=recipe.name,
+            storage=JournalStorage(JournalFileBackend(str(folder / "journal.log"))),
+            sampler=sampler(method, space, seed),
+            load_if_exists=True,
+        )
+        if not self._study.user_attrs.get("space"):
+            self._study.set_user_attr("space", list(space.paths))
+            self._study.set_user_attr("method", method)
+            self._study.enqueue_trial(space.centre)
+        elif self._study.user_attrs["space"] != list(space.paths):
+            raise InputError(
+                f"--study {folder} searches {', '.join(self._study.user_attrs['space'])}; use the same --space or "
+                "another --study"
+            )
+
+    def _check(self) -> None:
+        centre = self.folder / "centre.toml"
+        if not centre.exists():
+            if self.folder.exists() and any(self.folder.iterdir()):
+                raise InputError(f"--study {self.folder} is not empty and holds no study; use another folder")
+            return
+        changes = differences(read_recipe(centre), self.recipe)
+        if changes:
+            listed = "; ".join(f"{path} {there} there, {here} here" for path, there, here in changes)
+            raise InputError(f"--study {self.folder} is of another recipe: {listed}; use another --study")
+
+    def run(
+        self,
+        trials: int,
+        workers: int,
+        *,
+        on_trial: Callable[[Trial, Trial], None] = lambda trial, best: None,
+        on_rerun: Callable[[int, int], None] = lambda done, total: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> StudyState:
+        """Run until ``trials`` have ended and the finalists are judged, or until ``stop`` says so.
+
+        ``on_trial`` gets each trial that ends and the best one so far, ``on_rerun`` counts the finalists' reruns.
+        """
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            self._retry(trial)
+        with _Pool(workers) as pool:
+            self._search(pool, trials, workers, on_trial, stop)
+            if not stop():
+                self._judge(pool, on_rerun, stop)
+        return self.save()
+
+    def _search(
+        self,
+        pool: "_Pool",
+        trials: int,
+        workers: int,
+        on_trial: Callable[[Trial, Trial], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        pending: dict[Future[Outcome], optuna.Trial] = {}
+        while not stop():
+            while len(pending) < workers and len(self._ended()) + len(pending) < trials:
+                trial = self._study.ask()
+                values = {d.path: trial.suggest_float(d.path, d.low, d.high, log=True) for d in self.space.dimensions}
+                pending[pool.submit(moved(self.recipe, values))] = trial
+            if not pending:
+                return
+            for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                trial = pending.pop(future)
+                if self._tell(trial, future):
+                    ended = {record.number: record for record in map(_record, self._ended())}
+                    on_trial(ended[trial.number], min(ended.values(), key=_rank))
+                    self.save()
+
+    def _tell(self, trial: optuna.Trial, future: "Future[Outcome]") -> bool:
+        """Record how a trial ended; False if its process died and it is to be run once more."""
+        try:
+            outcome = future.result()
+        except BrokenProcessPool:
+            if RETRY_OF not in trial.user_attrs:
+                self._retry(trial)
+                return False
+            self._study.tell(trial, state=TrialState.FAIL)
+            return True
+        for key, value in asdict(outcome).items():
+            trial.set_user_attr(key, value)
+        self._study.tell(trial, outcome.loss)
+        return True
+
+    def _retry(self, trial: optuna.Trial | FrozenTrial) -> None:
+        """Close a trial whose process is gone and queue its values again."""
+        self._study.tell(trial.number, state=TrialState.FAIL)
+        if trial.params:
+            origin = trial.user_attrs.get(RETRY_OF, trial.number)
+            self._study.enqueue_trial(trial.params, user_attrs={RETRY_OF: origin})
+
+    def _ended(self) -> list[FrozenTrial]:
+        """Trials that count, in the order of their numbers: those with a result, and those that died twice."""
+        trials = self._study.get_trials(deepcopy=False)
+        retries = {(trial.user_attrs.get(RETRY_OF), trial.number) for trial in trials if RETRY_OF in trial.user_attrs}
+        last_try = dict(sorted(retries))
+        return [
+            trial
+            for trial in trials
+            if trial.state is TrialState.COMPLETE
+            or (trial.state is TrialState.FAIL and last_try.get(trial.user_attrs.get(RETRY_OF)) == trial.number)
+        ]
+
+    def _judge(self, pool: "_Pool", on_rerun: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
+        """Run the finalists again with other seeds; what is already in the journal is not run twice."""
+        jobs = [
+            (trial, seed)
+            for trial in self._finalists()
+            for seed in range(self.recipe.data.seed + 1, self.recipe.data.seed + SEEDS)
+        ]
+        pending = {
+            pool.submit(moved(self.recipe, trial.params, seed)): f"{trial.number}:{seed}"
+            for trial, seed in jobs
+            if f"{trial.number}:{seed}" not in self._reruns
+        }
+        on_rerun(len(jobs) - len(pending), len(jobs))
+        while pending and not stop():
+            for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                key = pending.pop(future)
+                self._study.set_user_attr("reruns", self._reruns | {key: future.result().loss})
+                on_rerun(len(jobs) - len(pending), len(jobs))
+
+    @property
+    def _reruns(self) -> dict[str, float]:
+        """Validation loss by "trial number:seed"."""
+        reruns: dict[str, float] = self._study.user_attrs.get("reruns", {})
+        return reruns
+
+    def _finalists(self) -> list[FrozenTrial]:
+        fit = [trial for trial in self._ended() if _record(trial).state == "complete"]
+        return sorted(fit, key=lambda trial: _rank(_record(trial)))[:FINALISTS]
+
+    def state(self) -> StudyState:
+        """The study as it stands; ``best`` and ``noise_floor`` are None until the finalists are judged."""
+        losses = {
+            trial.number: [
+                float(trial.value or 0.0),
+                *(loss for key, loss in self._reruns.items() if key.startswith(f"{trial.number}:")),
+            ]
+            for trial in self._finalists()
+        }
+        judged = {number: values for number, values in losses.items() if len(values) == SEEDS}
+        noise, best = None, None
+        if judged and len(judged) == len(losses):
+            degrees = sum(len(values) - 1 for values in judged.values())
+            noise = math.sqrt(sum(statistics.variance(v) * (len(v) - 1) for v in judged.values()) / degrees)
+            number = min(judged, key=lambda candidate: statistics.fmean(judged[candidate]))
+            mean, margin = statistics.fmean(judged[number]), _T95[degrees] * noise / math.sqrt(SEEDS)
+            best = Best(number, mean, (mean - margin, mean + margin))
+        shown = self._study.get_trials(
+            deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL, TrialState.RUNNING)
+        )
+        return StudyState(
+            name=self.recipe.name,
+            method=self.method,
+            space=self.space.paths,
+            noise_floor=noise,
+            best=best,
+            trials=tuple(_record(trial) for trial in shown),
+        )
+
+    def save(self) -> StudyState:
+        """Write study.json, and best.toml once there is a best."""
+        state = self.state()
+        write_text(self.folder / "study.json", json.dumps(asdict(state), indent=2) + "\n")
+        if state.best is not None:
+            write_recipe(self.best_recipe(state), self.folder / "best.toml")
+        return state
+
+    def best_recipe(self, state: StudyState) -> Recipe:
+        """The winner as a recipe, with its base pinned at this scale and a reason for every searched value."""
+        assert state.best is not None
+        values = next(trial.values for trial in state.trials if trial.number == state.best.number)
+        low, high = state.best.interval
+        reason = (
+            f"study {state.name}, trial {state.best.number} of {len(state.trials)} ({state.method}); "
+            f"validation loss {state.best.loss:.4f}, 95% interval {low:.4f} to {high:.4f} over {SEEDS} seeds"
+        )
+        centre = self.space.centre
+        why = {path: f"{reason}; {value / centre[path]:.2f} x the start" for path, value in values.items()}
+        base = self.recipe.base.model_dump()
+        return moved(self.recipe, values).replace({"scaling.base": base, "why": self.recipe.why | why})
+
+
+class _Pool:
+    """Worker processes that are replaced when one of them dies."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._executor = self._new()
+
+    def _new(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start, initargs=(os.getpid(),))
+
+    def submit(self, recipe: Recipe) -> "Future[Outcome]":
+        try:
+            return self._executor.submit(run_trial, recipe)
+        except BrokenProcessPool:
+            self._executor = self._new()
+            return self._executor.submit(run_trial, recipe)
+
+    def __enter__(self) -> "_Pool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.terminate()
+
+
+def _record(trial: FrozenTrial) -> Trial:
+    ran = trial.user_attrs
+    state = {TrialState.RUNNING: "running", TrialState.COMPLETE: "complete"}.get(trial.state, "failed")
+    return Trial(
+        number=trial.number,
+        state="diverged" if ran.get("diverged") else state,
+        loss=trial.value,
+        values=dict(trial.params),
+        seconds=ran.get("seconds"),
+        tokens_per_second=ran["tokens"] / ran["seconds"] if ran.get("seconds") else None,
+    )
+
+
+def _rank(trial: Trial) -> tuple[bool, float]:
+    return (trial.state != "complete", trial.loss if trial.loss is not None else math.inf)

@@ -1,0 +1,57 @@
+"""One trial in a process of its own, on one thread."""
+
+import math
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+
+from leaven.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A trial's end. A diverged trial has a finite loss, worse than a uniform guess, so that a search can use it."""
+
+    loss: float
+    diverged: bool
+    tokens: int
+    seconds: float
+    worker: int
+
+
+def start(parent: int) -> None:
+    """What a worker process does before its first trial: one thread, deaf to Ctrl-C, gone when its parent is."""
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def run_trial(recipe: Recipe) -> Outcome:
+    """Train a recipe from the start and return its validation loss."""
+    from leaven.data.tokens import prepare
+    from leaven.training.trainer import Diverged, Training
+
+    tokens = prepare(recipe.data.source, recipe.data.tokenizer, recipe.model.vocab_size)
+    training = Training(recipe, tokens, device=None)
+    hopeless = math.log(recipe.model.vocab_size) + 1.0
+    try:
+        while not training.finished:
+            # A first loss may be above a uniform guess at a large init; later it is divergence.
+            if training.step().loss > hopeless and training.progress.tokens > recipe.data.tokens / 4:
+                raise Diverged(f"loss above {hopeless:.2f}")
+        loss = training.evaluate()
+        diverged = not math.isfinite(loss)
+    except Diverged:
+        loss, diverged = hopeless, True
+    done = training.progress
+    return Outcome(hopeless if diverged else loss, diverged, done.tokens, done.seconds, os.getpid())

@@ -1,0 +1,140 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leaven.data.stream import Stream, permute, validation_windows
+from leaven.recipe.errors import InputError
+
+
+def permutation(size: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    return permute(np.arange(size, dtype=np.uint64), size, seed, np.full(size, epoch, dtype=np.uint64))
+
+
+@given(st.integers(1, 3_000), st.integers(-(2**70), 2**70), st.integers(0, 2**40))
+def test_the_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
+    assert sorted(permutation(size, seed, epoch)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 9, 10, 255, 256, 257, 7_919, 2**16, 2**16 + 1, 99_999])
+def test_the_permutation_is_a_bijection_at_the_edges_of_its_halves(size: int) -> None:
+    assert np.array_equal(np.sort(permutation(size)), np.arange(size))
+
+
+def test_the_permutation_looks_random() -> None:
+    size = 100_003
+    places, order = np.arange(size), permutation(size).astype(np.int64)
+    # Of a random permutation: mean displacement N/3, half of the steps up, one fixed point, no correlation.
+    assert abs(np.abs(order - places).mean() / (size / 3) - 1) < 0.01
+    assert abs((np.diff(order) > 0).mean() - 0.5) < 0.005
+    assert (order == places).sum() < 8
+    assert abs(np.corrcoef(places, order)[0, 1]) < 0.015
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.015
+    # No window is drawn towards a part of the epoch: 100 x 100 cells, chi-squared of 99^2 degrees.
+    counts, _, _ = np.histogram2d(places, order, bins=100)
+    chi_squared = ((counts - size / 1e4) ** 2 / (size / 1e4)).sum()
+    assert abs(chi_squared - 99**2) < 5 * (2 * 99**2) ** 0.5
+
+
+def test_all_orders_of_a_small_epoch_come_up_equally_often() -> None:
+    epochs = np.repeat(np.arange(24_000, dtype=np.uint64), 4)
+    places = np.tile(np.arange(4, dtype=np.uint64), 24_000)
+    orders, counts = np.unique(permute(places, 4, 0, epochs).reshape(-1, 4), axis=0, return_counts=True)
+    assert len(orders) == 24
+    assert ((counts - 1_000) ** 2 / 1_000).sum() < 23 + 5 * 46**0.5
+
+
+def test_epochs_and_seeds_are_unlike() -> None:
+    size = 10_007
+    first = permutation(size)
+    for other in (permutation(size, epoch=1), permutation(size, seed=1), permutation(size, seed=2**63)):
+        assert (first == other).sum() < 10
+
+
+def permute_one(place: int, size: int, seed: int, epoch: int) -> int:
+    """The permutation again, of one place and in Python's own integers."""
+    mask, golden = 2**64 - 1, 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        return x ^ x >> 31
+
+    a = next(root for root in range(1, size + 1) if root * root >= size)
+    sides = [a, (size + a - 1) // a]
+    key = mix(mix((seed & mask) + golden & mask) ^ mix(epoch + golden & mask))
+    while True:
+        halves = [place % a, place // a]
+        for number in range(8):
+            now, other = number % 2, 1 - number % 2
+            round_key = key + (number + 1) * golden & mask
+            halves[now] += mix(mix(halves[other] ^ round_key) + round_key & mask)
+            halves[now] %= sides[now]
+        place = halves[0] + a * halves[1]
+        if place < size:
+            return place
+
+
+@given(st.integers(1, 500), st.integers(-(2**70), 2**70), st.integers(0, 2**63))
+def test_the_permutation_agrees_with_plain_integers(size: int, seed: int, epoch: int) -> None:
+    expected = [permute_one(place, size, seed, epoch) for place in range(size)]
+    assert permutation(size, seed, epoch).tolist() == expected
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    assert permutation(10).tolist() == [9, 6, 4, 8, 0, 1, 5, 3, 2, 7]
+    stream = Stream(np.arange(7_001, dtype=np.uint16), 7, seed=1234)
+    numbers = (0, 1, 999, 1_000, 10**12, 10**18)
+    assert [int(stream.sample(n)[0]) // 7 for n in numbers] == [252, 233, 970, 255, 522, 413]
+
+
+@given(st.integers(1, 9), st.integers(10, 200), st.integers(0, 5))
+def test_an_epoch_has_every_token_once_as_an_input_and_once_as_a_target(
+    seq_len: int, length: int, epoch: int
+) -> None:
+    stream = Stream(np.arange(length), seq_len, seed=5)
+    size = stream.samples_per_epoch
+    rows = stream.batch(epoch * size, size)
+    assert size == (length - 1) // seq_len
+    assert sorted(rows[:, :-1].ravel()) == list(range(size * seq_len))
+    assert sorted(rows[:, 1:].ravel()) == list(range(1, size * seq_len + 1))
+    assert (np.diff(rows, axis=1) == 1).all()
+
+
+@given(st.integers(0, 10**13), st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_a_batch_is_its_samples_however_it_is_split(first: int, counts: list[int]) -> None:
+    stream = Stream(np.arange(100, dtype=np.uint16), 4, seed=3)
+    whole = stream.batch(first, sum(counts))
+    starts = np.cumsum([first, *counts])
+    parts = [stream.batch(int(start), count) for start, count in zip(starts, counts, strict=False)]
+    assert whole.dtype == np.int64
+    assert whole.shape == (sum(counts), 5)
+    assert np.array_equal(whole, np.concatenate(parts))
+    assert np.array_equal(whole, np.stack([stream.sample(first + n) for n in range(sum(counts))]))
+
+
+def test_validation_windows_are_spread_evenly_and_in_order() -> None:
+    tokens = np.arange(1_001, dtype=np.uint16)
+    assert validation_windows(tokens, 10, 50)[:, 0].tolist() == [0, 200, 400, 600, 800]
+    assert validation_windows(tokens, 10, 30)[:, 0].tolist() == [0, 330, 660]
+    assert validation_windows(tokens, 10, 1).shape == (1, 11)
+    everything = validation_windows(tokens, 10, 10**9)
+    assert np.array_equal(everything[:, :-1].ravel(), np.arange(1_000))
+    assert everything.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("length", "advice"), [(0, "; add text"), (1, "; add text"), (8, "set seq_len to 7 at most or add text")]
+)
+def test_too_few_tokens_are_refused(length: int, advice: str) -> None:
+    with pytest.raises(InputError, match="a window needs seq_len \\+ 1 = 9") as caught:
+        Stream(np.arange(length), 8, seed=0)
+    assert advice in str(caught.value)
+    with pytest.raises(InputError, match="the validation split has"):
+        validation_windows(np.arange(length), 8, 100)
+
+
+def test_one_window_is_enough() -> None:
+    stream = Stream(np.arange(9), 8, seed=0)
+    assert stream.samples_per_epoch == 1
+    assert stream.sample(10**12).tolist() == list(range(9))
