@@ -13,8 +13,8 @@ from typing import Any
 
 BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe",
 )  # fmt: skip
 
 
@@ -33,7 +33,7 @@ class Browser:
         self._process = subprocess.Popen(
             [str(BINARY), *FLAGS, f"--user-data-dir={profile}", "about:blank"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            preexec_fn=place, close_fds=False,
+            preexec_fn=place, close_fds=False,  # noqa: PLW1509
         )  # fmt: skip
         for descriptor in (command_out, answer_in, first, second):
             os.close(descriptor)

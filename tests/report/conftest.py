@@ -61,7 +61,7 @@ def target(recipe: Recipe) -> Recipe:
 
 
 def write_run(
-    folder: Path, recipe: Recipe, floor: float, lr_scale: float = 1.0, seed: int = 0, torn: bool = False
+    folder: Path, recipe: Recipe, floor: float, lr_scale: float = 1.0, *, seed: int = 0, torn: bool = False
 ) -> None:
     folder.mkdir(parents=True)
     write_recipe(recipe, folder / "recipe.toml")
@@ -183,7 +183,7 @@ def write_demo(folder: Path, hostile: str = "") -> Path:
     for seed, (key, recipe, floor, scale) in enumerate(
         (("transferred", large, 2.41, 1.0), ("copied", copied, 2.55, 3.6), ("published", published, 2.63, 0.55))
     ):
-        write_run(folder / "runs" / key, recipe, floor, scale, seed, torn=key == "copied")
+        write_run(folder / "runs" / key, recipe, floor, scale, seed=seed, torn=key == "copied")
     losses = {
         key: [json.loads(line) for line in (folder / "runs" / key / "events.jsonl").read_text().splitlines()][-1][
             "loss"
@@ -198,8 +198,8 @@ def write_demo(folder: Path, hostile: str = "") -> Path:
     }
     document = {
         "name": f"wheat{hostile}",
-        "verdict": f"Tuned on 0.8 M parameters and moved to 5.1 M, the recipe is {gain:.3f} nats better than the same "
-        f"values copied, and better than a published recipe.{hostile}",
+        "verdict": f"Tuned on 0.8 M parameters and moved to 5.1 M, the recipe is {gain:.3f} nats better than the "
+        f"same values copied, and better than a published recipe.{hostile}",
         "arms": [
             {"key": key, "title": title + hostile, "run": f"runs/{key}", "loss": losses[key], "why": why + hostile}
             for key, (title, why) in titles.items()

@@ -25,13 +25,15 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
     low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, n)
 
     def window(values: Array) -> Array:
-        total = np.concatenate(([0.0], np.cumsum(values)))
-        return (total[high] - total[low]) / (high - low)
+        total: Array = np.concatenate(([0.0], np.cumsum(values)))
+        means: Array = (total[high] - total[low]) / (high - low)
+        return means
 
     mean_u, mean_v = window(u), window(v)
     spread = window(u * u) - mean_u**2
     slope = np.divide(window(u * v) - mean_u * mean_v, spread, out=np.zeros(n), where=spread > 1e-12)
-    return mean_v + slope * (u - mean_u) + shift
+    line: Array = mean_v + slope * (u - mean_u) + shift
+    return line
 
 
 def thin(x: Sequence[float], most: int, logarithmic: bool = True) -> list[int]:

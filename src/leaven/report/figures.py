@@ -1,7 +1,7 @@
 """The charts of runs: loss, its last stretch, batch and lr, gradient norm. Colours are CSS variables of the page.
 
-A figure names a colour ``var(--ink)``; the page's script puts in what the theme says, and again when it changes. So one
-figure is right in light, in dark and on paper.
+A figure names a colour ``var(--ink)``; the page's script puts in what the theme says, and again when it changes. So
+one figure is right in light, in dark and on paper.
 """
 
 import math
@@ -78,8 +78,8 @@ def figure(x_title: str, y_title: str, **layout: Any) -> "go.Figure":
 
 def name_axis(chart: "go.Figure", title: str, y: float = 1.0) -> None:
     chart.add_annotation(
-        text=title, xref="paper", yref="paper", x=0, y=y, xshift=-chart.layout.margin.l, yshift=8, xanchor="left", yanchor="bottom",
-        showarrow=False, font={"size": 12, "color": MUTED},
+        text=title, xref="paper", yref="paper", x=0, y=y, xshift=-chart.layout.margin.l, yshift=8,
+        xanchor="left", yanchor="bottom", showarrow=False, font={"size": 12, "color": MUTED},
     )  # fmt: skip
 
 
@@ -89,6 +89,7 @@ def log_axis(
     low: float,
     high: float,
     label: Callable[[float], str],
+    *,
     most: int = 6,
     pad: float = 0.02,
 ) -> None:
@@ -137,7 +138,8 @@ def _line(chart: "go.Figure", run: Run, x: Sequence[float], y: Sequence[float], 
             mode="lines",
             line=line,
             customdata=[numbers.quantity(place) for place in x],
-            hovertemplate=f"<b>%{{fullData.name}}</b><br>%{{y:.4~g}}{unit}<br>at %{{customdata}} tokens<extra></extra>",
+            hovertemplate=f"<b>%{{fullData.name}}</b><br>%{{y:.4~g}}{unit}<br>"
+            "at %{customdata} tokens<extra></extra>",
             **style,
         )
     )

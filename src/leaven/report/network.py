@@ -57,7 +57,8 @@ def _band(name: str, members: list[Row], base: float, reach: int, n_layers: int)
         factor = row.lr / base
         told = (
             f"{row.name.removesuffix('.weight')}: lr {numbers.value(row.lr)}, {numbers.ratio(factor)} the base lr of "
-            f"{numbers.value(base)}; init std {numbers.value(row.init_std)}, weight decay {numbers.value(row.weight_decay)}"
+            f"{numbers.value(base)}; init std {numbers.value(row.init_std)}, "
+            f"weight decay {numbers.value(row.weight_decay)}"
         )
         cells.append(
             element(
@@ -87,8 +88,8 @@ def _band(name: str, members: list[Row], base: float, reach: int, n_layers: int)
 
 
 def _range(members: list[Row], base: float) -> str:
-    low, high = (numbers.ratio(pick(row.lr for row in members) / base) for pick in (min, max))
-    return low if low == high else f"{low} to {high}"
+    rates = [row.lr / base for row in members]
+    return numbers.span(min(rates), max(rates), numbers.ratio)
 
 
 def shade(factor: float, reach: int) -> str:
@@ -102,7 +103,8 @@ def shade(factor: float, reach: int) -> str:
 
 
 def _legend(reach: int, base: float) -> Html:
-    steps = [-reach, -reach / 2, 0, reach / 2, reach] if reach > 1 else [-1, 0, 1]
+    every = -(-reach // 4)
+    steps = range(-(reach // every) * every, reach + 1, every)
     return element(
         "p",
         element("span", "lower lr"),

@@ -10,7 +10,7 @@ NONE = "–"
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """A hyperparameter in three significant digits, fit to be copied into a recipe: ``0.004``, ``2.83e-4``, ``1e-8``."""
+    """A hyperparameter in three digits, fit to be copied into a recipe: ``0.004``, ``2.83e-4``, ``1e-8``."""
     if number is None:
         return NONE
     if number == 0 or 1e-3 <= abs(number) < 1e4:
@@ -19,6 +19,14 @@ def value(number: float | None, digits: int = 3) -> str:
     mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
     mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
     return f"{mantissa}e{int(exponent)}"
+
+
+def span(low: float, high: float, spell: Callable[[float], str]) -> str:
+    """A range, or the one value if both ends read the same."""
+    first, last = spell(low), spell(high)
+    if first == last:
+        return first
+    return f"{first.removesuffix('×')}–{last}"
 
 
 def loss(number: float | None) -> str:
@@ -33,9 +41,9 @@ def delta(number: float | None) -> str:
 
 
 def ratio(number: float) -> str:
-    """A factor: ``1x``, ``0.25x``, ``1/32`` below a tenth."""
-    if 0 < number < 0.1 and abs(round(1 / number) * number - 1) < 0.01:
-        return f"1/{round(1 / number)}"
+    """A factor: ``3.6×``, ``0.3×``, a small one as a fraction where it is one: ``1/8×``."""
+    if 0 < number <= 0.25 and abs(round(1 / number) * number - 1) < 0.01:
+        return f"1/{round(1 / number)}×"
     return f"{number:.2g}×" if number < 10 else f"{number:.0f}×"
 
 

@@ -3,19 +3,16 @@
 import base64
 import gzip
 import shlex
-from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from leaven.recipe.files import write_text
-from leaven.recipe.recipe import Recipe
-from leaven.report import figures, numbers, searches, tables
+from leaven.report import chapters, figures, numbers, tables
+from leaven.report.folders import read_story
 from leaven.report.html import Html, element, join, script_json
-from leaven.report.network import picture
 from leaven.report.parameters import at_base
-from leaven.report.parameters import tables as resolved
-from leaven.report.story import Demo, Run, Story, Study, read_story
+from leaven.report.story import Demo, Run, Story, Study
 
 # Scripts and styles stand in the page itself; with this no browser fetches anything, whatever a text in it says.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -32,25 +29,9 @@ def write_page(folder: Path, out: Path) -> Path:
     return out
 
 
-@dataclass
-class _Page:
-    """Sections in order, and the figures that their chart boxes name."""
-
-    charts: dict[str, Any] = field(default_factory=dict)
-    sections: list[Html] = field(default_factory=list)
-
-    def chart(self, name: str, figure: Any, label: str, size: str = "wide") -> Html:
-        self.charts[name] = figure.to_plotly_json()
-        return element("div", id=f"chart-{name}", class_=f"chart {size}", role="img", aria_label=label)
-
-    def section(self, title: str, told: str | None, *content: Any, class_: str | None = None) -> None:
-        lead = element("p", told, class_="told") if told else None
-        self.sections.append(element("section", element("h2", title), lead, *content, class_=class_))
-
-
 def page(story: Story) -> str:
     """The HTML of a story."""
-    made = _Page()
+    made = chapters.Sheet()
     if isinstance(story, Demo):
         kind, head = "demo", _demo(made, story)
     elif isinstance(story, Study):
@@ -101,7 +82,7 @@ def _numbers(*entries: tuple[str, str, str, str]) -> Html:
     )
 
 
-def _demo(made: _Page, demo: Demo) -> Html:
+def _demo(made: chapters.Sheet, demo: Demo) -> Html:
     runs = [arm.run for arm in demo.arms if arm.run]
     mine, rival, gain = demo.transferred, demo.rival, demo.gain
     best = min((arm for arm in demo.arms if arm.loss is not None), key=lambda arm: arm.loss or 0.0, default=None)
@@ -130,15 +111,14 @@ def _demo(made: _Page, demo: Demo) -> Html:
         tables.runs_table(demo),
     )
     if runs:
-        _curves(made, runs)
+        chapters.curves(made, runs)
     if demo.study:
-        _searched(made, demo.study)
+        chapters.searched(made, demo.study)
     target = demo.target or (mine.run.recipe if mine and mine.run else None)
     if target:
         proxy = (demo.study.best_recipe if demo.study else None) or at_base(target)
-        _parameters(made, target, proxy, ("base", "target"))
-        made.section("Where every value comes from", "The reasons written into the recipe by whichever verb chose the value.",
-                     tables.provenance(target))  # fmt: skip
+        chapters.parameters(made, target, proxy, ("base", "target"))
+        chapters.provenance(made, target)
     if demo.parts:
         made.section("Time", f"{numbers.seconds(demo.seconds)} in all.", tables.parts_table(demo.parts))
     if demo.corpus or demo.machine:
@@ -151,7 +131,7 @@ def _demo(made: _Page, demo: Demo) -> Html:
             if content
         ]
         made.sections.append(element("section", *columns, class_="columns"))
-    _commands(made, demo_commands(demo))
+    chapters.commands(made, chapters.demo_commands(demo))
     return join(element("p", demo.verdict, class_="verdict"), head)
 
 
@@ -161,7 +141,7 @@ def _word(gain: float | None, noise: float | None) -> str:
     return "better" if gain > 0 else "worse"
 
 
-def _study(made: _Page, study: Study) -> Html:
+def _study(made: chapters.Sheet, study: Study) -> Html:
     best, complete = study.best, study.count("complete")
     first = next((trial.loss for trial in study.trials if trial.loss is not None), None)
     gain = first - best.loss if best and first is not None else None
@@ -192,20 +172,19 @@ def _study(made: _Page, study: Study) -> Html:
         ("trials", str(complete), f"complete; {', '.join(lost)}" if lost else "all complete", ""),
         ("cost", numbers.seconds(study.seconds), "added up over workers", ""),
     )
-    _searched(made, study)
+    chapters.searched(made, study)
     chosen = study.best_recipe or study.centre
-    _parameters(made, chosen, study.centre if study.best_recipe else None, ("centre", "best"))
-    made.section("Where every value comes from", "The reasons written into the recipe by whichever verb chose the value.",
-                 tables.provenance(chosen))  # fmt: skip
+    chapters.parameters(made, chosen, study.centre if study.best_recipe else None, ("centre", "best"))
+    chapters.provenance(made, chosen)
     tune = f"leaven tune centre.toml --study . --trials {len(study.trials)}"
-    _commands(
+    chapters.commands(
         made,
         [f"{tune} --method {shlex.quote(study.method)}" if study.method else tune, "leaven report . -o report.html"],
     )
     return join(element("p", verdict, class_="verdict"), head)
 
 
-def _run(made: _Page, run: Run) -> Html:
+def _run(made: chapters.Sheet, run: Run) -> Html:
     first = next((step.loss for step in run.steps if step.loss is not None), None)
     loss = run.loss if run.loss is not None else run.steps[-1].loss
     kind = "validation" if run.loss is not None else "training"
@@ -219,133 +198,8 @@ def _run(made: _Page, run: Run) -> Html:
         ("speed", numbers.quantity(run.tokens_per_second), "tokens/s, median over steps", ""),
         ("cost", numbers.seconds(run.seconds), f"{numbers.quantity(len(run.steps))} steps", ""),
     )
-    _curves(made, [run])
-    _parameters(made, run.recipe, at_base(run.recipe), ("base", "target"))
-    made.section("Where every value comes from", "The reasons written into the recipe by whichever verb chose the value.",
-                 tables.provenance(run.recipe))  # fmt: skip
-    _commands(made, ["leaven train recipe.toml --run .", "leaven report . -o report.html"])
+    chapters.curves(made, [run])
+    chapters.parameters(made, run.recipe, at_base(run.recipe), ("base", "target"))
+    chapters.provenance(made, run.recipe)
+    chapters.commands(made, ["leaven train recipe.toml --run .", "leaven report . -o report.html"])
     return join(element("p", verdict, class_="verdict"), head)
-
-
-def _curves(made: _Page, runs: list[Run]) -> None:
-    legend = tables.legend(runs) if len(runs) > 1 else None
-    made.section(
-        "Loss over tokens",
-        "Lines are the training loss, smoothed; faint behind them every step; dots are the validation loss.",
-        legend,
-        made.chart("loss", figures.loss(runs), "loss over tokens of all runs", "tall"),
-    )
-    gradient = figures.gradient(runs)
-    closer = element(
-        "div",
-        element("h3", "The second half, closer"),
-        element("p", "The same losses where they differ by hundredths.", class_="told"),
-        made.chart("last", figures.last_stretch(runs), "loss in the second half of the runs"),
-    )
-    norm = gradient and element(
-        "div",
-        element("h3", "Gradient norm"),
-        element("p", "Smoothed; a rise late in a run is an early sign of divergence.", class_="told"),
-        made.chart("gradient", gradient, "gradient norm over tokens"),
-    )
-    made.sections.append(element("section", closer, norm, class_="pair"))
-    made.section(
-        "Learning rate and batch over tokens",
-        "Both are functions of tokens, not of steps: the schedule does not move when the batch does.",
-        made.chart("schedule", figures.schedule(runs), "learning rate and batch over tokens", "tall"),
-    )
-
-
-def _searched(made: _Page, study: Study) -> None:
-    noise = (
-        f" The band is the noise floor, ±{study.noise_floor:.4f} nats: inside it trials are equal."
-        if study.noise_floor
-        else ""
-    )
-    lost = study.count("diverged")
-    crosses = f" Crosses at the top edge are the {lost} that diverged." if lost else ""
-    made.section(
-        "The search",
-        f"{len(study.trials)} trials in the order they began; the line is the best so far.{crosses}{noise}",
-        made.chart("search", searches.search(study), "loss of every trial"),
-    )
-    panels = []
-    for i, path in enumerate(study.space):
-        chart = searches.by_value(study, path)
-        if chart is not None:
-            short = searches.short(path)
-            best = next(
-                (
-                    trial.values.get(path)
-                    for trial in study.trials
-                    if study.best and trial.number == study.best.number
-                ),
-                None,
-            )
-            panels.append(
-                element(
-                    "figure",
-                    element(
-                        "figcaption",
-                        element("b", short),
-                        element("span", f"best {numbers.value(best)}") if isinstance(best, int | float) else None,
-                    ),
-                    made.chart(f"value-{i}", chart, f"loss over {short}", "small"),
-                )
-            )
-    if panels:
-        made.section(
-            "Loss over each hyperparameter",
-            "Every trial in each panel: loss in nats per token upwards, the value sideways on a logarithmic axis, "
-            "the best one marked. A valley says that the value matters, a cloud that it does not.",
-            element("div", *panels, class_="panels"),
-        )
-
-
-def _parameters(made: _Page, recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> None:
-    table, base = resolved(recipe, beside)
-    made.section(
-        "The network",
-        "Every weight has a learning rate of its own: the base value times the scaling rule, the module's multiplier and "
-        "the depth's.",
-        picture(recipe, table),
-    )
-    at = table.ratios
-    scale = (
-        f"From {names[0]} to {names[1]}: width ×{at.width:g}, depth ×{at.depth:g}, batch ×{at.batch:g}, tokens ×{at.tokens:.3g}, "
-        f"moved by {table.rule.name} ({table.rule.source}). "
-        if (at.width, at.depth, at.batch, at.tokens) != (1, 1, 1, 1)
-        else ""
-    )
-    made.section(
-        "What every parameter gets",
-        f"{scale}Point at a value for the reason; a column's head sorts by it.",
-        tables.parameter_table(recipe, table, base, names),
-        class_="broad",
-    )
-
-
-def demo_commands(demo: Demo) -> list[str]:
-    """What ``leaven demo`` does, by hand, in the demo's folder."""
-    lines = ["leaven demo", ""]
-    study, target = demo.study, demo.target
-    if study and target:
-        lines += [
-            shlex.join(["leaven", "tune", f"{demo.study_folder}/centre.toml", "--study", demo.study_folder])
-            + f" --trials {len(study.trials)}"
-            + (f" --method {shlex.quote(study.method)}" if study.method else ""),
-            shlex.join(["leaven", "transfer", f"{demo.study_folder}/best.toml"])
-            + f" --width {target.model.d_model} --depth {target.model.n_layers} --batch-tokens {target.batch.tokens} "
-            + f"--tokens {target.data.tokens} -o {shlex.quote(demo.target_path)}",
-        ]
-    for arm in demo.arms:
-        recipe = demo.target_path if arm.key == "transferred" and target else f"{arm.folder}/recipe.toml"
-        lines.append(shlex.join(["leaven", "train", recipe, "--run", arm.folder]))
-    return [*lines, "leaven report . -o report.html"]
-
-
-def _commands(made: _Page, lines: list[str]) -> None:
-    code = element("pre", element("code", "\n".join(lines)), class_="scroll", tabindex="0")
-    made.section(
-        "The commands that made it", "From inside the folder; below a demo's own line, the same step by step.", code
-    )

@@ -18,7 +18,7 @@ LAYER = re.compile(r"layers\.\d+\.")
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of one name that are equal over neighbouring layers. ``base`` is the same at base scale, if known."""
+    """Parameters of one name that are equal over neighbouring layers; ``base`` is the same at base scale."""
 
     label: str
     first: int | None

@@ -53,7 +53,7 @@ def _value(value: Any) -> str:
 
 
 def _marks(chart: "go.Figure", study: Study, x: dict[int, Any], top: float, size: int) -> None:
-    """Trials as dots, those above the window as triangles at its edge, diverged ones as crosses there, the best last."""
+    """Trials as dots, those above the window as triangles at its edge, diverged ones as crosses, the best last."""
     go = plotly()
     edge = top
     complete = [trial for trial in _complete(study) if trial.number in x]

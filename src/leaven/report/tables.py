@@ -108,9 +108,7 @@ def _value(values: Sequence[float], told: str, kind: str) -> Html:
     if not values:
         return element("td", numbers.NONE, class_=f"number {kind}", data_v="-1")
     low, high = min(values), max(values)
-    shown = numbers.value(low)
-    if numbers.value(high) != shown:
-        shown = f"{shown} to {numbers.value(high)}"
+    shown = numbers.span(low, high, numbers.value)
     return element("td", shown, class_=f"number {kind}", data_v=f"{high:.9g}", title=told)
 
 
@@ -130,7 +128,6 @@ def runs_table(demo: Demo) -> Html:
                     swatch(arm.key),
                     arm.title,
                     state,
-                    element("span", arm.why, class_="why"),
                     scope="row",
                 ),
                 element("td", numbers.loss(arm.loss), class_="number strong"),
@@ -142,6 +139,7 @@ def runs_table(demo: Demo) -> Html:
                 element("td", numbers.seconds(run.seconds) if run else numbers.NONE, class_="number"),
             )
         )
+        lines.append(element("tr", element("td", element("span", arm.why), colspan=6), class_="why"))
     heads = ("run", "validation loss", "against transferred", "tokens", "tokens/s", "time")
     units = ("", "nats per token", "nats", "", "", "")
     header = [
@@ -174,9 +172,12 @@ def provenance(recipe: Recipe) -> Html:
     document = recipe.model_dump(exclude={"why", "name"}, exclude_none=True)
     by_reason: dict[str | None, list[Html]] = {}
     for path, setting in flatten(document).items():
-        if setting in ({}, ()):
+        neutral = path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")) and setting in (1.0, (1.0,))
+        if neutral or setting in ({}, ()):
             continue
-        shown = join(element("span", path, class_="path"), " ", element("b", _setting(setting)))
+        keys = path.split(".")
+        name = element("span", [(key, Html(".<wbr>")) for key in keys[:-1]], keys[-1], class_="path")
+        shown = join(name, " ", element("b", _setting(setting)))
         by_reason.setdefault(_why(recipe, path), []).append(element("li", shown))
     plain = by_reason.pop(None, [])
     blocks = [
