@@ -1,0 +1,1 @@
+"""Published runs and empirical laws, every number with its source."""

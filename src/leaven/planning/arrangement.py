@@ -1,0 +1,134 @@
+"""One way to run a step on a cluster: layout, micro-batch and accumulation. Written form, and what is allowed."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from leaven.planning.hardware import Cluster
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+
+_KEYS = ("dp", "tp", "pp", "zero", "mbs", "recompute")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A layout, the sequences of one forward on a rank, and the forwards of a rank in one step."""
+
+    layout: Layout
+    micro_batch: int
+    grad_accumulation: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.layout.model_dump(),
+            "micro_batch": self.micro_batch,
+            "grad_accumulation": self.grad_accumulation,
+        }
+
+    def __str__(self) -> str:
+        layout = self.layout
+        return (
+            f"dp {layout.dp} · tp {layout.tp} · pp {layout.pp} · zero {layout.zero} · micro-batch {self.micro_batch}"
+            f" · accumulate {self.grad_accumulation} · recompute {layout.recompute}"
+        )
+
+
+def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
+    """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
+
+    What is left out has its default; ``dp`` takes the GPUs that tp and pp leave.
+
+    Raises:
+        InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
+    """
+    values: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, value = (part.strip() for part in item.partition("="))
+        if key not in _KEYS:
+            close = get_close_matches(key, _KEYS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_KEYS)}"
+            raise InputError(f"layout {text!r}: no such key {key!r}; {hint}")
+        if not separator or (key != "recompute" and not value.isdecimal()):
+            raise InputError(f"layout {text!r}: {item!r} has no whole number; write for example {key}=1")
+        values[key] = value if key == "recompute" else int(value)
+    micro_batch = values.pop("mbs", None)
+    if micro_batch == 0:
+        raise InputError(f"layout {text!r}: mbs=0 is no micro-batch; write mbs=1 or leave it out")
+    try:
+        layout = Layout.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"layout {text!r}: {first['loc'][0]}: {first['msg'].lower()}") from error
+    if "dp" not in values and gpus % layout.ranks == 0:
+        layout = layout.model_copy(update={"dp": gpus // layout.ranks})
+    if layout.ranks != gpus:
+        model_ranks = layout.tp * layout.pp
+        would = f"dp={gpus // model_ranks} would" if gpus % model_ranks == 0 else f"tp x pp must divide {gpus}"
+        raise InputError(
+            f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, "
+            f"the cluster has {gpus} GPUs; {would}"
+        )
+    return layout, micro_batch
+
+
+def tensor_degrees(shape: ModelShape) -> list[int]:
+    """The tensor-parallel degrees that cut heads, key-value heads and the MLP into whole parts."""
+    return [
+        tp
+        for tp in range(1, shape.n_kv_heads + 1)
+        if not shape.n_heads % tp and not shape.n_kv_heads % tp and not shape.d_ff % tp
+    ]
+
+
+def check_layout(shape: ModelShape, layout: Layout, cluster: Cluster) -> None:
+    """Refuse a layout that the model or the cluster cannot have.
+
+    Raises:
+        InputError: says which degree would work.
+    """
+    if layout.ranks != cluster.gpus:
+        raise InputError(
+            f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, "
+            f"the cluster has {cluster.gpus} GPUs; make the product {cluster.gpus}"
+        )
+    degrees = tensor_degrees(shape)
+    if layout.tp not in degrees:
+        *most, last = map(str, degrees)
+        raise InputError(
+            f"layout tp={layout.tp}: {shape.n_heads} heads, {shape.n_kv_heads} kv heads and d_ff {shape.d_ff} "
+            f"do not divide by {layout.tp}; tp of {', '.join(most)}{' or ' if most else ''}{last} works"
+        )
+    if layout.pp > shape.n_layers:
+        raise InputError(
+            f"layout pp={layout.pp}: there are only {shape.n_layers} layers; pp of at most {shape.n_layers} works"
+        )
+
+
+def arrangements(shape: ModelShape, layout: Layout, batch_tokens: int, micro_batch: int | None) -> list[Arrangement]:
+    """The layout with every micro-batch that divides a rank's share of the batch, or with the one given.
+
+    Raises:
+        InputError: if the batch is no whole number of sequences, or does not divide; says what would.
+    """
+    sequences, rest = divmod(batch_tokens, shape.seq_len)
+    if rest or not sequences:
+        lower = max(sequences, 1) * shape.seq_len
+        raise InputError(
+            f"a batch of {batch_tokens:,} tokens is no whole number of sequences of {shape.seq_len:,}; "
+            f"{lower:,} or {lower + shape.seq_len:,} is"
+        )
+    share, rest = divmod(sequences, layout.dp)
+    if rest or share % (micro_batch or 1):
+        unit = layout.dp * (micro_batch or 1)
+        nearest = max(round(sequences / unit), 1) * unit * shape.seq_len
+        raise InputError(
+            f"a batch of {sequences:,} sequences does not divide over dp {layout.dp}"
+            + (f" x micro-batch {micro_batch}" if micro_batch else "")
+            + f"; a batch of {nearest:,} tokens would"
+        )
+    sizes = [micro_batch] if micro_batch else [size for size in range(1, min(share, 64) + 1) if share % size == 0]
+    return [Arrangement(layout, size, share // size) for size in sizes]

@@ -1,0 +1,187 @@
+"""Memory of one rank, by part, in bytes: the worst pipeline stage under 1F1B.
+
+First principles: what the optimiser needs for every parameter, what the backward pass needs of every operator,
+the logits, and a fixed amount that no formula gives. Measured activations of compiled and uncompiled code differ
+from the count by up to 1.4x (SwiGLU, Ultra-Scale Playbook: 22 h + 12 d_ff against 16 h + 8 d_ff), buckets of the
+gradient reduction are not counted, and fp32 residual streams neither: that is the thin part.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from leaven.planning.arrangement import Arrangement
+from leaven.recipe.layout import Layout
+from leaven.recipe.shape import Activation, ModelShape, Role
+
+GIB = 2**30
+# Copies of d_ff that the backward pass needs: before and after the activation; a gated MLP also gate and product.
+_MLP_TENSORS: dict[Activation, int] = {"gelu": 2, "relu": 1, "squared_relu": 2, "swiglu": 4}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What memory depends on besides shape and layout: the training code.
+
+    ``weights``, ``grads``, ``optimizer``: bytes a parameter. ``compute_copy``: bytes a parameter of the copy that
+    the matmuls read, where the weights are kept in fp32. ``element``: bytes of an activation. ``logit``: bytes a
+    logit at the peak of an unfused cross-entropy: bf16 and fp32 logits, their log-softmax, and a gradient.
+    ``fixed_gib``: context, NCCL, kernels. ``slack``: share of everything else lost to fragmentation.
+    """
+
+    weights: int = 4
+    grads: int = 4
+    optimizer: int = 8
+    compute_copy: int = 2
+    element: int = 2
+    logit: int = 14
+    flash_attention: bool = True
+    sequence_parallel: bool = False
+    fixed_gib: float = 2.0
+    slack: float = 0.05
+
+
+# leaven's own trainer: fp32 weights and AdamW states, matmuls in bf16.
+LEAVEN_BF16 = Implementation()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank by part. ``total`` is their sum."""
+
+    weights: float
+    grads: float
+    optimizer: float
+    activations: float
+    logits: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.grads + self.optimizer + self.activations + self.logits + self.other
+
+    @property
+    def parts_gib(self) -> dict[str, float]:
+        return {name: value / GIB for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters by how tensor parallelism cuts them: matrices are divided, vectors are on every rank."""
+
+    layer_matrices: int
+    layer_vectors: int
+    embedding: int
+    positions: int
+    final_vectors: int
+    unembedding: int
+    tied: bool
+
+
+@cache
+def parameter_counts(shape: ModelShape) -> ParameterCounts:
+    """The parameters of one block and of the two ends, summed over ``shape.parameters()``."""
+    block = [p for p in shape.parameters() if p.layer == 0]
+    ends = {p.name.removesuffix(".weight"): p.size for p in shape.parameters() if p.layer is None}
+    matrices = sum(p.size for p in block if p.role is Role.HIDDEN_WEIGHT)
+    return ParameterCounts(
+        layer_matrices=matrices,
+        layer_vectors=sum(p.size for p in block) - matrices,
+        embedding=ends["embedding"],
+        positions=ends.get("positions", 0),
+        final_vectors=sum(size for name, size in ends.items() if name.startswith("norm.")),
+        unembedding=ends.get("unembedding", ends["embedding"]),
+        tied=shape.tied_embeddings,
+    )
+
+
+def stage_layers(n_layers: int, pp: int) -> tuple[int, ...]:
+    """Blocks of each pipeline stage. What does not divide goes to the middle: the ends hold the embeddings.
+
+    >>> stage_layers(70, 12)
+    (5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5)
+    """
+    base, more = divmod(n_layers, pp)
+    middle_first = [*range(1, pp - 1), 0, pp - 1]
+    longer = set(middle_first[:more])
+    return tuple(base + (stage in longer) for stage in range(pp))
+
+
+def stage_parameters(shape: ModelShape, layout: Layout, stage: int) -> float:
+    """Parameters on one tensor-parallel rank of a stage. Tied embeddings are on both ends."""
+    count, t = parameter_counts(shape), layout.tp
+    layers = stage_layers(shape.n_layers, layout.pp)[stage]
+    parameters = layers * (count.layer_matrices / t + count.layer_vectors)
+    first, last = stage == 0, stage == layout.pp - 1
+    if first:
+        parameters += count.embedding / t + count.positions
+    if last:
+        parameters += count.final_vectors + (0 if count.tied and first else count.unembedding / t)
+    return parameters
+
+
+def layer_activation_bytes(shape: ModelShape, sequences: int, tp: int, code: Implementation = LEAVEN_BF16) -> float:
+    """What one block keeps for its backward pass, in bytes, for ``sequences`` sequences on one rank.
+
+    For a GPT with d_ff = 4h in bf16 this is s b h (10 + 24/t + 5 a s/(h t)), Korthikanti 2022, arXiv 2205.05198,
+    equation 2; dropout masks are 2h of the 10, and not there without dropout.
+    """
+    tokens, d, e = sequences * shape.seq_len, shape.d_model, code.element
+    d_q, d_kv = shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
+    whole = 4 * e * d + (2 * d if shape.dropout else 0)  # inputs of two norms and of two groups of matmuls
+    split = 2 * e * (d_q + d_kv) + e * _MLP_TENSORS[shape.activation] * shape.d_ff
+    if shape.qk_norm:
+        split += e * (d_q + d_kv)
+    if not code.flash_attention:
+        scores = shape.n_heads * shape.seq_len
+        split += scores * (2 * e + 1 if shape.dropout else e)
+    return tokens * (whole / (tp if code.sequence_parallel else 1) + split / tp)
+
+
+def stage_memory(shape: ModelShape, how: Arrangement, stage: int, code: Implementation = LEAVEN_BF16) -> Memory:
+    """Memory of one rank of one pipeline stage under 1F1B.
+
+    States: ZeRO paper, arXiv 1910.02054. In flight: min(m, p - stage) micro-batches. Full recomputation keeps the
+    input of every block and the working set of one.
+    """
+    layout, d = how.layout, how.layout.dp
+    parameters = stage_parameters(shape, layout, stage)
+    weights, grads, optimizer = (
+        parameters * size / (d if layout.zero >= sharded_from else 1)
+        for size, sharded_from in ((code.weights, 3), (code.grads, 2), (code.optimizer, 1))
+    )
+    if layout.zero == 3:  # the gathered unit in use and the one fetched ahead
+        count = parameter_counts(shape)
+        unit = count.layer_matrices / layout.tp + count.layer_vectors
+        weights += 2 * unit * (code.compute_copy or code.weights)
+    else:
+        weights += parameters * code.compute_copy
+    kept, working_set = _kept_and_working_set(shape, how, code)
+    in_flight = min(how.grad_accumulation, layout.pp - stage)
+    activations = in_flight * stage_layers(shape.n_layers, layout.pp)[stage] * kept + working_set
+    logits = 0.0
+    if stage == layout.pp - 1:
+        logits = code.logit * how.micro_batch * shape.seq_len * shape.vocab_size / layout.tp
+    dynamic = weights + grads + optimizer + activations + logits
+    other = code.fixed_gib * GIB + code.slack * dynamic
+    return Memory(weights, grads, optimizer, activations, logits, other)
+
+
+def worst_stage(shape: ModelShape, how: Arrangement, code: Implementation = LEAVEN_BF16) -> Memory:
+    """Memory of the rank that needs most: the first stage, the second (it may have more blocks), or the last."""
+    pp = how.layout.pp
+    memories = (stage_memory(shape, how, stage, code) for stage in {0, min(1, pp - 1), pp - 1})
+    return max(memories, key=lambda memory: memory.total)
+
+
+def _kept_and_working_set(shape: ModelShape, how: Arrangement, code: Implementation) -> tuple[float, float]:
+    """Bytes that every block in flight keeps, and bytes that exist once while one block is computed again."""
+    tp = how.layout.tp
+    layer = layer_activation_bytes(shape, how.micro_batch, tp, code)
+    if how.layout.recompute == "none":
+        return layer, 0.0
+    if how.layout.recompute == "full":
+        block_input = code.element * how.micro_batch * shape.seq_len * shape.d_model
+        return block_input / (tp if code.sequence_parallel else 1), layer
+    # selective: the attention core again. A flash kernel does that anyway, then there is nothing left to save.
+    without_scores = layer_activation_bytes(shape, how.micro_batch, tp, replace(code, flash_attention=True))
+    return without_scores, layer - without_scores

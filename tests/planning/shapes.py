@@ -1,0 +1,59 @@
+"""Models of published measurements, and the code that ran them."""
+
+from leaven.planning.memory import Implementation
+from leaven.recipe.shape import ModelShape
+
+# Megatron-DeepSpeed of early 2022: fp16 weights and gradients, fp32 Adam, no flash attention. Fixed memory: the
+# middle of the 3 to 6 GB seen with it on 48 nodes.
+MEGATRON_FP16 = Implementation(weights=2, grads=2, optimizer=12, compute_copy=0, flash_attention=False, fixed_gib=4.5)
+# nanotron: bf16 weights, fp32 gradients, sequence parallelism.
+NANOTRON = Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True)
+
+
+def gpt(  # noqa: PLR0917
+    n_layers: int, width: int, heads: int, vocab: int = 51_200, seq_len: int = 2048, dropout: float = 0.1
+) -> ModelShape:
+    """A GPT as Megatron builds it."""
+    return ModelShape(
+        n_layers=n_layers,
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=heads,
+        d_head=width // heads,
+        d_ff=4 * width,
+        vocab_size=vocab,
+        seq_len=seq_len,
+        norm="layernorm",
+        activation="gelu",
+        positions="learned",
+        tied_embeddings=True,
+        bias=True,
+        dropout=dropout,
+    )
+
+
+def bloom(n_layers: int = 72, heads: int = 64) -> ModelShape:
+    """The shape of most rows of BLOOM's layout search: width 14336."""
+    return gpt(n_layers, 14_336, heads, vocab=250_880)
+
+
+LLAMA_8B = ModelShape(
+    n_layers=32,
+    d_model=4096,
+    n_heads=32,
+    n_kv_heads=8,
+    d_head=128,
+    d_ff=14_336,
+    vocab_size=128_256,
+    seq_len=8192,
+)
+SMALL = ModelShape(
+    n_layers=12,
+    d_model=768,
+    n_heads=12,
+    n_kv_heads=12,
+    d_head=64,
+    d_ff=2048,
+    vocab_size=32_768,
+    seq_len=1024,
+)

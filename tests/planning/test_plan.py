@@ -1,0 +1,150 @@
+"""The planner as a person meets it."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shapes import LLAMA_8B, SMALL, bloom
+
+from leaven.planning.arrangement import parse_layout
+from leaven.planning.flops import flops_per_token
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.layouts import layouts
+from leaven.planning.plan import plan
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+
+LLAMA_405B = ModelShape(
+    n_layers=126,
+    d_model=16_384,
+    n_heads=128,
+    n_kv_heads=8,
+    d_head=128,
+    d_ff=53_248,
+    vocab_size=128_256,
+    seq_len=8192,
+)
+
+
+def test_a_layout_as_people_write_it() -> None:
+    layout, micro_batch = parse_layout("tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full", 384)
+    assert layout == Layout(dp=4, tp=8, pp=12, zero=1, recompute="full")
+    assert micro_batch == 2
+    assert parse_layout(" tp=4 , pp=2 ", 64) == (Layout(dp=8, tp=4, pp=2), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp=8,pp=12,dp=5", r"is 480 ranks, the cluster has 384 GPUs; dp=4 would"),
+        ("tp=7", r"is 7 ranks, the cluster has 384 GPUs; tp x pp must divide 384"),
+        ("tpp=8", r"no such key 'tpp'; did you mean tp\?"),
+        ("width=8", r"known are dp, tp, pp, zero, mbs, recompute"),
+        ("tp=eight", r"write for example tp=1"),
+        ("tp", r"write for example tp=1"),
+        ("zero=4", r"zero: input should be less than or equal to 3"),
+        ("mbs=0", r"write mbs=1"),
+        ("recompute=some", r"recompute: input should be 'none', 'selective' or 'full'"),
+    ],
+)
+def test_a_wrong_layout_is_told_what_would_work(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        parse_layout(text, 384)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "message"),
+    [
+        (Layout(tp=8), 8, r"12 heads, .* do not divide by 8; tp of 1, 2 or 4 works"),
+        (Layout(pp=16), 16, r"there are only 12 layers; pp of at most 12 works"),
+        (Layout(dp=4), 8, r"4 ranks, the cluster has 8 GPUs; make the product 8"),
+        (Layout(dp=48), 48, r"a batch of 64 sequences does not divide over dp 48; a batch of 49,152 tokens would"),
+    ],
+)
+def test_an_impossible_layout_is_told_what_would_work(layout: Layout, gpus: int, message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        plan(SMALL, 10**9, 65_536, parse_cluster(f"{gpus}xA100"), layout)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_batch_of_half_sequences_is_refused() -> None:
+    with pytest.raises(InputError, match=r"no whole number of sequences of 1,024; 1,024 or 2,048 is"):
+        plan(SMALL, 10**9, 1500, parse_cluster("1xA100"))
+
+
+def test_what_fits_nowhere_says_how_many_gpus_would_do() -> None:
+    with pytest.raises(
+        InputError, match=r"nothing fits: .* of 80 on each GPU; (\d+)xA100-SXM-80GB would do"
+    ) as raised:
+        plan(LLAMA_405B, 10**12, 1024 * 8192, parse_cluster("16xA100-80GB"))
+    would_do = str(raised.value).rsplit("; ", 1)[1].removesuffix(" would do")
+    assert plan(LLAMA_405B, 10**12, 1024 * 8192, parse_cluster(would_do)).fits
+
+
+def test_a_layout_that_was_asked_for_is_planned_even_if_it_does_not_fit() -> None:
+    found = plan(bloom(), 10**12, 2048 * 2048, parse_cluster("256xA100-80GB"), Layout(dp=256))
+    assert not found.fits
+    assert found.memory.total > 80 * 2**30
+    assert found.arrangement.micro_batch == 1
+
+
+def test_the_json_contract() -> None:
+    document = plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB")).to_json()
+    assert json.loads(json.dumps(document)) == document
+    assert list(document) == [
+        "layout",
+        "memory",
+        "speed",
+        "days",
+        "gpu_hours",
+        "flops_convention",
+        "alternatives",
+    ]
+    assert set(document["memory"]) == {"gib", "fits", "parts"}
+    assert set(document["speed"]) == {"tflops_per_gpu", "mfu", "step_seconds", "tokens_per_second"}
+    assert sum(document["memory"]["parts"].values()) == pytest.approx(document["memory"]["gib"])
+
+
+def test_speed_days_and_hours_are_one_story() -> None:
+    found = plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB"))
+    speed = found.speed
+    assert speed.tokens_per_second == pytest.approx(4_194_304 / speed.step_seconds)
+    assert speed.tflops_per_gpu * 64e12 == pytest.approx(flops_per_token(LLAMA_8B) * speed.tokens_per_second)
+    assert speed.mfu == pytest.approx(speed.tflops_per_gpu / 989)
+    assert speed.mfu_causal < speed.mfu <= speed.hfu
+    assert found.days == pytest.approx(10**12 / speed.tokens_per_second / 86_400, rel=1e-4)
+    assert found.gpu_hours == pytest.approx(found.days * 24 * 64)
+    assert all(other.time.step >= speed.step_seconds for other in found.alternatives)
+
+
+def test_the_search_finds_the_fastest_that_fits_among_the_asked_for() -> None:
+    cluster = parse_cluster("8xA100-80GB")
+    best = plan(LLAMA_8B, 10**12, 1_048_576, cluster)
+    assert best.fits
+    for layout in layouts(LLAMA_8B, cluster):
+        asked = plan(LLAMA_8B, 10**12, 1_048_576, cluster, layout)
+        assert not asked.fits or asked.time.step >= best.time.step * (1 - 1e-9)
+
+
+def test_llama_405b_on_1024_gpus_is_planned_in_under_two_seconds() -> None:
+    start = time.perf_counter()
+    found = plan(LLAMA_405B, 15 * 10**12, 2048 * 8192, parse_cluster("1024xH100-80GB"))
+    assert time.perf_counter() - start < 2
+    assert found.arrangement.layout.ranks == 1024
+    assert found.fits
+
+
+@settings(max_examples=30, deadline=None)
+@given(gpus=st.sampled_from([1, 2, 6, 8, 24, 64, 96]), power=st.integers(16, 22))
+def test_whatever_is_planned_divides_and_fits(gpus: int, power: int) -> None:
+    found = plan(SMALL, 10**9, 2**power, parse_cluster(f"{gpus}xA100-40GB"))
+    how = found.arrangement
+    assert how.layout.ranks == gpus
+    assert how.layout.dp * how.micro_batch * how.grad_accumulation * SMALL.seq_len == 2**power
+    assert SMALL.n_heads % how.layout.tp == 0
+    assert found.fits
+    assert found.memory.total < 40 * 2**30
