@@ -181,7 +181,7 @@ def _document(path: Path, kind: type[Kind]) -> Kind:
 
 
 def _lines(path: Path, kind: type[Kind]) -> Iterator[Kind]:
-    """The lines of a log. A line torn by a crash is left out: the last one, or one that a resumed run went on after."""
+    """The lines of a log. A line torn by a crash is left out: the last one, or one that a resumed run follows."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:

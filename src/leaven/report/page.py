@@ -158,7 +158,7 @@ def _study(made: chapters.Sheet, study: Study) -> Html:
         (
             "best loss",
             numbers.loss(best.loss if best else None),
-            f"nats per token, {numbers.loss(interval[0])} to {numbers.loss(interval[1])}"
+            f"nats per token; 95%: {numbers.loss(interval[0])} to {numbers.loss(interval[1])}"
             if interval
             else "nats per token",
             "",

@@ -90,7 +90,7 @@ def demo_summary(folder: Path, report: Path | None = None) -> list[str]:
 
 def _losses(demo: Demo) -> list[str]:
     mine = demo.transferred.loss if demo.transferred else None
-    lines = []
+    lines: list[str] = []
     for arm in demo.arms:
         loss = "no run     " if arm.loss is None else f"{arm.loss:.4f}"
         behind = ""
