@@ -128,7 +128,7 @@ def parameters(made: Sheet, recipe: Recipe, beside: Recipe | None, names: tuple[
 
 def demo_commands(demo: Demo) -> list[str]:
     """What ``leaven demo`` does, by hand, in the demo's folder."""
-    lines = ["leaven demo", ""]
+    lines = [demo.command, ""]
     study, target = demo.study, demo.target
     if study and target:
         lines += [

@@ -1,6 +1,7 @@
 """From a folder of a run, a study or a demo to a story. Errors name the file and say what to do."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +55,7 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
         event.tokens: event.loss for event in events if event.event == "validation" and event.loss is not None
     }
     finish = next((event for event in reversed(events) if event.event == "finish"), None)
+    stop = events[-1].why if events and events[-1].event == "stop" else None
     points = tuple(sorted(validation.items()))
     last = points[-1][1] if points else None
     return Run(
@@ -64,6 +66,7 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
         loss=finish.loss if finish and finish.loss is not None else last,
         seconds=finish.seconds if finish and finish.seconds is not None else _elapsed(events),
         finished=finish is not None,
+        stopped=None if finish else stop,
         key=key,
     )
 
@@ -74,6 +77,7 @@ class _Event(Entry):
     time: Number = None
     loss: Number = None
     seconds: Number = None
+    why: str | None = None
 
 
 def _elapsed(events: list[_Event]) -> float | None:
@@ -130,7 +134,9 @@ class _StudyLink(Entry):
 
 class _DemoFile(Entry):
     name: str
-    verdict: str
+    verdict: str = "The demo is not finished: the same command goes on with it."
+    size: str | None = None
+    source: str | None = None
     arms: tuple[_ArmLink, ...] = ()
     proxy: _StudyLink | None = None
     target: str | None = None
@@ -157,17 +163,24 @@ def read_demo(folder: Path) -> Demo:
         study_folder=study_folder,
         target=read_recipe(folder / str(document.target)) if has_target else None,
         target_path=document.target or "",
+        command=_command(document),
         parts=document.parts,
         corpus=document.corpus,
         machine=document.machine,
     )
 
 
+def _command(document: _DemoFile) -> str:
+    options = (("--size", document.size), ("--source", document.source))
+    return shlex.join(["leaven", "demo", *(word for option in options if option[1] for word in option if word)])
+
+
 def _arm(folder: Path, entry: _ArmLink) -> Arm:
     metrics = folder / entry.run / "metrics.jsonl"
     begun = metrics.exists() and b"\n" in metrics.read_bytes()[:65_536]
     run = read_run(folder / entry.run, entry.title, entry.key) if begun else None
-    loss = entry.loss if entry.loss is not None else (run.loss if run else None)
+    # The last validation of a run that broke off is no final loss: it is not compared with any.
+    loss = entry.loss if entry.loss is not None else (run.loss if run and run.finished else None)
     return Arm(entry.key, entry.title, entry.why, loss, entry.run, run)
 
 

@@ -188,10 +188,9 @@ def _run(made: chapters.Sheet, run: Run) -> Html:
     first = next((step.loss for step in run.steps if step.loss is not None), None)
     loss = run.loss if run.loss is not None else run.steps[-1].loss
     kind = "validation" if run.loss is not None else "training"
-    verdict = (
-        f"{'Finished' if run.finished else 'Not finished'}: after {numbers.quantity(run.tokens)} of "
-        f"{numbers.quantity(run.recipe.data.tokens)} tokens the {kind} loss is {numbers.loss(loss)} nats per token."
-    )
+    of = "" if run.finished else f" of {numbers.quantity(run.recipe.data.tokens)}"
+    state = "Finished" if run.finished else f"Stopped ({run.stopped})" if run.stopped else "Not finished"
+    verdict = f"{state}: after {numbers.quantity(run.tokens)}{of} tokens the {kind} loss is {numbers.loss(loss)} nats per token."
     head = _numbers(
         (f"{kind} loss", numbers.loss(loss), "nats per token", ""),
         ("against the first step", numbers.loss(first), "nats per token", ""),

@@ -60,25 +60,28 @@ class Part(Entry):
 class Corpus(Entry):
     source: str
     bytes: int
-    documents: int
+    documents: int | None = None
     train_tokens: int
     validation_tokens: int
     vocab_size: int
 
 
 class Machine(Entry):
-    processor: str
-    cores: int
-    memory_gib: float
-    python: str
-    torch: str
-    platform: str
-    leaven: str
+    processor: str | None = None
+    cores: int | None = None
+    memory_gib: float | None = None
+    python: str | None = None
+    torch: str | None = None
+    platform: str | None = None
+    leaven: str | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run. ``loss`` is the last validation loss, ``validation`` all of them as (tokens, loss)."""
+    """A training run. ``loss`` is the last validation loss, ``validation`` all of them as (tokens, loss).
+
+    ``stopped`` says why a run that did not finish ended, if it could say it.
+    """
 
     title: str
     recipe: Recipe
@@ -87,6 +90,7 @@ class Run:
     loss: float | None
     seconds: float | None
     finished: bool
+    stopped: str | None = None
     key: str = "run"
 
     @property
@@ -142,6 +146,7 @@ class Demo:
     study_folder: str
     target: Recipe | None
     target_path: str
+    command: str
     parts: tuple[Part, ...]
     corpus: Corpus | None
     machine: Machine | None

@@ -119,7 +119,7 @@ def runs_table(demo: Demo) -> Html:
     for arm in demo.arms:
         run = arm.run
         behind = None if arm.loss is None or mine is None or arm.key == "transferred" else arm.loss - mine
-        state = None if run and run.finished else element("span", "not finished" if run else "no run", class_="state")
+        state = None if run and run.finished else element("span", _state(run), class_="state")
         lines.append(
             element(
                 "tr",
@@ -156,6 +156,12 @@ def runs_table(demo: Demo) -> Html:
         element("table", element("thead", element("tr", *header)), element("tbody", *lines), class_="runs"),
         "runs compared",
     )
+
+
+def _state(run: Run | None) -> str:
+    if run is None:
+        return "no run"
+    return "not finished" if run.stopped in {None, "interrupted"} else "diverged"
 
 
 def swatch(key: str) -> Html:
@@ -242,8 +248,8 @@ def machine(about: Machine) -> Html:
     return facts(
         (
             ("processor", about.processor),
-            ("cores", str(about.cores)),
-            ("memory", f"{about.memory_gib:.1f} GiB"),
+            ("cores", str(about.cores) if about.cores else None),
+            ("memory", f"{about.memory_gib:.1f} GiB" if about.memory_gib else None),
             ("platform", about.platform),
             ("Python", about.python),
             ("torch", about.torch),
@@ -256,7 +262,7 @@ def corpus(about: Corpus) -> Html:
     return facts(
         (
             ("source", about.source),
-            ("size", f"{about.bytes / 1e6:.1f} MB in {about.documents:,} documents"),
+            ("size", numbers.text_size(about.bytes, about.documents)),
             ("training", f"{numbers.quantity(about.train_tokens)} tokens"),
             ("validation", f"{numbers.quantity(about.validation_tokens)} tokens"),
             ("vocabulary", f"{about.vocab_size:,}"),

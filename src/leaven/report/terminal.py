@@ -66,7 +66,9 @@ def parameter_table(table: ParameterTable, recipe: Recipe) -> Table:
 
 
 def demo_summary(folder: Path, report: Path | None = None) -> list[str]:
-    """At most ten lines on a demo: what came out, what it cost, where to read on. ``report`` is the page's path.
+    """At most ten lines on a demo: what came out, what it cost, where to read on.
+
+    ``report`` is the page's path, report.html in the folder if none is given and it is there.
 
     Raises:
         InputError: if the folder holds no demo.
@@ -79,10 +81,11 @@ def demo_summary(folder: Path, report: Path | None = None) -> list[str]:
     if demo.corpus:
         text = demo.corpus
         lines.append(
-            f"text         {text.source}: {text.bytes / 1e6:.1f} MB in {text.documents:,} documents, "
+            f"text         {text.source}: {numbers.text_size(text.bytes, text.documents)}, "
             f"{format_quantity(text.train_tokens)} tokens to train on, vocabulary {text.vocab_size:,}"
         )
     lines += _scales(demo)
+    report = report or next(iter(folder.glob("report.html")), None)
     if report:
         lines.append(f"report       {report}")
     return lines[:10]
