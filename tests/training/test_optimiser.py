@@ -44,7 +44,7 @@ def test_a_missing_or_doubled_parameter_is_an_error(tiny: Recipe) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
 def test_steps_follow_the_formula(tiny: Recipe, kind: str) -> None:
-    """Kingma and Ba 2015, algorithm 1; the decay decoupled (Loshchilov and Hutter 2019, algorithm 2) or in the loss."""
+    """Kingma and Ba 2015, algorithm 1; decay decoupled (Loshchilov and Hutter 2019, algorithm 2) or in the loss."""
     big = transfer(tiny.replace({"hyperparameters.eps": 1e-3}), width=32, tokens=40_960)
     table = resolve(big)
     model = build_model(big.model, table, 0).double()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -189,10 +188,10 @@ def test_a_folder_that_is_no_run_is_left_alone(tiny: Recipe, tokens: TokenSet, t
 
 
 def test_a_folder_in_use_is_refused(tiny: Recipe, tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run").opened(tiny):
-        # flock is per open file, so a second opening in this process is refused as another process is.
-        with pytest.raises(InputError, match="in use by another process"), RunFolder(tmp_path / "run").opened(tiny):
-            pass
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    # flock is per open file, so a second opening in this process is refused as another process is.
+    with first.opened(tiny), pytest.raises(InputError, match="in use by another process"), second.opened(tiny):
+        pass
 
 
 def test_a_layout_of_several_devices_is_refused(tiny: Recipe, tokens: TokenSet) -> None:

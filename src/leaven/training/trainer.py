@@ -241,7 +241,7 @@ class _Session:
         if loss is None:
             self._event("stop", why="interrupted")
         else:
-            self._event("finish", loss=loss, seconds=round(self.training.progress.seconds, 3))
+            self._event("finish", loss=loss, seconds=self.training.progress.seconds)
         if self._board:
             self._board.close()
         return loss
