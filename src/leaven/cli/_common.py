@@ -2,7 +2,11 @@
 
 import json
 import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +26,11 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a value, e.g. --set hyperparameters.lr=0.002."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Quantity = Annotated[int, typer.Option(parser=parse_quantity, metavar="COUNT")]
+
+
+def count_option(help: str) -> Any:
+    """An option that takes a count as people write it: 7B, 64k, 32_768."""
+    return typer.Option(parser=parse_quantity, metavar="COUNT", help=help, show_default=False)
 
 
 def load(recipe: Path, overrides: list[str] | None) -> Recipe:
@@ -32,6 +40,26 @@ def load(recipe: Path, overrides: list[str] | None) -> Recipe:
 def emit_json(document: Any) -> None:
     """One JSON document on standard output; what is not a finite number becomes null."""
     typer.echo(json.dumps(_finite(document), indent=2, ensure_ascii=False, default=str))
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask to stop at the next safe point; a second Ctrl-C stops at once."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        errors.print("stopping at the next safe point (again: at once) ...")
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _finite(value: Any) -> Any:

@@ -4,7 +4,8 @@ value = rule(role, ratios) x base value x module multiplier x depth multiplier
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe
@@ -66,6 +67,28 @@ def resolve(recipe: Recipe) -> ParameterTable:
     rule = RULES[recipe.scaling.rule]
     at = ratios(recipe)
     return ParameterTable(rule, at, tuple(_row(recipe, rule, at, p) for p in recipe.model.parameters()))
+
+
+def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
+    """The document of ``leaven show --json``."""
+    table, model = resolve(recipe), recipe.model
+    return {
+        "scale": {
+            "width": model.d_model,
+            "depth": model.n_layers,
+            "batch_tokens": recipe.batch.tokens,
+            "tokens": recipe.data.tokens,
+            "base": recipe.base.model_dump(),
+        },
+        "rule": table.rule.name,
+        "ratios": asdict(table.ratios),
+        "totals": {
+            "params": model.params,
+            "params_non_embedding": model.params_non_embedding,
+            "flops_per_token": flops_per_token,
+        },
+        "parameters": [asdict(row) for row in table.rows],
+    }
 
 
 def _row(recipe: Recipe, rule: Rule, at: Ratios, parameter: Parameter) -> Row:

@@ -63,7 +63,7 @@ class Training:
     """Model, optimiser and position in the stream of one run on one device."""
 
     def __init__(self, recipe: Recipe, tokens: "TokenSet", device: str | None = None) -> None:
-        _require_one_device(recipe)
+        require_one_device(recipe)
         self.recipe = recipe
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         table = resolve(recipe)
@@ -281,7 +281,8 @@ def micro_batch(recipe: Recipe, device_type: str) -> int:
     return max(1, min(tokens, recipe.batch.tokens) // recipe.model.seq_len)
 
 
-def _require_one_device(recipe: Recipe) -> None:
+def require_one_device(recipe: Recipe) -> None:
+    """Raise InputError if the recipe's layout is not one device."""
     layout = recipe.layout
     if layout.ranks > 1 or layout.zero or layout.recompute != "none":
         raise InputError(

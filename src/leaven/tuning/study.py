@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.storages import JournalStorage
@@ -71,6 +72,8 @@ class Study:
     """A study in a folder: journal.log (Optuna), centre.toml, best.toml, study.json."""
 
     def __init__(self, folder: Path, recipe: Recipe, space: Space, method: str, seed: int = 0) -> None:
+        if method not in METHODS:
+            raise InputError(f"--method {method}: there are {', '.join(METHODS)}")
         self.folder, self.recipe, self.space, self.method = folder, recipe, space, method
         self._check()
         try:
@@ -231,16 +234,14 @@ class Study:
             number = min(judged, key=lambda candidate: statistics.fmean(judged[candidate]))
             mean, margin = statistics.fmean(judged[number]), _T95[degrees] * noise / math.sqrt(SEEDS)
             best = Best(number, mean, (mean - margin, mean + margin))
-        shown = self._study.get_trials(
-            deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL, TrialState.RUNNING)
-        )
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         return StudyState(
             name=self.recipe.name,
             method=self.method,
             space=self.space.paths,
             noise_floor=noise,
             best=best,
-            trials=tuple(_record(trial) for trial in shown),
+            trials=tuple(_record(trial) for trial in [*self._ended(), *running]),
         )
 
     def save(self) -> StudyState:
@@ -250,6 +251,17 @@ class Study:
         if state.best is not None:
             write_recipe(self.best_recipe(state), self.folder / "best.toml")
         return state
+
+    def document(self, state: StudyState) -> dict[str, Any]:
+        """The document of ``leaven tune --json``."""
+        best = state.best
+        return {
+            "best": best
+            and {"loss": best.loss, "interval": list(best.interval), "recipe": str(self.folder / "best.toml")},
+            "trials": sum(trial.state != "running" for trial in state.trials),
+            "failed": sum(trial.state in {"diverged", "failed"} for trial in state.trials),
+            "noise_floor": state.noise_floor,
+        }
 
     def best_recipe(self, state: StudyState) -> Recipe:
         """The winner as a recipe, with its base pinned at this scale and a reason for every searched value."""

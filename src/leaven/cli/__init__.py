@@ -1,0 +1,60 @@
+"""The verbs: a small file each, which parses, calls one function and prints."""
+
+import sys
+
+import typer
+from rich.text import Text
+
+from leaven.cli import show, train, transfer, tune
+from leaven.cli._common import errors
+from leaven.recipe.errors import InputError
+
+app = typer.Typer(
+    name="leaven",
+    help="Tune a little model, train the big one.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("show")(show.show)
+app.command("transfer")(transfer.transfer_)
+app.command("tune")(tune.tune)
+app.command("train")(train.train_)
+
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
+
+
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Run a verb. What is wrong with the input is one line on standard error and exit code 2, never a traceback."""
+    try:
+        code = app(standalone_mode=False)
+    except InputError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(INTERRUPTED)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "leaven":
+            raise
+        _fail(f"this needs {error.name}, which is not installed: pip install 'leaven[train]'")
+    except BrokenPipeError:  # leaven ... | head
+        sys.stderr.close()
+        sys.exit(FAILED)
+    except Exception as error:
+        # typer brings its own copy of click; its usage errors are known by what they can do.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error.format_message())
+    else:
+        sys.exit(code or 0)
+
+
+def _fail(message: str) -> None:
+    line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
+    errors.print(line)
+    sys.exit(WRONG_INPUT)

@@ -1,0 +1,1 @@
+"""The whole way on one machine: text, tune, transfer, train three ways, report."""

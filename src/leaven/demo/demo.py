@@ -1,0 +1,262 @@
+"""The way, step by step. Every part leaves its result in the folder, so a killed demo goes on where it was."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.demo.arms import Arm, arms
+from leaven.demo.machine import machine
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_recipe, write_recipe, write_text
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
+from leaven.report.page import write_page
+from leaven.scaling.transfer import transfer
+from leaven.training.trainer import Diverged, train
+from leaven.tuning.space import space
+from leaven.tuning.study import Study
+
+PARTS = ("text", "tune", "transfer", "train", "report")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything. The target is ``wider``, ``deeper`` and ``longer`` than the proxy."""
+
+    trials: int
+    wider: int = 2
+    deeper: int = 2
+    longer: int = 4
+    changes: dict[str, Any] = field(default_factory=dict)  # of the proxy recipe
+
+
+SIZES = {
+    # About eight minutes on two cores.
+    "full": Size(trials=16),
+    # The same way in a minute, for tests: the numbers mean nothing.
+    "tiny": Size(
+        trials=4,
+        changes={
+            "model": {
+                "n_layers": 1,
+                "d_model": 16,
+                "n_heads": 2,
+                "n_kv_heads": 2,
+                "d_head": 8,
+                "d_ff": 48,
+                "vocab_size": 320,
+                "seq_len": 32,
+                "qk_norm": True,
+            },
+            "batch": {
+                "tokens": 256,
+                "ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 1_024},
+            },
+            "data.tokens": 8_192,
+            "schedule.warmup_tokens": 1_024,
+            "evaluation.tokens": 2_048,
+        },
+    ),
+}
+
+SEARCHED = (
+    "hyperparameters.lr",
+    "hyperparameters.init_std",
+    "hyperparameters.weight_decay",
+    "hyperparameters.modules.embedding.lr",
+    "hyperparameters.modules.unembedding.lr",
+)
+
+
+class Watcher(Protocol):
+    """Who is told what happens; the command line draws it."""
+
+    def part(self, text: str) -> None: ...
+    def text(self) -> AbstractContextManager[Any]: ...
+    def tuning(self, study: Study, trials: int) -> AbstractContextManager[Any]: ...
+    def training(self, recipe: Recipe) -> AbstractContextManager[Any]: ...
+
+
+class Interrupted(Exception):
+    """Asked to stop. Everything finished is on disk, and the same call goes on from there."""
+
+
+@dataclass
+class Demo:
+    """One demo in a folder: demo.json says what is done, the folders beside it hold it."""
+
+    folder: Path
+    size: str
+    source: str
+    workers: int
+    watcher: Watcher
+    stop: Callable[[], bool]
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def walk(self) -> Path:
+        """All parts in order; the path of the report.
+
+        Raises:
+            InputError: if the folder holds something else or the source has no text.
+            Interrupted: if ``stop`` said so.
+        """
+        self._open()
+        tokens = self._text()
+        best = self._tune()
+        target = self._transfer(best)
+        self._train(target, tokens)
+        return self._report()
+
+    @property
+    def proxy(self) -> Recipe:
+        text = files("leaven.demo").joinpath("proxy.toml").read_text(encoding="utf-8")
+        recipe = parse_recipe(text, "proxy.toml")
+        return recipe.replace(SIZES[self.size].changes | {"data.source": self.source})
+
+    def _open(self) -> None:
+        what = {"size": self.size, "source": self.source}
+        if self._file.exists():
+            self.state = json.loads(self._file.read_text(encoding="utf-8"))
+            if {key: self.state.get(key) for key in what} != what:
+                raise InputError(
+                    f"{self.folder} holds a demo of size {self.state.get('size')} on {self.state.get('source')}; "
+                    "use another --run"
+                )
+            return
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise InputError(f"{self.folder} is not empty and holds no demo; use another --run")
+        self.state = {"name": "leaven demo", **what, "parts": [], "machine": machine()}
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "demo.json"
+
+    def _save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._file, json.dumps(self.state, indent=2) + "\n")
+
+    @contextmanager
+    def _part(self, name: str, detail: str) -> Iterator[None]:
+        """Time a part; what an interrupted one took before counts too."""
+        self.watcher.part(f"{len(self._seconds | {name: 0})} of {len(PARTS)}  {name}: {detail}")
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            spent = self._seconds | {name: self._seconds.get(name, 0.0) + time.monotonic() - began}
+            self.state["parts"] = [{"name": key, "seconds": round(value, 2)} for key, value in spent.items()]
+            self._save()
+        if self.stop():
+            raise Interrupted
+
+    @property
+    def _seconds(self) -> dict[str, float]:
+        return {part["name"]: part["seconds"] for part in self.state["parts"]}
+
+    def _text(self) -> TokenSet:
+        data, vocab_size = self.proxy.data, self.proxy.model.vocab_size
+        with (
+            self._part("text", f"{data.source}, byte-level BPE of {vocab_size:,} tokens"),
+            self.watcher.text() as text,
+        ):
+            tokens = prepare(data.source, data.tokenizer, vocab_size, progress=text.update)
+        self.state["corpus"] = {
+            "source": data.source,
+            "bytes": tokens.train_bytes + tokens.validation_bytes,
+            "train_tokens": len(tokens.train),
+            "validation_tokens": len(tokens.validation),
+            "vocab_size": tokens.vocab_size,
+        }
+        return tokens
+
+    def _tune(self) -> Recipe:
+        proxy, trials = self.proxy, SIZES[self.size].trials
+        detail = (
+            f"{trials} trials of {format_quantity(proxy.model.params_non_embedding)} parameters without embeddings, "
+            f"{format_quantity(proxy.data.tokens)} tokens, {self.workers} workers"
+        )
+        with self._part("tune", detail):
+            study = Study(self.folder / "study", proxy, space(proxy, ",".join(SEARCHED)), "trust-region")
+            with self.watcher.tuning(study, trials) as screen:
+                state = study.run(trials, self.workers, on_trial=screen.trial, on_rerun=screen.rerun, stop=self.stop)
+        if state.best is None:
+            raise InputError("every trial of the demo diverged; nothing can be transferred")
+        self.state["proxy"] = {"study": "study"}
+        return study.best_recipe(state)
+
+    def _transfer(self, best: Recipe) -> Recipe:
+        size = SIZES[self.size]
+        target = transfer(
+            best,
+            width=best.model.d_model * size.wider,
+            depth=best.model.n_layers * size.deeper,
+            tokens=best.data.tokens * size.longer,
+            name="target",
+        )
+        detail = (
+            f"width x{size.wider}, depth x{size.deeper}, tokens x{size.longer}: "
+            f"{format_quantity(target.model.params_non_embedding)} parameters without embeddings"
+        )
+        with self._part("transfer", detail):
+            write_recipe(target, self.folder / "target.toml")
+        self.state["target"] = "target.toml"
+        return target
+
+    def _train(self, target: Recipe, tokens: TokenSet) -> None:
+        ways = arms(target)
+        with self._part("train", f"{len(ways)} runs of {format_quantity(target.data.tokens)} tokens"):
+            for arm in ways:
+                self._train_arm(arm, tokens)
+                if self.stop():
+                    break
+
+    def _train_arm(self, arm: Arm, tokens: TokenSet) -> None:
+        self.watcher.part(f"        {arm.title}: {arm.why}")
+        folder = f"runs/{arm.key}"
+        loss: float | None = None
+        try:
+            with self.watcher.training(arm.recipe) as screen:
+                summary = train(
+                    arm.recipe,
+                    tokens,
+                    self.folder / folder,
+                    on_step=screen.step,
+                    on_event=screen.event,
+                    stop=self.stop,
+                )
+            loss = summary.loss
+        except Diverged as error:
+            self.watcher.part(f"        diverged: {error}")
+        others = [other for other in self.state.get("arms", []) if other["key"] != arm.key]
+        done = {"key": arm.key, "title": arm.title, "run": folder, "loss": loss, "why": arm.why}
+        self.state["arms"] = [*others, done]
+        self._save()
+
+    def _report(self) -> Path:
+        self.state["verdict"] = verdict(self.state["arms"])
+        self._save()
+        with self._part("report", "one self-contained page"):
+            path = write_page(self.folder, self.folder / "report.html")
+        # Once more, so that the page knows how long it took itself.
+        return write_page(self.folder, path)
+
+
+def verdict(ways: list[dict[str, Any]]) -> str:
+    """One sentence on what was measured, whichever way it went. One seed a run: the noise is not in it."""
+    first, *others = ways
+    if first["loss"] is None:
+        return "The transferred run diverged."
+    compared = []
+    for other in others:
+        if other["loss"] is None:
+            compared.append(f"{other['title']} diverged")
+        else:
+            gap = other["loss"] - first["loss"]
+            compared.append(f"{abs(gap):.3f} {'below' if gap > 0 else 'ABOVE'} {other['title']}")
+    return f"The transferred run ends at {first['loss']:.3f} nats per token: {', '.join(compared)} (one seed each)."
