@@ -97,6 +97,12 @@ def test_laws() -> None:
     assert "a spread of 6x" in run("laws", "--params", "1B", "--tokens", "20B")
 
 
+@pytest.mark.parametrize("verb", [("recipes", "nearest"), ("laws",)])
+def test_nothing_is_neither_near_nor_lawful(verb: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match="both must be above 0"):
+        run(*verb, "--params", "1B", "--tokens", "0")
+
+
 def test_plan(recipe: str) -> None:
     found = document("plan", recipe, "--gpus", "8xH100-80GB")
     assert list(found) == ["layout", "memory", "speed", "days", "gpu_hours", "flops_convention", "alternatives"]

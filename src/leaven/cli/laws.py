@@ -1,18 +1,23 @@
 """leaven laws: what every empirical law says of a run."""
 
 from dataclasses import asdict
+from typing import Annotated
 
 from rich.table import Table
 
 from leaven.catalogue.laws import evaluate
-from leaven.cli._common import JsonOption, Quantity, console, emit_json
+from leaven.cli._common import JsonOption, console, count_option, emit_json
 from leaven.recipe.units import format_quantity
 
 
-def laws(params: Quantity, tokens: Quantity, as_json: JsonOption = False) -> None:
+def laws(
+    params: Annotated[int, count_option("Parameters, e.g. 7B.")],
+    tokens: Annotated[int, count_option("Training tokens, e.g. 2T.")],
+    json_output: JsonOption = False,
+) -> None:
     """Learning rate and batch by every law, with its conditions, and how far it is extrapolated."""
     results = evaluate(params, tokens)
-    if as_json:
+    if json_output:
         emit_json([asdict(result) for result in results])
         return
     table = Table(box=None, pad_edge=False)

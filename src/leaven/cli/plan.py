@@ -20,12 +20,12 @@ def plan(
             metavar="KEY=VALUE,...", help="e.g. tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full; else the best."
         ),
     ] = None,
-    sets: SetOption = None,
-    as_json: JsonOption = False,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
 ) -> None:
     """Will it fit, how fast, how long; the best layout if none is given."""
-    found = plan_recipe(load(recipe, sets), gpus, layout)
-    if as_json:
+    found = plan_recipe(load(recipe, overrides), gpus, layout)
+    if json_output:
         emit_json(found.to_json())
         return
     for label, text in _lines(found):

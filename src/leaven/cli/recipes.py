@@ -6,17 +6,17 @@ import typer
 from rich.table import Table
 
 from leaven.catalogue.runs import Run, diff, find_run, load_runs, nearest
-from leaven.cli._common import JsonOption, Quantity, console, emit_json
+from leaven.cli._common import JsonOption, console, count_option, emit_json
 from leaven.recipe.units import format_quantity
 
 app = typer.Typer(help="Published runs, every value with its source.", no_args_is_help=True)
 
 
 @app.command("list")
-def list_runs(as_json: JsonOption = False) -> None:
+def list_runs(json_output: JsonOption = False) -> None:
     """All published runs, from the smallest to the largest."""
     runs = load_runs()
-    if as_json:
+    if json_output:
         emit_json([_summary(run) for run in runs])
         return
     table = _table()
@@ -26,10 +26,10 @@ def list_runs(as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def show(id: Annotated[str, typer.Argument(metavar="ID")], as_json: JsonOption = False) -> None:
+def show(id: Annotated[str, typer.Argument(metavar="ID")], json_output: JsonOption = False) -> None:
     """One run, every group with its source."""
     run = find_run(id)
-    if as_json:
+    if json_output:
         emit_json(run.model_dump(exclude_none=True))
         return
     console.print(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
@@ -46,14 +46,14 @@ def show(id: Annotated[str, typer.Argument(metavar="ID")], as_json: JsonOption =
 
 @app.command("nearest")
 def nearest_runs(
-    params: Quantity,
-    tokens: Quantity,
+    params: Annotated[int, count_option("Parameters, e.g. 7B.")],
+    tokens: Annotated[int, count_option("Training tokens, e.g. 2T.")],
     limit: Annotated[int, typer.Option(min=1, help="How many runs.")] = 5,
-    as_json: JsonOption = False,
+    json_output: JsonOption = False,
 ) -> None:
     """The runs nearest in size and duration; of each lineage first its closest."""
     found = nearest(params, tokens, limit=limit)
-    if as_json:
+    if json_output:
         emit_json([_summary(run) | {"distance": distance, "lineage": run.lineage.name} for run, distance in found])
         return
     table = _table("lineage", "octaves away")
@@ -66,11 +66,11 @@ def nearest_runs(
 def diff_runs(
     a: Annotated[str, typer.Argument(metavar="A")],
     b: Annotated[str, typer.Argument(metavar="B")],
-    as_json: JsonOption = False,
+    json_output: JsonOption = False,
 ) -> None:
     """The values in which two runs differ."""
     rows = diff(find_run(a), find_run(b))
-    if as_json:
+    if json_output:
         emit_json([{"path": path, "a": left, "b": right} for path, left, right in rows])
         return
     table = Table("value", a, b, box=None, pad_edge=False)
