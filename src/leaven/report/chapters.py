@@ -1,0 +1,160 @@
+"""The chapters that pages share: a sheet of sections, and the charts and tables that go on it."""
+
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from leaven.recipe.recipe import Recipe
+from leaven.report import figures, numbers, searches, tables
+from leaven.report.html import Html, element
+from leaven.report.network import picture
+from leaven.report.parameters import tables as resolved
+from leaven.report.story import Demo, Run, Study
+
+
+@dataclass
+class Sheet:
+    """Sections in order, and the figures that their chart boxes name."""
+
+    charts: dict[str, Any] = field(default_factory=dict)
+    sections: list[Html] = field(default_factory=list)
+
+    def chart(self, name: str, figure: Any, label: str, size: str = "wide") -> Html:
+        self.charts[name] = figure.to_plotly_json()
+        return element("div", id=f"chart-{name}", class_=f"chart {size}", role="img", aria_label=label)
+
+    def section(self, title: str, told: str | None, *content: Any, class_: str | None = None) -> None:
+        lead = element("p", told, class_="told") if told else None
+        self.sections.append(element("section", element("h2", title), lead, *content, class_=class_))
+
+
+def curves(made: Sheet, runs: list[Run]) -> None:
+    legend = tables.legend(runs) if len(runs) > 1 else None
+    made.section(
+        "Loss over tokens",
+        "Lines are the training loss, smoothed; faint behind them every step; dots are the validation loss.",
+        legend,
+        made.chart("loss", figures.loss(runs), "loss over tokens of all runs", "tall"),
+    )
+    gradient = figures.gradient(runs)
+    closer = element(
+        "div",
+        element("h3", "The second half, closer"),
+        element("p", "The same losses where they differ by hundredths.", class_="told"),
+        made.chart("last", figures.last_stretch(runs), "loss in the second half of the runs"),
+    )
+    norm = gradient and element(
+        "div",
+        element("h3", "Gradient norm"),
+        element("p", "Smoothed; a rise late in a run is an early sign of divergence.", class_="told"),
+        made.chart("gradient", gradient, "gradient norm over tokens"),
+    )
+    made.sections.append(element("section", closer, norm, class_="pair"))
+    made.section(
+        "Learning rate and batch over tokens",
+        "Both are functions of tokens, not of steps: the schedule does not move when the batch does.",
+        made.chart("schedule", figures.schedule(runs), "learning rate and batch over tokens", "tall"),
+    )
+
+
+def searched(made: Sheet, study: Study) -> None:
+    noise = (
+        f" The band is the noise floor, ±{study.noise_floor:.4f} nats: inside it trials are equal."
+        if study.noise_floor
+        else ""
+    )
+    lost = study.count("diverged")
+    crosses = f" Crosses at the top edge are the {lost} that diverged." if lost else ""
+    made.section(
+        "The search",
+        f"{len(study.trials)} trials in the order they began; the line is the best so far.{crosses}{noise}",
+        made.chart("search", searches.search(study), "loss of every trial"),
+    )
+    panels = []
+    for i, path in enumerate(study.space):
+        chart = searches.by_value(study, path)
+        if chart is not None:
+            short = searches.short(path)
+            best = next(
+                (
+                    trial.values.get(path)
+                    for trial in study.trials
+                    if study.best and trial.number == study.best.number
+                ),
+                None,
+            )
+            panels.append(
+                element(
+                    "figure",
+                    element(
+                        "figcaption",
+                        element("b", short),
+                        element("span", f"best {numbers.value(best)}") if isinstance(best, int | float) else None,
+                    ),
+                    made.chart(f"value-{i}", chart, f"loss over {short}", "small"),
+                )
+            )
+    if panels:
+        made.section(
+            "Loss over each hyperparameter",
+            "Every trial in each panel: loss in nats per token upwards, the value sideways on a logarithmic axis, "
+            "the best one marked. A valley says that the value matters, a cloud that it does not.",
+            element("div", *panels, class_="panels"),
+        )
+
+
+def parameters(made: Sheet, recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> None:
+    table, base = resolved(recipe, beside)
+    made.section(
+        "The network",
+        "Every weight has a learning rate of its own: the base value times the scaling rule, the module's multiplier "
+        "and the depth's.",
+        picture(recipe, table),
+    )
+    at = table.ratios
+    scale = (
+        f"From {names[0]} to {names[1]}: width ×{at.width:g}, depth ×{at.depth:g}, batch ×{at.batch:g}, "
+        f"tokens ×{at.tokens:.3g}, moved by {table.rule.name} ({table.rule.source}). "
+        if (at.width, at.depth, at.batch, at.tokens) != (1, 1, 1, 1)
+        else ""
+    )
+    made.section(
+        "What every parameter gets",
+        f"{scale}Point at a value for the reason; a column's head sorts by it.",
+        tables.parameter_table(recipe, table, base, names),
+        class_="broad",
+    )
+
+
+def demo_commands(demo: Demo) -> list[str]:
+    """What ``leaven demo`` does, by hand, in the demo's folder."""
+    lines = [demo.command, ""]
+    study, target = demo.study, demo.target
+    if study and target:
+        lines += [
+            shlex.join(["leaven", "tune", f"{demo.study_folder}/centre.toml", "--study", demo.study_folder])
+            + f" --trials {len(study.trials)}"
+            + (f" --method {shlex.quote(study.method)}" if study.method else ""),
+            shlex.join(["leaven", "transfer", f"{demo.study_folder}/best.toml"])
+            + f" --width {target.model.d_model} --depth {target.model.n_layers} --batch-tokens {target.batch.tokens} "
+            + f"--tokens {target.data.tokens} -o {shlex.quote(demo.target_path)}",
+        ]
+    for arm in demo.arms:
+        recipe = demo.target_path if arm.key == "transferred" and target else f"{arm.folder}/recipe.toml"
+        lines.append(shlex.join(["leaven", "train", recipe, "--run", arm.folder]))
+    return [*lines, "leaven report . -o report.html"]
+
+
+def commands(made: Sheet, lines: list[str]) -> None:
+    code = element("pre", element("code", "\n".join(lines)), class_="scroll", tabindex="0")
+    made.section(
+        "The commands that made it", "From inside the folder; below a demo's own line, the same step by step.", code
+    )
+
+
+def provenance(made: Sheet, recipe: Recipe) -> None:
+    made.section(
+        "Where every value comes from",
+        "The reasons written into the recipe by whichever verb chose the value.",
+        tables.provenance(recipe),
+    )

@@ -1,0 +1,217 @@
+"""From a folder of a run, a study or a demo to a story. Errors name the file and say what to do."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
+from leaven.report.story import Arm, Best, Corpus, Demo, Entry, Machine, Number, Part, Run, Step, Story, Study, Trial
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def read_story(folder: Path) -> Story:
+    """What the folder holds.
+
+    Raises:
+        InputError: if it is no run, study or demo folder, holds nothing yet, or one of its files is broken.
+    """
+    if not folder.exists():
+        raise InputError(f"{folder}: no such folder")
+    if not folder.is_dir():
+        raise InputError(f"{folder}: a file; give the folder of a run, a study or a demo")
+    if (folder / "demo.json").exists():
+        return read_demo(folder)
+    if (folder / "study.json").exists():
+        return read_study(folder)
+    if (folder / "metrics.jsonl").exists():
+        return read_run(folder)
+    if not any(folder.iterdir()):
+        raise InputError(f"{folder}: empty; give the folder of a run, a study or a demo")
+    raise InputError(
+        f"{folder}: no run (metrics.jsonl), study (study.json) or demo (demo.json) in it; "
+        f"give the folder that leaven train --run, leaven tune --study or leaven demo wrote"
+    )
+
+
+def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
+    """The run in a folder, with its recipe's name for a title if none is given."""
+    recipe = read_recipe(folder / "recipe.toml")
+    steps: list[Step] = []
+    for step in _lines(folder / "metrics.jsonl", Step):
+        # A run that resumed from a checkpoint writes the steps after it again: the later line holds.
+        while steps and steps[-1].step >= step.step:
+            steps.pop()
+        steps.append(step)
+    if not steps:
+        raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first, or give another folder")
+    events = list(_lines(folder / "events.jsonl", _Event)) if (folder / "events.jsonl").exists() else []
+    validation = {
+        event.tokens: event.loss for event in events if event.event == "validation" and event.loss is not None
+    }
+    finish = next((event for event in reversed(events) if event.event == "finish"), None)
+    stop = events[-1].why if events and events[-1].event == "stop" else None
+    points = tuple(sorted(validation.items()))
+    last = points[-1][1] if points else None
+    return Run(
+        title=title or recipe.name,
+        recipe=recipe,
+        steps=tuple(steps),
+        validation=points,
+        loss=finish.loss if finish and finish.loss is not None else last,
+        seconds=finish.seconds if finish and finish.seconds is not None else _elapsed(events),
+        finished=finish is not None,
+        stopped=None if finish else stop,
+        key=key,
+    )
+
+
+class _Event(Entry):
+    event: str
+    tokens: int = 0
+    time: Number = None
+    loss: Number = None
+    seconds: Number = None
+    why: str | None = None
+
+
+def _elapsed(events: list[_Event]) -> float | None:
+    """Seconds between first and last event of each start or resume, added up: a pause between them is no cost."""
+    total, begun = 0.0, None
+    last: float | None = None
+    for event in events:
+        if event.time is None:
+            continue
+        if event.event in {"start", "resume"} or begun is None:
+            total += (last - begun) if begun is not None and last is not None else 0.0
+            begun = event.time
+        last = event.time
+    return None if begun is None or last is None else total + last - begun
+
+
+def read_study(folder: Path) -> Study:
+    document = _document(folder / "study.json", _StudyFile)
+    if not document.trials:
+        raise InputError(f"{folder / 'study.json'}: no trials yet; run leaven tune first")
+    best = folder / "best.toml"
+    return Study(
+        name=document.name,
+        method=document.method,
+        space=document.space,
+        noise_floor=document.noise_floor,
+        best=document.best,
+        trials=tuple(sorted(document.trials, key=lambda trial: trial.number)),
+        centre=read_recipe(folder / "centre.toml"),
+        best_recipe=read_recipe(best) if best.exists() else None,
+    )
+
+
+class _StudyFile(Entry):
+    name: str
+    method: str = ""
+    space: tuple[str, ...] = ()
+    noise_floor: Number = None
+    best: Best | None = None
+    trials: tuple[Trial, ...] = ()
+
+
+class _ArmLink(Entry):
+    key: str
+    title: str
+    run: str
+    loss: Number = None
+    why: str = ""
+
+
+class _StudyLink(Entry):
+    study: str
+
+
+class _DemoFile(Entry):
+    name: str
+    verdict: str = "The demo is not finished: the same command goes on with it."
+    size: str | None = None
+    source: str | None = None
+    arms: tuple[_ArmLink, ...] = ()
+    proxy: _StudyLink | None = None
+    target: str | None = None
+    parts: tuple[Part, ...] = ()
+    corpus: Corpus | None = None
+    machine: Machine | None = None
+
+
+def read_demo(folder: Path) -> Demo:
+    if not (folder / "demo.json").exists():
+        raise InputError(f"{folder}: no demo.json in it; give the folder that leaven demo wrote")
+    document = _document(folder / "demo.json", _DemoFile)
+    arms = tuple(_arm(folder, entry) for entry in document.arms)
+    study_folder = document.proxy.study if document.proxy else ""
+    has_study = bool(study_folder) and (folder / study_folder / "study.json").exists()
+    has_target = document.target is not None and (folder / document.target).exists()
+    if not has_study and not any(arm.run for arm in arms):
+        raise InputError(f"{folder / 'demo.json'}: neither a study nor a run in it yet; run leaven demo again")
+    return Demo(
+        name=document.name,
+        verdict=document.verdict,
+        arms=arms,
+        study=read_study(folder / study_folder) if has_study else None,
+        study_folder=study_folder,
+        target=read_recipe(folder / str(document.target)) if has_target else None,
+        target_path=document.target or "",
+        command=_command(document),
+        parts=document.parts,
+        corpus=document.corpus,
+        machine=document.machine,
+    )
+
+
+def _command(document: _DemoFile) -> str:
+    options = (("--size", document.size), ("--source", document.source))
+    return shlex.join(["leaven", "demo", *(word for option in options if option[1] for word in option if word)])
+
+
+def _arm(folder: Path, entry: _ArmLink) -> Arm:
+    metrics = folder / entry.run / "metrics.jsonl"
+    begun = metrics.exists() and b"\n" in metrics.read_bytes()[:65_536]
+    run = read_run(folder / entry.run, entry.title, entry.key) if begun else None
+    # The last validation of a run that broke off is no final loss: it is not compared with any.
+    loss = entry.loss if entry.loss is not None else (run.loss if run and run.finished else None)
+    return Arm(entry.key, entry.title, entry.why, loss, entry.run, run)
+
+
+def _document(path: Path, kind: type[Kind]) -> Kind:
+    try:
+        return kind.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise InputError(f"{path}: not JSON; write it again with the verb that made the folder") from None
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(error)}") from None
+
+
+def _lines(path: Path, kind: type[Kind]) -> Iterator[Kind]:
+    """The lines of a log. A line torn by a crash is left out: the last one, or one that a resumed run follows."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield kind.model_validate(json.loads(line))
+        except json.JSONDecodeError:
+            if not line.startswith("{"):
+                raise InputError(f"{path}: line {number} is not JSON; remove that line") from None
+        except ValidationError as error:
+            raise InputError(f"{path}: line {number}: {_explain(error)}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    where = ".".join(str(key) for key in fault["loc"]) or "the document"
+    if fault["type"] == "missing":
+        return f"{where} is missing; write the file again with the verb that made it"
+    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}"

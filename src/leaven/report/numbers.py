@@ -1,0 +1,88 @@
+"""Numbers as a person reads them, and the ticks of an axis made of them."""
+
+import math
+from collections.abc import Callable
+
+from leaven.recipe.units import format_quantity, format_seconds
+
+MINUS = "−"
+NONE = "–"
+
+
+def value(number: float | None, digits: int = 3) -> str:
+    """A hyperparameter in three digits, fit to be copied into a recipe: ``0.004``, ``2.83e-4``, ``1e-8``."""
+    if number is None:
+        return NONE
+    if number == 0 or 1e-3 <= abs(number) < 1e4:
+        # 0.95 ** (1/8) is 0.9936: near 1 the distance from 1 is what counts.
+        return f"{number:.{digits + 1 if 0.9 <= number < 1 else digits}g}"
+    mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{mantissa}e{int(exponent)}"
+
+
+def span(low: float, high: float, spell: Callable[[float], str]) -> str:
+    """A range, or the one value if both ends read the same."""
+    first, last = spell(low), spell(high)
+    if first == last:
+        return first
+    return f"{first.removesuffix('×')}–{last}"
+
+
+def loss(number: float | None) -> str:
+    return NONE if number is None else f"{number:.4f}"
+
+
+def delta(number: float | None) -> str:
+    """A difference in nats with its sign."""
+    if number is None:
+        return NONE
+    return f"{'+' if number > 0 else MINUS if number < 0 else ''}{abs(number):.4f}"
+
+
+def ratio(number: float) -> str:
+    """A factor: ``3.6×``, ``0.3×``, a small one as a fraction where it is one: ``1/8×``."""
+    if 0 < number <= 0.25 and abs(round(1 / number) * number - 1) < 0.01:
+        return f"1/{round(1 / number)}×"
+    return f"{number:.2g}×" if number < 10 else f"{number:.0f}×"
+
+
+def quantity(number: float | None) -> str:
+    return NONE if number is None else format_quantity(number)
+
+
+def text_size(size: int, documents: int | None) -> str:
+    return f"{size / 1e6:.1f} MB" + (f" in {documents:,} documents" if documents else "")
+
+
+def tick(number: float) -> str:
+    """A count beside an axis: ``2.5 M``, where prose would have 2.50 M."""
+    digits, _, suffix = format_quantity(number).partition(" ")
+    digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
+    return f"{digits} {suffix}".strip()
+
+
+def seconds(number: float | None) -> str:
+    return NONE if number is None else format_seconds(number)
+
+
+def log_ticks(low: float, high: float, label: Callable[[float], str], most: int = 6) -> tuple[list[float], list[str]]:
+    """At most ``most`` round places on a logarithmic axis from ``low`` to ``high``, with their labels."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for mantissas in ((1, 2, 5), (1, 3), (1,)):
+        places = [m * 10.0**k for k in decades for m in mantissas if low <= m * 10.0**k <= high]
+        if len(places) <= most:
+            break
+    else:
+        places = places[:: -(-len(places) // most)]
+    if len(places) < 2:
+        # Less than a decade without two round numbers in it: even steps do.
+        places = linear_ticks(low, high, most)
+    return places, [label(place) for place in places]
+
+
+def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """At most ``most`` round places on a linear axis."""
+    step = 10.0 ** math.floor(math.log10((high - low) / most)) if high > low else 1.0
+    step = next(step * m for m in (1, 2, 5, 10, 20) if (high - low) / (step * m) < most)
+    return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -1,0 +1,108 @@
+// Inflates plotly, draws the charts in the colours of the theme, sorts tables. Everything it needs is in the page.
+(async () => {
+  const root = document.documentElement;
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const boxes = name => document.getElementById("chart-" + name);
+
+  // --- tables, legend and network: they do not wait for the charts
+  for (const table of document.querySelectorAll("table.sortable")) {
+    const heads = [...table.querySelectorAll("th button")];
+    heads.forEach((button, column) => button.addEventListener("click", () => {
+      const head = button.closest("th"), up = head.getAttribute("aria-sort") !== "ascending";
+      for (const other of heads) other.closest("th").removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      for (const body of table.tBodies) {
+        const key = row => row.cells[column].dataset.v ?? row.cells[column].textContent;
+        const rows = [...body.rows].sort((a, b) => {
+          const x = key(a), y = key(b), order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
+          return up ? order : -order;
+        });
+        body.append(...rows);
+      }
+    }));
+  }
+  const byLayer = document.getElementById("by-layer");
+  byLayer?.addEventListener("change", () => {
+    const table = byLayer.closest("section").querySelector("table");
+    table.querySelector(".summary").hidden = byLayer.checked;
+    table.querySelector(".layers").hidden = !byLayer.checked;
+  });
+  const readout = document.getElementById("net-readout");
+  for (const event of ["pointerover", "click"]) {
+    document.querySelector(".net")?.addEventListener(event, ({ target }) => {
+      if (target.dataset.told) readout.textContent = target.dataset.told;
+    });
+  }
+
+  // --- charts
+  const fail = message => {
+    for (const name in charts) boxes(name).append(Object.assign(document.createElement("p"), { textContent: message }));
+    root.dataset.charts = "failed";
+  };
+  if (!("DecompressionStream" in window)) {
+    return fail("This browser is too old to draw the charts (it lacks DecompressionStream); the tables are complete.");
+  }
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), c => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const library = document.createElement("script");
+  library.textContent = await new Response(stream).text();
+  document.head.append(library);
+
+  const themed = value => {
+    const style = getComputedStyle(root);
+    const walk = v => {
+      if (typeof v === "string") {
+        const name = /^var\((--[\w-]+)\)$/.exec(v);
+        return name ? style.getPropertyValue(name[1]).trim() : v;
+      }
+      if (Array.isArray(v)) return v.map(walk);
+      return v && typeof v === "object" ? Object.fromEntries(Object.entries(v).map(([k, w]) => [k, walk(w)])) : v;
+    };
+    return walk(value);
+  };
+  const coarse = matchMedia("(pointer: coarse)").matches;
+  const hidden = new Set();
+  const draw = () => Promise.all(Object.keys(charts).map(name => {
+    const { data, layout } = themed(charts[name]), box = boxes(name);
+    for (const trace of data) if (hidden.has(trace.legendgroup)) trace.visible = false;
+    layout.width = box.clientWidth;
+    layout.height = box.clientHeight;
+    if (coarse) {  // a finger scrolls the page, it does not zoom a chart
+      layout.dragmode = false;
+      for (const key in layout) if (/^[xy]axis/.test(key)) layout[key].fixedrange = true;
+    }
+    return Plotly.react(box, data, layout, { displayModeBar: false });
+  }));
+  try {
+    await draw();
+  } catch (error) {
+    console.error(error);
+    return fail("The charts could not be drawn; the tables are complete.");
+  }
+  root.dataset.charts = "drawn";
+
+  let waiting;
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(draw, 120);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  for (const button of document.querySelectorAll(".legend button")) {
+    button.addEventListener("click", () => {
+      const group = button.dataset.group;
+      if (!hidden.delete(group)) hidden.add(group);
+      button.setAttribute("aria-pressed", String(!hidden.has(group)));
+      draw();
+    });
+  }
+  // Paper is light and narrower than most screens; charts are drawn for it, and folded parts are opened.
+  addEventListener("beforeprint", () => {
+    root.classList.add("printing");
+    for (const details of document.querySelectorAll("details")) details.open = true;
+    draw();
+  });
+  addEventListener("afterprint", () => {
+    root.classList.remove("printing");
+    draw();
+  });
+})();

@@ -1,0 +1,204 @@
+"""One self-contained HTML page about a run, a study or a demo. It asks no other host for anything."""
+
+import base64
+import gzip
+import shlex
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from leaven.recipe.files import write_text
+from leaven.report import chapters, figures, numbers, tables
+from leaven.report.folders import read_story
+from leaven.report.html import Html, element, join, script_json
+from leaven.report.parameters import at_base
+from leaven.report.story import Demo, Run, Story, Study
+
+# Scripts and styles stand in the page itself; with this no browser fetches anything, whatever a text in it says.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def write_page(folder: Path, out: Path) -> Path:
+    """The report on what a folder holds, as one HTML file.
+
+    Raises:
+        InputError: if the folder holds nothing to report on, plotly is missing, or the file cannot be written.
+    """
+    figures.plotly()
+    write_text(out, page(read_story(folder)))
+    return out
+
+
+def page(story: Story) -> str:
+    """The HTML of a story."""
+    made = chapters.Sheet()
+    if isinstance(story, Demo):
+        kind, head = "demo", _demo(made, story)
+    elif isinstance(story, Study):
+        kind, head = "study", _study(made, story)
+    else:
+        kind, head = "run", _run(made, story)
+    name = story.title if isinstance(story, Run) else story.name
+    header = element("header", element("p", f"leaven · {kind}", class_="kicker"), element("h1", name), head)
+    body = element("main", header, *made.sections)
+    return _document(f"{name} · leaven {kind}", body, made.charts)
+
+
+def _document(title: str, body: Html, charts: dict[str, Any]) -> str:
+    from plotly.offline import get_plotlyjs
+
+    # Plain, plotly.js alone is nearly 5 MB; no time stamp, so that the same folder makes the same file.
+    library = base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+    ours = files("leaven.report")
+    css, script = (Html(ours.joinpath(name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
+    head = element(
+        "head",
+        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        Html('<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'),
+        element("title", title),
+        element("style", css),
+    )
+    tail = join(
+        element(
+            "noscript", element("p", "The charts need JavaScript; texts, tables and numbers do not.", class_="told")
+        ),
+        element("script", script_json(charts), type="application/json", id="charts"),
+        element("script", Html(library), type="text/plain", id="plotly"),
+        element("script", script),
+    )
+    return f"<!doctype html>\n{element('html', head, element('body', body, tail), lang='en')}\n"
+
+
+def _numbers(*entries: tuple[str, str, str, str]) -> Html:
+    """The four numbers: label, value, what it is against, and a class for its colour."""
+    return element(
+        "div",
+        *(
+            element("div", element("span", label), element("b", shown, class_=kind), element("small", note))
+            for label, shown, note, kind in entries
+        ),
+        class_="four",
+    )
+
+
+def _demo(made: chapters.Sheet, demo: Demo) -> Html:
+    runs = [arm.run for arm in demo.arms if arm.run]
+    mine, rival, gain = demo.transferred, demo.rival, demo.gain
+    best = min((arm for arm in demo.arms if arm.loss is not None), key=lambda arm: arm.loss or 0.0, default=None)
+    tune = next((part.seconds for part in demo.parts if part.name == "tune"), None)
+    noise = demo.study.noise_floor if demo.study else None
+    told = f"nats, {_word(gain, noise)}" + (f" (noise of the proxy ±{noise:.4f})" if noise else "")
+    head = _numbers(
+        ("best loss", numbers.loss(best.loss if best else None), f"nats per token, {best.title}" if best else "", ""),
+        ("against", numbers.loss(rival.loss if rival else None), rival.title if rival else "no other run", ""),
+        (
+            "transfer",
+            numbers.delta(-gain) if gain is not None else numbers.NONE,
+            told if gain is not None else "a run is missing",
+            tables.verdict(gain) if gain is not None and abs(gain) > (noise or 0.0) else "",
+        ),
+        (
+            "cost",
+            numbers.seconds(demo.seconds),
+            f"in all, {numbers.seconds(tune)} of it tuning" if tune else "in all",
+            "",
+        ),
+    )
+    made.section(
+        "The runs",
+        "One model, one corpus, one number of tokens; only the hyperparameters differ.",
+        tables.runs_table(demo),
+    )
+    if runs:
+        chapters.curves(made, runs)
+    if demo.study:
+        chapters.searched(made, demo.study)
+    target = demo.target or (mine.run.recipe if mine and mine.run else None)
+    if target:
+        proxy = (demo.study.best_recipe if demo.study else None) or at_base(target)
+        chapters.parameters(made, target, proxy, ("base", "target"))
+        chapters.provenance(made, target)
+    if demo.parts:
+        made.section("Time", f"{numbers.seconds(demo.seconds)} in all.", tables.parts_table(demo.parts))
+    if demo.corpus or demo.machine:
+        columns = [
+            element("div", element("h2", title), content)
+            for title, content in (
+                ("Text", tables.corpus(demo.corpus) if demo.corpus else None),
+                ("Machine", tables.machine(demo.machine) if demo.machine else None),
+            )
+            if content
+        ]
+        made.sections.append(element("section", *columns, class_="columns"))
+    chapters.commands(made, chapters.demo_commands(demo))
+    return join(element("p", demo.verdict, class_="verdict"), head)
+
+
+def _word(gain: float | None, noise: float | None) -> str:
+    if gain is None or abs(gain) <= (noise or 0.0):
+        return "no more than noise"
+    return "better" if gain > 0 else "worse"
+
+
+def _study(made: chapters.Sheet, study: Study) -> Html:
+    best, complete = study.best, study.count("complete")
+    first = next((trial.loss for trial in study.trials if trial.loss is not None), None)
+    gain = first - best.loss if best and first is not None else None
+    searched = f"{len(study.space)} hyperparameters" if len(study.space) != 1 else "one hyperparameter"
+    verdict = (
+        f"Trial {best.number} is the best of {len(study.trials)}: {numbers.loss(best.loss)} nats per token, "
+        f"{searched} searched by {study.method or 'hand'}."
+        if best
+        else f"None of {len(study.trials)} trials has completed yet; {searched} are searched."
+    )
+    interval = best.interval if best else None
+    lost = [f"{study.count(state)} {state}" for state in ("diverged", "failed", "running") if study.count(state)]
+    head = _numbers(
+        (
+            "best loss",
+            numbers.loss(best.loss if best else None),
+            f"nats per token; 95%: {numbers.loss(interval[0])} to {numbers.loss(interval[1])}"
+            if interval
+            else "nats per token",
+            "",
+        ),
+        (
+            "against the first trial",
+            numbers.delta(-gain) if gain is not None else numbers.NONE,
+            "nats",
+            tables.verdict(gain),
+        ),
+        ("trials", str(complete), f"complete; {', '.join(lost)}" if lost else "all complete", ""),
+        ("cost", numbers.seconds(study.seconds), "added up over workers", ""),
+    )
+    chapters.searched(made, study)
+    chosen = study.best_recipe or study.centre
+    chapters.parameters(made, chosen, study.centre if study.best_recipe else None, ("centre", "best"))
+    chapters.provenance(made, chosen)
+    tune = f"leaven tune centre.toml --study . --trials {len(study.trials)}"
+    chapters.commands(
+        made,
+        [f"{tune} --method {shlex.quote(study.method)}" if study.method else tune, "leaven report . -o report.html"],
+    )
+    return join(element("p", verdict, class_="verdict"), head)
+
+
+def _run(made: chapters.Sheet, run: Run) -> Html:
+    first = next((step.loss for step in run.steps if step.loss is not None), None)
+    loss = run.loss if run.loss is not None else run.steps[-1].loss
+    kind = "validation" if run.loss is not None else "training"
+    of = "" if run.finished else f" of {numbers.quantity(run.recipe.data.tokens)}"
+    state = "Finished" if run.finished else f"Stopped ({run.stopped})" if run.stopped else "Not finished"
+    verdict = f"{state}: after {numbers.quantity(run.tokens)}{of} tokens the {kind} loss is {numbers.loss(loss)} nats per token."
+    head = _numbers(
+        (f"{kind} loss", numbers.loss(loss), "nats per token", ""),
+        ("against the first step", numbers.loss(first), "nats per token", ""),
+        ("speed", numbers.quantity(run.tokens_per_second), "tokens/s, median over steps", ""),
+        ("cost", numbers.seconds(run.seconds), f"{numbers.quantity(len(run.steps))} steps", ""),
+    )
+    chapters.curves(made, [run])
+    chapters.parameters(made, run.recipe, at_base(run.recipe), ("base", "target"))
+    chapters.provenance(made, run.recipe)
+    chapters.commands(made, ["leaven train recipe.toml --run .", "leaven report . -o report.html"])
+    return join(element("p", verdict, class_="verdict"), head)
