@@ -1,0 +1,212 @@
+"""The verbs as a user meets them: contracts of --json, exit codes, one line for bad input."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leaven.cli import main
+from leaven.recipe.files import read_recipe
+
+Verb = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return run
+
+
+def document(result: tuple[int, str, str]) -> Any:
+    code, out, _ = result
+    assert code == 0
+    return json.loads(out)  # one document, nothing else
+
+
+def test_show(leaven: Verb, tiny_file: Path) -> None:
+    shown = document(leaven("show", tiny_file, "--json"))
+    assert shown["totals"]["params"] == sum(math.prod(row["shape"]) for row in shown["parameters"])
+    assert set(shown["ratios"].values()) == {1.0}
+    code, out, _ = leaven("show", tiny_file)
+    assert code == 0
+    for module in read_recipe(tiny_file).model.modules:
+        assert module in out
+
+
+def test_transfer_writes_the_big_recipe_with_comments_kept(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    big = tmp_path / "big.toml"
+    scale = ("--width", "32", "--depth", "4", "--batch-tokens", "512", "--tokens", "1M")
+    shown = document(leaven("transfer", tiny_file, *scale, "-o", big, "--json"))
+    assert shown["ratios"] == {"width": 2, "depth": 2, "batch": 2, "tokens": pytest.approx(1e6 / 10_240)}
+    assert "# as small as a transformer gets" in big.read_text()
+    again = document(leaven("show", big, "--json"))
+    assert again["parameters"] == shown["parameters"]
+    assert read_recipe(big).why
+
+
+def test_transfer_of_nothing_wrong_writes_nothing(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    code, out, err = leaven("transfer", tiny_file, "--width", "24", "-o", tmp_path / "big.toml")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --width: width 24 is not a multiple")
+    assert not (tmp_path / "big.toml").exists()
+
+
+def test_recipes_and_laws(leaven: Verb) -> None:
+    listed = document(leaven("recipes", "list", "--json"))
+    assert len(listed) >= 10
+    assert {"id", "params", "tokens", "peak_lr", "batch_tokens", "source"} <= listed[0].keys()
+    different = document(leaven("recipes", "diff", "pythia-70m", "bloom-176b", "--json"))
+    assert {"path", "a", "b"} == different[0].keys()
+    assert document(leaven("recipes", "nearest", "--params", "7B", "--tokens", "2T", "--json"))
+    laws = document(leaven("laws", "--params", "1B", "--tokens", "20B", "--json"))
+    assert {"law", "lr", "batch_tokens", "in_range", "conditions", "source"} <= laws[0].keys()
+    step = next(law for law in laws if law["law"].startswith("Step"))
+    assert step["lr"] == pytest.approx(1.0e-3, rel=0.03)  # 1.79 N^-0.713 D^0.307
+
+
+def test_plan(leaven: Verb, tiny_file: Path) -> None:
+    planned = document(
+        leaven("plan", tiny_file, "--gpus", "1xA100-80GB", "--set", "precision.compute=bf16", "--json")
+    )
+    assert {
+        "layout",
+        "memory",
+        "speed",
+        "days",
+        "gpu_hours",
+        "flops_convention",
+        "alternatives",
+    } <= planned.keys()
+    assert {"gib", "fits", "parts"} <= planned["memory"].keys()
+    assert {"tflops_per_gpu", "mfu", "step_seconds", "tokens_per_second"} <= planned["speed"].keys()
+    assert planned["memory"]["gib"] == pytest.approx(sum(planned["memory"]["parts"].values()))
+
+
+def test_train_prints_one_document(tiny_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    summary = json.loads(done.stdout)
+    assert set(summary) == {"loss", "tokens", "steps", "seconds", "mfu", "rollbacks"}
+    assert (summary["tokens"], summary["steps"]) == (10_240, 40)
+
+
+def bad(case: str, *arguments: str, says: str) -> Any:
+    return pytest.param(arguments, says, id=case)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        bad("unknown key", "--set", "model.d_modle=3", says="[model] d_modle: no such key; did you mean d_model?"),
+        bad("string for a number", "--set", 'hyperparameters.lr="high"', says="should be a valid number, not 'high'"),
+        bad("heads", "--set", "model.d_model=65", says="d_model 65 is not n_heads x d_head = 2 x 8 = 16"),
+        bad("small batch", "--set", "batch.tokens=16", says="smaller than one sequence of 32"),
+        bad(
+            "ramp above its end",
+            "--set",
+            "batch.ramp={start_tokens = 512, increment_tokens = 32, over_tokens = 99}",
+            says="the ramp starts at 512 tokens, above its end of 256",
+        ),
+        bad("no text", "--set", "data.source=EMPTY", says="no text"),
+        bad("no source", "--set", "data.source=/absent/*.txt", says="/absent/*.txt"),
+        bad("small vocabulary", "--set", "model.vocab_size=128", says="vocab_size"),
+        bad("several devices", "--set", "layout.tp=2", says="set dp = tp = pp = 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_and_nothing_written(
+    leaven: Verb, tiny_file: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    arguments = tuple(text.replace("EMPTY", str(tmp_path / "empty.txt")) for text in arguments)
+    before = sorted(tmp_path.rglob("*"))
+    for verb in ("train", "tune"):
+        folder = "--run" if verb == "train" else "--study"
+        if says.startswith("set dp") and verb == "tune":
+            continue
+        code, out, err = leaven(verb, tiny_file, folder, tmp_path / "out", *arguments)
+        assert code == 2
+        assert out == ""
+        assert len(err.splitlines()) == 1
+        assert err.startswith("error: ")
+        assert says in err
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    from leaven.data.tokens import prepare
+
+    large = prepare(read_recipe(tiny_file).data.source, "bpe", 400).tokenizer_path
+    code, _, err = leaven("train", tiny_file, "--run", tmp_path / "out", "--set", f"data.tokenizer={large}")
+    assert code == 2
+    assert "400" in err
+    assert "320" in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_no_recipe(leaven: Verb, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("this is not TOML")
+    assert leaven("show", tmp_path / "x.toml")[0] == 2
+    assert "not TOML" in leaven("show", tmp_path / "x.toml")[2]
+    assert "no such file" in leaven("train", tmp_path / "y.toml")[2]
+
+
+EXTRAS = ("torch", "optuna", "plotly", "tokenizers", "safetensors", "pyarrow", "tensorboard")
+WITHOUT_EXTRAS = f"""
+import sys
+for name in {EXTRAS!r}:
+    sys.modules[name] = None  # importing it now fails as if it were not installed
+from leaven.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "recipes list",
+        "recipes show bloom-176b",
+        "recipes nearest --params 7B --tokens 2T",
+        "laws --params 1B --tokens 20B",
+        "show RECIPE",
+        "plan RECIPE --gpus 8xH100-80GB --set precision.compute=bf16",
+        "transfer RECIPE --width 32",
+    ],
+)
+def test_choosing_and_planning_need_no_extra(tiny_file: Path, verb: str) -> None:
+    arguments = verb.replace("RECIPE", str(tiny_file)).split()
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *arguments], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("verb", ["train RECIPE --run OUT", "tune RECIPE --study OUT", "demo --run OUT"])
+def test_training_says_which_extra_to_install(tiny_file: Path, tmp_path: Path, verb: str) -> None:
+    arguments = verb.replace("RECIPE", str(tiny_file)).replace("OUT", str(tmp_path / "out")).split()
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'leaven[train]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_importing_leaven_is_light() -> None:
+    """No room below the line brings an extra with it, nor does the command line until a verb needs one."""
+    script = "import sys, leaven, leaven.cli, leaven.planning.plan, leaven.scaling.transfer, leaven.catalogue.laws;"
+    loaded = f"print([name for name in {EXTRAS!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script + loaded], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

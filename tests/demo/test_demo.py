@@ -1,0 +1,83 @@
+"""The demo at a tiny size, end to end, through the command line."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from leaven.demo.arms import arms
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe, differences
+from leaven.scaling.table import resolve
+from leaven.training.run_folder import RunFolder
+
+
+def demo(folder: Path, corpus: Path) -> list[str]:
+    size = ["--size", "tiny", "--source", f"{corpus}/*.txt", "--workers", "2"]
+    return [sys.executable, "-m", "leaven", "demo", "--run", str(folder), *size]
+
+
+def test_all_of_it_killed_half_way_and_run_again(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    process = subprocess.Popen(demo(folder, corpus), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (folder / "runs" / "copied" / "metrics.jsonl").exists():
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    first = RunFolder(folder / "runs" / "transferred").metrics()
+    done = subprocess.run(demo(folder, corpus), capture_output=True, text=True, check=True)
+    assert RunFolder(folder / "runs" / "transferred").metrics() == first  # finished, so not run again
+
+    state = json.loads((folder / "demo.json").read_text())
+    assert [arm["key"] for arm in state["arms"]] == ["transferred", "copied", "published"]
+    for arm in state["arms"]:
+        finish = RunFolder(folder / arm["run"]).events()[-1]
+        assert finish["event"] == "finish"
+        assert arm["loss"] == finish["loss"]
+        assert f"{arm['loss']:.4f}" in done.stdout
+    assert [part["name"] for part in state["parts"]] == ["text", "tune", "transfer", "train", "report"]
+    assert len(done.stdout.strip().splitlines()) <= 10
+    assert str(folder / "report.html") in done.stdout.replace("\n", "")
+    assert (folder / "report.html").stat().st_size < 5_000_000
+
+    proxy, target = read_recipe(folder / "study" / "best.toml"), read_recipe(folder / "target.toml")
+    assert target.model.d_model >= 2 * proxy.model.d_model
+    assert target.model.n_layers >= 2 * proxy.model.n_layers
+    assert target.data.tokens >= 4 * proxy.data.tokens
+    runs = [read_recipe(folder / arm["run"] / "recipe.toml") for arm in state["arms"]]
+    assert len({(run.model, run.data, run.batch) for run in runs}) == 1  # same model, tokens, batch and seed
+
+    began = time.monotonic()
+    again = subprocess.run([*demo(folder, corpus), "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(again.stdout)["report"] == str(folder / "report.html")
+    assert RunFolder(folder / "runs" / "published").events()[-1]["event"] == "finish"
+    assert time.monotonic() - began < 60  # nothing was trained again
+
+
+def test_the_arms_differ_in_hyperparameters_alone(tiny: Recipe) -> None:
+    from leaven.scaling.transfer import transfer
+
+    target = transfer(tiny, width=32, depth=4, tokens=40_960)
+    transferred, copied, published = (arm.recipe for arm in arms(target))
+    assert [path for path, _, _ in differences(transferred, copied)] == ["scaling.rule"]
+    hidden = "layers.0.mlp.in.weight"
+    assert resolve(copied)[hidden].lr == tiny.hyperparameters.lr
+    assert resolve(transferred)[hidden].lr == pytest.approx(tiny.hyperparameters.lr / 2 / 2)
+    changed = {path.split(".")[0] for path, _, _ in differences(transferred, published)}
+    assert changed <= {"hyperparameters", "schedule", "scaling"}
+    # The nearest published run to anything this small is Pythia 70M: lr 1e-3, small-init std, decay 0.1.
+    assert (published.hyperparameters.lr, published.hyperparameters.weight_decay) == (1e-3, 0.1)
+    assert published.hyperparameters.init_std == pytest.approx((2 / (5 * 512)) ** 0.5, rel=1e-4)
+    assert "EleutherAI/pythia" in published.why["hyperparameters.lr"]
+
+
+def test_a_folder_of_something_else_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    done = subprocess.run(demo(tmp_path, corpus), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "holds no demo" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
