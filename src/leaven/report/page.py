@@ -190,7 +190,8 @@ def _run(made: chapters.Sheet, run: Run) -> Html:
     kind = "validation" if run.loss is not None else "training"
     of = "" if run.finished else f" of {numbers.quantity(run.recipe.data.tokens)}"
     state = "Finished" if run.finished else f"Stopped ({run.stopped})" if run.stopped else "Not finished"
-    verdict = f"{state}: after {numbers.quantity(run.tokens)}{of} tokens the {kind} loss is {numbers.loss(loss)} nats per token."
+    where = f"after {numbers.quantity(run.tokens)}{of} tokens"
+    verdict = f"{state}: {where} the {kind} loss is {numbers.loss(loss)} nats per token."
     head = _numbers(
         (f"{kind} loss", numbers.loss(loss), "nats per token", ""),
         ("against the first step", numbers.loss(first), "nats per token", ""),

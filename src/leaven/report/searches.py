@@ -152,5 +152,7 @@ def by_value(study: Study, path: str) -> "go.Figure | None":
     if study.best and study.best.number in values:
         chart.add_vline(x=values[study.best.number], line={"color": BEST, "width": 1, "dash": "dot"}, layer="below")
     chart.update_yaxes(range=[low - 0.06 * (high - low), top + 0.03 * (high - low)], nticks=4)
-    chart.update_layout(font={"color": MUTED, "size": 11}, hoverlabel={"font": {"color": INK, "size": 12}})
+    chart.update_layout(
+        font={"color": MUTED, "size": 11}, hoverlabel={"font": {"family": "var(--sans)", "color": INK, "size": 12}}
+    )
     return chart
