@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -142,3 +143,13 @@ def _seconds(command: list[str]) -> float:
     start = time.perf_counter()
     subprocess.run(command, check=True)
     return time.perf_counter() - start
+
+
+def test_a_wrong_key_in_a_new_file_names_file_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (FOLDER / "pythia-70m.toml").read_text(encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(text.replace("grad_clip", "gradclip"), encoding="utf-8")
+    monkeypatch.setattr("leaven.catalogue.runs.FOLDER", tmp_path)
+    with pytest.raises(InputError, match=r"mine\.toml: .*optim\.gradclip"):
+        load_runs()
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    assert find_run("mine").params_total == find_run("mine").params_from_shape == 70_426_624

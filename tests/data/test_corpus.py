@@ -88,9 +88,7 @@ def test_a_single_line_is_cut_where_the_share_falls(tmp_path: Path) -> None:
 
 def test_jsonl_has_a_document_a_line(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
-    lines = [
-        json.dumps({"text": text, "id": 1}) for text in ("one", "zwölf", "\ud800half", "line\u2028separator")
-    ]
+    lines = [json.dumps({"text": text, "id": 1}) for text in ("one", "zwölf", "\ud800half", "line\u2028separator")]
     path.write_text("\ufeff" + "\n\n".join(lines) + '\n{"text": " "}\n', encoding="utf-8")
     documents = {document.key: document.text for document in open_corpus(str(path)).documents()}
     assert documents == {

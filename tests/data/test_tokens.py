@@ -96,9 +96,7 @@ def test_the_tokenizer_is_trained_on_the_training_documents_only(tmp_path: Path)
     assert prepare(source, "bpe", 300, tmp_path / "after").tokenizer_path.read_bytes() == before
 
 
-def test_a_second_call_reads_the_cache(
-    source: str, prepared: TokenSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_call_reads_the_cache(source: str, prepared: TokenSet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_build", None)
     again = prepare(source, "bpe", 300, prepared.tokenizer_path.parents[2])
     assert again.fingerprint == prepared.fingerprint

@@ -10,7 +10,7 @@ MEGATRON_FP16 = Implementation(weights=2, grads=2, optimizer=12, compute_copy=0,
 NANOTRON = Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True)
 
 
-def gpt(  # noqa: PLR0917
+def gpt(
     n_layers: int, width: int, heads: int, vocab: int = 51_200, seq_len: int = 2048, dropout: float = 0.1
 ) -> ModelShape:
     """A GPT as Megatron builds it."""

@@ -118,7 +118,8 @@ def test_speed_days_and_hours_are_one_story() -> None:
     assert speed.mfu_causal < speed.mfu <= speed.hfu
     assert found.days == pytest.approx(10**12 / speed.tokens_per_second / 86_400, rel=1e-4)
     assert found.gpu_hours == pytest.approx(found.days * 24 * 64)
-    assert all(other.time.step >= speed.step_seconds for other in found.alternatives)
+    assert len({other.arrangement.layout for other in found.alternatives} | {found.arrangement.layout}) == 6
+    assert all(other.time.step >= speed.step_seconds * 0.995 for other in found.alternatives)  # equal to three digits
 
 
 def test_the_search_finds_the_fastest_that_fits_among_the_asked_for() -> None:
@@ -127,7 +128,7 @@ def test_the_search_finds_the_fastest_that_fits_among_the_asked_for() -> None:
     assert best.fits
     for layout in layouts(LLAMA_8B, cluster):
         asked = plan(LLAMA_8B, 10**12, 1_048_576, cluster, layout)
-        assert not asked.fits or asked.time.step >= best.time.step * (1 - 1e-9)
+        assert not asked.fits or asked.time.step >= best.time.step * 0.995  # equal to three digits
 
 
 def test_llama_405b_on_1024_gpus_is_planned_in_under_two_seconds() -> None:
@@ -147,4 +148,10 @@ def test_whatever_is_planned_divides_and_fits(gpus: int, power: int) -> None:
     assert how.layout.dp * how.micro_batch * how.grad_accumulation * SMALL.seq_len == 2**power
     assert SMALL.n_heads % how.layout.tp == 0
     assert found.fits
-    assert found.memory.total < 40 * 2**30
+    assert found.memory.total < 0.85 * 40 * 2**30
+
+
+def test_among_equally_fast_plans_the_simpler_wins() -> None:
+    found = plan(SMALL, 10**9, 2**19, parse_cluster("1xH100"))
+    assert found.arrangement.layout == Layout()
+    assert found.arrangement.micro_batch == 8  # 8,192 tokens

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from leaven.recipe.errors import InputError
+
 ParamsDefinition = Literal["all", "non-embedding", "without input embedding"]
 
 
@@ -269,7 +271,12 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
+
+    Raises:
+        InputError: if there are no parameters or no tokens.
     """
+    if params <= 0 or tokens <= 0:
+        raise InputError(f"no law speaks of {params:g} parameters and {tokens:g} tokens; both must be above 0")
     results = []
     for law in LAWS:
         counted = params_non_embedding if law.params_definition == "non-embedding" else params

@@ -218,7 +218,12 @@ def nearest(params: int, tokens: int, *, limit: int) -> list[tuple[Run, float]]:
     A lineage has one vote: first the closest run of each lineage, then the others, each by distance. An
     octave of tokens counts as an eighth of one of parameters. Runs whose learning rate means something else
     are left out, see :attr:`Run.lr_comparable`.
+
+    Raises:
+        InputError: if there are no parameters or no tokens.
     """
+    if params <= 0 or tokens <= 0:
+        raise InputError(f"a run of {params} parameters and {tokens} tokens has no neighbours; both must be above 0")
     by_distance = sorted(
         ((run, _distance(run, params, tokens)) for run in load_runs() if run.kind == "dense" and run.lr_comparable),
         key=lambda pair: pair[1],

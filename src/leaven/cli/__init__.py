@@ -5,7 +5,7 @@ import sys
 import typer
 from rich.text import Text
 
-from leaven.cli import show, train, transfer, tune
+from leaven.cli import demo, report, show, train, transfer, tune
 from leaven.cli._common import errors
 from leaven.recipe.errors import InputError
 
@@ -19,6 +19,8 @@ app.command("show")(show.show)
 app.command("transfer")(transfer.transfer_)
 app.command("tune")(tune.tune)
 app.command("train")(train.train_)
+app.command("report")(report.report)
+app.command("demo")(demo.demo)
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
 

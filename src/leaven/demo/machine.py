@@ -6,6 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from leaven import __version__
+
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory in GiB and versions: names of kinds, never of this machine."""
@@ -16,7 +18,7 @@ def machine() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": version("torch"),
-        "leaven": version("leaven"),
+        "leaven": __version__,
     }
 
 

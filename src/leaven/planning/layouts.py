@@ -11,8 +11,10 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
-# Above this share of the memory a plan is too close to call: formulas and allocator both err by more.
-USABLE = 0.95
+# The count is 10% low on average and 17% at worst on 28 measured rows of BLOOM's layout search.
+USABLE = 0.85
+# Tokens of one forward beyond which a larger micro-batch gains nothing; below, launch latency speaks for it.
+_ENOUGH_TOKENS = 8192
 # A flash kernel computes the attention core again anyway, so "selective" saves nothing and is not searched.
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
@@ -56,7 +58,7 @@ def search(
     micro_batch: int | None = None,
     code: Implementation = LEAVEN_BF16,
 ) -> list[Candidate]:
-    """All arrangements that fit, the fastest first; among equally fast ones the one that needs least memory.
+    """The layouts that fit, each with its best micro-batch, the best first.
 
     Raises:
         InputError: if nothing fits, or the batch divides over no layout; says what would work.
@@ -68,7 +70,25 @@ def search(
             candidates, cluster, lambda bigger: _candidates(shape, batch_tokens, bigger, micro_batch, code)
         )
         raise InputError(message)
-    return sorted(fitting, key=lambda c: (round(c.time.step, 9), c.memory.total))
+    best_of_layout: dict[Layout, Candidate] = {}
+    for candidate in ranked(shape, fitting):
+        best_of_layout.setdefault(candidate.arrangement.layout, candidate)
+    return list(best_of_layout.values())
+
+
+def ranked(shape: ModelShape, candidates: list[Candidate]) -> list[Candidate]:
+    """The fastest first, times being equal to three digits.
+
+    Then the lower ZeRO stage wins, the micro-batch nearer to 8,192 tokens from below (launch latency, which is not
+    in the times, is on its side), and less memory.
+    """
+
+    def rank(candidate: Candidate) -> tuple[float, int, int, float]:
+        how = candidate.arrangement
+        tokens = min(how.micro_batch * shape.seq_len, _ENOUGH_TOKENS)
+        return (float(f"{candidate.time.step:.3g}"), how.layout.zero, -tokens, candidate.memory.total)
+
+    return sorted(candidates, key=rank)
 
 
 def _candidates(

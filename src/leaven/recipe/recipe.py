@@ -114,7 +114,10 @@ class Recipe(Part):
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
                 raise ValueError(f"hyperparameters.modules: no module {module!r} in this model; {hint}")
         if self.scaling.base is not None:
-            self.model.scaled(self.scaling.base.width, self.scaling.base.depth)
+            try:
+                self.model.scaled(self.scaling.base.width, self.scaling.base.depth)
+            except ValueError as error:
+                raise ValueError(f"scaling.base: {error}") from None
         return self
 
     @cached_property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leaven.data.stream import Stream, validation_windows
 from leaven.model.initialise import build_model, name_seed
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
@@ -20,6 +21,7 @@ from leaven.training.board import Board
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.optimiser import Optimiser
 from leaven.training.run_folder import RunFolder
+from leaven.training.throughput import peak_flops
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -73,6 +75,9 @@ class Training:
         self.validation = validation_windows(tokens.validation, recipe.model.seq_len, recipe.evaluation.tokens)
         self.progress = Progress()
         self.micro_batch = micro_batch(recipe, self.device.type)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        self._peak_flops = peak_flops(name, recipe.precision.compute)
+        self._flops_per_token = flops_per_token(recipe.model)
         self._shown_lr = table["layers.0.mlp.out.weight"].lr
 
     @property
@@ -121,7 +126,7 @@ class Training:
             update_norm=update_norm,
             batch_tokens=batch_tokens,
             tokens_per_second=speed,
-            mfu=None,
+            mfu=speed * self._flops_per_token / self._peak_flops if self._peak_flops else None,
         )
 
     @torch.no_grad()
@@ -236,7 +241,7 @@ class _Session:
         if loss is None:
             self._event("stop", why="interrupted")
         else:
-            self._event("finish", loss=loss, seconds=round(self.training.progress.seconds, 3))
+            self._event("finish", loss=loss, seconds=self.training.progress.seconds)
         if self._board:
             self._board.close()
         return loss

@@ -1,0 +1,84 @@
+"""What the tests share: small recipes, a small corpus, and a cache that is theirs alone."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Two workers on two cores: more threads than that cost a factor of ten.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.recipe import Recipe
+
+TINY = """\
+name = "tiny"            # as small as a transformer gets
+
+[model]
+n_layers = 2
+d_model = 16
+n_heads = 2
+n_kv_heads = 1
+d_head = 8
+d_ff = 32
+vocab_size = 320
+seq_len = 32
+qk_norm = true
+
+[data]
+source = "SOURCE"
+tokens = 10_240
+
+[batch]
+tokens = 256             # eight sequences
+
+[schedule]
+warmup_tokens = 1_024
+
+[hyperparameters]
+lr = 0.01
+init_std = 0.1
+
+[evaluation]
+tokens = 1_024
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eighty small files with some structure to learn."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(80):
+        lines = [f"def function_{number}_{i}(x):\n    return x * {i} + {number}\n" for i in range(20)]
+        (folder / f"file{number:02d}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("LEAVEN_CACHE")
+    os.environ["LEAVEN_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["LEAVEN_CACHE"]
+    else:
+        os.environ["LEAVEN_CACHE"] = before
+
+
+@pytest.fixture
+def tiny_text(corpus: Path) -> str:
+    return TINY.replace("SOURCE", f"{corpus}/*.txt")
+
+
+@pytest.fixture
+def tiny(tiny_text: str) -> Recipe:
+    return parse_recipe(tiny_text, "tiny.toml")
+
+
+@pytest.fixture
+def tiny_file(tiny_text: str, tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(tiny_text)
+    return path

@@ -1,0 +1,210 @@
+"""The model against its table of parameters, and against an attention-by-attention account of it in numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from leaven.model.initialise import build_model
+from leaven.model.transformer import NORM_EPS, Transformer, alibi_slopes
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
+from leaven.scaling.table import resolve
+from leaven.scaling.transfer import transfer
+
+BASE = {
+    "n_layers": 2,
+    "d_model": 24,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "d_head": 4,
+    "d_ff": 40,
+    "vocab_size": 50,
+    "seq_len": 16,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"qk_norm": True},
+    "tied": {"tied_embeddings": True},
+    "gpt2": {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "positions": "learned",
+        "bias": True,
+        "tied_embeddings": True,
+        "n_kv_heads": 6,
+    },
+    "bloom": {"norm": "layernorm", "activation": "gelu", "positions": "alibi", "bias": True, "n_kv_heads": 6},
+    "squared_relu": {"activation": "squared_relu", "qk_norm": True, "norm": "layernorm"},
+}
+families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def shape(family: dict[str, object]) -> ModelShape:
+    return ModelShape.model_validate(BASE | family)
+
+
+def random_model(family: dict[str, object]) -> Transformer:
+    """In float64 with every parameter random, gains and biases too, so that a missing one shows."""
+    multipliers = {
+        "layers.0.attention.out.weight": 0.7,
+        "layers.1.mlp.out.weight": 1.3,
+        "unembedding.weight": 0.4,
+        "embedding.weight": 0.4 if family.get("tied_embeddings") else 1.0,
+    }
+    model = Transformer(shape(family), multipliers).double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
+    return model
+
+
+@families
+def test_names_and_shapes_are_those_of_the_table(family: dict[str, object]) -> None:
+    expected = {parameter.name: parameter.shape for parameter in shape(family).parameters()}
+    actual = {name: tuple(parameter.shape) for name, parameter in Transformer(shape(family)).named_parameters()}
+    assert actual == expected
+
+
+def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
+    """Logits of one sequence [T] -> [T, V], a position, a head and a key at a time."""
+    w = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    s = model.shape
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        if s.norm == "layernorm":
+            y = (x - x.mean()) / math.sqrt(x.var() + NORM_EPS)
+            return y * w[f"{name}.weight"] + w.get(f"{name}.bias", 0.0)
+        return x / math.sqrt((x * x).mean() + NORM_EPS) * w[f"{name}.weight"]
+
+    def linear(name: str, x: np.ndarray) -> np.ndarray:
+        return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0.0)
+
+    def rope(x: np.ndarray, place: int) -> np.ndarray:
+        if s.positions != "rope":
+            return x
+        half, out = s.d_head // 2, x.copy()
+        for i in range(half):
+            turn = complex(x[i], x[i + half]) * np.exp(1j * place * s.rope_theta ** (-2 * i / s.d_head))
+            out[i], out[i + half] = turn.real, turn.imag
+        return out
+
+    def act(layer: str, x: np.ndarray) -> np.ndarray:
+        h = linear(f"{layer}.in", x)
+        if s.activation == "swiglu":
+            gate = linear(f"{layer}.gate", x)
+            return gate / (1 + np.exp(-gate)) * h
+        if s.activation == "gelu":
+            return 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        return np.maximum(h, 0) ** (2 if s.activation == "squared_relu" else 1)
+
+    xs = [w["embedding.weight"][token].copy() for token in tokens]
+    if s.positions == "learned":
+        xs = [x + w["positions.weight"][place] for place, x in enumerate(xs)]
+    for layer, block in enumerate(model.layers):
+        at = f"layers.{layer}"
+        queries, keys, values = [], [], []
+        for place, x in enumerate(xs):
+            y = norm(f"{at}.norm.attention", x)
+            q = linear(f"{at}.attention.query", y).reshape(s.n_heads, s.d_head)
+            k = linear(f"{at}.attention.key", y).reshape(s.n_kv_heads, s.d_head)
+            if s.qk_norm:
+                q = np.stack([norm(f"{at}.norm.query", head) for head in q])
+                k = np.stack([norm(f"{at}.norm.key", head) for head in k])
+            queries.append([rope(head, place) for head in q])
+            keys.append([rope(head, place) for head in k])
+            values.append(linear(f"{at}.attention.value", y).reshape(s.n_kv_heads, s.d_head))
+        for place in range(len(xs)):
+            heads = []
+            for head in range(s.n_heads):
+                group = head // (s.n_heads // s.n_kv_heads)
+                scores = np.array(
+                    [queries[place][head] @ keys[j][group] / math.sqrt(s.d_head) for j in range(place + 1)]
+                )
+                if s.positions == "alibi":
+                    scores = scores - alibi_slopes(s.n_heads)[head] * np.arange(place, -1, -1)
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                heads.append(sum(weight * values[j][group] for j, weight in enumerate(weights)))
+            xs[place] = xs[place] + block.attention_multiplier * linear(f"{at}.attention.out", np.concatenate(heads))
+        for place, x in enumerate(xs):
+            hidden = act(f"{at}.mlp", norm(f"{at}.norm.mlp", x))
+            xs[place] = x + block.mlp_multiplier * linear(f"{at}.mlp.out", hidden)
+    readout = w["embedding.weight" if s.tied_embeddings else "unembedding.weight"]
+    return np.stack([readout @ norm("norm.final", x) for x in xs]) * model.logit_multiplier
+
+
+@families
+def test_logits_equal_the_reference_in_float64(family: dict[str, object]) -> None:
+    model = random_model(family)
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 9))
+    logits = model(torch.from_numpy(tokens)).detach().numpy()
+    assert logits.dtype == np.float64
+    for row in range(2):
+        np.testing.assert_allclose(logits[row], reference(model, tokens[row]), rtol=1e-10, atol=1e-10)
+
+
+@families
+def test_a_token_sees_nothing_after_it(family: dict[str, object]) -> None:
+    model = random_model(family)
+    tokens = torch.randint(0, 50, (1, 12), generator=torch.Generator().manual_seed(0))
+    other = tokens.clone()
+    other[0, 7:] = (other[0, 7:] + 1) % 50
+    before, after = model(tokens), model(other)
+    torch.testing.assert_close(before[:, :7], after[:, :7], rtol=0, atol=1e-12)
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_alibi_slopes_of_eight_and_twelve_heads() -> None:
+    """8 heads: 1/2 ... 1/256 (Press et al. 2021, section 3); 12: those and every other one of 16."""
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(12) == [2.0**-i for i in range(1, 9)] + [2.0**-i for i in (0.5, 1.5, 2.5, 3.5)]
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = Transformer(shape({"dropout": 0.5}))
+    tokens = torch.randint(0, 50, (1, 8))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+def test_initial_values_are_those_of_the_table(tiny: Recipe) -> None:
+    big = transfer(tiny, width=128, depth=2)
+    model = build_model(big.model, resolve(big), seed=0)
+    values = dict(model.named_parameters())
+    for row in resolve(big).rows:
+        tensor = values[row.name]
+        if row.init_std == 0:
+            assert torch.all(tensor == row.init_mean)
+        else:
+            # The standard error of a standard deviation over n normals is std / sqrt(2 n); five of them.
+            tolerance = 5 / math.sqrt(2 * tensor.numel())
+            assert tensor.std().item() == pytest.approx(row.init_std, rel=tolerance)
+            assert abs(tensor.mean().item()) < 5 * row.init_std / math.sqrt(tensor.numel())
+
+
+def test_initial_values_depend_on_seed_and_name_alone(tiny: Recipe) -> None:
+    def values(recipe: Recipe, seed: int) -> dict[str, torch.Tensor]:
+        return dict(build_model(recipe.model, resolve(recipe), seed).named_parameters())
+
+    first, again, other = values(tiny, 0), values(tiny, 0), values(tiny, 1)
+    deeper = values(tiny.replace({"model.n_layers": 3, "scaling.rule": "standard"}), 0)
+    name = "layers.1.mlp.in.weight"
+    assert torch.equal(first[name], again[name])
+    assert torch.equal(first[name], deeper[name])
+    assert not torch.equal(first[name], other[name])
+    assert not torch.equal(first[name], first["layers.0.mlp.in.weight"])
+
+
+def test_a_block_of_rows_can_be_drawn_without_the_rest() -> None:
+    """What a sharded layout needs: rows 256 to 511 do not depend on rows before or after them."""
+    from leaven.model.initialise import fill
+
+    whole, longer = torch.empty(512, 8), torch.empty(1000, 8)
+    fill(whole, "w", 0.0, 1.0, 3)
+    fill(longer, "w", 0.0, 1.0, 3)
+    assert torch.equal(whole, longer[:512])
+    assert not torch.equal(whole[:256], whole[256:])

@@ -1,0 +1,138 @@
+"""The recipe file: round trips, comments, overrides, and what bad input is told."""
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
+from leaven.recipe.recipe import Recipe, differences
+
+
+def test_a_file_with_every_value_reads_back_equal(tiny: Recipe) -> None:
+    text = render(tiny)
+    assert parse_recipe(text, "x") == tiny
+    for section in ("model", "data", "batch", "schedule", "hyperparameters", "scaling", "precision", "layout"):
+        assert section in tomllib.loads(text)
+
+
+def test_nothing_changes_in_a_file_whose_values_hold(tiny: Recipe, tiny_text: str) -> None:
+    assert render(tiny, tiny_text) == tiny_text
+
+
+def test_comments_and_order_survive_a_change(tiny: Recipe, tiny_text: str) -> None:
+    changed = tiny.replace({"hyperparameters.lr": 0.02, "why": {"hyperparameters.lr": "because"}})
+    text = render(changed, tiny_text)
+    assert "# as small as a transformer gets" in text
+    assert "tokens = 256             # eight sequences" in text
+    assert parse_recipe(text, "x") == changed
+    assert text.index("[data]") < text.index("[batch]") < text.index("[why]")
+
+
+def test_modules_depth_stages_and_why_round_trip(tiny: Recipe) -> None:
+    rich = tiny.replace(
+        {
+            "hyperparameters.modules": {"attention.query": {"lr": 0.5, "init_std": 1.4}, "embedding": {"lr": 4.0}},
+            "hyperparameters.depth": {"lr": (1.0, 1.2, 0.8)},
+            "batch": {
+                "tokens": 256,
+                "stages": [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 512, "tokens": 256}],
+            },
+            "scaling.base": {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 1024},
+            "why": {"hyperparameters.lr": 'a "quoted" reason\nover two lines'},
+        }
+    )
+    assert parse_recipe(render(rich), "x") == rich
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("data.tokens=1M", ("data", "tokens"), 1_000_000),
+        ("data.tokens=20_480", ("data", "tokens"), 20_480),
+        ("hyperparameters.lr=2e-3", ("hyperparameters", "lr"), 0.002),
+        ("schedule.decay=wsd", ("schedule", "decay"), "wsd"),
+        ('schedule.decay="wsd"', ("schedule", "decay"), "wsd"),
+        ("model.qk_norm=false", ("model", "qk_norm"), False),
+    ],
+)
+def test_overrides(tiny_file: Path, override: str, path: tuple[str, str], value: object) -> None:
+    recipe = read_recipe(tiny_file, [override])
+    assert getattr(getattr(recipe, path[0]), path[1]) == value
+
+
+def test_override_of_a_module_whose_name_has_a_dot(tiny_file: Path) -> None:
+    recipe = read_recipe(tiny_file, ["hyperparameters.modules.attention.query.lr=0.5"])
+    assert recipe.hyperparameters.modules["attention.query"].lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.d_modle=64", r"\[model\] d_modle: no such key; did you mean d_model\?"),
+        ("hyperparamters.lr=1", r"hyperparamters: no such key; did you mean hyperparameters\?"),
+        ("hyperparameters.modules.embedding.lrr=2", r"lrr: no such key; did you mean lr\?"),
+        (
+            "batch.ramp.start=3",
+            r"\[batch.ramp\] start: no such key; there are start_tokens, increment_tokens, over_tokens",
+        ),
+        ('model.d_model="wide"', r"\[model\] d_model: input should be a valid integer, not 'wide'"),
+        ('hyperparameters.lr="0.1"', r"\[hyperparameters\] lr: input should be a valid number, not '0.1'"),
+        ("hyperparameters.lr=-1", r"\[hyperparameters\] lr: input should be greater than 0, not -1"),
+        ("hyperparameters.lr=nan", r"\[hyperparameters\] lr: input should be a finite number"),
+        ("model.d_model=65", r"d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
+        ("batch.tokens=16", "a batch of 16 tokens is smaller than one sequence of 32"),
+        ("batch.tokens=100", "no whole number of sequences of 32; 96 or 128 is"),
+        (
+            "batch.ramp={start_tokens = 512, increment_tokens = 32, over_tokens = 9}",
+            "the ramp starts at 512 tokens, above its end of 256",
+        ),
+        ("schedule.decay=cosin", "should be 'cosine', 'linear', 'wsd', 'inverse_sqrt' or 'constant', not 'cosin'"),
+        ("schedule.warmup_tokens=1M", "longer than the run"),
+        (
+            "hyperparameters.modules.attention.quary.lr=2",
+            r"no module 'attention.quary' .* did you mean attention.query\?",
+        ),
+        ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", r"scaling.base: width 20 is not"),
+        ("name.x=3", "name is a value, not a table"),
+        ("nothing", "write it as key.subkey=value"),
+    ],
+)
+def test_bad_values_are_one_line_that_says_what_to_type(tiny_file: Path, override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        read_recipe(tiny_file, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        read_recipe(tmp_path / "absent.toml")
+    with pytest.raises(InputError, match="a folder"):
+        read_recipe(tmp_path)
+    (tmp_path / "bad.toml").write_text("name = \n")
+    with pytest.raises(InputError, match=r"bad.toml: not TOML: .*line 1"):
+        read_recipe(tmp_path / "bad.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="not a text file"):
+        read_recipe(tmp_path / "binary.toml")
+    (tmp_path / "empty.toml").write_text("")
+    with pytest.raises(InputError, match="missing; every recipe needs it"):
+        read_recipe(tmp_path / "empty.toml")
+
+
+def test_a_recipe_is_frozen(tiny: Recipe) -> None:
+    with pytest.raises(Exception, match="frozen"):
+        tiny.hyperparameters.lr = 1.0  # type: ignore[misc]
+
+
+def test_writing_into_nothing_says_so_and_leaves_nothing(tiny: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be written: No such file or directory"):
+        write_recipe(tiny, tmp_path / "absent" / "x.toml")
+    assert os.listdir(tmp_path) == []
+
+
+def test_differences_name_the_path_and_leave_out_what_changes_no_loss(tiny: Recipe) -> None:
+    other = tiny.replace({"hyperparameters.lr": 0.02, "name": "other", "batch.micro_batch": 2, "why": {"a": "b"}})
+    assert differences(tiny, other) == [("hyperparameters.lr", 0.01, 0.02)]

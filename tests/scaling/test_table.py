@@ -1,0 +1,117 @@
+"""The parameter table: worked by hand, neutral where nothing moves, composed over two steps."""
+
+import math
+
+import pytest
+
+from leaven.recipe.hyperparameters import DepthProfile
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import Row, describe, resolve
+from leaven.scaling.transfer import transfer
+
+
+def test_at_the_base_everybody_gets_the_base_values(tiny: Recipe) -> None:
+    hp = tiny.hyperparameters
+    for row in resolve(tiny).rows:
+        assert (row.lr, row.beta1, row.beta2, row.eps) == (hp.lr, hp.beta1, hp.beta2, hp.eps)
+        assert row.multiplier == 1.0
+        gain = row.module.startswith("norm")
+        assert row.init_std == (0 if gain else hp.init_std)
+        assert row.init_mean == (1 if gain else 0)
+        assert row.weight_decay == (0 if gain else hp.weight_decay)
+
+
+def test_rows_are_the_parameters_in_their_order(tiny: Recipe) -> None:
+    assert [(row.name, row.shape) for row in resolve(tiny).rows] == [
+        (p.name, p.shape) for p in tiny.model.parameters()
+    ]
+
+
+def test_twice_wider_three_times_deeper_four_times_longer_by_hand(tiny: Recipe) -> None:
+    table = resolve(transfer(tiny, width=32, depth=6, tokens=40_960))
+    hidden, embedding = table["layers.3.mlp.out.weight"], table["embedding.weight"]
+    readout, gain = table["unembedding.weight"], table["layers.0.norm.mlp.weight"]
+    q = 1 / 4
+    assert hidden.lr == pytest.approx(0.01 / 2 * math.sqrt(q))
+    assert hidden.init_std == pytest.approx(0.1 / math.sqrt(2))
+    assert hidden.weight_decay == pytest.approx(0.1 * 2 * math.sqrt(q))
+    assert hidden.eps == pytest.approx(1e-8 / 2 / 3 / math.sqrt(q))
+    assert hidden.multiplier == pytest.approx(1 / 3)
+    assert table["layers.3.mlp.in.weight"].multiplier == 1.0
+    assert embedding.lr == pytest.approx(0.01 * math.sqrt(q))
+    assert embedding.init_std == 0.1
+    assert embedding.weight_decay == pytest.approx(0.1 * math.sqrt(q))
+    assert readout.init_std == pytest.approx(0.1 / 2)
+    assert readout.eps == pytest.approx(1e-8 / math.sqrt(q))
+    assert gain.lr == pytest.approx(0.01 * math.sqrt(q))
+    assert gain.weight_decay == 0
+    # Half-lives four times as long in steps: the same share of the run.
+    assert math.log(0.5) / math.log(readout.beta2) == pytest.approx(4 * math.log(0.5) / math.log(0.95))
+
+
+def test_batch_and_tokens_together_change_nothing(tiny: Recipe) -> None:
+    grown = resolve(transfer(tiny, batch_tokens=1024, tokens=40_960)).rows
+    for before, after in zip(resolve(tiny).rows, grown, strict=True):
+        assert after == before
+
+
+def test_two_steps_are_one(tiny: Recipe) -> None:
+    once = transfer(tiny, width=64, depth=8, batch_tokens=1024, tokens=163_840)
+    twice = transfer(
+        transfer(tiny, width=32, depth=4, tokens=40_960), width=64, depth=8, batch_tokens=1024, tokens=163_840
+    )
+    for a, b in zip(resolve(once).rows, resolve(twice).rows, strict=True):
+        assert a == b
+
+
+def test_standard_gives_everybody_the_base_values_at_any_scale(tiny: Recipe) -> None:
+    big = transfer(tiny.replace({"scaling.rule": "standard"}), width=64, depth=8, tokens=40_960)
+    small = {row.module: row for row in resolve(tiny).rows}
+    for row in resolve(big).rows:
+        same = small[row.module]
+        assert (row.lr, row.init_std, row.weight_decay, row.eps, row.beta2, row.multiplier) == (
+            same.lr,
+            same.init_std,
+            same.weight_decay,
+            same.eps,
+            same.beta2,
+            same.multiplier,
+        )
+
+
+def test_multipliers_multiply_and_ones_are_neutral_to_the_last_bit(tiny: Recipe) -> None:
+    ones = {module: {"lr": 1.0, "init_std": 1.0, "weight_decay": 1.0, "eps": 1.0} for module in tiny.model.modules}
+    neutral = tiny.replace({"hyperparameters.modules": ones, "hyperparameters.depth": {"lr": (1.0, 1.0, 1.0)}})
+    assert resolve(neutral).rows == resolve(tiny).rows
+    changed = tiny.replace(
+        {
+            "hyperparameters.modules": {"mlp.in": {"lr": 3.0, "init_std": 0.5, "weight_decay": 0.0, "eps": 2.0}},
+            "hyperparameters.depth": {"lr": (1.0, 2.0)},
+            "hyperparameters.residual": 0.7,
+        }
+    )
+    rows = resolve(changed)
+    assert [rows[f"layers.{layer}.mlp.in.weight"].lr for layer in (0, 1)] == pytest.approx([0.03, 0.06])
+    assert rows["layers.0.mlp.in.weight"].init_std == pytest.approx(0.05)
+    assert rows["layers.0.mlp.in.weight"].weight_decay == 0
+    assert rows["layers.0.mlp.in.weight"].eps == pytest.approx(2e-8)
+    assert rows["layers.1.attention.query.weight"].lr == pytest.approx(0.02)
+    assert rows["embedding.weight"].lr == 0.01  # outside the blocks there is no depth
+    assert rows["layers.1.attention.out.weight"].multiplier == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("layer", "n_layers", "expected"),
+    [(0, 5, 1.0), (1, 5, 1.5), (2, 5, 2.0), (3, 5, 1.0), (4, 5, 0.0 + 1e-9), (0, 1, 1.0)],
+)
+def test_depth_profiles_are_interpolated(layer: int, n_layers: int, expected: float) -> None:
+    assert DepthProfile.at((1.0, 2.0, 1e-9), layer, n_layers) == pytest.approx(expected)
+
+
+def test_the_document_has_the_keys_that_stay(tiny: Recipe) -> None:
+    document = describe(tiny, 123.0)
+    assert {"scale", "ratios", "totals", "parameters"} <= document.keys()
+    assert set(document["totals"]) == {"params", "params_non_embedding", "flops_per_token"}
+    keys = "name shape role module layer init_std lr weight_decay beta1 beta2 eps multiplier"
+    assert set(keys.split()) <= document["parameters"][0].keys()
+    assert set(Row.__dataclass_fields__) == document["parameters"][0].keys()

@@ -1,0 +1,305 @@
+"""The loop: exact resume, exact accumulation, and what guards a run's folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from leaven.data.stream import Stream
+from leaven.data.tokens import TokenSet, prepare
+from leaven.model.initialise import build_model
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
+from leaven.training.run_folder import RunFolder
+from leaven.training.throughput import peak_flops
+from leaven.training.trainer import Diverged, Training, train
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    return prepare(tiny.data.source, tiny.data.tokenizer, tiny.model.vocab_size)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in RunFolder(folder).metrics()]
+
+
+def test_a_run_learns_and_leaves_what_the_contract_says(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    summary = train(tiny, tokens, tmp_path / "run", tensorboard=True)
+    run = RunFolder(tmp_path / "run")
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 41)]
+    keys = "step tokens loss lr grad_norm update_norm batch_tokens tokens_per_second mfu"
+    assert set(lines[0]) == set(keys.split())
+    assert summary.finished
+    assert (summary.tokens, summary.steps, summary.rollbacks) == (10_240, 40, 0)
+    assert summary.loss is not None
+    assert summary.loss < lines[0]["loss"] - 1.0
+    peak = max(line["lr"] for line in lines)
+    assert peak == pytest.approx(0.01)
+    assert lines[-1]["lr"] == pytest.approx(0.001)
+    assert {event["event"] for event in run.events()} >= {"start", "validation", "checkpoint", "finish"}
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert train(tiny, tokens, tmp_path / "run") == summary  # done: a second call only reports
+
+
+def test_stopped_twice_or_not_at_all_the_losses_are_the_same_bits(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    recipe = tiny.replace(
+        {"model.dropout": 0.1, "batch.ramp": dict(start_tokens=64, increment_tokens=64, over_tokens=2_000)}
+    )
+    whole = train(recipe, tokens, tmp_path / "whole")
+    for last in (9, 23):
+        stopped = train(
+            recipe, tokens, tmp_path / "parts", stop=lambda last=last: len(losses(tmp_path / "parts")) >= last
+        )
+        assert not stopped.finished
+        assert stopped.loss is None
+    resumed = train(recipe, tokens, tmp_path / "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert resumed.loss == whole.loss
+    assert [e["batch_tokens"] for e in RunFolder(tmp_path / "whole").events() if e["event"] == "ramp"] == [
+        128,
+        192,
+        256,
+    ]
+
+
+def test_killed_and_started_again_the_losses_are_the_same_bits(tiny_file: Path, tmp_path: Path) -> None:
+    """40 steps in one go; or kill -9 somewhere after a checkpoint, and on: from the command line."""
+
+    def command(run: str) -> list[str]:
+        leaven = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / run)]
+        return [*leaven, "--set", "stability.checkpoint_every_tokens=1280", "--json"]
+
+    whole = subprocess.run(command("whole"), capture_output=True, text=True, check=True)
+    process = subprocess.Popen(command("killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 20:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    torn = metrics.read_text() + '{"step": 99, "tok'  # what a kill in the middle of a write leaves
+    metrics.write_text(torn)
+    again = subprocess.run(command("killed"), capture_output=True, text=True, check=True)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "killed")) == 40
+    assert "resume" in {event["event"] for event in RunFolder(tmp_path / "killed").events()}
+    same = ("loss", "tokens", "steps", "mfu", "rollbacks")
+    assert [json.loads(again.stdout)[key] for key in same] == [json.loads(whole.stdout)[key] for key in same]
+
+
+def test_ctrl_c_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run")]
+    process = subprocess.Popen([*command, "--set", "data.tokens=10M"], stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "the same command goes on from there" in errors
+    found, damaged = read_checkpoint(tmp_path / "run" / "checkpoints")
+    assert found is not None
+    assert found.progress.step == len(losses(tmp_path / "run"))
+    assert not damaged
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_accumulation_gives_the_gradient_of_the_whole_batch(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, micro_batch: int
+) -> None:
+    """Against one plain forward over the batch, float64; 3 does not divide 8, so the last micro-batch is smaller."""
+    training = Training(tiny.replace({"batch.micro_batch": micro_batch, "hyperparameters.grad_clip": 0.0}), tokens)
+    training.model.double()
+    model = build_model(tiny.model, resolve(tiny), tiny.data.seed).double()
+    windows = torch.from_numpy(Stream(tokens.train, 32, 0).batch(0, 8))
+    loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()  # type: ignore[union-attr]
+    step = training.step()
+    assert step.loss == pytest.approx(loss.item(), rel=1e-6)  # the running sum is kept in fp32
+    assert step.grad_norm == pytest.approx(norm.item(), rel=1e-10)
+
+
+def test_clipping_limits_the_norm_that_the_optimiser_sees(tiny: Recipe, tokens: TokenSet) -> None:
+    training = Training(tiny.replace({"hyperparameters.grad_clip": 0.01}), tokens)
+    seen = []
+    training.optimiser.adam.register_step_pre_hook(
+        lambda adam, args, kwargs: seen.append(
+            torch.stack([parameter.grad.norm() for parameter in training.model.parameters()]).norm().item()
+        )
+    )
+    assert training.step().grad_norm > 0.1
+    assert seen == [pytest.approx(0.01, rel=1e-4)]
+
+
+def test_bf16_computes_in_bf16_and_stays_near_fp32(tiny: Recipe, tokens: TokenSet) -> None:
+    full, half = Training(tiny, tokens), Training(tiny.replace({"precision.compute": "bf16"}), tokens)
+    a, b = ([training.step().loss for _ in range(10)] for training in (full, half))
+    assert a != b
+    assert a == pytest.approx(b, rel=5e-3)
+    assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+
+
+def test_a_diverging_run_stops_and_says_where(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    wild = tiny.replace({"hyperparameters.lr": 1e30, "hyperparameters.weight_decay": 0.0})
+    with pytest.raises(Diverged, match="at step"):
+        train(wild, tokens, tmp_path / "run")
+    assert RunFolder(tmp_path / "run").events()[-1]["event"] == "stop"
+
+
+def test_a_folder_of_another_recipe_is_refused_with_the_difference(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    train(tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 0}), tokens, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    other = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 0, "hyperparameters.lr": 0.02})
+    with pytest.raises(
+        InputError, match=r"holds another recipe: hyperparameters.lr 0.01 there, 0.02 here; use another"
+    ):
+        train(other, tokens, tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("do not touch")
+    with pytest.raises(InputError, match=r"is not empty and holds no recipe.toml"):
+        train(tiny, tokens, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_a_folder_in_use_is_refused(tiny: Recipe, tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    # flock is per open file, so a second opening in this process is refused as another process is.
+    with first.opened(tiny), pytest.raises(InputError, match="in use by another process"), second.opened(tiny):
+        pass
+
+
+def test_a_layout_of_several_devices_is_refused(tiny: Recipe, tokens: TokenSet) -> None:
+    with pytest.raises(InputError, match="set dp = tp = pp = 1"):
+        Training(tiny.replace({"layout.tp": 2}), tokens)
+
+
+def checkpoint(step: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    tensors = {"w": torch.randn(100, 100, generator=generator)}
+    return Checkpoint(Progress(step, step * 256, 1.0), tensors, {"exp_avg.w": tensors["w"] * 2})
+
+
+def test_checkpoints_round_trip_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, checkpoint(step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens-000000000000512", "tokens-000000000000768"]
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert found.progress == Progress(3, 768, 1.0)
+    assert torch.equal(found.model["w"], checkpoint(3).model["w"])
+    assert torch.equal(found.optimizer["exp_avg.w"], checkpoint(3).optimizer["exp_avg.w"])
+    assert not damaged
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "state"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    write_checkpoint(tmp_path, checkpoint(1))
+    newest = write_checkpoint(tmp_path, checkpoint(2))
+    file = newest / ("state.json" if damage == "state" else "model.safetensors")
+    content = file.read_bytes()
+    match damage:
+        case "truncate":
+            file.write_bytes(content[: len(content) // 2])
+        case "flip":
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "remove":
+            file.unlink()
+        case "state":
+            file.write_bytes(b'{"step": 2')
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert found.progress.step == 1
+    assert damaged == [newest]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.path.insert(0, {tests!r})
+from test_trainer import checkpoint
+from leaven.training.checkpoint import write_checkpoint
+from leaven.recipe.errors import InputError
+write_checkpoint(Path({folder!r}), checkpoint(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # less than the 40 kB of a file
+try:
+    write_checkpoint(Path({folder!r}), checkpoint(2))
+except InputError as error:
+    print(error)
+"""
+
+
+def test_no_room_for_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk: the write fails in the same place."""
+    script = FULL_DISK.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "checkpoint not saved: File too large; tokens-000000000000256 is whole; make room" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens-000000000000256"]
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert found.progress.step == 1
+    assert not damaged
+
+
+def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path) -> None:
+    """The whole verb on a file system of half a megabyte, where one may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        train = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(disk / "run")]
+        sets = ["--set", "stability.checkpoint_every_tokens=256", "--set", "model.d_ff=256"]
+        done = subprocess.run([*train, *sets], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+        assert "No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr
+        found, damaged = read_checkpoint(disk / "run" / "checkpoints")
+        assert not damaged
+        assert found is None or found.progress.step >= 1
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", None),
+        ("cpu", "bf16", None),
+    ],
+)
+def test_peaks_by_device_name(device: str, compute: str, peak: float | None) -> None:
+    assert peak_flops(device, compute) == peak
