@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from chromium import BINARY, Browser
-from conftest import write_demo
 from test_page import HOSTILE
+from written import write_demo
 
 from leaven.report.page import write_page
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import write_demo
+from written import write_demo
 
 from leaven.recipe.errors import InputError
 from leaven.report.page import write_page
@@ -64,7 +64,9 @@ def test_the_same_folder_makes_the_same_page(demo_folder, page, tmp_path):
 def test_it_says_what_came_out_first(page):
     text = Reader(page).text
     assert (
-        text.index("0.140 nats better than the same values copied") < text.index("best loss") < text.index("The runs")
+        text.index("0.140 nats better than the same values copied")
+        < text.index("nats per token, transferred")
+        < text.index("The runs")
     )
     for said in (
         "−0.1400",
@@ -127,6 +129,23 @@ def test_a_study_without_a_completed_trial_has_a_page(demo_folder, tmp_path):
     trials = [{"number": 0, "state": "diverged", "values": {}}, {"number": 1, "state": "running", "values": {}}]
     (folder / "study.json").write_text(json.dumps(document | {"trials": trials, "best": None, "noise_floor": None}))
     assert "None of 2 trials has completed yet" in Reader(write_page(folder, tmp_path / "report.html")).text
+
+
+def test_a_long_search_of_many_dimensions_stays_a_page_one_can_send(demo_folder, tmp_path):
+    folder = Path(shutil.copytree(demo_folder / "proxy", tmp_path / "study"))
+    document = json.loads((folder / "study.json").read_text())
+    space = [f"hyperparameters.modules.attention.query.part_{i}" for i in range(31)]
+    trials = [
+        {
+            "number": i,
+            "state": "complete",
+            "loss": 3.4 + (i % 37) / 100,
+            "values": {p: 0.01 * (1 + i % 83) for p in space},
+        }
+        for i in range(300)
+    ]
+    (folder / "study.json").write_text(json.dumps(document | {"trials": trials, "space": space}))
+    assert write_page(folder, tmp_path / "report.html").stat().st_size < 5_000_000
 
 
 def test_without_plotly_it_says_what_to_install(demo_folder, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from conftest import proxy, target
+from written import proxy, target
 
 from leaven.report.parameters import at_base, groups, reason
 from leaven.scaling.table import resolve

@@ -3,9 +3,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import proxy, target
 from rich.console import Console
 from typer.testing import CliRunner
+from written import proxy, target
 
 from leaven.recipe.errors import InputError
 from leaven.report.terminal import demo_summary, parameter_table

@@ -42,7 +42,7 @@ def delta(number: float | None) -> str:
 
 def ratio(number: float) -> str:
     """A factor: ``3.6×``, ``0.3×``, a small one as a fraction where it is one: ``1/8×``."""
-    if 0 < number <= 0.25 and abs(round(1 / number) * number - 1) < 0.01:
+    if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     return f"{number:.2g}×" if number < 10 else f"{number:.0f}×"
 
