@@ -5,7 +5,7 @@ import sys
 import typer
 from rich.text import Text
 
-from leaven.cli import demo, report, show, train, transfer, tune
+from leaven.cli import demo, laws, plan, recipes, report, show, train, transfer, tune
 from leaven.cli._common import errors
 from leaven.recipe.errors import InputError
 
@@ -15,8 +15,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(recipes.app, name="recipes")
+app.command("laws")(laws.laws)
 app.command("show")(show.show)
 app.command("transfer")(transfer.transfer_)
+app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)
 app.command("train")(train.train_)
 app.command("report")(report.report)

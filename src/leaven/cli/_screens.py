@@ -62,43 +62,51 @@ class TextScreen(Screen):
 
 
 class TrainScreen(Screen):
-    """A row each twentieth of the run, and one each event."""
+    """A row each validation, at least one a minute, and one each event."""
 
-    HEADER = "  tokens     loss    lr        |grad|   |update|  batch     tok/s"
+    HEADER = "  tokens     loss    validation  lr        |grad|    |update|  batch     tok/s     MFU"
+    LONGEST_SILENCE = 60.0  # seconds
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self._recipe = recipe
         self._task = self._progress.add_task(recipe.name, total=recipe.data.tokens, left="")
         self._already: int | None = None
-        self._next_row = 0.0
+        self._last: Step | None = None
+        self._spoken = time.monotonic()
 
     def step(self, step: "Step") -> None:
         total = self._recipe.data.tokens
         if self._already is None:
             self._already = step.tokens - step.batch_tokens
-            self.row(self.HEADER)
+        self._last = step
         left = self._left(step.tokens, total, self._already)
         self._progress.update(self._task, completed=step.tokens, left=left)
-        if step.tokens >= self._next_row:
-            self._next_row = step.tokens + total / 20
-            self.row(
-                f"  {format_quantity(step.tokens):<9}{step.loss:7.3f}    {step.lr:8.2e}  {step.grad_norm:7.3f}  "
-                f"{step.update_norm:8.4f}  {format_quantity(step.batch_tokens):<8}  "
-                f"{format_quantity(step.tokens_per_second)}"
-            )
+        if time.monotonic() - self._spoken > self.LONGEST_SILENCE:
+            self._say(step, "")
 
     def event(self, event: str, values: dict[str, Any]) -> None:
         at = f"at {format_quantity(values['tokens'])} tokens"
         match event:
-            case "validation":
-                self.row(f"  validation loss {values['loss']:.4f} {at}")
-            case "ramp":
-                self.row(f"  batch {format_quantity(values['batch_tokens'])} tokens from here on, {at}")
-            case "resume":
-                self.row(f"  resumed {at}")
+            case "start" | "resume":
+                if event == "resume":
+                    self.row(f"  resumed {at}")
+                self.row(self.HEADER)
+            case "validation" if self._last is not None:
+                self._say(self._last, f"{values['loss']:.4f}")
+            case "ramp" if values["batch_tokens"] == self._recipe.batch.tokens:
+                self.row(f"  batch is at its full {format_quantity(values['batch_tokens'])} tokens {at}")
         for name in values.get("damaged_checkpoints", ()):
             self.row(f"  checkpoint {name} is damaged and was passed over")
+
+    def _say(self, step: "Step", validation: str) -> None:
+        self._spoken = time.monotonic()
+        mfu = f"{step.mfu:.1%}" if step.mfu is not None else "-"
+        self.row(
+            f"  {format_quantity(step.tokens):<9}{step.loss:7.3f}    {validation:<10}  {step.lr:8.2e}  "
+            f"{step.grad_norm:7.3f}   {step.update_norm:8.4f}  {format_quantity(step.batch_tokens):<8}  "
+            f"{format_quantity(step.tokens_per_second):<8}  {mfu}"
+        )
 
 
 class TuneScreen(Screen):
