@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from chromium import BINARY, Browser
-from test_page import HOSTILE
-from written import write_demo
+from written import HOSTILE, write_demo
 
 from leaven.report.page import write_page
 

@@ -6,12 +6,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from written import write_demo
+from written import HOSTILE, write_demo
 
 from leaven.recipe.errors import InputError
 from leaven.report.page import write_page
-
-HOSTILE = "</script><script>window.owned=1</script><img src=http://evil.example/x onerror=window.owned=1>%{x}"
 
 
 class Reader(HTMLParser):

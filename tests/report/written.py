@@ -10,6 +10,7 @@ from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 
+HOSTILE = "</script><script>window.owned=1</script><img src=http://evil.example/x onerror=window.owned=1>%{x}"
 SPACE = ("hyperparameters.lr", "hyperparameters.init_std", "hyperparameters.weight_decay", "hyperparameters.residual")
 
 
