@@ -40,7 +40,7 @@ def curves(made: Sheet, runs: list[Run]) -> None:
     closer = element(
         "div",
         element("h3", "The second half, closer"),
-        element("p", "The same losses where they differ by hundredths.", class_="told"),
+        element("p", "The same losses, where the curves have flattened.", class_="told"),
         made.chart("last", figures.last_stretch(runs), "loss in the second half of the runs"),
     )
     norm = gradient and element(
@@ -58,16 +58,17 @@ def curves(made: Sheet, runs: list[Run]) -> None:
 
 
 def searched(made: Sheet, study: Study) -> None:
-    noise = (
-        f" The band is the noise floor, ±{study.noise_floor:.4f} nats: inside it trials are equal."
-        if study.noise_floor
-        else ""
-    )
-    lost = study.count("diverged")
-    crosses = f" Crosses at the top edge are the {lost} that diverged." if lost else ""
+    told = f"{len(study.trials)} trials in the order they began; the line is the best so far."
+    lost, beyond = study.count("diverged") + study.count("failed"), searches.beyond(study)
+    if lost:
+        told += f" Crosses at the top edge: {lost} that diverged or failed."
+    if beyond:
+        told += f" Triangles at the top edge: {beyond} with a higher loss."
+    if study.noise_floor:
+        told += f" The band is the noise floor, ±{study.noise_floor:.4f} nats: differences within it say nothing."
     made.section(
         "The search",
-        f"{len(study.trials)} trials in the order they began; the line is the best so far.{crosses}{noise}",
+        told,
         made.chart("search", searches.search(study), "loss of every trial"),
     )
     panels = []

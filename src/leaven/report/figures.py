@@ -61,7 +61,7 @@ def figure(x_title: str, y_title: str, **layout: Any) -> "go.Figure":
         "hoverlabel": {
             "bgcolor": "var(--surface)",
             "bordercolor": "var(--line)",
-            "font": {"color": INK, "size": 12},
+            "font": {"family": "var(--sans)", "color": INK, "size": 12},
             "align": "left",
         },
         "hovermode": "closest",

@@ -50,7 +50,8 @@ def _numbers(n_layers: int) -> list[Html]:
 def _band(name: str, members: list[Row], base: float, reach: int, n_layers: int) -> Html:
     inside = members[0].layer is not None
     columns = n_layers if inside else 1
-    gap = 0.06 if 1 < columns <= 32 else 0.0
+    # The same few pixels between two layers as between twenty; between a hundred there is no room.
+    gap = 0.008 * columns if 1 < columns <= 40 else 0.0
     cells = []
     for row in members:
         x = row.layer or 0
@@ -109,8 +110,8 @@ def _legend(reach: int, base: float) -> Html:
         "p",
         element("span", "lower lr"),
         [
-            join(
-                element("i", style=f"background:{shade(2.0**step, reach)}"), element("span", numbers.ratio(2.0**step))
+            element(
+                "span", element("i", style=f"background:{shade(2.0**step, reach)}"), " ", numbers.ratio(2.0**step)
             )
             for step in steps
         ],

@@ -15,7 +15,7 @@ def value(number: float | None, digits: int = 3) -> str:
         return NONE
     if number == 0 or 1e-3 <= abs(number) < 1e4:
         # 0.95 ** (1/8) is 0.9936: near 1 the distance from 1 is what counts.
-        return f"{number:.{digits + 1 if 0.9 <= number < 1 else digits}g}"
+        return f"{number:.{digits + 1 if 0.9 <= number < 1 or abs(number) >= 1000 else digits}g}"
     mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
     mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
     return f"{mantissa}e{int(exponent)}"
@@ -42,7 +42,7 @@ def delta(number: float | None) -> str:
 
 def ratio(number: float) -> str:
     """A factor: ``3.6×``, ``0.3×``, a small one as a fraction where it is one: ``1/8×``."""
-    if 0 < number <= 0.25 and abs(round(1 / number) * number - 1) < 0.01:
+    if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     return f"{number:.2g}×" if number < 10 else f"{number:.0f}×"
 
@@ -77,7 +77,8 @@ def log_ticks(low: float, high: float, label: Callable[[float], str], most: int 
         places = places[:: -(-len(places) // most)]
     if len(places) < 2:
         # Less than a decade without two round numbers in it: even steps do.
-        places = linear_ticks(low, high, most)
+        choices = (linear_ticks(low, high, fewer) for fewer in (most, 4, 3, 2))
+        places = next((some for some in choices if len({label(place) for place in some}) == len(some)), [])
     return places, [label(place) for place in places]
 
 

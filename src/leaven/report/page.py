@@ -85,12 +85,12 @@ def _numbers(*entries: tuple[str, str, str, str]) -> Html:
 def _demo(made: chapters.Sheet, demo: Demo) -> Html:
     runs = [arm.run for arm in demo.arms if arm.run]
     mine, rival, gain = demo.transferred, demo.rival, demo.gain
-    best = min((arm for arm in demo.arms if arm.loss is not None), key=lambda arm: arm.loss or 0.0, default=None)
+    shown = mine if mine and mine.loss is not None else rival
     tune = next((part.seconds for part in demo.parts if part.name == "tune"), None)
     noise = demo.study.noise_floor if demo.study else None
     told = f"nats, {_word(gain, noise)}" + (f" (noise of the proxy ±{noise:.4f})" if noise else "")
     head = _numbers(
-        ("best loss", numbers.loss(best.loss if best else None), f"nats per token, {best.title}" if best else "", ""),
+        ("loss", numbers.loss(shown.loss if shown else None), f"nats per token, {shown.title}" if shown else "", ""),
         ("against", numbers.loss(rival.loss if rival else None), rival.title if rival else "no other run", ""),
         (
             "transfer",
@@ -107,7 +107,7 @@ def _demo(made: chapters.Sheet, demo: Demo) -> Html:
     )
     made.section(
         "The runs",
-        "One model, one corpus, one number of tokens; only the hyperparameters differ.",
+        "One model, one corpus, one number of tokens; only the hyperparameters and how they move with scale differ.",
         tables.runs_table(demo),
     )
     if runs:
@@ -190,7 +190,8 @@ def _run(made: chapters.Sheet, run: Run) -> Html:
     kind = "validation" if run.loss is not None else "training"
     of = "" if run.finished else f" of {numbers.quantity(run.recipe.data.tokens)}"
     state = "Finished" if run.finished else f"Stopped ({run.stopped})" if run.stopped else "Not finished"
-    verdict = f"{state}: after {numbers.quantity(run.tokens)}{of} tokens the {kind} loss is {numbers.loss(loss)} nats per token."
+    where = f"after {numbers.quantity(run.tokens)}{of} tokens"
+    verdict = f"{state}: {where} the {kind} loss is {numbers.loss(loss)} nats per token."
     head = _numbers(
         (f"{kind} loss", numbers.loss(loss), "nats per token", ""),
         ("against the first step", numbers.loss(first), "nats per token", ""),

@@ -30,6 +30,17 @@ def window(study: Study) -> tuple[float, float]:
     return low, max(high, low + 1e-3)
 
 
+def edge(study: Study) -> float:
+    """The loss at which diverged trials and those above the window are drawn."""
+    low, high = window(study)
+    return high + 0.10 * (high - low)
+
+
+def beyond(study: Study) -> int:
+    """How many trials completed with a loss above the window."""
+    return sum((trial.loss or 0.0) > edge(study) for trial in _complete(study))
+
+
 def _complete(study: Study) -> list[Trial]:
     return [trial for trial in study.trials if trial.state == "complete" and trial.loss is not None]
 
@@ -38,11 +49,12 @@ def _lost(study: Study) -> list[Trial]:
     return [trial for trial in study.trials if trial.state in {"diverged", "failed"}]
 
 
-def _hover(study: Study, trial: Trial) -> str:
-    lines = [f"<b>trial {trial.number}</b>"]
-    lines.append(f"{numbers.loss(trial.loss)} nats per token" if trial.state == "complete" else trial.state)
-    values = list(trial.values.items())
-    lines += [f"{text(short(path))} {text(_value(value))}" for path, value in values[:8]]
+def _hover(trial: Trial, path: str | None) -> str:
+    """What a trial says of itself: its loss, and its values or the one of a panel."""
+    loss = f"{numbers.loss(trial.loss)} nats per token" if trial.state == "complete" else trial.state
+    values = list(trial.values.items()) if path is None else [(path, trial.values[path])]
+    lines = [f"<b>trial {trial.number}</b>", loss]
+    lines += [f"{text(short(name))} {text(_value(value))}" for name, value in values[:8]]
     if len(values) > 8:
         lines.append(f"and {len(values) - 8} more")
     return "<br>".join(lines)
@@ -52,10 +64,10 @@ def _value(value: Any) -> str:
     return numbers.value(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _marks(chart: "go.Figure", study: Study, x: dict[int, Any], top: float, size: int) -> None:
+def _marks(chart: "go.Figure", study: Study, x: dict[int, Any], size: int, path: str | None) -> None:
     """Trials as dots, those above the window as triangles at its edge, diverged ones as crosses, the best last."""
     go = plotly()
-    edge = top
+    top = edge(study)
     complete = [trial for trial in _complete(study) if trial.number in x]
     best = study.best.number if study.best else None
     kinds = (
@@ -83,11 +95,11 @@ def _marks(chart: "go.Figure", study: Study, x: dict[int, Any], top: float, size
             chart.add_trace(
                 go.Scatter(
                     x=[x[trial.number] for trial in trials],
-                    y=[min(trial.loss, edge) if trial.loss is not None else edge for trial in trials],
+                    y=[min(trial.loss, top) if trial.loss is not None else top for trial in trials],
                     mode="markers",
                     marker=marker,
                     cliponaxis=False,
-                    hovertext=[_hover(study, trial) for trial in trials],
+                    hovertext=[_hover(trial, path) for trial in trials],
                     hovertemplate="%{hovertext}<extra></extra>",
                 )
             )
@@ -98,7 +110,7 @@ def search(study: Study) -> "go.Figure":
     go = plotly()
     chart = figure("trial", "loss, nats per token")
     low, high = window(study)
-    top = high + 0.10 * (high - low)
+    top = edge(study)
     last = study.trials[-1].number
     if study.best and study.noise_floor:
         chart.add_hrect(
@@ -122,7 +134,7 @@ def search(study: Study) -> "go.Figure":
                 hoverinfo="skip",
             )
         )
-    _marks(chart, study, {trial.number: trial.number for trial in study.trials}, top, 8)
+    _marks(chart, study, {trial.number: trial.number for trial in study.trials}, 8, None)
     first = study.trials[0].number
     room = 0.03 * max(last - first, 1) + 0.2
     places = [place for place in numbers.linear_ticks(first, max(last, first + 1), 10) if place == int(place)]
@@ -136,7 +148,7 @@ def by_value(study: Study, path: str) -> "go.Figure | None":
     chart = figure("", "", margin={"l": 44, "r": 12, "t": 8, "b": 26})
     chart.layout.annotations = ()
     low, high = window(study)
-    top = high + 0.10 * (high - low)
+    top = edge(study)
     values = {trial.number: trial.values[path] for trial in study.trials if path in trial.values}
     if not values:
         return None
@@ -148,9 +160,11 @@ def by_value(study: Study, path: str) -> "go.Figure | None":
     else:
         chart.update_xaxes(type="category")
         values = {number: text(str(value)) for number, value in values.items()}
-    _marks(chart, study, values, top, 7)
+    _marks(chart, study, values, 7, path)
     if study.best and study.best.number in values:
         chart.add_vline(x=values[study.best.number], line={"color": BEST, "width": 1, "dash": "dot"}, layer="below")
     chart.update_yaxes(range=[low - 0.06 * (high - low), top + 0.03 * (high - low)], nticks=4)
-    chart.update_layout(font={"color": MUTED, "size": 11}, hoverlabel={"font": {"color": INK, "size": 12}})
+    chart.update_layout(
+        font={"color": MUTED, "size": 11}, hoverlabel={"font": {"family": "var(--sans)", "color": INK, "size": 12}}
+    )
     return chart

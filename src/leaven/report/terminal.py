@@ -94,13 +94,14 @@ def demo_summary(folder: Path, report: Path | None = None) -> list[str]:
 def _losses(demo: Demo) -> list[str]:
     mine = demo.transferred.loss if demo.transferred else None
     lines: list[str] = []
+    width = max([12, *(len(arm.title) for arm in demo.arms)])
     for arm in demo.arms:
         loss = "no run     " if arm.loss is None else f"{arm.loss:.4f}"
         behind = ""
         if arm.key != "transferred" and arm.loss is not None and mine is not None:
             behind = f"{arm.loss - mine:+.4f}"
         unit = "nats per token" if not lines else ""
-        lines.append(f"{arm.title:<12} {loss}  {behind:<8}{unit}".rstrip())
+        lines.append(f"{arm.title:<{width}} {loss}  {behind:<8}{unit}".rstrip())
     return lines
 
 

@@ -1,0 +1,101 @@
+"""The page in a real browser: it draws, it stays inside its window, it asks for nothing, it follows the theme."""
+
+from pathlib import Path
+
+import pytest
+from chromium import BINARY, Browser
+from written import HOSTILE, write_demo
+
+from leaven.report.page import write_page
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
+
+# Elements that reach beyond the window and do not lie in a box that scrolls.
+OVERFLOWING = """[...document.querySelectorAll("main *")].filter(e => {
+  const box = e.getBoundingClientRect();
+  return box.width && box.right > document.documentElement.clientWidth + 1 && !e.closest(".scroll");
+}).map(e => e.tagName + "." + e.getAttribute("class"))"""
+MARKS = """Object.fromEntries([...document.querySelectorAll(".chart")].map(c =>
+  [c.id, c.querySelectorAll(".scatterlayer .point, .scatterlayer path.js-line").length]))"""
+# Axis and tick labels that stick out of their chart.
+CLIPPED = """[...document.querySelectorAll(".chart")].flatMap(c => {
+  const box = c.getBoundingClientRect();
+  return [...c.querySelectorAll("text")].filter(t => {
+    const r = t.getBoundingClientRect();
+    const [across, down] = [[r.left, r.right, box.left, box.right], [r.top, r.bottom, box.top, box.bottom]];
+    return r.width && [across, down].some(([a, b, low, high]) => a < low - 1 || b > high + 1);
+  }).map(t => c.id + ": " + t.textContent);
+})"""
+
+
+@pytest.fixture(scope="module")
+def pages(demo_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    return {
+        "demo": write_page(demo_folder, folder / "demo.html"),
+        "study": write_page(demo_folder / "proxy", folder / "study.html"),
+        "run": write_page(demo_folder / "runs/copied", folder / "run.html"),
+    }
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("width", [1600, 1280, 390])
+@pytest.mark.parametrize("kind", ["demo", "study", "run"])
+def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[str, Path], kind: str, width: int):
+    browser.window(width)
+    browser.open(pages[kind])
+    assert browser.complaints == []
+    assert browser.requests == [pages[kind].resolve().as_uri()]
+    assert browser.evaluate("document.documentElement.dataset.charts") == "drawn"
+    marks = browser.evaluate(MARKS)
+    assert marks
+    assert all(marks.values()), marks
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(OVERFLOWING) == []
+    assert browser.evaluate(CLIPPED) == []
+
+
+def test_charts_follow_the_theme_and_paper_is_light(browser: Browser, pages: dict[str, Path]):
+    ink = "getComputedStyle(document.querySelector('#chart-loss .xtick text')).fill"
+    browser.window(1280)
+    browser.open(pages["demo"])
+    light = browser.evaluate(ink)
+    browser.window(1280, dark=True)
+    browser.until(f"{ink} !== '{light}'")
+    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
+    browser.until(f"{ink} === '{light}'")
+    assert browser.evaluate("document.querySelector('#chart-loss .main-svg').clientWidth") <= 680
+    browser.evaluate("dispatchEvent(new Event('afterprint'))")
+    browser.until(f"{ink} !== '{light}'")
+
+
+def test_tables_sort_and_runs_can_be_hidden(browser: Browser, pages: dict[str, Path]):
+    browser.window(1280)
+    browser.open(pages["demo"])
+    first = "[...document.querySelectorAll('.parameters tbody.summary tr')].map(r => r.cells[0].textContent)"
+    before = browser.evaluate(first)
+    browser.evaluate("document.querySelector('.parameters th button').click()")
+    assert browser.evaluate(first) == sorted(before)
+    browser.evaluate("document.getElementById('by-layer').click()")
+    shown = "[...document.querySelectorAll('.parameters tbody')].map(b => b.getClientRects().length > 0)"
+    assert browser.evaluate(shown) == [False, True]
+    dots = "document.querySelectorAll('#chart-loss .point').length"
+    all_dots = browser.evaluate(dots)
+    browser.evaluate("document.querySelector('.legend button').click()")
+    browser.until(f"{dots} < {all_dots}")
+
+
+def test_hostile_words_are_only_words(browser: Browser, tmp_path: Path):
+    page = write_page(write_demo(tmp_path / "demo", hostile=HOSTILE), tmp_path / "report.html")
+    browser.window(390)
+    browser.open(page)
+    assert browser.complaints == []
+    assert browser.requests == [page.resolve().as_uri()]
+    assert browser.evaluate("window.owned") is None
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert browser.evaluate(OVERFLOWING) == []
