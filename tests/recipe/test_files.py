@@ -34,7 +34,11 @@ def test_comments_and_order_survive_a_change(tiny: Recipe, tiny_text: str) -> No
 def test_modules_depth_stages_and_why_round_trip(tiny: Recipe) -> None:
     rich = tiny.replace(
         {
-            "hyperparameters.modules": {"attention.query": {"lr": 0.5, "init_std": 1.4}, "embedding": {"lr": 4.0}},
+            "hyperparameters.modules": {
+                "attention.query": {"lr": 0.5, "init_std": 1.4},
+                "embedding": {"lr": 4.0},
+                "unembedding": {"lr": 1.0, "eps": 1.0},  # all ones: neutral, but stated
+            },
             "hyperparameters.depth": {"lr": (1.0, 1.2, 0.8)},
             "batch": {
                 "tokens": 256,
@@ -45,6 +49,7 @@ def test_modules_depth_stages_and_why_round_trip(tiny: Recipe) -> None:
         }
     )
     assert parse_recipe(render(rich), "x") == rich
+    assert parse_recipe(render(rich, render(tiny)), "x") == rich
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ def render(recipe: Recipe, template: str = "") -> str:
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
     explicit = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    # Multipliers are many and mostly 1: only those that are not are written.
+    # Multipliers are many and mostly 1: only those that are not are written, and one for a module that is all ones.
+    modules = explicit["hyperparameters"].get("modules", {})
+    explicit["hyperparameters"]["modules"] = {name: stated or {"lr": 1.0} for name, stated in modules.items()}
     for part in ("modules", "depth"):
         values["hyperparameters"][part] = explicit["hyperparameters"].get(part, {})
     if not template:
