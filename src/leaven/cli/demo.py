@@ -1,6 +1,5 @@
 """leaven demo"""
 
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,18 +31,22 @@ def demo(
         str, typer.Option(help="full: about ten minutes on two cores; tiny: a minute, for tests.")
     ] = "full",
     source: Annotated[str, typer.Option(help="The text: see [data] source of a recipe.")] = "python-stdlib",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that tune (one a core).")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that tune (one a core, four at most).")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """All of it on this machine, on real text: tune a little model, transfer, train a bigger one, report."""
     from leaven.demo.demo import SIZES, Demo, Interrupted
+    from leaven.demo.machine import cores
     from leaven.report.terminal import demo_summary
 
     if size not in SIZES:
         raise InputError(f"--size {size}: there are {', '.join(SIZES)}")
     with stopping() as stop:
         try:
-            report = Demo(run, size, source, workers or os.cpu_count() or 1, _Watcher(), stop).walk()
+            # More workers would propose most trials before any has ended: a random search.
+            report = Demo(run, size, source, workers or min(cores(), 4), _Watcher(), stop).walk()
         except Interrupted:
             errors.print(f"stopped; the same command goes on from there ({run})")
             raise typer.Exit(75) from None

@@ -9,18 +9,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from leaven.data.tokens import TokenSet, prepare
 from leaven.demo.arms import Arm, arms
-from leaven.demo.machine import machine
+from leaven.demo.machine import cores, machine
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_quantity, format_seconds
 from leaven.report.page import write_page
 from leaven.scaling.transfer import transfer
-from leaven.training.trainer import Diverged, train
+from leaven.training.trainer import Diverged, Training, train
 from leaven.tuning.space import space
-from leaven.tuning.study import Study
+from leaven.tuning.study import FINALISTS, SEEDS, Study
 
 PARTS = ("text", "tune", "transfer", "train", "report")
 
@@ -144,7 +147,8 @@ class Demo:
     @contextmanager
     def _part(self, name: str, detail: str) -> Iterator[None]:
         """Time a part; what an interrupted one took before counts too."""
-        self.watcher.part(f"{len(self._seconds | {name: 0})} of {len(PARTS)}  {name}: {detail}")
+        left = f" · about {format_seconds(self._seconds_left(name))} left in all" if name in {"tune", "train"} else ""
+        self.watcher.part(f"{PARTS.index(name) + 1} of {len(PARTS)}  {name}: {detail}{left}")
         began = time.monotonic()
         try:
             yield
@@ -159,6 +163,19 @@ class Demo:
     def _seconds(self) -> dict[str, float]:
         return {part["name"]: part["seconds"] for part in self.state["parts"]}
 
+    def _seconds_left(self, part: str) -> float:
+        """What tuning and training still take, from the speed of the proxy on one thread and the FLOPs of both."""
+        proxy, size = self.proxy, SIZES[self.size]
+        wider = proxy.model.scaled(proxy.model.d_model * size.wider, proxy.model.n_layers * size.deeper)
+        trial = proxy.data.tokens / float(self.state["proxy_tokens_per_second"])
+        # Threads share a step less well than processes share trials: 0.7 of the ideal was measured on two.
+        arm = (
+            trial * size.longer * flops_per_token(wider) / flops_per_token(proxy.model) / (1 + 0.7 * (threads() - 1))
+        )
+        arms_left = 3 - sum(arm["loss"] is not None for arm in self.state.get("arms", []))
+        trials = (size.trials + FINALISTS * (SEEDS - 1)) * trial / self.workers if part == "tune" else 0.0
+        return trials + arms_left * arm
+
     def _text(self) -> TokenSet:
         data, vocab_size = self.proxy.data, self.proxy.model.vocab_size
         with (
@@ -166,6 +183,7 @@ class Demo:
             self.watcher.text() as text,
         ):
             tokens = prepare(data.source, data.tokenizer, vocab_size, progress=text.update)
+            self.state["proxy_tokens_per_second"] = measure_speed(self.proxy, tokens)
         self.state["corpus"] = {
             "source": data.source,
             "bytes": tokens.train_bytes + tokens.validation_bytes,
@@ -210,6 +228,7 @@ class Demo:
 
     def _train(self, target: Recipe, tokens: TokenSet) -> None:
         ways = arms(target)
+        torch.set_num_threads(threads())
         with self._part("train", f"{len(ways)} runs of {format_quantity(target.data.tokens)} tokens"):
             for arm in ways:
                 self._train_arm(arm, tokens)
@@ -245,6 +264,21 @@ class Demo:
             path = write_page(self.folder, self.folder / "report.html")
         # Once more, so that the page knows how long it took itself.
         return write_page(self.folder, path)
+
+
+def threads() -> int:
+    """Threads of one training run. A model this small gains nothing from more than four."""
+    return min(cores(), 4)
+
+
+def measure_speed(recipe: Recipe, tokens: TokenSet) -> float:
+    """Tokens per second of a recipe on one thread: the median of its first steps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    training = Training(recipe, tokens)
+    speeds = sorted(training.step().tokens_per_second for _ in range(9))
+    torch.set_num_threads(before)
+    return speeds[len(speeds) // 2]
 
 
 def verdict(ways: list[dict[str, Any]]) -> str:
