@@ -6,7 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shapes import LLAMA_8B, SMALL, bloom
+from tests.planning.shapes import LLAMA_8B, SMALL, bloom
 
 from leaven.planning.arrangement import parse_layout
 from leaven.planning.flops import flops_per_token

@@ -17,7 +17,6 @@ def test_only_shape_budget_and_base_change(tiny: Recipe) -> None:
 
 def test_nothing_asked_changes_nothing_but_pins_the_base(tiny: Recipe) -> None:
     assert sorted(path for path, _, _ in differences(tiny, transfer(tiny))) == [
-        "scaling.base",
         *(f"scaling.base.{key}" for key in ("batch_tokens", "depth", "tokens", "width")),
     ]
 
