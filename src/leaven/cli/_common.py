@@ -21,7 +21,7 @@ NO_TERMINAL = 120  # columns of what is piped or logged, whatever machine it run
 
 
 def _console(stderr: bool) -> Console:
-    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
     if not made.is_terminal:
         made.width = NO_TERMINAL
     return made

@@ -33,4 +33,4 @@ def transfer_(
         return
     console.print(parameter_table(resolve(big), big))
     if output is not None:
-        console.print(f"wrote {output}", markup=False)
+        console.print(f"wrote {output}")

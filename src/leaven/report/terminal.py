@@ -160,11 +160,11 @@ def at_point(cells: Sequence[str]) -> list[str]:
     return [" " * (before - n) + cell + " " * (after - len(cell) + n) for cell, n in zip(cells, split, strict=True)]
 
 
-def learning_rate(lr: float | None) -> str:
-    """Two digits, for the lrs of others: ``3.5e-4``."""
+def learning_rate(lr: float | None, digits: int = 2) -> str:
+    """One below the other, all alike: ``3.5e-4``."""
     if lr is None:
         return "-"
-    mantissa, _, exponent = f"{lr:.1e}".partition("e")
+    mantissa, _, exponent = f"{lr:.{digits - 1}e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 
 
