@@ -4,7 +4,7 @@ First principles: what the optimiser needs for every parameter, what the backwar
 the logits, and a fixed amount that no formula gives. Measured activations of compiled and uncompiled code differ
 from the count by up to 1.4x (SwiGLU, Ultra-Scale Playbook: 22 h + 12 d_ff against 16 h + 8 d_ff), buckets of the
 gradient reduction are not counted, and fp32 residual streams neither: that is the thin part. A fused or chunked
-cross-entropy needs far less than ``logit`` says: 27 of 61 published MPT rows that fit in 80 GB are counted above it.
+cross-entropy needs far less than ``logit`` says: 24 of 61 published MPT rows that fit in 80 GB are counted above it.
 """
 
 from dataclasses import dataclass, replace
