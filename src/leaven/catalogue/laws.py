@@ -77,15 +77,6 @@ class LossLaw:
         """Predicted loss in nats a token."""
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
-    @property
-    def size_exponent(self) -> float:
-        """The exponent x of the best size for a budget, N ~ C^x."""
-        return self.beta / (self.alpha + self.beta)
-
-    def optimal_tokens(self, params: float) -> float:
-        """The tokens that make ``params`` the best size for 6 N D: a alpha / N^alpha = b beta / D^beta."""
-        return math.pow(self.b * self.beta / (self.a * self.alpha) * params**self.alpha, 1 / self.beta)
-
 
 CHINCHILLA = LossLaw(
     "Chinchilla 2022, approach 3",
@@ -96,17 +87,6 @@ CHINCHILLA = LossLaw(
     beta=0.28,
     source="Hoffmann et al. 2022, arXiv 2203.15556, section 3.3",
 )
-EPOCH = LossLaw(
-    "Epoch replication 2024",
-    irreducible=1.8172,
-    a=482.0,
-    alpha=0.3478,
-    b=2085.4,
-    beta=0.3658,
-    source="Besiroglu et al. 2024, arXiv 2404.10102: a new fit to the points of Chinchilla's approach 3",
-)
-# N ~ C^x of the three approaches of Hoffmann et al. 2022, Table 2. Only the third is a loss law.
-CHINCHILLA_SIZE_EXPONENTS = {1: 0.50, 2: 0.49, 3: 0.46}
 
 
 @dataclass(frozen=True)
@@ -296,22 +276,6 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
             )
         )
     return results
-
-
-def bjorck_lr_ratio(params_ratio: float, tokens_ratio: float) -> float:
-    """How the best learning rate moves when N and D grow by these factors at a batch of 0.5M tokens.
-
-    Source: Bjorck et al. 2024, arXiv 2409.19913: lr ~ N^-0.23 D^-0.32.
-    """
-    return math.pow(params_ratio, -0.23) * math.pow(tokens_ratio, -0.32)
-
-
-def power_lines_tau(params: float, tokens: float) -> float:
-    """The best AdamW timescale tau = B / (lr * weight decay * D), in fractions of the run, B and D in tokens.
-
-    Source: Power Lines 2025, arXiv 2505.13738: tau = 1.084 (D/N)^-0.527; the coefficient is from memory.
-    """
-    return 1.084 * math.pow(tokens / params, -0.527)
 
 
 def _beyond(value: float, bounds: tuple[float, float]) -> float:

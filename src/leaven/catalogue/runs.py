@@ -146,7 +146,11 @@ class Run(Part):
         return _count_parameters(self.arch, self.data.seq_len)
 
     def model_shape(self) -> ModelShape | None:
-        """The run's model as leaven would build it; None where leaven has no such model."""
+        """The run's model as leaven would build it; None where leaven has no such model.
+
+        No verb asks for it: it is how the parameter counts of ModelShape, on which planning and transfer stand, are
+        held against published ones.
+        """
         arch = self.arch
         positions: dict[str, Literal["rope", "learned", "alibi"]] = {
             "rotary": "rope",
