@@ -1,1 +1,1 @@
-"""Published runs and empirical laws, every number with its source."""
+"""Published runs and empirical laws. Every number names its source, and says so where it is from memory."""

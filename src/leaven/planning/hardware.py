@@ -1,4 +1,4 @@
-"""Accelerators and clusters: dense peaks, measured matmul, memory, bandwidths, each with its source.
+"""Accelerators and clusters: dense peaks, measured matmul, memory, bandwidths, and where each number is from.
 
 A peak is dense (not sparse) and in bf16. Peaks, best matmul, memory and memory bandwidth are the table of
 github.com/stas00/ml-engineering, compute/accelerator/README.md. Link bandwidths are vendors' data sheets, one
