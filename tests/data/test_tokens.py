@@ -264,7 +264,7 @@ def test_a_failure_leaves_nothing_behind(
         patch.setattr(tokens, "_sync", full)
         with pytest.raises(InputError, match="No space left on device"):
             prepare(source, "bpe", 300, tmp_path)
-    assert [path.suffix for path in (tmp_path / "tokens").iterdir()] == [".lock"]
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] == [".lock"]
     assert prepare(source, "bpe", 300, tmp_path).fingerprint == prepared.fingerprint
 
 
@@ -343,6 +343,12 @@ def test_of_processes_that_prepare_the_same_at_once_one_works_and_all_end_right(
     assert {output.split()[-1] for output in outputs} == {prepared.fingerprint}
     assert sorted(output.split()[-2] for output in outputs) == ["False", "False", "False", "True"]
     assert len(list((tmp_path / "tokens").glob("[!.]*"))) == 1
+
+
+def test_whatever_was_prepared_and_killed_the_cache_holds_one_lock_and_no_draft(source: str, tmp_path: Path) -> None:
+    start(source, tmp_path, "before rename").communicate()
+    keys = {prepare(source, "bpe", size, tmp_path).tokenizer_path.parent.name for size in (301, 302)}
+    assert {path.name for path in (tmp_path / "tokens").iterdir()} == {".lock", *keys}
 
 
 def test_the_standard_library_is_enough_for_a_vocabulary_of_4096(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """From a corpus to token ids on disk: trained or given tokenizer, memory-mapped shards, a cache by content.
 
 A cache folder is written beside its place and renamed into it, so it is whole or absent. One process at a
-time prepares a given content; the others wait for it and map what it wrote.
+time writes to the cache; the others wait for it, and map what it wrote if it is theirs.
 """
 
 import fcntl
@@ -103,7 +103,7 @@ def prepare(
         if (found := _open(folder)) is not None:
             return found
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{key}.lock")):
+        with _locked(folder.with_name(".lock")):
             return _open(folder) or _build(folder, corpus, given, vocab_size, progress)
     except OSError as error:
         raise InputError(
@@ -132,8 +132,8 @@ def _locked(path: Path) -> Iterator[None]:
 def _build(
     final: Path, corpus: Corpus, given: "Tokenizer | None", vocab_size: int, progress: Progress | None
 ) -> TokenSet:
-    """Write a cache folder. Only the holder of its lock comes here."""
-    draft = final.with_name(f".{final.name}.draft")
+    """Write a cache folder. Only the holder of the cache's lock comes here."""
+    draft = final.with_name(".draft")
     # What a killed process left behind, and what did not pass for a whole cache.
     for remains in (draft, final):
         shutil.rmtree(remains, ignore_errors=True)
