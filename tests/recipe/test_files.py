@@ -139,5 +139,5 @@ def test_writing_into_nothing_says_so_and_leaves_nothing(tiny: Recipe, tmp_path:
 
 
 def test_differences_name_the_path_and_leave_out_what_changes_no_loss(tiny: Recipe) -> None:
-    other = tiny.replace({"hyperparameters.lr": 0.02, "name": "other", "batch.micro_batch": 2, "why": {"a": "b"}})
+    other = tiny.replace({"hyperparameters.lr": 0.02, "name": "other", "layout.dp": 2, "why": {"a": "b"}})
     assert differences(tiny, other) == [("hyperparameters.lr", 0.01, 0.02)]

@@ -20,8 +20,8 @@ RuleName = Literal["standard", "complete-d-p"]
 class Data(Part):
     """Where the text comes from and how much of it is consumed.
 
-    ``tokens`` is the duration; epochs are tokens / corpus tokens. ``seed`` fixes the initialisation and the order of
-    the data, nothing else is random.
+    ``tokens`` is the duration; epochs are tokens / corpus tokens. ``seed`` fixes the initialisation, the order of
+    the data and the masks of dropout.
     """
 
     source: str = "python-stdlib"
@@ -66,7 +66,7 @@ class Stability(Part):
 
 
 class Evaluation(Part):
-    """Validation loss over the first ``tokens`` held-out tokens, every ``every_tokens`` and at the end."""
+    """Validation loss over ``tokens`` held-out tokens, evenly spread, every ``every_tokens`` and at the end."""
 
     tokens: int = Field(default=131_072, gt=0)
     every_tokens: int | None = Field(default=None, gt=0)
@@ -75,7 +75,7 @@ class Evaluation(Part):
 class Recipe(Part):
     """A run. Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` says what each parameter gets."""
 
-    name: str = Field(min_length=1, pattern=r"^[\w.\-]+$")
+    name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
     model: ModelShape
     data: Data
     batch: Batch
@@ -180,11 +180,8 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(a: Recipe, b: Recipe) -> list[tuple[str, Any, Any]]:
     """Where two recipes differ in what is computed: (dotted path, value in a, value in b).
 
-    Name, reasons and layout are left out: none of them changes a loss.
+    Name, reasons and layout are left out: they are not part of the numbers.
     """
-    flat_a, flat_b = (
-        flatten(recipe.model_dump(exclude={"name": True, "why": True, "layout": True, "batch": {"micro_batch"}}))
-        for recipe in (a, b)
-    )
+    flat_a, flat_b = (flatten(recipe.model_dump(exclude={"name", "why", "layout"})) for recipe in (a, b))
     paths = dict.fromkeys([*flat_a, *flat_b])
     return [(path, flat_a.get(path), flat_b.get(path)) for path in paths if flat_a.get(path) != flat_b.get(path)]
