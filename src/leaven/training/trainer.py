@@ -104,7 +104,7 @@ class Training:
             share.backward()  # type: ignore[no-untyped-call]
             loss += share.detach()
         parameters = list(self.model.parameters())
-        limit = recipe.hyperparameters.grad_clip or float("inf")
+        limit = recipe.hyperparameters.clip.limit or float("inf")
         grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
         if recipe.stability.on_spike == "stop" and not (math.isfinite(float(loss)) and math.isfinite(grad_norm)):
             raise Diverged(f"loss {float(loss):g}, gradient norm {grad_norm:g} at step {done.step + 1}")
