@@ -108,17 +108,12 @@ def reason(recipe: Recipe, table: ParameterTable, row: Row, quantity: str) -> st
         return "does not move with scale"
     if "0" in moving:
         return "switched off for this role"
-    formula = formula_of(" ".join(moving))
+    formula = re.sub(r"\b[IOHLBD]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
     if quantity == "init_std":
         return f"sqrt of variance factor {formula} = {value(factor**0.5)}"
     if quantity in {"beta1", "beta2"}:
         return f"half-life in steps x {formula} = {value(factor)}; beta^(1 / {value(factor)})"
     return f"{formula} = {value(factor)}"
-
-
-def formula_of(text: str) -> str:
-    """A cell as a formula of ratios: ``I^-1 L^(alpha-1)`` is ``m_in^-1 m_L^(alpha-1)``."""
-    return re.sub(r"\b[IOHLBD]\b", lambda letter: f"m_{_SUBSCRIPTS.get(letter.group(), letter.group())}", text)
 
 
 def _cells(rule: Rule, row: Row, quantity: str) -> tuple[Cell, ...]:

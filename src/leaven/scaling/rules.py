@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from leaven.recipe.shape import Role
-from leaven.scaling.cells import Cell
+from leaven.scaling.cells import LETTERS, Cell
 
 QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
@@ -65,6 +65,7 @@ class Rule:
             "source": self.source,
             "roles": {role: {quantity: vars(self.cells[quantity][role]) for quantity in QUANTITIES} for role in Role},
             "shared": {name: vars(cell) for name, cell in self.shared.items()},
+            "letters": LETTERS,
         }
 
 
@@ -78,7 +79,7 @@ def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
 
 
 _TIED = "derived: the unembedding's row under the symmetry forward x c, std / c, lr / c, eps x c, decay x c, c = 1/N"
-_NO_DECAY = "practice: gains and biases are not decayed; Table 1 prints 1 (Rest)"
+_NO_DECAY = "practice: gains and biases are not decayed; Complete(d)P, Table 1, prints 1"
 _SAME = "practice: the same value at every scale"
 _DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
 
@@ -94,8 +95,8 @@ STANDARD = Rule(
     half_life=Cell("1", _SAME),
 )
 
-_TP5 = "Yang et al. 2022, Table 3: "
-_MUP = "Mlodozeniec et al. 2025, Table 1, muP column, "
+_TP5 = "Tensor Programs V, Table 3: "
+_MUP = "Complete(d)P, Table 1, muP column, "
 _NOT_MUP = "muP says nothing of depth, batch or tokens"
 
 MUP = Rule(
@@ -129,7 +130,7 @@ MUP = Rule(
                 Role.HIDDEN_BIAS,
                 Role.HIDDEN_NORM,
             ),
-            **_rows("O^-1", "derived: NA in Table 1; as the QK norms of complete-d-p", Role.QK_NORM),
+            **_rows("O^-1", "derived: NA in the muP column; as in complete-d-p", Role.QK_NORM),
             **_rows("O^-1", f"{_MUP}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows(
                 "1",
@@ -157,7 +158,7 @@ MUP = Rule(
     half_life=Cell("1", _NOT_MUP),
 )
 
-_DEY = "Dey et al. 2025, Table 1, "
+_DEY = "Table 1, "
 _UNSAID = f"{_DEY}AdamW eps: residual blocks only; what is left unsaid stays at the base value"
 
 COMPLETE_P = Rule(
@@ -209,7 +210,7 @@ COMPLETE_P = Rule(
     half_life=Cell("1", "CompleteP says nothing of batch or tokens"),
 )
 
-_T1 = "Mlodozeniec et al. 2025, Table 1, "
+_T1 = "Table 1, "
 _PRINTED_EPS = _rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", *_FINAL)
 
 COMPLETE_D_P = Rule(
