@@ -10,7 +10,7 @@ from leaven.report import numbers
 from leaven.report.folders import read_demo
 from leaven.report.parameters import groups
 from leaven.report.story import Demo
-from leaven.scaling.table import ParameterTable, clip_reason
+from leaven.scaling.table import ParameterTable
 
 
 def parameter_table(table: ParameterTable, recipe: Recipe) -> Table:
@@ -20,9 +20,6 @@ def parameter_table(table: ParameterTable, recipe: Recipe) -> Table:
     """
     at, model = table.ratios, recipe.model
     made = Table(
-        caption=f"attention logits x {numbers.value(table.attention_scale)}\nclip: {clip_reason(recipe)}",
-        caption_justify="left",
-        caption_style="dim",
         title=f"{recipe.name}: {format_quantity(model.params)} parameters, {table.rule.name}, "
         f"width x{at.width:g} depth x{at.depth:g} batch x{at.batch:g} tokens x{at.tokens:.3g} of the base",
         title_justify="left",
