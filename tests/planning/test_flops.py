@@ -1,7 +1,7 @@
 """FLOPs against the closed forms of the papers, and their published rows."""
 
 import pytest
-from shapes import LLAMA_8B, gpt
+from tests.planning.shapes import LLAMA_8B, gpt
 
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
 

@@ -1,7 +1,7 @@
 """Memory against closed forms and against what BLOOM's layout search measured."""
 
 import pytest
-from shapes import LLAMA_8B, MEGATRON_FP16, NANOTRON, SMALL, bloom, gpt
+from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, NANOTRON, SMALL, bloom, gpt
 
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import (

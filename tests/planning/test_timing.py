@@ -5,7 +5,7 @@ used for it.
 """
 
 import pytest
-from shapes import LLAMA_8B, MEGATRON_FP16, NANOTRON, bloom, gpt
+from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, NANOTRON, bloom, gpt
 
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.flops import flops_per_token

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from leaven.cli import demo, laws, plan, recipes, report, show, train, transfer, tune
 from leaven.cli._common import errors
+from leaven.cli._usage import mended
 from leaven.recipe.errors import InputError
 
 app = typer.Typer(
@@ -37,7 +38,7 @@ def _help(context: typer.Context) -> None:
 def main() -> None:
     """Run a verb. What is wrong with the input is one line on standard error and exit code 2, never a traceback."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="leaven", standalone_mode=False)
     except InputError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -51,10 +52,10 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(FAILED)
     except Exception as error:
-        # typer brings its own copy of click; its usage errors are known by what they can do.
-        if not hasattr(error, "format_message"):
+        said = mended(error)
+        if said is None:
             raise
-        _fail(error.format_message())
+        _fail(said)
     else:
         sys.exit(code or 0)
 

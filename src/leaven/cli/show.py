@@ -9,7 +9,7 @@ from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.report.rules import rule_table
-from leaven.report.terminal import parameter_table
+from leaven.report.terminal import parameter_notes, parameter_table
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import describe, resolve
 
@@ -35,6 +35,7 @@ def show(
     else:
         loaded = load(recipe, overrides)
         console.print(parameter_table(resolve(loaded), loaded))
+        console.print(parameter_notes(resolve(loaded), loaded))
 
 
 def _show_rule(name: str, json_output: bool) -> None:
@@ -43,7 +44,4 @@ def _show_rule(name: str, json_output: bool) -> None:
     if json_output:
         emit_json(RULES[name].document())
         return
-    table, notes = rule_table(RULES[name])
-    console.print(table)
-    for note in notes:
-        console.print(note)
+    console.print(rule_table(RULES[name]))

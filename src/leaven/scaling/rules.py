@@ -251,7 +251,10 @@ COMPLETE_D_P = Rule(
             ),
             **_rows("O^-1", f"{_T1}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", Role.UNEMBEDDING, Role.UNEMBEDDING_BIAS),
-            **_rows("O^-1", "measured: gradient exponent -1.05 (init), -0.91 (step 150); Table 1 has 1", *_FINAL),
+            **_rows(
+                "O^-1", "measured: gradient exponent -1.05 (init), -0.91 (step 150); Table 1 has 1", Role.FINAL_NORM
+            ),
+            **_rows("O^-1", "derived: the sum that the final norm's gain has, without its input", Role.FINAL_BIAS),
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
         },
         "weight_decay": {
