@@ -46,7 +46,7 @@ def size(*gradients: torch.Tensor) -> float:
 
 
 def test_global_scales_everything_by_one_factor(tiny: Recipe) -> None:
-    small, large = clipped(tiny, Clip(limit=1.0), [1e-6, 1.0])
+    small, large = clipped(tiny, Clip(mode="global", limit=1.0), [1e-6, 1.0])
     assert all(torch.equal(small[2][name], small[1][name]) for name in small[1])  # below the limit: not touched
     assert large[0] == pytest.approx(size(*large[1].values()))
     for name, gradient in large[1].items():
@@ -91,7 +91,7 @@ def test_no_limit_touches_nothing(tiny: Recipe) -> None:
 
 def test_a_plain_number_is_the_global_form(tiny: Recipe, tokens: TokenSet) -> None:
     table = tiny.replace({"hyperparameters.grad_clip": {"mode": "global", "limit": 1.0}})
-    assert table.hyperparameters.clip == tiny.hyperparameters.clip
+    assert table.hyperparameters.grad_clip == tiny.hyperparameters.grad_clip
     plain, stated = Training(tiny, tokens), Training(table, tokens)
     assert [plain.step().loss for _ in range(3)] == [stated.step().loss for _ in range(3)]
 

@@ -57,7 +57,7 @@ TESTED = {
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # Adam's update is g / (sqrt(v) + eps): at 0.1 eps takes a tenth of it.
 EPS_SHARE = 0.1
-# beta2 as marin clips it (PR 2447: too low at large batches); beta1 to where 1 - beta is a tenth or five times 0.1.
+# beta2 as marin clips it (too low at large batches); beta1 to where 1 - beta is a tenth or five times 0.1.
 BETA_RANGES = {"beta1": (0.5, 0.99), "beta2": (0.9, 0.9999)}
 
 
@@ -126,7 +126,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
     Most of the norm is the unembedding's and most runs have less than 1 once they have warmed up, so the blocks have
     less, and their ratio is higher.
     """
-    clip = recipe.hyperparameters.clip
+    clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
     typical = norm / math.sqrt(recipe.model.params)
     worst = max((row for row in table.rows if row.role is Role.HIDDEN_WEIGHT), key=lambda row: row.eps)

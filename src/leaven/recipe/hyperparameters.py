@@ -1,8 +1,8 @@
 """What is tuned: values in base coordinates, multipliers per module, multipliers over depth."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
 
@@ -64,8 +64,16 @@ class Clip(Part):
     Adam's second moment does. A ``limit`` of 0 switches clipping off.
     """
 
-    mode: Literal["global", "per-module", "running"] = "global"
+    mode: Literal["global", "per-module", "running"]
     limit: NonNegative = 1.0
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """A plain number is the limit of the global form."""
+        return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
+
+    def written(self) -> Any:
+        return self.limit if self.mode == "global" else {"mode": self.mode, "limit": self.limit}
 
 
 class Hyperparameters(Part):
@@ -74,7 +82,8 @@ class Hyperparameters(Part):
     ``lr`` is the peak. ``adamw`` decouples the decay (each step shrinks a weight by lr x weight_decay); ``adam`` adds
     weight_decay x weight to the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019,
     arXiv 1711.05101). ``residual`` multiplies every branch before it is added to the residual stream.
-    ``grad_clip`` is a limit on the global gradient norm (0 switches clipping off), or a table of mode and limit.
+    ``grad_clip`` is a limit on the global gradient norm (0 switches clipping off), or a
+    :class:`Clip`.
     """
 
     optimizer: Literal["adamw", "adam"] = "adamw"
@@ -85,7 +94,7 @@ class Hyperparameters(Part):
     beta2: Beta = 0.95
     eps: Positive = 1e-8
     residual: Positive = 1.0
-    grad_clip: NonNegative | Clip = 1.0
+    grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
     modules: dict[str, Multipliers] = {}
     depth: DepthProfile = DepthProfile()
 
@@ -96,7 +105,3 @@ class Hyperparameters(Part):
                 f"lr x weight_decay = {self.lr * self.weight_decay:g} wipes a weight out in one step; keep it below 1"
             )
         return self
-
-    @property
-    def clip(self) -> Clip:
-        return self.grad_clip if isinstance(self.grad_clip, Clip) else Clip(limit=self.grad_clip)

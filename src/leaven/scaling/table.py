@@ -114,7 +114,7 @@ def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
             "flops_per_token": flops_per_token,
         },
         "attention_scale": table.attention_scale,
-        "clip": recipe.hyperparameters.clip.model_dump() | {"why": clip_reason(recipe)},
+        "clip": recipe.hyperparameters.grad_clip.model_dump() | {"why": clip_reason(recipe)},
         "parameters": [asdict(row) for row in table.rows],
     }
 
@@ -125,7 +125,7 @@ def clip_reason(recipe: Recipe) -> str:
     Measured on small models: the global norm grows as width^0.44 to width^0.48, for the unembedding's entries keep
     their size and there are more of them; in the noise-dominated regime it falls as batch^-1/2.
     """
-    clip = recipe.hyperparameters.clip
+    clip = recipe.hyperparameters.grad_clip
     if not clip.limit:
         return "off"
     grows = (

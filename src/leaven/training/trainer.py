@@ -72,7 +72,7 @@ class Training:
         table = resolve(recipe)
         self.model = build_model(recipe.model, table, recipe.data.seed, self.device)
         self.optimiser = Optimiser.build(self.model, table, recipe.hyperparameters.optimizer)
-        self.clipper = Clipper.build(recipe.hyperparameters.clip, self.model, table)
+        self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.model, table)
         self.stream = Stream(tokens.train, recipe.model.seq_len, recipe.data.seed)
         self.validation = validation_windows(tokens.validation, recipe.model.seq_len, recipe.evaluation.tokens)
         self.progress = Progress()
