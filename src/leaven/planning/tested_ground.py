@@ -41,14 +41,13 @@ _COMPLETE_D_P = Tested(
     depth=(1 / 32, 32),
     batch=(1 / 8, 4),
     tokens=(1 / 100, 100),
-    source="width 128 to 2048, depth 4 to 128, batch x1/8 to x4 as reported of arXiv 2512.22382 by readers; tokens "
-    "x100 derived from its 14,000 times the compute",
+    source="arXiv 2512.22382 as its readers report: width 128 to 2048, depth 4 to 128; tokens derived from compute",
 )
 TESTED = {
     "standard": Tested(_NOT, _NOT, _NOT, _NOT, "it moves nothing; the best values do move"),
-    "mup": Tested((1 / 16, 16), _NOT, _NOT, _NOT, "width 256 to 4096 in arXiv 2203.03466, section 7"),
+    "mup": Tested((1 / 16, 16), _NOT, _NOT, _NOT, "arXiv 2203.03466, section 7, from memory: width 256 to 4096"),
     "completep": Tested(
-        (1 / 16, 16), (1 / 32, 32), _NOT, _NOT, "width 256 to 4096, depth 2 to 64 in the code of arXiv 2505.01618"
+        (1 / 16, 16), (1 / 32, 32), _NOT, _NOT, "code of arXiv 2505.01618: width 256 to 4096, depth 2 to 64"
     ),
     "complete-d-p": _COMPLETE_D_P,
     "complete-d-p-printed": _COMPLETE_D_P,
@@ -82,9 +81,9 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
             continue
         limit = high if ratio > high else low
         if low == high:
-            told = f"{axis} x{ratio:.3g}: {table.rule.name} has no rule for {axis} ({tested.source})"
+            told = f"{axis} x{_plain(ratio)}: {table.rule.name} has no rule for {axis} ({tested.source})"
         else:
-            told = f"{axis} x{ratio:.3g} of the base, tested from x{low:.3g} to x{high:.3g} ({tested.source})"
+            told = f"{axis} x{_plain(ratio)} of the base, tested from x{low:.3g} to x{high:.3g} ({tested.source})"
         yield Caution(f"{axis} ratio", ratio, limit, f"{told}; a base nearer to the target would be safer")
 
 
@@ -114,9 +113,9 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
             "tokens per parameter",
             after,
             before * (far if factor > 1 else 1 / far),
-            f"{after:.3g} tokens per parameter, the base had {before:.3g} (x{factor:.2g}): the rule keeps lr x decay "
-            f"x steps, Power Lines 2025 would multiply weight decay by {decay:.2g}; a base with as many tokens per "
-            "parameter as the target would be safer",
+            f"{_plain(after)} tokens per parameter, the base had {_plain(before)} (x{_plain(factor)}): the rule "
+            f"keeps lr x decay x steps, Power Lines 2025 would multiply weight decay by {decay:.2g}; a base with as "
+            "many tokens per parameter as the target would be safer",
         )
 
 
@@ -144,14 +143,19 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 def _betas(table: ParameterTable) -> Iterator[Caution]:
     for name, (low, high) in BETA_RANGES.items():
-        betas = {getattr(row, name): row for row in table.rows}
+        betas = {getattr(row, name): row.module for row in table.rows}
         outside = [beta for beta in betas if not low <= beta <= high]
         if outside:
             beta = max(outside, key=lambda beta: max(low - beta, beta - high))
+            whose = betas[beta] if len(betas) > 1 else "all modules"
             yield Caution(
                 name,
                 beta,
                 high if beta > high else low,
-                f"{name} {beta:.5g} of {betas[beta].module} is outside {low:g} to {high:g}, where runs have been "
-                f"seen to train well; set hyperparameters.{name} at the base so that it comes out inside",
+                f"{name} {beta:.5g} of {whose} is outside {low:g} to {high:g}, where runs have been seen to train "
+                f"well; set hyperparameters.{name} at the base so that it comes out inside",
             )
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
