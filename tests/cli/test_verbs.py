@@ -62,6 +62,47 @@ def test_transfer_of_nothing_wrong_writes_nothing(leaven: Verb, tiny_file: Path,
     assert not (tmp_path / "big.toml").exists()
 
 
+def test_transfer_warns_with_numbers_where_it_leaves_tested_ground(leaven: Verb, tiny_file: Path) -> None:
+    code, out, err = leaven("transfer", tiny_file, "--depth", "80", "--d-ff", "48", "--kv-heads", "2", "--json")
+    assert code == 0
+    shown = json.loads(out)
+    assert {warning["about"] for warning in shown["warnings"]} == {"depth ratio", "tokens per parameter"}
+    assert err.startswith("warning: depth x40 of the base, tested from x0.0312 to x32")
+    assert len(err.splitlines()) == 2
+    assert [row["shape"] for row in shown["parameters"] if row["name"] == "layers.9.mlp.in.weight"] == [[48, 16]]
+    assert shown["scale"]["base"]["d_ff"] == 32
+    near = leaven("transfer", tiny_file, "--width", "32", "--json")
+    assert json.loads(near[1])["warnings"] == []
+    assert near[2] == ""
+
+
+@pytest.mark.parametrize("name", ["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"])
+def test_show_rule_prints_every_cell_with_its_source(leaven: Verb, name: str) -> None:
+    shown = document(leaven("show", "--rule", name, "--json"))
+    assert shown["rule"] == name
+    assert all(cell["source"] for row in shown["roles"].values() for cell in row.values())
+    assert all(cell["source"] for cell in shown["shared"].values())
+    code, out, _ = leaven("show", "--rule", name)
+    assert code == 0
+    text = " ".join(out.split())
+    for cell in shown["roles"]["hidden_weight"].values():
+        assert cell["source"] in text
+    assert "…" not in out
+
+
+def test_show_wants_a_recipe_or_a_known_rule(leaven: Verb) -> None:
+    assert "--rule completp: no such rule; there are standard, mup" in leaven("show", "--rule", "completp")[2]
+    assert "takes a recipe file, or --rule NAME" in leaven("show")[2]
+
+
+def test_show_says_what_is_clipped_and_why_no_rule_moves_it(leaven: Verb, tiny_file: Path) -> None:
+    clip = ("--set", 'hyperparameters.grad_clip={mode = "running", limit = 2.0}')
+    shown = document(leaven("show", tiny_file, *clip, "--json"))["clip"]
+    assert (shown["mode"], shown["limit"]) == ("running", 2.0)
+    assert "moved by no rule" in shown["why"]
+    assert "moved by no rule" in " ".join(leaven("show", tiny_file)[1].split())
+
+
 def test_recipes_and_laws(leaven: Verb) -> None:
     listed = document(leaven("recipes", "list", "--json"))
     assert len(listed) >= 10

@@ -12,9 +12,9 @@ from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.hyperparameters import Hyperparameters
 from leaven.recipe.layout import Layout
 from leaven.recipe.schedule import Schedule
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 
-RuleName = Literal["standard", "complete-d-p"]
+RuleName = Literal["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"]
 
 
 class Data(Part):
@@ -31,12 +31,19 @@ class Data(Part):
 
 
 class Base(Part):
-    """The scale at which the hyperparameters were found."""
+    """The scale at which the hyperparameters were found.
+
+    ``d_ff``, ``d_head`` and ``n_kv_heads`` are for a base of other proportions; without them it has the recipe's own
+    head dimension, d_ff / d_model and heads per kv head.
+    """
 
     width: int = Field(gt=0)
     depth: int = Field(gt=0)
     batch_tokens: int = Field(gt=0)
     tokens: int = Field(gt=0)
+    d_ff: int | None = Field(default=None, gt=0)
+    d_head: int | None = Field(default=None, gt=0)
+    n_kv_heads: int | None = Field(default=None, gt=0)
 
 
 class Scaling(Part):
@@ -44,11 +51,17 @@ class Scaling(Part):
 
     ``alpha`` splits the 1/depth between branch multiplier (depth^-alpha) and learning rate (depth^(alpha-1)).
     ``token_exponent`` is that of the learning rate's fall with duration; the literature says 0.3 to 0.5.
+
+    ``scale_decay_with_depth`` multiplies the weight decay of hidden weights by depth^(1-alpha). Below alpha = 1 their
+    lr falls with depth, and lr x decay x steps with it: deeper models forget more slowly, although every other axis
+    keeps that product constant. CompleteP and Complete(d)P leave this out, so it is off by default; at alpha = 1 it
+    changes nothing.
     """
 
     rule: RuleName = "complete-d-p"
     alpha: float = Field(default=1.0, ge=0.5, le=1)
     token_exponent: float = Field(default=0.5, ge=0, le=1)
+    scale_decay_with_depth: bool = False
     base: Base | None = None
 
 
@@ -113,11 +126,16 @@ class Recipe(Part):
                 close = get_close_matches(module, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
                 raise ValueError(f"hyperparameters.modules: no module {module!r} in this model; {hint}")
-        if self.scaling.base is not None:
-            try:
-                self.model.scaled(self.scaling.base.width, self.scaling.base.depth)
-            except ValueError as error:
-                raise ValueError(f"scaling.base: {error}") from None
+        for module, multipliers in self.hyperparameters.modules.items():
+            if multipliers.residual != 1 and module not in BRANCH_ENDS:
+                raise ValueError(
+                    f"hyperparameters.modules: {module} ends no branch and has no residual; "
+                    f"{' and '.join(BRANCH_ENDS)} do"
+                )
+        try:
+            _ = self.base_shape
+        except ValueError as error:
+            raise ValueError(f"scaling.base: {error}") from None
         return self
 
     @cached_property
@@ -137,6 +155,16 @@ class Recipe(Part):
             depth=self.model.n_layers,
             batch_tokens=self.batch.tokens,
             tokens=self.data.tokens,
+        )
+
+    @property
+    def base_shape(self) -> ModelShape:
+        """The model at the base: of this family, with the base's proportions where it states them."""
+        base = self.scaling.base
+        if base is None:
+            return self.model
+        return self.model.scaled(
+            base.width, base.depth, d_ff=base.d_ff, d_head=base.d_head, n_kv_heads=base.n_kv_heads
         )
 
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":

@@ -20,6 +20,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.board import Board
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
+from leaven.training.clipping import Clipper
 from leaven.training.optimiser import Optimiser
 from leaven.training.run_folder import RunFolder
 from leaven.training.throughput import peak_flops
@@ -73,6 +74,7 @@ class Training:
         self.model = build_model(recipe.model, table, recipe.data.seed, self.device)
         self.optimiser = Optimiser.build(self.model, table, recipe.hyperparameters.optimizer)
         self.text = tokens.fingerprint
+        self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.model, table)
         self.stream = Stream(tokens.train, recipe.model.seq_len, recipe.data.seed)
         self.validation = validation_windows(tokens.validation, recipe.model.seq_len, recipe.evaluation.tokens)
         self.progress = Progress()
@@ -106,8 +108,7 @@ class Training:
             share.backward()  # type: ignore[no-untyped-call]
             loss += share.detach()
         parameters = list(self.model.parameters())
-        limit = recipe.hyperparameters.grad_clip or float("inf")
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        grad_norm = self.clipper()
         if recipe.stability.on_spike == "stop" and not (math.isfinite(float(loss)) and math.isfinite(grad_norm)):
             raise Diverged(f"loss {float(loss):g}, gradient norm {grad_norm:g} at step {done.step + 1}")
         before = [parameter.detach().clone() for parameter in parameters]
@@ -151,11 +152,13 @@ class Training:
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
 
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.progress, self.model.state_dict(), self.optimiser.state_dict())
+        optimizer = self.optimiser.state_dict() | self.clipper.state_dict()
+        return Checkpoint(self.progress, self.model.state_dict(), optimizer)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(checkpoint.model)
         self.optimiser.load_state_dict(checkpoint.optimizer)
+        self.clipper.load_state_dict(checkpoint.optimizer)
         self.progress = checkpoint.progress
 
 
