@@ -1,5 +1,6 @@
 """The verbs: a small file each, which parses, calls one function and prints."""
 
+import errno
 import sys
 
 import typer
@@ -27,6 +28,8 @@ app.command("report")(report.report)
 app.command("demo")(demo.demo)
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
+_CTRL_C = 130  # what typer makes of a KeyboardInterrupt
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @app.callback(invoke_without_command=True)
@@ -41,9 +44,6 @@ def main() -> None:
         code = app(prog_name="leaven", standalone_mode=False)
     except InputError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(INTERRUPTED)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "leaven":
             raise
@@ -51,12 +51,20 @@ def main() -> None:
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
         sys.exit(FAILED)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        _fail(f"{error.strerror}{where}; make room and run the same command again, what was complete is kept")
     except Exception as error:
         said = mended(error)
         if said is None:
             raise
         _fail(said)
     else:
+        if code == _CTRL_C:
+            errors.print("interrupted; the same command goes on from what is on disk")
+            sys.exit(INTERRUPTED)
         sys.exit(code or 0)
 
 

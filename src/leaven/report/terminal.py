@@ -19,7 +19,7 @@ from leaven.report import numbers
 from leaven.report.folders import read_demo
 from leaven.report.parameters import QUANTITIES, groups
 from leaven.report.story import Demo
-from leaven.scaling.table import ParameterTable
+from leaven.scaling.table import ParameterTable, clip_reason
 
 LEAST = 30  # free text of fewer characters than this says too little to be worth its column
 
@@ -207,6 +207,12 @@ def parameter_table(table: ParameterTable, recipe: Recipe) -> Group:
         for group in groups(table)
     ]
     return Group(head, Columns(PARAMETER_COLUMNS, rows))
+
+
+def parameter_notes(table: ParameterTable, recipe: Recipe) -> Facts:
+    """What belongs to no parameter: the scale of the attention logits, and how gradients are clipped."""
+    scale = f"query . key x {numbers.value(table.attention_scale)}"
+    return Facts([("attention", (scale,)), ("clip", (clip_reason(recipe),))])
 
 
 def demo_summary(folder: Path, report: Path | None = None) -> list[str]:
