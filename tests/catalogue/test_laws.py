@@ -19,6 +19,7 @@ from leaven.catalogue.laws import (
     Point,
     Power,
     evaluate,
+    power_lines_tau,
 )
 
 SMALL, ONE, SEVEN, LONG = (125e6, 2.5e9), (1e9, 20e9), (7e9, 140e9), (7e9, 2e12)
@@ -86,6 +87,12 @@ def test_zhang_gives_the_same_batch_by_size_and_by_duration_at_twenty_tokens_a_p
 )
 def test_chinchilla_loss_of_the_two_models_it_compared(params: float, tokens: float, loss: float) -> None:
     assert CHINCHILLA.loss(params, tokens) == pytest.approx(loss, abs=1e-3)
+
+
+def test_power_lines_timescale() -> None:
+    # tau = 1.084 at one token a parameter; at 20 (0.2236, worked out by hand: ln 20 = 2.9957)
+    assert power_lines_tau(1e9, 1e9) == pytest.approx(1.084)
+    assert power_lines_tau(1e9, 20e9) == pytest.approx(0.2236, rel=1e-3)
 
 
 def test_bjorck_gives_no_value() -> None:

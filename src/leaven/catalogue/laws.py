@@ -278,6 +278,14 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
     return results
 
 
+def power_lines_tau(params: float, tokens: float) -> float:
+    """The best AdamW timescale tau = B / (lr * weight decay * D), in fractions of the run, B and D in tokens.
+
+    Source: Power Lines 2025, arXiv 2505.13738: tau = 1.084 (D/N)^-0.527; the coefficient is from memory.
+    """
+    return 1.084 * math.pow(tokens / params, -0.527)
+
+
 def _beyond(value: float, bounds: tuple[float, float]) -> float:
     lowest, highest = bounds
     return max(1.0, lowest / value, value / highest)
