@@ -2,15 +2,15 @@
 
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.report.story import Arm, Best, Corpus, Demo, Entry, Machine, Number, Part, Run, Step, Story, Study, Trial
+from leaven.training.run_folder import RunFolder
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -41,20 +41,16 @@ def read_story(folder: Path) -> Story:
 
 def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
     """The run in a folder, with its recipe's name for a title if none is given."""
-    recipe = read_recipe(folder / "recipe.toml")
-    steps: list[Step] = []
-    for step in _lines(folder / "metrics.jsonl", Step):
-        # A run that resumed from a checkpoint writes the steps after it again: the later line holds.
-        while steps and steps[-1].step >= step.step:
-            steps.pop()
-        steps.append(step)
+    recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
+    steps = [_valid(Step, line, folder / "metrics.jsonl") for line in written.metrics()]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first, or give another folder")
-    events = list(_lines(folder / "events.jsonl", _Event)) if (folder / "events.jsonl").exists() else []
+    events = [_valid(_Event, line, folder / "events.jsonl") for line in written.events()]
     validation = {
         event.tokens: event.loss for event in events if event.event == "validation" and event.loss is not None
     }
-    finish = next((event for event in reversed(events) if event.event == "finish"), None)
+    end = written.finish()
+    finish = _valid(_Event, end, folder / "events.jsonl") if end else None
     stop = events[-1].why if events and events[-1].event == "stop" else None
     points = tuple(sorted(validation.items()))
     last = points[-1][1] if points else None
@@ -176,8 +172,7 @@ def _command(document: _DemoFile) -> str:
 
 
 def _arm(folder: Path, entry: _ArmLink) -> Arm:
-    metrics = folder / entry.run / "metrics.jsonl"
-    begun = metrics.exists() and b"\n" in metrics.read_bytes()[:65_536]
+    begun = RunFolder(folder / entry.run).metrics()
     run = read_run(folder / entry.run, entry.title, entry.key) if begun else None
     # The last validation of a run that broke off is no final loss: it is not compared with any.
     loss = entry.loss if entry.loss is not None else (run.loss if run and run.finished else None)
@@ -186,27 +181,17 @@ def _arm(folder: Path, entry: _ArmLink) -> Arm:
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
     try:
-        return kind.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise InputError(f"{path}: not JSON; write it again with the verb that made the folder") from None
+    return _valid(kind, document, path)
+
+
+def _valid(kind: type[Kind], value: Any, path: Path) -> Kind:
+    try:
+        return kind.model_validate(value)
     except ValidationError as error:
         raise InputError(f"{path}: {_explain(error)}") from None
-
-
-def _lines(path: Path, kind: type[Kind]) -> Iterator[Kind]:
-    """The lines of a log. A line torn by a crash is left out: the last one, or one that a resumed run follows."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield kind.model_validate(json.loads(line))
-        except json.JSONDecodeError:
-            if not line.startswith("{"):
-                raise InputError(f"{path}: line {number} is not JSON; remove that line") from None
-        except ValidationError as error:
-            raise InputError(f"{path}: line {number}: {_explain(error)}") from None
 
 
 def _explain(error: ValidationError) -> str:

@@ -82,14 +82,24 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Drop the metric lines after ``step``, and a torn last line: those steps will be done again."""
-        kept = [line for line in _whole_lines(self._metrics) if line["step"] <= step]
+        kept = [line for line in self.metrics() if line["step"] <= step]
         write_text(self._metrics, "".join(f"{json.dumps(line)}\n" for line in kept))
 
     def metrics(self) -> list[dict[str, Any]]:
-        return list(_whole_lines(self._metrics))
+        """Lines of metrics.jsonl by step; of a step that was done again after a resume, the later line."""
+        lines: list[dict[str, Any]] = []
+        for line in _whole_lines(self._metrics, "step"):
+            while lines and lines[-1]["step"] >= line["step"]:
+                lines.pop()
+            lines.append(line)
+        return lines
 
     def events(self) -> list[dict[str, Any]]:
-        return list(_whole_lines(self._events))
+        return list(_whole_lines(self._events, "event"))
+
+    def finish(self) -> dict[str, Any] | None:
+        """The event with which the run finished."""
+        return next((event for event in reversed(self.events()) if event["event"] == "finish"), None)
 
     def record(self, line: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""
@@ -118,16 +128,20 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file; a line torn by a crash is passed over."""
-    if not path.exists():
+def _whole_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects with this key in the lines of a file; any other line, torn by a crash, is passed over."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    for line in text.splitlines():
         try:
             value = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key in value:
             yield value
 
 
