@@ -124,7 +124,8 @@ def test_a_study_without_a_completed_trial_has_a_page(demo_folder, tmp_path):
     folder = Path(shutil.copytree(demo_folder / "proxy", tmp_path / "study"))
     (folder / "best.toml").unlink()
     document = json.loads((folder / "study.json").read_text())
-    trials = [{"number": 0, "state": "diverged", "values": {}}, {"number": 1, "state": "running", "values": {}}]
+    nothing = {"loss": None, "values": {}, "seconds": None, "tokens_per_second": None}
+    trials = [{"number": number, "state": state} | nothing for number, state in enumerate(("diverged", "running"))]
     (folder / "study.json").write_text(json.dumps(document | {"trials": trials, "best": None, "noise_floor": None}))
     assert "None of 2 trials has completed yet" in Reader(write_page(folder, tmp_path / "report.html")).text
 
@@ -139,6 +140,8 @@ def test_a_long_search_of_many_dimensions_stays_a_page_one_can_send(demo_folder,
             "state": "complete",
             "loss": 3.4 + (i % 37) / 100,
             "values": {p: 0.01 * (1 + i % 83) for p in space},
+            "seconds": 1.0,
+            "tokens_per_second": 1e5,
         }
         for i in range(300)
     ]

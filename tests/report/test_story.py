@@ -1,12 +1,15 @@
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import write_text
 from leaven.report.folders import read_demo, read_run, read_story, read_study
 from leaven.report.story import Demo, Run, Study
+from leaven.training.study_file import StudyState
 
 
 @pytest.fixture
@@ -101,7 +104,13 @@ def test_a_loss_that_is_no_number_is_a_gap(folder):
         (lambda folder: (folder / "demo.json").write_text("{"), "demo.json: not JSON"),
         (lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name is missing"),
         (lambda folder: (folder / "demo.json").write_text('{"name": "x"}'), "neither a study nor a run"),
-        (lambda folder: (folder / "proxy/study.json").write_text('{"name": "x"}'), "study.json: no trials yet"),
+        (lambda folder: (folder / "proxy/study.json").write_text('{"name": "x"}'), "study.json: method is missing"),
+        (
+            lambda folder: write_text(
+                folder / "proxy/study.json", json.dumps(asdict(StudyState("x", "tpe", (), None, None, ())))
+            ),
+            "study.json: no trials yet",
+        ),
         (lambda folder: (folder / "proxy/centre.toml").unlink(), "centre.toml: no such file"),
         (lambda folder: (folder / "runs/copied/recipe.toml").write_text("name = 1"), "recipe.toml: "),
         (lambda folder: (folder / "runs/copied/metrics.jsonl").write_text('{"step": 0}\n'), "tokens is missing"),

@@ -19,8 +19,9 @@ from leaven.report.numbers import value
 from leaven.report.terminal import cut, learning_rate
 
 if TYPE_CHECKING:
+    from leaven.training.study_file import StudyState, Trial
     from leaven.training.trainer import Step, Summary
-    from leaven.tuning.study import Study, StudyState, Trial
+    from leaven.tuning.study import Study
 
 
 class Screen:

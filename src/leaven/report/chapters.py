@@ -90,7 +90,7 @@ def searched(made: Sheet, study: Study) -> None:
                     element(
                         "figcaption",
                         element("b", short),
-                        element("span", f"best {numbers.value(best)}") if isinstance(best, int | float) else None,
+                        element("span", f"best {numbers.value(best)}") if best is not None else None,
                     ),
                     made.chart(f"value-{i}", chart, f"loss over {short}", "small"),
                 )

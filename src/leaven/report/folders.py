@@ -2,17 +2,19 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.report.story import Arm, Best, Corpus, Demo, Entry, Machine, Number, Part, Run, Step, Story, Study, Trial
+from leaven.report.story import Arm, Corpus, Demo, Entry, Machine, Number, Part, Run, Step, Story, Study
 from leaven.training.run_folder import RunFolder
+from leaven.training.study_file import StudyState
 
-Kind = TypeVar("Kind", bound=BaseModel)
+Kind = TypeVar("Kind")
 
 
 def read_story(folder: Path) -> Story:
@@ -42,15 +44,15 @@ def read_story(folder: Path) -> Story:
 def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
     """The run in a folder, with its recipe's name for a title if none is given."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
-    steps = [_valid(Step, line, folder / "metrics.jsonl") for line in written.metrics()]
+    steps = [_valid(Step.model_validate, line, folder / "metrics.jsonl") for line in written.metrics()]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first, or give another folder")
-    events = [_valid(_Event, line, folder / "events.jsonl") for line in written.events()]
+    events = [_valid(_Event.model_validate, line, folder / "events.jsonl") for line in written.events()]
     validation = {
         event.tokens: event.loss for event in events if event.event == "validation" and event.loss is not None
     }
     end = written.finish()
-    finish = _valid(_Event, end, folder / "events.jsonl") if end else None
+    finish = _valid(_Event.model_validate, end, folder / "events.jsonl") if end else None
     stop = events[-1].why if events and events[-1].event == "stop" else None
     points = tuple(sorted(validation.items()))
     last = points[-1][1] if points else None
@@ -91,29 +93,16 @@ def _elapsed(events: list[_Event]) -> float | None:
 
 
 def read_study(folder: Path) -> Study:
-    document = _document(folder / "study.json", _StudyFile)
-    if not document.trials:
+    state = _document(folder / "study.json", TypeAdapter(StudyState).validate_python)
+    if not state.trials:
         raise InputError(f"{folder / 'study.json'}: no trials yet; run leaven tune first")
     best = folder / "best.toml"
+    in_order = tuple(sorted(state.trials, key=lambda trial: trial.number))
     return Study(
-        name=document.name,
-        method=document.method,
-        space=document.space,
-        noise_floor=document.noise_floor,
-        best=document.best,
-        trials=tuple(sorted(document.trials, key=lambda trial: trial.number)),
+        **vars(state) | {"trials": in_order},
         centre=read_recipe(folder / "centre.toml"),
         best_recipe=read_recipe(best) if best.exists() else None,
     )
-
-
-class _StudyFile(Entry):
-    name: str
-    method: str = ""
-    space: tuple[str, ...] = ()
-    noise_floor: Number = None
-    best: Best | None = None
-    trials: tuple[Trial, ...] = ()
 
 
 class _ArmLink(Entry):
@@ -144,7 +133,7 @@ class _DemoFile(Entry):
 def read_demo(folder: Path) -> Demo:
     if not (folder / "demo.json").exists():
         raise InputError(f"{folder}: no demo.json in it; give the folder that leaven demo wrote")
-    document = _document(folder / "demo.json", _DemoFile)
+    document = _document(folder / "demo.json", _DemoFile.model_validate)
     arms = tuple(_arm(folder, entry) for entry in document.arms)
     study_folder = document.proxy.study if document.proxy else ""
     has_study = bool(study_folder) and (folder / study_folder / "study.json").exists()
@@ -179,17 +168,17 @@ def _arm(folder: Path, entry: _ArmLink) -> Arm:
     return Arm(entry.key, entry.title, entry.why, loss, entry.run, run)
 
 
-def _document(path: Path, kind: type[Kind]) -> Kind:
+def _document(path: Path, validate: Callable[[Any], Kind]) -> Kind:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise InputError(f"{path}: not JSON; write it again with the verb that made the folder") from None
-    return _valid(kind, document, path)
+    return _valid(validate, document, path)
 
 
-def _valid(kind: type[Kind], value: Any, path: Path) -> Kind:
+def _valid(validate: Callable[[Any], Kind], value: Any, path: Path) -> Kind:
     try:
-        return kind.model_validate(value)
+        return validate(value)
     except ValidationError as error:
         raise InputError(f"{path}: {_explain(error)}") from None
 

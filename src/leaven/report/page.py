@@ -148,7 +148,7 @@ def _study(made: chapters.Sheet, study: Study) -> Html:
     searched = f"{len(study.space)} hyperparameters" if len(study.space) != 1 else "one hyperparameter"
     verdict = (
         f"Trial {best.number} is the best of {len(study.trials)}: {numbers.loss(best.loss)} nats per token, "
-        f"{searched} searched by {study.method or 'hand'}."
+        f"{searched} searched by {study.method}."
         if best
         else f"None of {len(study.trials)} trials has completed yet; {searched} are searched."
     )

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.report import numbers
 from leaven.report.figures import INK, MUTED, PAPER, figure, log_axis, plotly, text
-from leaven.report.story import Study, Trial
+from leaven.report.story import Study
+from leaven.training.study_file import Trial
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -54,14 +55,10 @@ def _hover(trial: Trial, path: str | None) -> str:
     loss = f"{numbers.loss(trial.loss)} nats per token" if trial.state == "complete" else trial.state
     values = list(trial.values.items()) if path is None else [(path, trial.values[path])]
     lines = [f"<b>trial {trial.number}</b>", loss]
-    lines += [f"{text(short(name))} {text(_value(value))}" for name, value in values[:8]]
+    lines += [f"{text(short(name))} {numbers.value(value)}" for name, value in values[:8]]
     if len(values) > 8:
         lines.append(f"and {len(values) - 8} more")
     return "<br>".join(lines)
-
-
-def _value(value: Any) -> str:
-    return numbers.value(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _marks(chart: "go.Figure", study: Study, x: dict[int, Any], size: int, path: str | None) -> None:
@@ -152,14 +149,11 @@ def by_value(study: Study, path: str) -> "go.Figure | None":
     values = {trial.number: trial.values[path] for trial in study.trials if path in trial.values}
     if not values:
         return None
-    plain = [value for value in values.values() if isinstance(value, int | float) and not isinstance(value, bool)]
-    if len(plain) == len(values) and min(plain) > 0 and max(plain) > min(plain):
-        log_axis(chart, "xaxis", min(plain), max(plain), numbers.value, most=4, pad=0.06)
-    elif len(plain) == len(values):
-        chart.update_xaxes(nticks=4)
+    low_value, high_value = min(values.values()), max(values.values())
+    if high_value > low_value:
+        log_axis(chart, "xaxis", low_value, high_value, numbers.value, most=4, pad=0.06)
     else:
-        chart.update_xaxes(type="category")
-        values = {number: text(str(value)) for number, value in values.items()}
+        chart.update_xaxes(nticks=4)
     _marks(chart, study, values, 7, path)
     if study.best and study.best.number in values:
         chart.add_vline(x=values[study.best.number], line={"color": BEST, "width": 1, "dash": "dot"}, layer="below")

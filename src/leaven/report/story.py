@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from leaven.recipe.recipe import Recipe
+from leaven.training.study_file import StudyState
 
 
 def _finite(value: Any) -> Any:
@@ -33,21 +34,6 @@ class Step(Entry):
     grad_norm: Number = None
     batch_tokens: Number = None
     tokens_per_second: Number = None
-
-
-class Trial(Entry):
-    number: int
-    state: Literal["complete", "diverged", "failed", "running"]
-    loss: Number = None
-    values: dict[str, float | int | bool | str] = {}
-    seconds: Number = None
-    tokens_per_second: Number = None
-
-
-class Best(Entry):
-    number: int
-    loss: float
-    interval: tuple[float, float] | None = None
 
 
 class Part(Entry):
@@ -105,15 +91,9 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Study:
-    """A search. ``space`` are the dotted recipe paths that were varied, ``noise_floor`` is in nats."""
+class Study(StudyState):
+    """A search, with the recipe it began from and the best one."""
 
-    name: str
-    method: str
-    space: tuple[str, ...]
-    noise_floor: float | None
-    best: Best | None
-    trials: tuple[Trial, ...]
     centre: Recipe
     best_recipe: Recipe | None
 

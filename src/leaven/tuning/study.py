@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.run_folder import LOCK, held
+from leaven.training.study_file import Best, StudyState, Trial
 from leaven.training.trainer import check_trainable
 from leaven.tuning.space import Space, moved
 from leaven.tuning.trust_region import sampler
@@ -40,37 +41,6 @@ RETRY_OF = "retry_of"  # the trial, by number, whose values a trial repeats beca
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
-
-
-@dataclass(frozen=True)
-class Trial:
-    number: int
-    state: str  # complete | diverged | failed | running
-    loss: float | None
-    values: dict[str, float]
-    seconds: float | None
-    tokens_per_second: float | None
-
-
-@dataclass(frozen=True)
-class Best:
-    """The winner: its mean loss over fresh seeds with a 95% interval, in nats per token."""
-
-    number: int
-    loss: float
-    interval: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class StudyState:
-    """What study.json holds."""
-
-    name: str
-    method: str
-    space: tuple[str, ...]
-    noise_floor: float | None
-    best: Best | None
-    trials: tuple[Trial, ...]
 
 
 class Study:
