@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,3 +13,12 @@ from written import write_demo
 @pytest.fixture(scope="session")
 def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_demo(tmp_path_factory.mktemp("report") / "demo")
+
+
+@pytest.fixture(scope="session")
+def real_demo(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``leaven demo`` itself writes, at its tiny size. Copy it before writing into it."""
+    folder = tmp_path_factory.mktemp("real") / "demo"
+    options = ["--size", "tiny", "--source", f"{corpus}/*.txt", "--run", str(folder), "--workers", "2"]
+    subprocess.run([sys.executable, "-m", "leaven", "demo", *options], capture_output=True, check=True)
+    return folder

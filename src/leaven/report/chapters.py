@@ -127,15 +127,20 @@ def parameters(made: Sheet, recipe: Recipe, beside: Recipe | None, names: tuple[
     )
 
 
+def tune_command(study: Study, recipe: str, folder: str) -> str:
+    """What made a study: with another space, method or more trials it would be another, or go on."""
+    counted = str(max(study.ended, 1))
+    options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", ",".join(study.space)]
+    return shlex.join(["leaven", "tune", recipe, *options])
+
+
 def demo_commands(demo: Demo) -> list[str]:
     """What ``leaven demo`` does, by hand, in the demo's folder."""
     lines = [demo.command, ""]
     study, target = demo.study, demo.target
     if study and target:
         lines += [
-            shlex.join(["leaven", "tune", f"{demo.study_folder}/centre.toml", "--study", demo.study_folder])
-            + f" --trials {len(study.trials)}"
-            + (f" --method {shlex.quote(study.method)}" if study.method else ""),
+            tune_command(study, f"{demo.study_folder}/centre.toml", demo.study_folder),
             shlex.join(["leaven", "transfer", f"{demo.study_folder}/best.toml"])
             + f" --width {target.model.d_model} --depth {target.model.n_layers} --batch-tokens {target.batch.tokens} "
             + f"--tokens {target.data.tokens} -o {shlex.quote(demo.target_path)}",

@@ -156,7 +156,7 @@ def read_demo(folder: Path) -> Demo:
 
 
 def _command(document: _DemoFile) -> str:
-    options = (("--size", document.size), ("--source", document.source))
+    options = (("--run", "."), ("--size", document.size), ("--source", document.source))
     return shlex.join(["leaven", "demo", *(word for option in options if option[1] for word in option if word)])
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -176,11 +175,7 @@ def _study(made: chapters.Sheet, study: Study) -> Html:
     chosen = study.best_recipe or study.centre
     chapters.parameters(made, chosen, study.centre if study.best_recipe else None, ("centre", "best"))
     chapters.provenance(made, chosen)
-    tune = f"leaven tune centre.toml --study . --trials {len(study.trials)}"
-    chapters.commands(
-        made,
-        [f"{tune} --method {shlex.quote(study.method)}" if study.method else tune, "leaven report . -o report.html"],
-    )
+    chapters.commands(made, [chapters.tune_command(study, "centre.toml", "."), "leaven report . -o report.html"])
     return join(element("p", verdict, class_="verdict"), head)
 
 
