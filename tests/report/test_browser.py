@@ -29,9 +29,10 @@ CLIPPED = """[...document.querySelectorAll(".chart")].flatMap(c => {
 
 
 @pytest.fixture(scope="module")
-def pages(demo_folder, tmp_path_factory):
+def pages(demo_folder, real_demo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     return {
+        "real": real_demo / "report.html",  # as leaven demo left it
         "demo": write_page(demo_folder, folder / "demo.html"),
         "study": write_page(demo_folder / "proxy", folder / "study.html"),
         "run": write_page(demo_folder / "runs/copied", folder / "run.html"),
@@ -44,8 +45,14 @@ def browser(tmp_path_factory):
         yield opened
 
 
-@pytest.mark.parametrize("width", [1600, 1280, 390])
-@pytest.mark.parametrize("kind", ["demo", "study", "run"])
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [
+        ("real", 1280),
+        ("real", 390),
+        *((kind, width) for kind in ("demo", "study", "run") for width in (1600, 390)),
+    ],
+)
 def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[str, Path], kind: str, width: int):
     browser.window(width)
     browser.open(pages[kind])
