@@ -1,6 +1,8 @@
 """The demo at a tiny size, end to end, through the command line."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,3 +84,21 @@ def test_a_folder_of_something_else_is_refused(corpus: Path, tmp_path: Path) -> 
     assert done.returncode == 2
     assert "holds no demo" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    process = subprocess.Popen(
+        demo(folder, corpus), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (folder / "study" / "study.json").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    second = subprocess.run(demo(folder, corpus), capture_output=True, text=True, check=False)
+    assert second.returncode == 2
+    assert "in use by another process" in second.stderr
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "the same command goes on from there" in errors
+    assert "Traceback" not in errors

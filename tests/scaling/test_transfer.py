@@ -17,7 +17,7 @@ def test_only_shape_budget_and_base_change(tiny: Recipe) -> None:
     assert big.schedule.warmup_tokens / big.data.tokens == tiny.schedule.warmup_tokens / tiny.data.tokens
     # A reason for each value that changed, and for those that did not have to.
     reasons = {path for path in changed if path != "scaling.base" and not path.startswith("scaling.base.")}
-    assert big.why.keys() == reasons | {"hyperparameters", "scaling.base"}
+    assert big.why.keys() == reasons | {"hyperparameters", "hyperparameters.grad_clip", "scaling.base"}
 
 
 def test_nothing_asked_changes_nothing_but_pins_the_base(tiny: Recipe) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
+from leaven.training.board import Board
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.run_folder import RunFolder
 from leaven.training.throughput import peak_flops
@@ -54,8 +57,28 @@ def test_a_run_learns_and_leaves_what_the_contract_says(tiny: Recipe, tokens: To
     assert peak == pytest.approx(0.01)
     assert lines[-1]["lr"] == pytest.approx(0.001)
     assert {event["event"] for event in run.events()} >= {"start", "validation", "checkpoint", "finish"}
-    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert scalars(tmp_path / "run")["train/loss"] == [
+        (line["tokens"], pytest.approx(line["loss"])) for line in lines
+    ]
     assert train(tiny, tokens, tmp_path / "run") == summary  # done: a second call only reports
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard's own reader makes of a run's curves."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    return {tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def test_curves_of_a_resumed_run_have_each_step_once(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    recipe = tiny.replace({"stability.checkpoint_every_tokens": 2_560})
+    train(recipe, tokens, tmp_path / "run", tensorboard=True, stop=lambda: len(losses(tmp_path / "run")) >= 13)
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    shutil.rmtree(newest)  # as after a crash: three steps are done again
+    train(recipe, tokens, tmp_path / "run", tensorboard=True)
+    assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [256 * n for n in range(1, 41)]
 
 
 def test_stopped_twice_or_not_at_all_the_losses_are_the_same_bits(
@@ -180,6 +203,31 @@ def test_a_folder_of_another_recipe_is_refused_with_the_difference(
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
+def test_text_that_has_changed_is_refused(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    train(tiny, tokens, tmp_path / "run", stop=lambda: len(losses(tmp_path / "run")) >= 3)
+    with pytest.raises(InputError, match="was trained on other text"):
+        train(tiny, replace(tokens, fingerprint="other"), tmp_path / "run")
+    assert train(tiny, tokens, tmp_path / "run").finished
+
+
+def test_a_run_keeps_its_micro_batch(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    """The order of a sum is part of its bits: auto takes what the run began with, another number is refused."""
+    two = tiny.replace({"batch.micro_batch": 2})
+    train(two, tokens, tmp_path / "run", stop=lambda: len(losses(tmp_path / "run")) >= 3)
+    with pytest.raises(InputError, match=r"batch.micro_batch 2 there, 8 here"):
+        train(tiny.replace({"batch.micro_batch": 8}), tokens, tmp_path / "run")
+    train(tiny, tokens, tmp_path / "run")  # auto
+    train(two, tokens, tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_corpus_too_short_leaves_no_folder(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    long = tiny.replace({"model.seq_len": 2**20, "batch.tokens": 2**20, "data.tokens": 2**20})
+    with pytest.raises(InputError, match="tokens"):
+        train(long, tokens, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_that_is_no_run_is_left_alone(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("do not touch")
     with pytest.raises(InputError, match=r"is not empty and holds no recipe.toml"):
@@ -244,6 +292,7 @@ from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 sys.path.insert(0, {tests!r})
 from test_trainer import checkpoint
+from leaven.training.board import Board
 from leaven.training.checkpoint import write_checkpoint
 from leaven.recipe.errors import InputError
 write_checkpoint(Path({folder!r}), checkpoint(1))
@@ -267,16 +316,19 @@ def test_no_room_for_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
     assert not damaged
 
 
-def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path) -> None:
-    """The whole verb on a file system of half a megabyte, where one may be mounted."""
+@pytest.mark.parametrize("checkpoint_every", [256, 10_240], ids=["checkpoints first", "metrics and curves first"])
+def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path, checkpoint_every: int) -> None:
+    """The whole verb on a file system of one megabyte, where one may be mounted; then with room again."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
         train = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(disk / "run")]
-        sets = ["--set", "stability.checkpoint_every_tokens=256", "--set", "model.d_ff=256"]
+        sets = ["--set", f"stability.checkpoint_every_tokens={checkpoint_every}", "--set", "model.d_ff=256"]
+        ballast = disk / "ballast"
+        ballast.write_bytes(b"x" * (4096 if checkpoint_every == 256 else 1_035_000))
         done = subprocess.run([*train, *sets], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.strip().splitlines()[-1].startswith("error: ")
@@ -284,9 +336,33 @@ def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path
         assert "Traceback" not in done.stderr
         found, damaged = read_checkpoint(disk / "run" / "checkpoints")
         assert not damaged
-        assert found is None or found.progress.step >= 1
+        if checkpoint_every == 256:
+            assert found is not None
+        ballast.unlink()
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        subprocess.run([*train, *sets], capture_output=True, text=True, check=True)
+        assert len(losses(disk / "run")) == 40
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_curves_that_cannot_be_written_cost_the_curves_alone(tmp_path: Path) -> None:
+    board = Board(tmp_path, 0)
+    board._file.close()  # a closed file stands in for a full disk: the write fails
+    board._file = None
+    board._records._writer = _Full()
+    board.validation(10, 3.0)
+    assert board.failed
+    board.validation(20, 2.0)
+    board.close()
+
+
+class _Full:
+    def write(self, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ start and increment as shares of the batch.
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -31,6 +34,11 @@ def transfer(
     Raises:
         InputError: if the width does not fit the head dimension, or the batch no whole number of sequences.
     """
+    asked = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
+    asked |= {"d-ff": d_ff, "d-head": d_head, "kv-heads": n_kv_heads}
+    for option, count in asked.items():
+        if count is not None and count < 1:
+            raise InputError(f"--{option} {count}: give 1 or more, or leave it out to keep the recipe's")
     target_tokens = tokens or recipe.data.tokens
     target_batch = batch_tokens or recipe.batch.tokens
     if target_batch % recipe.model.seq_len:
@@ -57,15 +65,21 @@ def transfer(
         "model": shape.model_dump(),
         "data.tokens": target_tokens,
         "batch": _batch(recipe, target_batch, longer),
-        "schedule.warmup_tokens": round(recipe.schedule.warmup_tokens * longer),
+        # An inverse square root is counted from the end of the warm-up: one that there was never vanishes.
+        "schedule.warmup_tokens": max(
+            round(recipe.schedule.warmup_tokens * longer), min(recipe.schedule.warmup_tokens, 1)
+        ),
         "scaling.base": _pinned(recipe, shape),
     }
     for path in ("stability.checkpoint_every_tokens", "evaluation.every_tokens"):
         section, key = path.split(".")
         every = getattr(getattr(recipe, section), key)
         if every is not None:
-            changes[path] = round(every * longer)
-    moved = recipe.replace(changes)
+            changes[path] = max(round(every * longer), 1)
+    try:
+        moved = recipe.replace(changes)
+    except ValidationError as error:
+        raise InputError(explain(error)) from None
     return moved.replace({"why": recipe.why | _reasons(recipe, moved)})
 
 
@@ -101,7 +115,7 @@ def _batch(recipe: Recipe, tokens: int, longer: float) -> dict[str, Any]:
             moved["ramp"] = {
                 "start_tokens": tokens - increments * increment,
                 "increment_tokens": increment,
-                "over_tokens": round(batch.ramp.over_tokens * longer),
+                "over_tokens": max(round(batch.ramp.over_tokens * longer), 1),
             }
     return moved
 
@@ -125,9 +139,11 @@ def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
         **_shape_reasons(before.model, after.model),
     }
     return {
-        "hyperparameters": f"as tuned at base {where}; moved by {after.scaling.rule} "
-        "(leaven show prints each parameter's)",
-        "scaling.base": f"{where}: where the hyperparameters were found; transfer leaves it there",
+        "hyperparameters": f"unchanged, in base coordinates ({where}); {after.scaling.rule} moves what each "
+        "parameter gets (leaven show)",
+        "hyperparameters.grad_clip": "unchanged, and moved by no rule: gradient norms grow with the width and fall "
+        "with the batch; watch grad_norm",
+        "scaling.base": f"{where}: the scale that the hyperparameters are written for; transfer leaves it there",
     } | {path: reason for path, reason in told.items() if _at(before, path) != _at(after, path)}
 
 

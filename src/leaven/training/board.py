@@ -27,7 +27,7 @@ class Board:
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
         # What was written beyond the checkpoint will be written again: let TensorBoard forget it.
-        self._write(step=tokens, session_log=SessionLog(status=SessionLog.START))
+        self._write(step=tokens + 1, session_log=SessionLog(status=SessionLog.START))
 
     def step(self, step: "Step") -> None:
         values = {key: value for key, value in asdict(step).items() if key not in {"step", "tokens"}}
