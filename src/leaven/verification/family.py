@@ -125,9 +125,10 @@ def calibrated(recipe: Recipe, width: int, depth: int, hidden: float) -> Recipe:
     """The recipe with its base at a width and depth, and with initial values that are near the limit of large models.
 
     Exponents depend on neither, but how soon they show does. Here the embedding starts at RMS 1, hidden weights at
-    ``hidden`` / sqrt(width) and the readout at 1/width. With a small embedding the stream at depth 2 is nearly all branches,
-    whose sum falls with depth as L^(1/2 - alpha), and the gradients inside the blocks are off by as much; with a large
-    readout the gain of the final norm has a gradient of order N^-2 first, and the logits stay initial for longer.
+    ``hidden`` / sqrt(width) and the readout at 1/width. With a small embedding the stream at depth 2 is nearly all
+    branches, whose sum falls with depth as L^(1/2 - alpha), and the gradients inside the blocks are off by as much.
+    With a large readout the gain of the final norm has a gradient of order N^-2 first, and the logits stay initial
+    for longer.
     """
     std = hidden * width**-0.5
     starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}

@@ -28,8 +28,8 @@ later, models of different width have learnt different amounts and the slopes dr
 COHERENT_STEPS = 150
 WARMUP_STEPS = 20
 HIDDEN_STD = 0.5
-"""Hidden weights at half of 1/sqrt(fan in): the branches of a few blocks are then small beside the embedding, as those
-of many are, and the gradients inside have their exponent of depth from depth 2 on."""
+"""Hidden weights at half of 1/sqrt(fan in): the branches of a few blocks are then small beside the embedding, as
+those of many are, and the gradients inside have their exponent of depth from depth 2 on."""
 
 
 @dataclass(frozen=True)
