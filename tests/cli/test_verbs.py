@@ -62,6 +62,47 @@ def test_transfer_of_nothing_wrong_writes_nothing(leaven: Verb, tiny_file: Path,
     assert not (tmp_path / "big.toml").exists()
 
 
+def test_transfer_warns_with_numbers_where_it_leaves_tested_ground(leaven: Verb, tiny_file: Path) -> None:
+    code, out, err = leaven("transfer", tiny_file, "--depth", "80", "--d-ff", "48", "--kv-heads", "2", "--json")
+    assert code == 0
+    shown = json.loads(out)
+    assert {warning["about"] for warning in shown["warnings"]} == {"depth ratio", "tokens per parameter"}
+    assert err.startswith("warning: depth x40 of the base, tested from x0.0312 to x32")
+    assert len(err.splitlines()) == 2
+    assert [row["shape"] for row in shown["parameters"] if row["name"] == "layers.9.mlp.in.weight"] == [[48, 16]]
+    assert shown["scale"]["base"]["d_ff"] == 32
+    near = leaven("transfer", tiny_file, "--width", "32", "--json")
+    assert json.loads(near[1])["warnings"] == []
+    assert near[2] == ""
+
+
+@pytest.mark.parametrize("name", ["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"])
+def test_show_rule_prints_every_cell_with_its_source(leaven: Verb, name: str) -> None:
+    shown = document(leaven("show", "--rule", name, "--json"))
+    assert shown["rule"] == name
+    assert all(cell["source"] for row in shown["roles"].values() for cell in row.values())
+    assert all(cell["source"] for cell in shown["shared"].values())
+    code, out, _ = leaven("show", "--rule", name)
+    assert code == 0
+    text = " ".join(out.split())
+    for cell in shown["roles"]["hidden_weight"].values():
+        assert cell["source"] in text
+    assert "…" not in out
+
+
+def test_show_wants_a_recipe_or_a_known_rule(leaven: Verb) -> None:
+    assert "--rule completp: no such rule; there are standard, mup" in leaven("show", "--rule", "completp")[2]
+    assert "takes a recipe file, or --rule NAME" in leaven("show")[2]
+
+
+def test_show_says_what_is_clipped_and_why_no_rule_moves_it(leaven: Verb, tiny_file: Path) -> None:
+    clip = ("--set", 'hyperparameters.grad_clip={mode = "running", limit = 2.0}')
+    shown = document(leaven("show", tiny_file, *clip, "--json"))["clip"]
+    assert (shown["mode"], shown["limit"]) == ("running", 2.0)
+    assert "moved by no rule" in shown["why"]
+    assert "moved by no rule" in " ".join(leaven("show", tiny_file)[1].split())
+
+
 def test_recipes_and_laws(leaven: Verb) -> None:
     listed = document(leaven("recipes", "list", "--json"))
     assert len(listed) >= 10
@@ -119,6 +160,7 @@ def bad(case: str, *arguments: str, says: str) -> Any:
             says="the ramp starts at 512 tokens, above its end of 256",
         ),
         bad("no text", "--set", "data.source=EMPTY", says="no text"),
+        bad("one line of text", "--set", "data.source=SHORT", says="tokens"),
         bad("no source", "--set", "data.source=/absent/*.txt", says="/absent/*.txt"),
         bad("small vocabulary", "--set", "model.vocab_size=128", says="vocab_size"),
         bad("several devices", "--set", "layout.tp=2", says="set dp = tp = pp = 1"),
@@ -128,12 +170,12 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_written(
     leaven: Verb, tiny_file: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     (tmp_path / "empty.txt").touch()
-    arguments = tuple(text.replace("EMPTY", str(tmp_path / "empty.txt")) for text in arguments)
+    (tmp_path / "short.txt").write_text("one line\n")
+    texts = {"EMPTY": "empty.txt", "SHORT": "short.txt"}
+    for name, file in texts.items():
+        arguments = tuple(text.replace(name, str(tmp_path / file)) for text in arguments)
     before = sorted(tmp_path.rglob("*"))
-    for verb in ("train", "tune"):
-        folder = "--run" if verb == "train" else "--study"
-        if says.startswith("set dp") and verb == "tune":
-            continue
+    for verb, folder in (("train", "--run"), ("tune", "--study")):
         code, out, err = leaven(verb, tiny_file, folder, tmp_path / "out", *arguments)
         assert code == 2
         assert out == ""
@@ -160,6 +202,44 @@ def test_files_that_are_no_recipe(leaven: Verb, tmp_path: Path) -> None:
     assert leaven("show", tmp_path / "x.toml")[0] == 2
     assert "not TOML" in leaven("show", tmp_path / "x.toml")[2]
     assert "no such file" in leaven("train", tmp_path / "y.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("verb", "says"),
+    [
+        ("transfer RECIPE --width 24", "not a multiple"),
+        ("transfer RECIPE --width 0", "--width"),
+        ("transfer RECIPE --tokens 0", "--tokens"),
+        ("transfer RECIPE --tokens x", "is not a quantity"),
+        ("transfer RECIPE --width 32 -o .", "give the name of a file"),
+        ("transfer RECIPE --width 32 -o RECIPE/x.toml", "cannot be written"),
+        ("laws --params 1e400 --tokens 1B", "larger than anything"),
+        ("recipes show pythia-71m", "did you mean pythia-70m"),
+        ("plan RECIPE --gpus 8xQ100 --set precision.compute=bf16", "Q100"),
+        ("plan RECIPE --gpus 8xH100-80GB --set precision.compute=bf16 --layout tp=3", "tp"),
+        ("tune RECIPE --study RECIPE", "a file"),
+        ("tune RECIPE --study OUT --space speed", "not a value to search"),
+        ("tune RECIPE --study OUT --method best", "trust-region, random, tpe"),
+        ("train RECIPE --run RECIPE", "a file"),
+        ("demo --run RECIPE", "a file"),
+        ("demo --run OUT --size tiny --source /absent/*.txt", "/absent"),
+        ("demo --run OUT --size huge", "full, tiny"),
+        ("report /absent", "no such folder"),
+        ("report RECIPE", "a file"),
+        ("train RECIPE --set name=..", "name"),
+        ("nonsense", "nonsense"),
+        ("train", "RECIPE"),
+    ],
+)
+def test_every_verb_refuses_in_one_line(leaven: Verb, tiny_file: Path, tmp_path: Path, verb: str, says: str) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    arguments = verb.replace("RECIPE", str(tiny_file)).replace("OUT", str(tmp_path / "out")).split()
+    code, out, err = leaven(*arguments)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("error: ")
+    assert says in err if verb != "train" else "leaven train RECIPE" in err
+    assert "Traceback" not in err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 EXTRAS = ("torch", "optuna", "plotly", "tokenizers", "safetensors", "pyarrow", "tensorboard")

@@ -26,6 +26,8 @@ BASE = {
 FAMILIES = {
     "llama": {},
     "qwen3": {"qk_norm": True},
+    "gains per head": {"qk_norm": True, "qk_norm_per_head": True},
+    "gains per head, centred": {"qk_norm": True, "qk_norm_per_head": True, "norm": "layernorm"},
     "tied": {"tied_embeddings": True},
     "gpt2": {
         "norm": "layernorm",
@@ -53,7 +55,7 @@ def random_model(family: dict[str, object]) -> Transformer:
         "unembedding.weight": 0.4,
         "embedding.weight": 0.4 if family.get("tied_embeddings") else 1.0,
     }
-    model = Transformer(shape(family), multipliers).double()
+    model = Transformer(shape(family), multipliers, attention_scale=0.3).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
@@ -72,11 +74,12 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
     w = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     s = model.shape
 
-    def norm(name: str, x: np.ndarray) -> np.ndarray:
+    def norm(name: str, x: np.ndarray, head: int | None = None) -> np.ndarray:
+        gain = w[f"{name}.weight"] if head is None else w[f"{name}.weight"][head]
         if s.norm == "layernorm":
             y = (x - x.mean()) / math.sqrt(x.var() + NORM_EPS)
-            return y * w[f"{name}.weight"] + w.get(f"{name}.bias", 0.0)
-        return x / math.sqrt((x * x).mean() + NORM_EPS) * w[f"{name}.weight"]
+            return y * gain + w.get(f"{name}.bias", 0.0)
+        return x / math.sqrt((x * x).mean() + NORM_EPS) * gain
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0.0)
@@ -110,8 +113,9 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
             q = linear(f"{at}.attention.query", y).reshape(s.n_heads, s.d_head)
             k = linear(f"{at}.attention.key", y).reshape(s.n_kv_heads, s.d_head)
             if s.qk_norm:
-                q = np.stack([norm(f"{at}.norm.query", head) for head in q])
-                k = np.stack([norm(f"{at}.norm.key", head) for head in k])
+                own = s.qk_norm_per_head
+                q = np.stack([norm(f"{at}.norm.query", x, h if own else None) for h, x in enumerate(q)])
+                k = np.stack([norm(f"{at}.norm.key", x, h if own else None) for h, x in enumerate(k)])
             queries.append([rope(head, place) for head in q])
             keys.append([rope(head, place) for head in k])
             values.append(linear(f"{at}.attention.value", y).reshape(s.n_kv_heads, s.d_head))
@@ -119,9 +123,7 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
             heads = []
             for head in range(s.n_heads):
                 group = head // (s.n_heads // s.n_kv_heads)
-                scores = np.array(
-                    [queries[place][head] @ keys[j][group] / math.sqrt(s.d_head) for j in range(place + 1)]
-                )
+                scores = np.array([queries[place][head] @ keys[j][group] * 0.3 for j in range(place + 1)])
                 if s.positions == "alibi":
                     scores = scores - alibi_slopes(s.n_heads)[head] * np.arange(place, -1, -1)
                 weights = np.exp(scores - scores.max())

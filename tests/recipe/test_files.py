@@ -40,16 +40,28 @@ def test_modules_depth_stages_and_why_round_trip(tiny: Recipe) -> None:
                 "unembedding": {"lr": 1.0, "eps": 1.0},  # all ones: neutral, but stated
             },
             "hyperparameters.depth": {"lr": (1.0, 1.2, 0.8)},
+            "hyperparameters.grad_clip": {"mode": "running", "limit": 1.0},
             "batch": {
                 "tokens": 256,
                 "stages": [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 512, "tokens": 256}],
             },
-            "scaling.base": {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 1024},
+            "scaling.base": {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 1024, "d_ff": 48},
             "why": {"hyperparameters.lr": 'a "quoted" reason\nover two lines'},
         }
     )
     assert parse_recipe(render(rich), "x") == rich
     assert parse_recipe(render(rich, render(tiny)), "x") == rich
+
+
+def test_global_clipping_is_a_number_and_the_others_a_table(tiny: Recipe, tiny_file: Path) -> None:
+    assert tomllib.loads(render(tiny))["hyperparameters"]["grad_clip"] == 1.0
+    for text in ("2.5", '{mode = "global", limit = 2.5}'):
+        recipe = read_recipe(tiny_file, [f"hyperparameters.grad_clip={text}"])
+        assert recipe == tiny.replace({"hyperparameters.grad_clip": 2.5})
+    module = read_recipe(tiny_file, ['hyperparameters.grad_clip={mode = "per-module"}'])
+    assert tomllib.loads(render(module))["hyperparameters"]["grad_clip"] == {"mode": "per-module", "limit": 1.0}
+    assert parse_recipe(render(module, render(tiny)), "x") == module
+    assert parse_recipe(render(tiny, render(module)), "x") == tiny
 
 
 @pytest.mark.parametrize(
@@ -87,6 +99,12 @@ def test_override_of_a_module_whose_name_has_a_dot(tiny_file: Path) -> None:
         ('hyperparameters.lr="0.1"', r"\[hyperparameters\] lr: input should be a valid number, not '0.1'"),
         ("hyperparameters.lr=-1", r"\[hyperparameters\] lr: input should be greater than 0, not -1"),
         ("hyperparameters.lr=nan", r"\[hyperparameters\] lr: input should be a finite number"),
+        (
+            "hyperparameters.grad_clip=-1",
+            r"\[hyperparameters.grad_clip\] limit: .* greater than or equal to 0, not -1",
+        ),
+        ("hyperparameters.grad_clip={mode='runing'}", "mode: input should be 'global', 'per-module' or 'running'"),
+        ("hyperparameters.modules.embedding.residual=2", "attention.out and mlp.out do"),
         ("model.d_model=65", r"d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
         ("batch.tokens=16", "a batch of 16 tokens is smaller than one sequence of 32"),
         ("batch.tokens=100", "no whole number of sequences of 32; 96 or 128 is"),
@@ -139,5 +157,5 @@ def test_writing_into_nothing_says_so_and_leaves_nothing(tiny: Recipe, tmp_path:
 
 
 def test_differences_name_the_path_and_leave_out_what_changes_no_loss(tiny: Recipe) -> None:
-    other = tiny.replace({"hyperparameters.lr": 0.02, "name": "other", "batch.micro_batch": 2, "why": {"a": "b"}})
+    other = tiny.replace({"hyperparameters.lr": 0.02, "name": "other", "layout.dp": 2, "why": {"a": "b"}})
     assert differences(tiny, other) == [("hyperparameters.lr", 0.01, 0.02)]

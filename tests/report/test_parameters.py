@@ -45,8 +45,8 @@ def test_a_reason_names_the_cell_and_its_value():
     row = table["layers.0.mlp.in.weight"]
     at = table.ratios
     factor = at.width**-1 * at.depth**-0.5 * math.sqrt(at.batch / at.tokens)
-    assert reason(recipe, table, row, "lr") == f"m_N^-1 m_L^(alpha-1) m_B^1/2 m_D^-t = {factor:.3g}"
-    assert "sqrt of variance factor m_N^-1 = 0.577" in reason(recipe, table, row, "init_std")
+    assert reason(recipe, table, row, "lr") == f"m_in^-1 m_L^(alpha-1) m_B^1/2 m_D^-t = {factor:.3g}"
+    assert "sqrt of variance factor m_in^-1 = 0.577" in reason(recipe, table, row, "init_std")
     assert reason(recipe, table, table["layers.0.mlp.out.weight"], "multiplier") == "m_L^-alpha = 0.707"
     assert reason(recipe, table, row, "multiplier") == "does not move with scale"
     assert reason(recipe, table, table["norm.final.weight"], "weight_decay") == "switched off for this role"

@@ -1,107 +1,213 @@
-"""Complete(d)P as data, against the printed table (arXiv 2512.22382, Table 1), row by row."""
+"""The four rules as data, against the printed tables, row by row."""
 
 import math
 
 import pytest
 
 from leaven.recipe.shape import Role
-from leaven.scaling.rules import COMPLETE_D_P, RULES, STANDARD, Cell, Ratios
+from leaven.scaling.apply import Factors, factors, tensor_ratios
+from leaven.scaling.cells import Cell, Exponents, Ratios, TensorRatios
+from leaven.scaling.rules import COMPLETE_D_P, QUANTITIES, RULES, Rule
 
 N, L, B, D = 4.0, 8.0, 2.0, 32.0
 AT = Ratios(width=N, depth=L, batch=B, tokens=D)
+DECAYED = (Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBEDDING)
+# Shapes at the base; the target is N times wider by more heads of the same size.
+SHAPES = {
+    Role.EMBEDDING: ((100, 16), (100, 64)),
+    Role.HIDDEN_WEIGHT: ((48, 16), (192, 64)),
+    Role.HIDDEN_BIAS: ((16,), (64,)),
+    Role.HIDDEN_NORM: ((16,), (64,)),
+    Role.QK_NORM: ((8,), (8,)),
+    Role.FINAL_NORM: ((16,), (64,)),
+    Role.FINAL_BIAS: ((16,), (64,)),
+    Role.UNEMBEDDING: ((100, 16), (100, 64)),
+    Role.UNEMBEDDING_BIAS: ((100,), (100,)),
+    Role.TIED_EMBEDDING: ((100, 16), (100, 64)),
+}
 
 
-def value(cell: str, alpha: float = 1.0, token_exponent: float = 0.5) -> float:
-    return Cell(cell).factor(AT, alpha, token_exponent)
+def moved(name: str, role: Role, alpha: float = 1.0, t: float = 0.5, scale_decay: bool = False) -> Factors:
+    base, target = SHAPES[role]
+    return factors(RULES[name], role, tensor_ratios(role, target, base, AT), Exponents(alpha, t, scale_decay))
+
+
+# Every cell as printed, as functions of m_N, m_L and alpha: (variance, lr, eps, decay, forward). None: not decayed.
+ONE = lambda a: 1  # noqa: E731
+PER_N = lambda a: 1 / N  # noqa: E731
+BLOCK_LR = lambda a: L ** (a - 1)  # noqa: E731
+BLOCK_EPS = lambda a: L**-a / N  # noqa: E731
+HIDDEN = (PER_N, lambda a: L ** (a - 1) / N, BLOCK_EPS, N, 1)
+COMPLETE_D_P_ROWS = {  # arXiv 2512.22382, Table 1
+    Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
+    Role.HIDDEN_WEIGHT: HIDDEN,
+    Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, None, 1),
+    Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, None, 1),
+    Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, None, 1),
+    Role.FINAL_NORM: (ONE, ONE, ONE, None, 1),
+    Role.FINAL_BIAS: (ONE, ONE, ONE, None, 1),
+    Role.UNEMBEDDING: (lambda a: N**-2, PER_N, ONE, N, 1),
+    Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, None, 1),
+    Role.TIED_EMBEDDING: (ONE, ONE, PER_N, 1, 1 / N),  # derived by the symmetry tested below
+}
+ROWS = {
+    "standard": {role: (ONE, ONE, ONE, 1 if role in DECAYED else None, 1) for role in Role},
+    # Tensor Programs V, Table 3 (Adam); eps and decay as in the muP column of Table 1.
+    "mup": {
+        Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
+        Role.HIDDEN_WEIGHT: (PER_N, PER_N, PER_N, N, 1),
+        Role.HIDDEN_BIAS: (ONE, ONE, PER_N, None, 1),
+        Role.HIDDEN_NORM: (ONE, ONE, PER_N, None, 1),
+        Role.QK_NORM: (ONE, ONE, ONE, None, 1),
+        Role.FINAL_NORM: (ONE, ONE, ONE, None, 1),
+        Role.FINAL_BIAS: (ONE, ONE, ONE, None, 1),
+        Role.UNEMBEDDING: (lambda a: N**-2, PER_N, ONE, N, 1),
+        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, None, 1),
+        Role.TIED_EMBEDDING: (ONE, ONE, PER_N, 1, 1 / N),
+    },
+    # Dey et al. 2025, Table 1.
+    "completep": {
+        Role.EMBEDDING: (ONE, ONE, ONE, 1, 1),
+        Role.HIDDEN_WEIGHT: HIDDEN,
+        Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, None, 1),
+        Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, None, 1),
+        Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, None, 1),
+        Role.FINAL_NORM: (ONE, ONE, ONE, None, 1),
+        Role.FINAL_BIAS: (ONE, ONE, ONE, None, 1),
+        Role.UNEMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
+        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, None, 1),
+        Role.TIED_EMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
+    },
+    "complete-d-p-printed": COMPLETE_D_P_ROWS,
+    "complete-d-p": COMPLETE_D_P_ROWS
+    | {role: (ONE, ONE, PER_N, None, 1) for role in (Role.FINAL_NORM, Role.FINAL_BIAS)},
+}
+# Batch and token columns: (lr, eps, decay, half-life in steps), and the residual multiplier.
+Q = B / D
+COLUMNS = dict.fromkeys(("standard", "mup", "completep"), (1, 1, 1, 1)) | dict.fromkeys(
+    ("complete-d-p", "complete-d-p-printed"), (math.sqrt(Q), 1 / math.sqrt(Q), math.sqrt(Q), 1 / Q)
+)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize(("name", "role"), [(name, role) for name in RULES for role in Role])
+def test_tables_row_by_row(name: str, role: Role, alpha: float) -> None:
+    variance, lr, eps, decay, forward = ROWS[name][role]
+    column = COLUMNS[name]
+    found = moved(name, role, alpha)
+    assert found.init_std == pytest.approx(math.sqrt(variance(alpha)))
+    assert found.lr == pytest.approx(lr(alpha) * column[0])
+    assert found.eps == pytest.approx(eps(alpha) * column[1])
+    assert found.weight_decay == pytest.approx((decay or 0) * column[2])
+    assert found.half_life == pytest.approx(column[3])
+    assert found.forward == forward
+    deep = name not in {"standard", "mup"}
+    assert found.residual == pytest.approx(L**-alpha if deep else 1)
+    assert found.attention == 1  # the head dimension is kept
+
+
+def test_betas_keep_their_half_life_as_a_share_of_the_run_and_stay_in_range() -> None:
+    found = moved("complete-d-p", Role.HIDDEN_WEIGHT)
+    assert math.log(found.beta(0.9)) == pytest.approx(math.log(0.9) * Q)
+    # To first order the printed form, 1 - (1 - beta) q; at q = 40 that would be -1.
+    assert 1 - found.beta(0.999) == pytest.approx(0.001 * Q, rel=1e-3)
+    large = factors(COMPLETE_D_P, Role.HIDDEN_WEIGHT, TensorRatios(batch=40), Exponents())
+    assert 0 < large.beta(0.95) < 1
+    assert 1 - found.beta(0.999, multiplier=2) == pytest.approx(0.002 * Q, rel=1e-3)
+
+
+@pytest.mark.parametrize("role", DECAYED)
+@pytest.mark.parametrize(("alpha", "scale_decay"), [(1.0, False), (1.0, True), (0.5, True), (0.75, True)])
+@pytest.mark.parametrize("t", [0.3, 0.5])
+def test_lr_times_decay_times_steps_is_constant(role: Role, alpha: float, scale_decay: bool, t: float) -> None:
+    """The total shrinking of a decayed weight over the run does not depend on scale, over all four ratios."""
+    found = moved("complete-d-p", role, alpha, t, scale_decay)
+    assert found.lr * found.weight_decay * D / B == pytest.approx(1.0)
+
+
+def test_without_the_option_deeper_models_of_a_small_alpha_forget_more_slowly() -> None:
+    found = moved("complete-d-p", Role.HIDDEN_WEIGHT, 0.5)
+    assert found.lr * found.weight_decay * D / B == pytest.approx(L**-0.5)
+
+
+@pytest.mark.parametrize("name", ["mup", "complete-d-p"])
+def test_tied_embedding_is_the_unembedding_row_moved_by_the_abc_symmetry(name: str) -> None:
+    """forward x c, std / c, lr / c, eps x c, decay x c leaves AdamW unchanged; c = 1/N here."""
+    untied, tied, c = moved(name, Role.UNEMBEDDING), moved(name, Role.TIED_EMBEDDING), 1 / N
+    assert tied.forward == pytest.approx(c * untied.forward)
+    assert tied.init_std == pytest.approx(untied.init_std / c)
+    assert tied.lr == pytest.approx(untied.lr / c)
+    assert tied.eps == pytest.approx(untied.eps * c)
+    assert tied.weight_decay == pytest.approx(untied.weight_decay * c)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("role", Role)
+def test_base_to_middle_to_target_is_base_to_target(rule: Rule, role: Role) -> None:
+    first = TensorRatios(fan_in=2, fan_out=3, head=1.5, depth=5, batch=0.5, tokens=7)
+    second = TensorRatios(fan_in=4, fan_out=0.5, head=2, depth=0.2, batch=6, tokens=11)
+    whole = TensorRatios(**{name: value * vars(second)[name] for name, value in vars(first).items()})
+    at = Exponents(0.7, 0.4, True)
+    a, b, once = (vars(factors(rule, role, ratios, at)) for ratios in (first, second, whole))
+    assert {name: a[name] * b[name] for name in a} == pytest.approx(once)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("role", Role)
+def test_as_much_more_batch_as_tokens_changes_nothing(rule: Rule, role: Role) -> None:
+    at_base, grown = (
+        factors(rule, role, at, Exponents()) for at in (TensorRatios(), TensorRatios(batch=3, tokens=3))
+    )
+    assert vars(grown) == pytest.approx(vars(at_base), rel=1e-15)
+
+
+def test_initial_variance_lr_and_decay_follow_the_fan_in_and_eps_the_fan_out() -> None:
+    """A matrix whose sides grow by different factors: (48, 16) to (96, 64)."""
+    at = tensor_ratios(Role.HIDDEN_WEIGHT, (96, 64), (48, 16), Ratios(width=4))
+    assert (at.fan_in, at.fan_out) == (4, 2)
+    found = factors(COMPLETE_D_P, Role.HIDDEN_WEIGHT, at, Exponents())
+    assert (found.init_std, found.lr, found.weight_decay, found.eps) == (1 / 2, 1 / 4, 4, 1 / 2)
+    # Gains per head fill the width, a shared one the head: twice as large heads, half the eps.
+    per_head = tensor_ratios(Role.HIDDEN_NORM, (8, 16), (4, 8), Ratios(width=4))
+    shared = tensor_ratios(Role.QK_NORM, (16,), (8,), Ratios(width=4))
+    assert (per_head.fan_in, per_head.fan_out, shared.fan_out) == (1, 4, 2)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_logits_of_growing_heads(name: str) -> None:
+    """sqrt(d_base) / d of muP is 1 / sqrt(d) times sqrt(d_base / d); standard keeps 1 / sqrt(d)."""
+    found = factors(RULES[name], Role.HIDDEN_WEIGHT, TensorRatios(head=4), Exponents())
+    assert found.attention == (1 if name == "standard" else 1 / 2)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_every_cell_has_a_source_and_is_neutral_at_the_base_to_the_last_bit(rule: Rule) -> None:
+    cells = [rule.cells[quantity][role] for quantity in QUANTITIES for role in Role]
+    for cell in [*cells, *rule.shared.values()]:
+        assert len(cell.source) > 10
+        assert cell.factor(TensorRatios(), Exponents(0.7, 0.3, True)) == (0.0 if cell.text == "0" else 1.0)
+
+
 @pytest.mark.parametrize(
-    ("role", "variance", "lr", "eps", "decay"),
-    # Exponents as printed: (m_N, m_L in alpha) written out as functions of alpha.
+    ("text", "expected"),
     [
-        (Role.EMBEDDING, lambda a: 1, lambda a: 1, lambda a: 1 / N, 1),
-        (Role.HIDDEN_WEIGHT, lambda a: 1 / N, lambda a: L ** (a - 1) / N, lambda a: L**-a / N, N),
-        (Role.HIDDEN_BIAS, lambda a: 1, lambda a: L ** (a - 1), lambda a: L**-a / N, None),
-        (Role.HIDDEN_NORM, lambda a: 1, lambda a: L ** (a - 1), lambda a: L**-a / N, None),
-        (Role.QK_NORM, lambda a: 1, lambda a: L ** (a - 1), lambda a: L**-a, None),
-        (Role.UNEMBEDDING, lambda a: N**-2, lambda a: 1 / N, lambda a: 1, N),
+        ("I^-1", 3**-1),
+        ("O", 5.0),
+        ("I^-2 L^1/2", 3**-2 * 7**0.5),
+        ("L^(alpha-1)", 7**-0.3),
+        ("D^-t", 11**-0.4),
+        ("D^(t-1)", 11**-0.6),
+        ("L^w", 7**0.3),
+        ("B H^-1/2", 13 * 2**-0.5),
     ],
 )
-def test_table_1_row_by_row(role, variance, lr, eps, decay, alpha: float) -> None:  # type: ignore[no-untyped-def]
-    row = COMPLETE_D_P.roles[role]
-    assert value(row.init_variance, alpha) == pytest.approx(variance(alpha))
-    assert value(row.lr, alpha) == pytest.approx(lr(alpha))
-    assert value(row.eps, alpha) == pytest.approx(eps(alpha))
-    # Table 1 prints 1 for gains and biases ("rest"); we do not decay them at all.
-    assert value(row.weight_decay, alpha) == pytest.approx(decay if decay is not None else 0.0)
-    assert value(row.forward) == 1  # "Unaugmented"
-    assert value(COMPLETE_D_P.residual, alpha) == pytest.approx(L**-alpha)
-
-
-def test_batch_and_token_columns() -> None:
-    q = B / D
-    assert value(COMPLETE_D_P.lr) == pytest.approx(math.sqrt(q))
-    assert value(COMPLETE_D_P.eps) == pytest.approx(1 / math.sqrt(q))
-    assert value(COMPLETE_D_P.weight_decay) == pytest.approx(math.sqrt(q))
-    assert value(COMPLETE_D_P.half_life) == pytest.approx(1 / q)
-
-
-def test_final_norm_eps_departs_from_the_printed_row() -> None:
-    """Printed: 1. The gain's gradient is a sum over an unembedding of order 1/N, so its eps falls with it."""
-    assert value(COMPLETE_D_P.roles[Role.FINAL_NORM].eps) == 1 / N
-    assert value(COMPLETE_D_P.roles[Role.FINAL_NORM].lr) == 1
-
-
-def test_lr_times_decay_times_steps_is_constant() -> None:
-    """At alpha = 1 the total shrinking of a decayed weight over the run does not depend on scale."""
-    steps = D / B
-    for role in (Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBEDDING):
-        row = COMPLETE_D_P.roles[role]
-        for token_exponent in (0.3, 0.5):
-            product = math.prod(
-                value(cell, 1.0, token_exponent)
-                for cell in (row.lr, row.weight_decay, COMPLETE_D_P.lr, COMPLETE_D_P.weight_decay)
-            )
-            assert product * steps == pytest.approx(1.0)
-
-
-def test_tied_embedding_is_the_unembedding_row_moved_by_the_abc_symmetry() -> None:
-    """forward x c, std / c, lr / c, eps x c, decay x c leaves AdamW unchanged; c = 1/N here."""
-    untied, tied, c = COMPLETE_D_P.roles[Role.UNEMBEDDING], COMPLETE_D_P.roles[Role.TIED_EMBEDDING], 1 / N
-    assert value(tied.forward) == pytest.approx(c * value(untied.forward))
-    assert value(tied.init_variance) == pytest.approx(value(untied.init_variance) / c**2)
-    assert value(tied.lr) == pytest.approx(value(untied.lr) / c)
-    assert value(tied.eps) == pytest.approx(value(untied.eps) * c)
-    assert value(tied.weight_decay) == pytest.approx(value(untied.weight_decay) * c)
-
-
-def test_standard_moves_nothing() -> None:
-    for row in STANDARD.roles.values():
-        assert {value(cell) for cell in (row.init_variance, row.lr, row.eps, row.forward)} == {1.0}
-        assert value(row.weight_decay) in {0.0, 1.0}
-    assert {value(cell) for cell in (STANDARD.residual, STANDARD.lr, STANDARD.eps, STANDARD.half_life)} == {1.0}
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_every_role_has_a_row_and_all_is_neutral_at_the_base(rule) -> None:  # type: ignore[no-untyped-def]
-    assert set(rule.roles) == set(Role)
-    base = Ratios()
-    for row in rule.roles.values():
-        for cell in (row.init_variance, row.lr, row.eps, row.forward, rule.residual, rule.lr, rule.half_life):
-            assert Cell(cell).factor(base, 0.7, 0.3) == 1.0  # to the last bit
-
-
-@pytest.mark.parametrize(
-    ("cell", "expected"),
-    [("N^-1", N**-1), ("N", N), ("N^-2 L^1/2", N**-2 * L**0.5), ("L^(alpha-1)", L**-0.3), ("D^-t", D**-0.4)],
-)
-def test_cells(cell: str, expected: float) -> None:
-    assert Cell(cell).factor(AT, 0.7, 0.4) == pytest.approx(expected)
+def test_cells(text: str, expected: float) -> None:
+    at = TensorRatios(fan_in=3, fan_out=5, depth=7, tokens=11, batch=13, head=2)
+    assert Cell(text, "").factor(at, Exponents(0.7, 0.4, True)) == pytest.approx(expected)
 
 
 def test_a_cell_that_is_no_product_of_powers_is_refused() -> None:
     with pytest.raises(AssertionError, match="not an exponent"):
-        Cell("N^x").factor(AT, 1.0, 0.5)
+        Cell("L^x", "").factor(TensorRatios(), Exponents())
     with pytest.raises(KeyError):
-        Cell("Q^2").factor(AT, 1.0, 0.5)
+        Cell("Q^2", "").factor(TensorRatios(), Exponents())

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from leaven.recipe.hyperparameters import DepthProfile
+from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import Row, describe, resolve
 from leaven.scaling.transfer import transfer
@@ -80,9 +80,11 @@ def test_standard_gives_everybody_the_base_values_at_any_scale(tiny: Recipe) -> 
 
 
 def test_multipliers_multiply_and_ones_are_neutral_to_the_last_bit(tiny: Recipe) -> None:
-    ones = {module: {"lr": 1.0, "init_std": 1.0, "weight_decay": 1.0, "eps": 1.0} for module in tiny.model.modules}
-    neutral = tiny.replace({"hyperparameters.modules": ones, "hyperparameters.depth": {"lr": (1.0, 1.0, 1.0)}})
-    assert resolve(neutral).rows == resolve(tiny).rows
+    ones = {module: dict.fromkeys(Multipliers.model_fields, 1.0) for module in tiny.model.modules}
+    profile = dict.fromkeys(DepthProfile.model_fields, (1.0, 1.0, 1.0))
+    for recipe in (tiny, transfer(tiny, width=48, depth=6, batch_tokens=768, tokens=71_680)):
+        neutral = recipe.replace({"hyperparameters.modules": ones, "hyperparameters.depth": profile})
+        assert resolve(neutral).rows == resolve(recipe).rows
     changed = tiny.replace(
         {
             "hyperparameters.modules": {"mlp.in": {"lr": 3.0, "init_std": 0.5, "weight_decay": 0.0, "eps": 2.0}},
@@ -98,6 +100,60 @@ def test_multipliers_multiply_and_ones_are_neutral_to_the_last_bit(tiny: Recipe)
     assert rows["layers.1.attention.query.weight"].lr == pytest.approx(0.02)
     assert rows["embedding.weight"].lr == 0.01  # outside the blocks there is no depth
     assert rows["layers.1.attention.out.weight"].multiplier == pytest.approx(0.7)
+
+
+def test_every_quantity_is_rule_times_type_times_depth(tiny: Recipe) -> None:
+    """Additive in the logarithm: what each of the three does alone multiplies."""
+    types = {
+        "lr": 3.0,
+        "init_std": 0.5,
+        "weight_decay": 4.0,
+        "eps": 2.0,
+        "beta1": 0.25,
+        "beta2": 2.0,
+        "residual": 0.7,
+    }
+    depth = {quantity: (1.0, 1.5) for quantity in types}
+    big = transfer(tiny, width=32, depth=4, tokens=40_960)
+    both = big.replace({"hyperparameters.modules": {"mlp.out": types}, "hyperparameters.depth": depth})
+    plain, full = resolve(big), resolve(both)
+    for layer in range(4):
+        name = f"layers.{layer}.mlp.out.weight"
+        at_depth = 1 + 0.5 * layer / 3
+        for quantity, factor in types.items():
+            before, after = (
+                getattr(table[name], "multiplier" if quantity == "residual" else quantity) for table in (plain, full)
+            )
+            if quantity.startswith("beta"):  # the half-life is divided
+                before, after = math.log(before), math.log(after)
+            assert after / before == pytest.approx(factor * at_depth), quantity
+        # 1 - beta is multiplied, to first order.
+        row = full[name]
+        assert 1 - row.beta2 == pytest.approx((1 - plain[name].beta2) * 2.0 * at_depth, rel=0.05)
+        assert full[f"layers.{layer}.attention.out.weight"].multiplier == pytest.approx(0.5**1 * at_depth)
+    assert full["embedding.weight"] == plain["embedding.weight"]
+
+
+def test_betas_stay_in_range_whatever_they_are_multiplied_with(tiny: Recipe) -> None:
+    wild = {"embedding": {"beta1": 1e3, "beta2": 1e-6}}
+    row = resolve(tiny.replace({"hyperparameters.modules": wild}))["embedding.weight"]
+    assert 0 < row.beta1 < row.beta2 < 1
+
+
+def test_a_residual_multiplier_is_for_what_ends_a_branch(tiny: Recipe) -> None:
+    with pytest.raises(
+        ValueError, match="embedding ends no branch and has no residual; attention.out and mlp.out do"
+    ):
+        tiny.replace({"hyperparameters.modules": {"embedding": {"residual": 2.0}}})
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_qk_gains_shared_or_per_head(tiny: Recipe, per_head: bool) -> None:
+    recipe = tiny.replace({"model.qk_norm_per_head": per_head})
+    small, large = (resolve(r)["layers.0.norm.key.weight"] for r in (recipe, transfer(recipe, width=64)))
+    assert large.shape == ((4, 8) if per_head else (8,))
+    assert large.init_mean == 1.0
+    assert large.eps / small.eps == (1 / 4 if per_head else 1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
+from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
 
@@ -12,13 +15,52 @@ def test_only_shape_budget_and_base_change(tiny: Recipe) -> None:
     assert big.hyperparameters == tiny.hyperparameters
     assert big.scaling.base == tiny.base
     assert big.schedule.warmup_tokens / big.data.tokens == tiny.schedule.warmup_tokens / tiny.data.tokens
-    assert {"model", "data.tokens", "batch.tokens", "hyperparameters"} <= big.why.keys()
+    # A reason for each value that changed, and for those that did not have to.
+    reasons = {path for path in changed if path != "scaling.base" and not path.startswith("scaling.base.")}
+    assert big.why.keys() == reasons | {"hyperparameters", "scaling.base"}
 
 
 def test_nothing_asked_changes_nothing_but_pins_the_base(tiny: Recipe) -> None:
     assert sorted(path for path, _, _ in differences(tiny, transfer(tiny))) == [
-        *(f"scaling.base.{key}" for key in ("batch_tokens", "depth", "tokens", "width")),
+        f"scaling.base.{key}" for key in ("batch_tokens", "depth", "tokens", "width")
     ]
+
+
+def test_other_proportions_are_pinned_in_the_base_and_moved_tensor_by_tensor(tiny: Recipe) -> None:
+    """Twice the width; heads twice as large, as many of them; d_ff x 3, kv heads as they were (so half the group)."""
+    big = transfer(tiny, width=32, d_ff=96, d_head=16, n_kv_heads=2)
+    assert (big.model.n_heads, big.model.n_kv_heads, big.model.d_head, big.model.d_ff) == (2, 2, 16, 96)
+    assert big.base_shape == tiny.model
+    assert (big.base.d_ff, big.base.d_head, big.base.n_kv_heads) == (32, 8, 1)
+    assert "d_ff / d_model 2 -> 3" in big.why["model.d_ff"]
+    small, large = resolve(tiny), resolve(big)
+
+    def moved(name: str) -> tuple[float, ...]:
+        before, after = small[f"layers.0.{name}.weight"], large[f"layers.0.{name}.weight"]
+        return tuple(
+            getattr(after, value) / getattr(before, value) for value in ("init_std", "lr", "weight_decay", "eps")
+        )
+
+    # fan in x 2 and fan out x 3; x 3 and x 2; key and value from 8 to 32 rows: fan out x 4
+    assert moved("mlp.in") == pytest.approx((1 / math.sqrt(2), 1 / 2, 2, 1 / 3))
+    assert moved("mlp.out") == pytest.approx((1 / math.sqrt(3), 1 / 3, 3, 1 / 2))
+    assert moved("attention.key") == pytest.approx((1 / math.sqrt(2), 1 / 2, 2, 1 / 4))
+    assert moved("attention.query") == pytest.approx((1 / math.sqrt(2), 1 / 2, 2, 1 / 2))
+    assert large["layers.0.norm.query.weight"].eps == pytest.approx(tiny.hyperparameters.eps / 2)
+    assert small.attention_scale == pytest.approx(1 / math.sqrt(8))
+    assert large.attention_scale == pytest.approx(math.sqrt(8) / 16)
+    back = transfer(big, width=16, d_ff=32, d_head=8, n_kv_heads=1)
+    assert resolve(back).rows == small.rows
+    assert back.base.d_ff is None  # the proportions are the target's own again
+    further = transfer(big, width=64)  # proportions of the big one, base still the small one
+    assert (further.model.d_ff, further.base_shape) == (192, tiny.model)
+
+
+def test_a_target_of_other_proportions_composes(tiny: Recipe) -> None:
+    once = transfer(tiny, width=64, depth=6, d_ff=96, tokens=163_840)
+    twice = transfer(transfer(tiny, width=32, d_head=16), width=64, depth=6, d_ff=96, d_head=8, tokens=163_840)
+    assert once.model == twice.model
+    assert resolve(once).rows == resolve(twice).rows
 
 
 def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:
@@ -41,5 +83,7 @@ def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:
 def test_bad_scales_are_refused(tiny: Recipe) -> None:
     with pytest.raises(InputError, match="--width: width 24 is not a multiple of .* 16 or 32 is"):
         transfer(tiny, width=24)
+    with pytest.raises(InputError, match="n_heads 2 does not divide into groups for n_kv_heads 3; 1, 2 would"):
+        transfer(tiny, n_kv_heads=3)
     with pytest.raises(InputError, match="--batch-tokens 100 is no whole number of sequences of 32; 96 or 128 is"):
         transfer(tiny, batch_tokens=100)

@@ -25,11 +25,27 @@ def test_spaces_lie_around_the_recipe(tiny: Recipe) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["hyperparameters.speed", "model.d_model", "hyperparameters.modules.mlp.inn.lr", "hyperparameters.beta1", ""],
+    [
+        "hyperparameters.speed",
+        "model.d_model",
+        "hyperparameters.modules.mlp.inn.lr",
+        "hyperparameters.beta1",
+        "hyperparameters.modules.embedding.residual",
+        "",
+    ],
 )
 def test_what_cannot_be_searched_is_refused(tiny: Recipe, path: str) -> None:
     with pytest.raises(InputError, match="not a value to search; there are hyperparameters.lr"):
         space(tiny, path)
+
+
+def test_the_betas_of_a_module_and_the_residual_of_a_branch_can_be_searched(tiny: Recipe) -> None:
+    paths = "modules.embedding.beta2", "modules.mlp.out.residual"
+    around = space(tiny, ",".join(f"hyperparameters.{path}" for path in paths))
+    assert list(around.centre.values()) == [1.0, 1.0]
+    for dimension in around.dimensions:
+        moved(tiny, {dimension.path: dimension.high}, seed=1)  # a valid recipe, at either end
+        moved(tiny, {dimension.path: dimension.low}, seed=1)
 
 
 def test_zero_cannot_be_searched_by_factors(tiny: Recipe) -> None:

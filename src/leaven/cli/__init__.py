@@ -1,5 +1,6 @@
 """The verbs: a small file each, which parses, calls one function and prints."""
 
+import errno
 import sys
 
 import typer
@@ -7,6 +8,7 @@ from rich.text import Text
 
 from leaven.cli import demo, laws, plan, recipes, report, show, train, transfer, tune
 from leaven.cli._common import errors
+from leaven.cli._usage import mended
 from leaven.recipe.errors import InputError
 
 app = typer.Typer(
@@ -26,6 +28,8 @@ app.command("report")(report.report)
 app.command("demo")(demo.demo)
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
+_CTRL_C = 130  # what typer makes of a KeyboardInterrupt
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @app.callback(invoke_without_command=True)
@@ -37,12 +41,9 @@ def _help(context: typer.Context) -> None:
 def main() -> None:
     """Run a verb. What is wrong with the input is one line on standard error and exit code 2, never a traceback."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="leaven", standalone_mode=False)
     except InputError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(INTERRUPTED)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "leaven":
             raise
@@ -50,12 +51,20 @@ def main() -> None:
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
         sys.exit(FAILED)
-    except Exception as error:
-        # typer brings its own copy of click; its usage errors are known by what they can do.
-        if not hasattr(error, "format_message"):
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
             raise
-        _fail(error.format_message())
+        where = f" ({error.filename})" if error.filename else ""
+        _fail(f"{error.strerror}{where}; make room and run the same command again, what was complete is kept")
+    except Exception as error:
+        said = mended(error)
+        if said is None:
+            raise
+        _fail(said)
     else:
+        if code == _CTRL_C:
+            errors.print("interrupted; the same command goes on from what is on disk")
+            sys.exit(INTERRUPTED)
         sys.exit(code or 0)
 
 

@@ -12,13 +12,25 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity
 
+NO_TERMINAL = 120  # columns of what is piped or logged, whatever machine it runs on
+
+
+def _console(stderr: bool) -> Console:
+    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+    if not made.is_terminal:
+        made.width = NO_TERMINAL
+    return made
+
+
 # Results go to standard output; progress, warnings and errors to standard error, so that --json stays one document.
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+# Neither breaks lines: tables know the width, and a sentence is for the terminal to wrap.
+console = _console(stderr=False)
+errors = _console(stderr=True)
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)]
 SetOption = Annotated[
@@ -30,7 +42,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 def count_option(help: str) -> Any:
     """An option that takes a count as people write it: 7B, 64k, 32_768."""
-    return typer.Option(parser=parse_quantity, metavar="COUNT", help=help, show_default=False)
+    return typer.Option(parser=_count, metavar="COUNT", help=help, show_default=False)
+
+
+def _count(text: str) -> int:
+    try:
+        return parse_quantity(text)
+    except InputError as error:  # a ValueError, which typer would reword
+        raise typer.BadParameter(str(error)) from None
 
 
 def load(recipe: Path, overrides: list[str] | None) -> Recipe:

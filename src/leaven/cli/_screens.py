@@ -4,15 +4,19 @@ Everything goes to standard error. Without a terminal the same rows are printed 
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from leaven.cli._common import errors
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
+from leaven.report.numbers import value
+from leaven.report.terminal import cut, learning_rate
 
 if TYPE_CHECKING:
     from leaven.training.trainer import Step, Summary
@@ -36,7 +40,7 @@ class Screen:
     ) -> None:
         self._progress.stop()
 
-    def row(self, text: str) -> None:
+    def row(self, text: str | Text) -> None:
         self._progress.console.print(text, soft_wrap=True)
 
     def _left(self, done: float, total: float, already: float = 0.0) -> str:
@@ -64,7 +68,18 @@ class TextScreen(Screen):
 class TrainScreen(Screen):
     """A row each validation, at least one a minute, and one each event."""
 
-    HEADER = "  tokens     loss    validation  lr        |grad|    |update|  batch     tok/s     MFU"
+    # 78 characters in all, so that a row is a line on the narrowest terminal.
+    COLUMNS = (
+        ("tokens", 7),
+        ("loss", 6),
+        ("validation", 10),
+        ("lr", 7),
+        ("|grad|", 7),
+        ("|update|", 8),
+        ("batch", 6),
+        ("tok/s", 6),
+        ("MFU", 5),
+    )
     LONGEST_SILENCE = 60.0  # seconds
 
     def __init__(self, recipe: Recipe) -> None:
@@ -91,7 +106,7 @@ class TrainScreen(Screen):
             case "start" | "resume":
                 if event == "resume":
                     self.row(f"  resumed {at}")
-                self.row(self.HEADER)
+                self._cells([title for title, _ in self.COLUMNS])
             case "validation" if self._last is not None:
                 self._say(self._last, f"{values['loss']:.4f}")
             case "ramp" if values["batch_tokens"] == self._recipe.batch.tokens:
@@ -101,18 +116,29 @@ class TrainScreen(Screen):
 
     def _say(self, step: "Step", validation: str) -> None:
         self._spoken = time.monotonic()
-        mfu = f"{step.mfu:.1%}" if step.mfu is not None else "-"
-        self.row(
-            f"  {format_quantity(step.tokens):<9}{step.loss:7.3f}    {validation:<10}  {step.lr:8.2e}  "
-            f"{step.grad_norm:7.3f}   {step.update_norm:8.4f}  {format_quantity(step.batch_tokens):<8}  "
-            f"{format_quantity(step.tokens_per_second):<8}  {mfu}"
+        self._cells(
+            (
+                format_quantity(step.tokens),
+                _fixed(step.loss, 3),
+                validation,
+                learning_rate(step.lr, 3),
+                _fixed(step.grad_norm, 3),
+                _fixed(step.update_norm, 4),
+                format_quantity(step.batch_tokens),
+                format_quantity(step.tokens_per_second),
+                f"{step.mfu:.1%}" if step.mfu is not None else "-",
+            )
         )
+
+    def _cells(self, cells: Sequence[str]) -> None:
+        self.row("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, self.COLUMNS, strict=True)))
 
 
 class TuneScreen(Screen):
     """A row a trial."""
 
-    HEADER = "  trial  loss     against best  tok/s     what changed against the start"
+    HEADER = "trial      loss  against best   tok/s  what changed against the start"
+    INDENT = HEADER.index("what")
 
     def __init__(self, study: "Study", trials: int) -> None:
         super().__init__()
@@ -131,16 +157,19 @@ class TuneScreen(Screen):
         self._progress.update(
             self._task, completed=self._ended, left=self._left(self._ended, self._trials, self._already)
         )
-        self.row(f"  {trial.number:5d}  {self._verdict(trial)}  {changes(trial.values, self._centre)}")
+        said = Text.assemble(f"{trial.number:5d}  ", self._verdict(trial))
+        said.pad_right(self.INDENT - len(said))
+        self.row(said + changes(trial.values, self._centre, errors.width - self.INDENT))
         self._best = best.loss
 
-    def _verdict(self, trial: "Trial") -> str:
+    def _verdict(self, trial: "Trial") -> Text:
         if trial.state != "complete" or trial.loss is None:
-            return f"{trial.state:<30}"
-        against = f"{trial.loss - self._best:+.4f}" if self._best is not None else ""
+            return Text(f"{trial.state:>8}", style="red")
         star = "*" if self._best is None or trial.loss < self._best else " "
-        speed = format_quantity(trial.tokens_per_second or 0)
-        return f"{trial.loss:.4f}   {against:>7} {star}    {speed:<8}"
+        delta = Text(f"{'':>12}  ")
+        if self._best is not None:
+            delta = Text(f"{trial.loss - self._best:+10.4f} {star}  ", style="green" if star == "*" else "red")
+        return Text.assemble(f"{trial.loss:8.4f}  ", delta, f"{format_quantity(trial.tokens_per_second or 0):>6}")
 
     def rerun(self, done: int, total: int) -> None:
         self._progress.update(self._task, description="other seeds", completed=done, total=total, left="")
@@ -148,16 +177,24 @@ class TuneScreen(Screen):
             self.row(f"  the best again with other seeds: {done} of {total} runs")
 
 
-def changes(values: dict[str, float], centre: dict[str, float]) -> str:
-    """What a point changes, largest first: ``embedding.lr x1.41, init_std x0.84``."""
-    factors = {path: value / centre[path] for path, value in values.items()}
+def changes(values: dict[str, float], centre: dict[str, float], room: int) -> str:
+    """What a point changes, largest first, as many as there is room for: ``embedding.lr x1.41, …``."""
+    factors = {path: now / centre[path] for path, now in values.items()}
     moved = sorted(factors.items(), key=lambda item: -abs(item[1] - 1 / item[1]))
     names = [
         f"{path.removeprefix('hyperparameters.').removeprefix('modules.')} x{factor:.2f}"
         for path, factor in moved
         if f"{factor:.2f}" != "1.00"
     ]
-    return ", ".join(names) or "nothing: the start"
+    said = ", ".join(names)
+    while len(said) > room and len(names) > 1:
+        names.pop()
+        said = ", ".join([*names, "…"])
+    return cut(said, room) or "nothing: the start"
+
+
+def _fixed(number: float, digits: int) -> str:
+    return f"{number:.{digits}f}" if abs(number) < 100 else value(number)
 
 
 def best_lines(state: "StudyState", folder: Path) -> list[str]:
@@ -177,5 +214,5 @@ def best_lines(state: "StudyState", folder: Path) -> list[str]:
 def summary_line(summary: "Summary", folder: Path) -> str:
     return (
         f"{summary.loss:.4f} nats per token on validation after {format_quantity(summary.tokens)} tokens, "
-        f"{summary.steps:,} steps, {format_seconds(summary.seconds)}: {folder}"
+        f"{summary.steps:,} steps, {format_seconds(summary.seconds)}\nrun folder {folder}"
     )

@@ -3,13 +3,18 @@
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from leaven.catalogue.runs import Run, diff, find_run, load_runs, nearest
+from leaven.cli._catalogue import diff_table, nearest_table, run_lines, run_table
 from leaven.cli._common import JsonOption, console, count_option, emit_json
-from leaven.recipe.units import format_quantity
 
-app = typer.Typer(help="Published runs, every value with its source.", no_args_is_help=True)
+app = typer.Typer(help="Published runs, every value with its source.")
+
+
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command("list")
@@ -18,11 +23,8 @@ def list_runs(json_output: JsonOption = False) -> None:
     runs = load_runs()
     if json_output:
         emit_json([_summary(run) for run in runs])
-        return
-    table = _table()
-    for run in runs:
-        table.add_row(*_cells(run))
-    console.print(table)
+    else:
+        console.print(run_table(runs))
 
 
 @app.command()
@@ -32,16 +34,8 @@ def show(id: Annotated[str, typer.Argument(metavar="ID")], json_output: JsonOpti
     if json_output:
         emit_json(run.model_dump(exclude_none=True))
         return
-    console.print(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
-    table = Table("value", "", "source", "how known", box=None, pad_edge=False)
-    for path, value in run.flat().items():
-        name, _, field = path.partition(".")
-        if field:
-            provenance = getattr(run, name).provenance(field.partition(".")[0])
-            table.add_row(path, str(value), "; ".join(provenance.sources), provenance.confidence)
-    console.print(table)
-    for note in run.notes:
-        console.print(f"- {note}")
+    for line in run_lines(run, console.width):
+        console.print(line)
 
 
 @app.command("nearest")
@@ -56,10 +50,8 @@ def nearest_runs(
     if json_output:
         emit_json([_summary(run) | {"distance": distance, "lineage": run.lineage.name} for run, distance in found])
         return
-    table = _table("lineage", "octaves away")
-    for run, distance in found:
-        table.add_row(*_cells(run), run.lineage.name, f"{distance:.2f}")
-    console.print(table)
+    console.print(nearest_table(found))
+    console.print("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
 
 
 @app.command("diff")
@@ -72,11 +64,8 @@ def diff_runs(
     rows = diff(find_run(a), find_run(b))
     if json_output:
         emit_json([{"path": path, "a": left, "b": right} for path, left, right in rows])
-        return
-    table = Table("value", a, b, box=None, pad_edge=False)
-    for path, left, right in rows:
-        table.add_row(path, *("-" if value is None else str(value) for value in (left, right)))
-    console.print(table)
+    else:
+        console.print(diff_table(a, b, rows))
 
 
 def _summary(run: Run) -> dict[str, Any]:
@@ -88,22 +77,3 @@ def _summary(run: Run) -> dict[str, Any]:
         "batch_tokens": run.batch_tokens,
         "source": "; ".join(run.schedule.sources),
     }
-
-
-def _table(*more: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "params", "tokens", "peak lr", "batch, tokens", "decay", "source of the lr", *more):
-        table.add_column(name, overflow="fold")
-    return table
-
-
-def _cells(run: Run) -> tuple[str, ...]:
-    return (
-        run.id,
-        format_quantity(run.params_total),
-        format_quantity(run.tokens),
-        f"{run.peak_lr:.1e}",
-        format_quantity(run.batch_tokens),
-        run.decay,
-        "; ".join(run.schedule.sources),
-    )

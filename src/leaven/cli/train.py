@@ -25,28 +25,17 @@ def train_(
     from leaven.training.trainer import Diverged, require_one_device, resolved, train
 
     require_one_device(loaded)
-    RunFolder(folder).check(resolved(loaded))
-    with stopping() as stop:
-        with TextScreen() as screen:
-            tokens = prepare(
-                loaded.data.source, loaded.data.tokenizer, loaded.model.vocab_size, progress=screen.update
+    RunFolder(folder).check(resolved(loaded, folder))
+    with TextScreen() as text:
+        tokens = prepare(loaded.data.source, loaded.data.tokenizer, loaded.model.vocab_size, progress=text.update)
+    with stopping() as stop, TrainScreen(loaded) as screen:
+        try:
+            summary = train(
+                loaded, tokens, folder, on_step=screen.step, on_event=screen.event, stop=stop, tensorboard=True
             )
-        with TrainScreen(loaded) as screen_:
-            try:
-                summary = train(
-                    loaded,
-                    tokens,
-                    folder,
-                    on_step=screen_.step,
-                    on_event=screen_.event,
-                    stop=stop,
-                    tensorboard=True,
-                )
-            except Diverged as error:
-                errors.print(
-                    f"stopped: {error}; the last checkpoint is whole. A lower lr or a longer warm-up may help"
-                )
-                raise typer.Exit(1) from None
+        except Diverged as error:
+            errors.print(f"stopped: {error}; the last checkpoint is whole. A lower lr or a longer warm-up may help")
+            raise typer.Exit(1) from None
     if json_output:
         emit_json({key: value for key, value in asdict(summary).items() if key != "finished"})
     if not summary.finished:

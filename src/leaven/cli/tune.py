@@ -1,6 +1,5 @@
 """leaven tune RECIPE"""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,18 +23,16 @@ def tune(
     loaded = load(recipe, overrides)
 
     from leaven.data.tokens import prepare
+    from leaven.training.machine import cores
     from leaven.tuning.space import space as space_of
     from leaven.tuning.study import Study
 
     searched = space_of(loaded, space)
-    with stopping() as stop:
-        with TextScreen() as text:
-            prepare(loaded.data.source, loaded.data.tokenizer, loaded.model.vocab_size, progress=text.update)
-        opened = Study(study, loaded, searched, method)
+    with TextScreen() as text:
+        tokens = prepare(loaded.data.source, loaded.data.tokenizer, loaded.model.vocab_size, progress=text.update)
+    with stopping() as stop, Study(study, loaded, searched, method, tokens) as opened:
         with TuneScreen(opened, trials) as screen:
-            state = opened.run(
-                trials, workers or os.cpu_count() or 1, on_trial=screen.trial, on_rerun=screen.rerun, stop=stop
-            )
+            state = opened.run(trials, workers or cores(), on_trial=screen.trial, on_rerun=screen.rerun, stop=stop)
         interrupted = stop()
     document = opened.document(state)
     if json_output:

@@ -49,7 +49,7 @@ def published(target: Recipe, run: Run) -> Recipe:
     """The target with a published run's hyperparameters and schedule, as the numbers stand there.
 
     Batch and duration stay the target's: at the run's own batch this one would be over in a few steps. The warm-up
-    is taken as a share of the run. What the run does not state keeps leaven's default.
+    is taken as a share of the run. What the run does not state keeps leaven's default, and GPT-2's init std of 0.02.
     """
     optim = run.optim
     stated: dict[str, tuple[Any, Provenance | None]] = {

@@ -13,14 +13,15 @@ import torch
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.demo.arms import Arm, arms
-from leaven.demo.machine import cores, machine
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe, write_recipe, write_text
+from leaven.recipe.files import parse_recipe, read_text, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.report.page import write_page
 from leaven.scaling.transfer import transfer
+from leaven.training.machine import cores, machine
+from leaven.training.run_folder import LOCK, held
 from leaven.training.trainer import Diverged, Training, train
 from leaven.tuning.space import space
 from leaven.tuning.study import FINALISTS, SEEDS, Study
@@ -101,6 +102,7 @@ class Demo:
     watcher: Watcher
     stop: Callable[[], bool]
     state: dict[str, Any] = field(default_factory=dict)
+    _holds: bool = False  # the folder, and so may write into it
 
     def walk(self) -> Path:
         """All parts in order; the path of the report.
@@ -110,11 +112,13 @@ class Demo:
             Interrupted: if ``stop`` said so.
         """
         self._open()
-        tokens = self._text()
-        best = self._tune()
-        target = self._transfer(best)
-        self._train(target, tokens)
-        return self._report()
+        tokens = self._text()  # before anything is written: a source without text leaves no folder
+        with held(self.folder, "demo folder"):
+            self._holds = True
+            best = self._tune(tokens)
+            target = self._transfer(best)
+            self._train(target, tokens)
+            return self._report()
 
     @property
     def proxy(self) -> Recipe:
@@ -125,14 +129,16 @@ class Demo:
     def _open(self) -> None:
         what = {"size": self.size, "source": self.source}
         if self._file.exists():
-            self.state = json.loads(self._file.read_text(encoding="utf-8"))
+            self.state = json.loads(read_text(self._file))
             if {key: self.state.get(key) for key in what} != what:
                 raise InputError(
                     f"{self.folder} holds a demo of size {self.state.get('size')} on {self.state.get('source')}; "
                     "use another --run"
                 )
             return
-        if self.folder.exists() and any(self.folder.iterdir()):
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"--run {self.folder}: a file; give a folder")
+        if self.folder.exists() and any(entry.name != LOCK for entry in self.folder.iterdir()):
             raise InputError(f"{self.folder} is not empty and holds no demo; use another --run")
         self.state = {"name": "leaven demo", **what, "parts": [], "machine": machine()}
 
@@ -141,7 +147,6 @@ class Demo:
         return self.folder / "demo.json"
 
     def _save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self._file, json.dumps(self.state, indent=2) + "\n")
 
     @contextmanager
@@ -155,7 +160,8 @@ class Demo:
         finally:
             spent = self._seconds | {name: self._seconds.get(name, 0.0) + time.monotonic() - began}
             self.state["parts"] = [{"name": key, "seconds": round(value, 2)} for key, value in spent.items()]
-            self._save()
+            if self._holds:
+                self._save()
         if self.stop():
             raise Interrupted
 
@@ -173,7 +179,7 @@ class Demo:
             trial * size.longer * flops_per_token(wider) / flops_per_token(proxy.model) / (1 + 0.7 * (threads() - 1))
         )
         arms_left = 3 - sum(arm["loss"] is not None for arm in self.state.get("arms", []))
-        trials = (size.trials + FINALISTS * (SEEDS - 1)) * trial / self.workers if part == "tune" else 0.0
+        trials = (size.trials + FINALISTS * SEEDS) * trial / self.workers if part == "tune" else 0.0
         return trials + arms_left * arm
 
     def _text(self) -> TokenSet:
@@ -193,16 +199,15 @@ class Demo:
         }
         return tokens
 
-    def _tune(self) -> Recipe:
+    def _tune(self, tokens: TokenSet) -> Recipe:
         proxy, trials = self.proxy, SIZES[self.size].trials
         detail = (
             f"{trials} trials of {format_quantity(proxy.model.params_non_embedding)} parameters without embeddings, "
             f"{format_quantity(proxy.data.tokens)} tokens, {self.workers} workers"
         )
-        with self._part("tune", detail):
-            study = Study(self.folder / "study", proxy, space(proxy, ",".join(SEARCHED)), "trust-region")
-            with self.watcher.tuning(study, trials) as screen:
-                state = study.run(trials, self.workers, on_trial=screen.trial, on_rerun=screen.rerun, stop=self.stop)
+        study = Study(self.folder / "study", proxy, space(proxy, ",".join(SEARCHED)), "trust-region", tokens)
+        with self._part("tune", detail), study, self.watcher.tuning(study, trials) as screen:
+            state = study.run(trials, self.workers, on_trial=screen.trial, on_rerun=screen.rerun, stop=self.stop)
         if state.best is None:
             raise InputError("every trial of the demo diverged; nothing can be transferred")
         self.state["proxy"] = {"study": "study"}

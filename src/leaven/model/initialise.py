@@ -22,7 +22,8 @@ def build_model(
 ) -> Transformer:
     """The model of a shape with the multipliers and initial values of its parameter table, in fp32."""
     with torch.device("meta"):
-        model = Transformer(shape, {row.name: row.multiplier for row in table.rows})
+        multipliers = {row.name: row.multiplier for row in table.rows}
+        model = Transformer(shape, multipliers, table.attention_scale)
     model.to_empty(device=device)
     initialise(model, table, seed)
     return model

@@ -22,8 +22,22 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+class PerHeadNorm(nn.Module):
+    """A norm over each head by itself, with a gain for every entry of every head."""
+
+    def __init__(self, shape: ModelShape, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, shape.d_head))
+        self.centred = shape.norm == "layernorm"
+
+    def forward(self, x_BTHE: Tensor) -> Tensor:
+        wide_BTHE, size = x_BTHE.to(self.weight.dtype), self.weight.shape[1:]
+        norm = F.layer_norm if self.centred else F.rms_norm
+        return (norm(wide_BTHE, size, eps=NORM_EPS) * self.weight).to(x_BTHE.dtype)
+
+
 class Attention(nn.ModuleDict):
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, scale: float) -> None:
         d, d_q, d_kv = shape.d_model, shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
         super().__init__(
             {
@@ -33,7 +47,7 @@ class Attention(nn.ModuleDict):
                 "out": nn.Linear(d_q, d, shape.bias),
             }
         )
-        self.d_head, self.dropout = shape.d_head, shape.dropout
+        self.d_head, self.dropout, self.scale = shape.d_head, shape.dropout, scale
 
     def forward(self, x_BTD: Tensor, norm: nn.ModuleDict, positions: "Positions") -> Tensor:
         # The number of heads is read off the tensor, so that a slice of the heads works as well.
@@ -52,6 +66,7 @@ class Attention(nn.ModuleDict):
             attn_mask=positions.bias_HTT,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=positions.bias_HTT is None,
+            scale=self.scale,
             enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
         )
         branch_BTD: Tensor = self["out"](y_BHTE.transpose(1, 2).flatten(-2))
@@ -83,13 +98,17 @@ class MLP(nn.ModuleDict):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), each branch times its multiplier."""
 
-    def __init__(self, shape: ModelShape, multipliers: Mapping[str, float], layer: int) -> None:
+    def __init__(
+        self, shape: ModelShape, multipliers: Mapping[str, float], attention_scale: float, layer: int
+    ) -> None:
         super().__init__()
         norms = {"attention": _norm(shape, shape.d_model), "mlp": _norm(shape, shape.d_model)}
-        if shape.qk_norm:
+        if shape.qk_norm_per_head:
+            norms |= {"query": PerHeadNorm(shape, shape.n_heads), "key": PerHeadNorm(shape, shape.n_kv_heads)}
+        elif shape.qk_norm:
             norms |= {side: _norm(shape, shape.d_head, bias=False) for side in ("query", "key")}
         self.norm = nn.ModuleDict(norms)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, attention_scale)
         self.mlp = MLP(shape)
         self.dropout = shape.dropout
         self.attention_multiplier = multipliers.get(f"layers.{layer}.attention.out.weight", 1.0)
@@ -105,18 +124,25 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Tokens to logits.
 
-    ``multipliers`` are the forward multipliers of the parameter table by parameter name; what is absent is 1. The
-    parameters are whatever torch made of them: :func:`leaven.model.initialise.initialise` gives them their values.
+    ``multipliers`` are the forward multipliers of the parameter table by parameter name; what is absent is 1.
+    ``attention_scale`` multiplies query . key; it is 1 / sqrt(d_head) if none is given. The parameters are whatever
+    torch made of them: :func:`leaven.model.initialise.initialise` gives them their values.
     """
 
-    def __init__(self, shape: ModelShape, multipliers: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        multipliers: Mapping[str, float] | None = None,
+        attention_scale: float | None = None,
+    ) -> None:
         super().__init__()
         multipliers = multipliers or {}
+        scale = 1 / math.sqrt(shape.d_head) if attention_scale is None else attention_scale
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
         if shape.positions == "learned":
             self.positions = nn.Embedding(shape.seq_len, shape.d_model)
-        self.layers = nn.ModuleList(Block(shape, multipliers, layer) for layer in range(shape.n_layers))
+        self.layers = nn.ModuleList(Block(shape, multipliers, scale, layer) for layer in range(shape.n_layers))
         self.norm = nn.ModuleDict({"final": _norm(shape, shape.d_model)})
         if not shape.tied_embeddings:
             self.unembedding = nn.Linear(shape.d_model, shape.vocab_size, bias=False)

@@ -3,6 +3,7 @@
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -185,6 +186,8 @@ def write_text(path: Path | str, text: str) -> None:
         InputError: if it cannot be written; the old file is untouched.
     """
     path = Path(path)
+    if path.is_dir() or not path.name:
+        raise InputError(f"{path}: a folder; give the name of a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -193,5 +196,20 @@ def write_text(path: Path | str, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it.
+
+    Raises:
+        InputError: if something else is there, or it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"{path}: there is a file where a folder should be; use another") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be made: {error.strerror}; use another folder") from None

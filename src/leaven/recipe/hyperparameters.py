@@ -1,8 +1,8 @@
 """What is tuned: values in base coordinates, multipliers per module, multipliers over depth."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
 
@@ -14,20 +14,35 @@ Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """What one module multiplies the global values by. 1.0 is neutral, to the last bit."""
+    """What one module multiplies the global values by. 1.0 is neutral, to the last bit.
+
+    ``beta1`` and ``beta2`` multiply 1 - beta to first order: they divide the half-life of the moment, beta ** m, so
+    that beta stays within (0, 1) whatever they are multiplied with. ``residual`` is for the modules that end a
+    branch, ``attention.out`` and ``mlp.out``.
+    """
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
     weight_decay: NonNegative = 1.0
+    beta1: Positive = 1.0
+    beta2: Positive = 1.0
     eps: Positive = 1.0
+    residual: Positive = 1.0
 
 
 class DepthProfile(Part):
-    """Multipliers at evenly spaced relative depths 0 .. 1, interpolated linearly to any number of layers."""
+    """Multipliers at evenly spaced relative depths 0 .. 1, interpolated linearly to any number of layers.
+
+    They multiply those of the modules: type and depth add up in the logarithm (Mlodozeniec et al. 2025).
+    """
 
     lr: Profile = (1.0,)
     init_std: Profile = (1.0,)
     weight_decay: Profile = (1.0,)
+    beta1: Profile = (1.0,)
+    beta2: Profile = (1.0,)
+    eps: Profile = (1.0,)
+    residual: Profile = (1.0,)
 
     @staticmethod
     def at(profile: tuple[float, ...], layer: int, n_layers: int) -> float:
@@ -41,13 +56,34 @@ class DepthProfile(Part):
         return profile[below] * (1 - share) + profile[above] * share
 
 
+class Clip(Part):
+    """Gradient clipping: which norm, and what it is limited to.
+
+    ``global`` limits the norm over all parameters, ``per-module`` that of each module in each block by itself.
+    ``running`` limits the global norm to ``limit`` times its own running root mean square, which looks back as far as
+    Adam's second moment does. A ``limit`` of 0 switches clipping off.
+    """
+
+    mode: Literal["global", "per-module", "running"]
+    limit: NonNegative = 1.0
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """A plain number is the limit of the global form."""
+        return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
+
+    def written(self) -> Any:
+        return self.limit if self.mode == "global" else {"mode": self.mode, "limit": self.limit}
+
+
 class Hyperparameters(Part):
     """The values that are right at ``[scaling].base``.
 
     ``lr`` is the peak. ``adamw`` decouples the decay (each step shrinks a weight by lr x weight_decay); ``adam`` adds
     weight_decay x weight to the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019,
     arXiv 1711.05101). ``residual`` multiplies every branch before it is added to the residual stream.
-    ``grad_clip`` is a limit on the global gradient norm; 0 switches clipping off.
+    ``grad_clip`` is a limit on the global gradient norm (0 switches clipping off), or a
+    :class:`Clip`.
     """
 
     optimizer: Literal["adamw", "adam"] = "adamw"
@@ -58,7 +94,7 @@ class Hyperparameters(Part):
     beta2: Beta = 0.95
     eps: Positive = 1e-8
     residual: Positive = 1.0
-    grad_clip: NonNegative = 1.0
+    grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
     modules: dict[str, Multipliers] = {}
     depth: DepthProfile = DepthProfile()
 

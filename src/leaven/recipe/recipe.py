@@ -12,16 +12,16 @@ from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.hyperparameters import Hyperparameters
 from leaven.recipe.layout import Layout
 from leaven.recipe.schedule import Schedule
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 
-RuleName = Literal["standard", "complete-d-p"]
+RuleName = Literal["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"]
 
 
 class Data(Part):
     """Where the text comes from and how much of it is consumed.
 
-    ``tokens`` is the duration; epochs are tokens / corpus tokens. ``seed`` fixes the initialisation and the order of
-    the data, nothing else is random.
+    ``tokens`` is the duration; epochs are tokens / corpus tokens. ``seed`` fixes the initialisation, the order of
+    the data and the masks of dropout.
     """
 
     source: str = "python-stdlib"
@@ -31,12 +31,19 @@ class Data(Part):
 
 
 class Base(Part):
-    """The scale at which the hyperparameters were found."""
+    """The scale at which the hyperparameters were found.
+
+    ``d_ff``, ``d_head`` and ``n_kv_heads`` are for a base of other proportions; without them it has the recipe's own
+    head dimension, d_ff / d_model and heads per kv head.
+    """
 
     width: int = Field(gt=0)
     depth: int = Field(gt=0)
     batch_tokens: int = Field(gt=0)
     tokens: int = Field(gt=0)
+    d_ff: int | None = Field(default=None, gt=0)
+    d_head: int | None = Field(default=None, gt=0)
+    n_kv_heads: int | None = Field(default=None, gt=0)
 
 
 class Scaling(Part):
@@ -44,11 +51,17 @@ class Scaling(Part):
 
     ``alpha`` splits the 1/depth between branch multiplier (depth^-alpha) and learning rate (depth^(alpha-1)).
     ``token_exponent`` is that of the learning rate's fall with duration; the literature says 0.3 to 0.5.
+
+    ``scale_decay_with_depth`` multiplies the weight decay of hidden weights by depth^(1-alpha). Below alpha = 1 their
+    lr falls with depth, and lr x decay x steps with it: deeper models forget more slowly, although every other axis
+    keeps that product constant. CompleteP and Complete(d)P leave this out, so it is off by default; at alpha = 1 it
+    changes nothing.
     """
 
     rule: RuleName = "complete-d-p"
     alpha: float = Field(default=1.0, ge=0.5, le=1)
     token_exponent: float = Field(default=0.5, ge=0, le=1)
+    scale_decay_with_depth: bool = False
     base: Base | None = None
 
 
@@ -66,7 +79,7 @@ class Stability(Part):
 
 
 class Evaluation(Part):
-    """Validation loss over the first ``tokens`` held-out tokens, every ``every_tokens`` and at the end."""
+    """Validation loss over ``tokens`` held-out tokens, evenly spread, every ``every_tokens`` and at the end."""
 
     tokens: int = Field(default=131_072, gt=0)
     every_tokens: int | None = Field(default=None, gt=0)
@@ -75,7 +88,7 @@ class Evaluation(Part):
 class Recipe(Part):
     """A run. Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` says what each parameter gets."""
 
-    name: str = Field(min_length=1, pattern=r"^[\w.\-]+$")
+    name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
     model: ModelShape
     data: Data
     batch: Batch
@@ -113,11 +126,16 @@ class Recipe(Part):
                 close = get_close_matches(module, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
                 raise ValueError(f"hyperparameters.modules: no module {module!r} in this model; {hint}")
-        if self.scaling.base is not None:
-            try:
-                self.model.scaled(self.scaling.base.width, self.scaling.base.depth)
-            except ValueError as error:
-                raise ValueError(f"scaling.base: {error}") from None
+        for module, multipliers in self.hyperparameters.modules.items():
+            if multipliers.residual != 1 and module not in BRANCH_ENDS:
+                raise ValueError(
+                    f"hyperparameters.modules: {module} ends no branch and has no residual; "
+                    f"{' and '.join(BRANCH_ENDS)} do"
+                )
+        try:
+            _ = self.base_shape
+        except ValueError as error:
+            raise ValueError(f"scaling.base: {error}") from None
         return self
 
     @cached_property
@@ -137,6 +155,16 @@ class Recipe(Part):
             depth=self.model.n_layers,
             batch_tokens=self.batch.tokens,
             tokens=self.data.tokens,
+        )
+
+    @property
+    def base_shape(self) -> ModelShape:
+        """The model at the base: of this family, with the base's proportions where it states them."""
+        base = self.scaling.base
+        if base is None:
+            return self.model
+        return self.model.scaled(
+            base.width, base.depth, d_ff=base.d_ff, d_head=base.d_head, n_kv_heads=base.n_kv_heads
         )
 
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":
@@ -180,11 +208,8 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(a: Recipe, b: Recipe) -> list[tuple[str, Any, Any]]:
     """Where two recipes differ in what is computed: (dotted path, value in a, value in b).
 
-    Name, reasons and layout are left out: none of them changes a loss.
+    Name, reasons and layout are left out: they are not part of the numbers.
     """
-    flat_a, flat_b = (
-        flatten(recipe.model_dump(exclude={"name": True, "why": True, "layout": True, "batch": {"micro_batch"}}))
-        for recipe in (a, b)
-    )
+    flat_a, flat_b = (flatten(recipe.model_dump(exclude={"name", "why", "layout"})) for recipe in (a, b))
     paths = dict.fromkeys([*flat_a, *flat_b])
     return [(path, flat_a.get(path), flat_b.get(path)) for path in paths if flat_a.get(path) != flat_b.get(path)]

@@ -32,8 +32,8 @@ class Schedule(Part):
     def multiplier(self, tokens: float, horizon: int) -> float:
         """What the peak lr is multiplied by once ``tokens`` of the ``horizon`` (both in tokens) are consumed.
 
-        0 at the start of a warm-up, 1 at its end, ``min_lr_ratio`` at the horizon and after it (but for
-        ``constant``, which stays at 1, and ``inverse_sqrt``, which has it for a floor).
+        0 at the start of a warm-up, 1 at its end (unless that is the end of the run), ``min_lr_ratio`` at the horizon
+        and after it (but for ``constant``, which stays at 1, and ``inverse_sqrt``, which has it for a floor).
         """
         if tokens < self.warmup_tokens:
             return max(tokens, 0) / self.warmup_tokens

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from leaven.recipe.base import Part
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu", "relu", "squared_relu"]
 Positions = Literal["rope", "learned", "alibi"]
+# The modules that end a branch: the branch's multiplier is kept in the row of their weight.
+BRANCH_ENDS = ("attention.out", "mlp.out")
 
 
 class Role(StrEnum):
@@ -26,10 +28,11 @@ class Role(StrEnum):
     HIDDEN_WEIGHT = "hidden_weight"  # width -> width, inside a block
     HIDDEN_BIAS = "hidden_bias"  # -> width, inside a block (of matrices and of layer norms)
     HIDDEN_NORM = "hidden_norm"  # gain over the width, inside a block
-    QK_NORM = "qk_norm"  # gain over d_head, shared by all heads
+    QK_NORM = "qk_norm"  # gain of queries or keys over d_head, shared by all heads
     FINAL_NORM = "final_norm"  # gain over the width, after the last block
     FINAL_BIAS = "final_bias"  # bias of the final norm
     UNEMBEDDING = "unembedding"  # width -> finite
+    UNEMBEDDING_BIAS = "unembedding_bias"  # -> finite; leaven's own models have none
     TIED_EMBEDDING = "tied_embedding"  # both ends in one matrix
 
 
@@ -68,6 +71,7 @@ class ModelShape(Part):
     positions: Positions = "rope"
     rope_theta: float = Field(default=10_000.0, gt=0)
     qk_norm: bool = False
+    qk_norm_per_head: bool = False
     tied_embeddings: bool = False
     bias: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -86,6 +90,8 @@ class ModelShape(Part):
                 f"n_heads {self.n_heads} does not divide into groups for n_kv_heads {self.n_kv_heads}; "
                 f"{', '.join(map(str, divisors))} would"
             )
+        if self.qk_norm_per_head and not self.qk_norm:
+            raise ValueError("qk_norm_per_head says which gains qk_norm has; set qk_norm = true")
         if self.positions == "rope" and self.d_head % 2:
             raise ValueError(f"rotary positions need an even d_head, not {self.d_head}")
         return self
@@ -114,9 +120,13 @@ class ModelShape(Part):
             for branch in ("attention", "mlp"):
                 yield from self._norm(f"layers.{layer}.", branch, layer)
                 if branch == "attention" and self.qk_norm:
-                    for side in ("query", "key"):
-                        name = f"layers.{layer}.norm.{side}.weight"
-                        yield Parameter(name, (self.d_head,), Role.QK_NORM, f"norm.{side}", layer)
+                    for side, heads in (("query", self.n_heads), ("key", self.n_kv_heads)):
+                        name, module = f"layers.{layer}.norm.{side}.weight", f"norm.{side}"
+                        if self.qk_norm_per_head:
+                            # Not shared by the heads, so an ordinary gain over the width.
+                            yield Parameter(name, (heads, self.d_head), Role.HIDDEN_NORM, module, layer)
+                        else:
+                            yield Parameter(name, (self.d_head,), Role.QK_NORM, module, layer)
                 for module, shape in matrices.items():
                     if module.startswith(branch):
                         name = f"layers.{layer}.{module}"
@@ -150,31 +160,45 @@ class ModelShape(Part):
         outside = {Role.EMBEDDING, Role.TIED_EMBEDDING, Role.UNEMBEDDING}
         return sum(parameter.size for parameter in self.parameters() if parameter.role not in outside)
 
-    def scaled(self, width: int, depth: int) -> "ModelShape":
-        """The same family at another width and depth: head dimension, d_ff / d_model and group size are kept.
+    def scaled(
+        self,
+        width: int,
+        depth: int,
+        *,
+        d_ff: int | None = None,
+        d_head: int | None = None,
+        n_kv_heads: int | None = None,
+    ) -> "ModelShape":
+        """The same family at another width and depth: head dimension, d_ff / d_model and group size are kept unless
+        they are given.
 
         Raises:
             ValueError: if the width is no multiple of the head dimension, or a ratio does not come out whole.
         """
-        group = self.n_heads // self.n_kv_heads
-        step = self.d_head * group
+        d_head = d_head or self.d_head
+        group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads
+        step = d_head * group
         if width % step:
             lower = max(width // step, 1) * step
             raise ValueError(
-                f"width {width} is not a multiple of d_head x heads per kv head = {self.d_head} x {group}; "
+                f"width {width} is not a multiple of d_head x heads per kv head = {d_head} x {group}; "
                 f"{lower} or {lower + step} is"
             )
-        if self.d_ff * width % self.d_model:
+        if d_ff is None and self.d_ff * width % self.d_model:
             raise ValueError(
                 f"width {width} makes d_ff = {self.d_ff} x {width} / {self.d_model} no whole number; "
                 f"choose a d_ff that is a simple multiple of d_model"
             )
-        heads = width // self.d_head
+        heads = width // d_head
         changes = {
             "n_layers": depth,
             "d_model": width,
             "n_heads": heads,
-            "n_kv_heads": heads // group,
-            "d_ff": self.d_ff * width // self.d_model,
+            "n_kv_heads": n_kv_heads or heads // group,
+            "d_head": d_head,
+            "d_ff": d_ff or self.d_ff * width // self.d_model,
         }
-        return ModelShape.model_validate(self.model_dump() | changes)
+        try:
+            return ModelShape.model_validate(self.model_dump() | changes)
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None

@@ -13,7 +13,7 @@ def parse_quantity(text: str) -> int:
     """A count from its written form, in decimal multiples: ``7B`` is 7e9, ``64k`` 64,000, ``32_768`` itself.
 
     Raises:
-        InputError: if the text is no number with an optional K, M, B (or G), T, or is no whole number.
+        InputError: if the text is no number with an optional K, M, B (or G), T, or no whole number, or above 1e30.
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
@@ -23,6 +23,8 @@ def parse_quantity(text: str) -> int:
     whole, _, fraction = digits.replace("_", "").replace(",", "").partition(".")
     power = int(exponent or 0) - len(fraction)
     value = int((whole or "0") + fraction) * _SUFFIXES[suffix.upper()]
+    if power > 30:
+        raise InputError(f"{text!r} is larger than anything that is counted here")
     if power >= 0:
         return value * int(10**power)
     divisor = int(10**-power)

@@ -1,18 +1,21 @@
 """The parameter table for people: equal rows over layers as one, base beside target, and the reason of each value."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import Role
+from leaven.recipe.shape import BRANCH_ENDS
 from leaven.report.numbers import value
-from leaven.scaling.rules import Cell, Rule
-from leaven.scaling.table import ParameterTable, Row, resolve
+from leaven.scaling.cells import Cell
+from leaven.scaling.rules import Rule
+from leaven.scaling.table import ParameterTable, Row, exponents, resolve
 from leaven.scaling.transfer import transfer
 
 QUANTITIES = ("init_std", "lr", "weight_decay", "beta1", "beta2", "eps", "multiplier")
+_SUBSCRIPTS = {"I": "in", "O": "out", "H": "head"}
 LAYER = re.compile(r"layers\.\d+\.")
 
 
@@ -80,27 +83,32 @@ def at_base(recipe: Recipe) -> Recipe | None:
         return None
     try:
         return transfer(
-            recipe, width=base.width, depth=base.depth, batch_tokens=base.batch_tokens, tokens=base.tokens
+            recipe,
+            width=base.width,
+            depth=base.depth,
+            batch_tokens=base.batch_tokens,
+            tokens=base.tokens,
+            d_ff=base.d_ff,
+            d_head=base.d_head,
+            n_kv_heads=base.n_kv_heads,
         )
     except InputError:
         return None
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: Row, quantity: str) -> str:
-    """How the value follows from the one in base coordinates: ``m_N^-1 m_L^(alpha-1) = 0.25``.
+    """How the value follows from the one in base coordinates: ``m_in^-1 m_L^(alpha-1) = 0.25``.
 
-    m_N, m_L, m_B and m_D are target / base of width, depth, batch and tokens.
+    m_in, m_out, m_L, m_B and m_D are target / base of the tensor's fan in and fan out, depth, batch and tokens.
     """
     cells = _cells(table.rule, row, quantity)
-    factor = 1.0
-    for cell in cells:
-        factor *= Cell(cell).factor(table.ratios, recipe.scaling.alpha, recipe.scaling.token_exponent)
-    moving = [cell for cell in cells if cell != "1"]
+    factor = math.prod(cell.factor(row.ratios, exponents(recipe.scaling)) for cell in cells)
+    moving = [cell.text for cell in cells if cell.text != "1"]
     if not moving:
         return "does not move with scale"
     if "0" in moving:
         return "switched off for this role"
-    formula = re.sub(r"\b([NLBD])\b", r"m_\1", " ".join(moving))
+    formula = re.sub(r"\b[IOHLBD]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
     if quantity == "init_std":
         return f"sqrt of variance factor {formula} = {value(factor**0.5)}"
     if quantity in {"beta1", "beta2"}:
@@ -108,23 +116,18 @@ def reason(recipe: Recipe, table: ParameterTable, row: Row, quantity: str) -> st
     return f"{formula} = {value(factor)}"
 
 
-def _cells(rule: Rule, row: Row, quantity: str) -> tuple[str, ...]:
-    cells = rule.roles[row.role]
+def _cells(rule: Rule, row: Row, quantity: str) -> tuple[Cell, ...]:
     match quantity:
         case "init_std":
-            return (cells.init_variance,)
-        case "lr":
-            return (cells.lr, rule.lr)
-        case "weight_decay":
-            return (cells.weight_decay, rule.weight_decay)
-        case "eps":
-            return (cells.eps, rule.eps)
+            return rule.of("init_variance", row.role)
+        case "lr" | "weight_decay" | "eps":
+            return rule.of(quantity, row.role)
         case "beta1" | "beta2":
             return (rule.half_life,)
         case _:
             # A branch's factor is kept in the matrix that ends the branch.
-            ends_branch = row.role is Role.HIDDEN_WEIGHT and row.module.endswith(".out")
-            return (cells.forward, rule.residual) if ends_branch else (cells.forward,)
+            forward = rule.of("forward", row.role)
+            return (*forward, rule.residual) if row.module in BRANCH_ENDS else forward
 
 
 def tables(recipe: Recipe, base: Recipe | None) -> tuple[ParameterTable, ParameterTable | None]:

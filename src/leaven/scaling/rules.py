@@ -1,132 +1,291 @@
-"""The rules as data: how each quantity of each role moves with width, depth, batch and tokens.
+"""The rules as data: how each quantity of each role moves with scale, a source for every cell.
 
-A cell is a product of powers of the ratios target / base, written as it is printed::
+:mod:`leaven.scaling.cells` has the letters, :mod:`leaven.scaling.apply` applies a table without knowing which it is,
+and ``leaven show --rule NAME`` prints it. Three things hold for all tables:
 
-    N  m_N, width        L  m_L, depth        B  m_B, batch        D  m_D, tokens
+- **Per-tensor ratios.** The papers print one ratio m_N, for they grow every width together. Here initial variance,
+  lr and weight decay move with the tensor's fan in (Adam moves each entry by lr, and an output entry sums them over
+  the fan in) and eps with its fan out (a gradient entry is backward signal times forward signal, and the backward
+  signal is of order 1 / width of the tensor's output). Where every width grows together the two are m_N.
+- **Shared QK gains.** One gain for all heads sums the gradients of all heads, so its eps does not move with width:
+  its fan out is the head dimension. Gains per head are ordinary hidden norms, and their fan out is the width.
+- **No decay on gains and biases.** Table 1 prints 1 for them; decay pulls a gain towards 0, not its neutral 1, and
+  published recipes leave it off (nanoGPT, OLMo 2).
 
-``N^-1 L^(alpha-1)`` is ``m_N**-1 * m_L**(alpha-1)``; an exponent is a sum of numbers, ``alpha`` and ``t`` (the token
-exponent). ``1`` does not move and ``0`` switches the quantity off. The code that applies a rule
-(:mod:`leaven.scaling.table`) does not know which rule it is.
+``complete-d-p`` departs from the printed table in one row, the eps of the final norm, where Table 1 has 1 ("Output
+weights/biases/norms"). The gradient of that gain is ``sum_v W_u[v, i] delta_v`` with ``W_u`` of order 1/N, hence of
+order 1/N itself (measured exponent -1.05 at initialisation, -0.91 after 150 steps), and eps has to fall with it.
+``complete-d-p-printed`` keeps the printed row, for those who compare with the paper. The difference is small while
+eps is small against the gradient.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from leaven.recipe.shape import Role
+from leaven.scaling.cells import LETTERS, Cell
 
-
-@dataclass(frozen=True)
-class Ratios:
-    """Target over base. All ones at the base."""
-
-    width: float = 1.0
-    depth: float = 1.0
-    batch: float = 1.0
-    tokens: float = 1.0
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A product of powers of the ratios, e.g. ``N^-1 L^(alpha-1) B^1/2 D^-t``."""
-
-    text: str
-
-    def factor(self, ratios: Ratios, alpha: float, token_exponent: float) -> float:
-        """The number this cell stands for; exactly 1.0 where all its ratios are 1."""
-        if self.text in {"0", "1"}:
-            return float(self.text)
-        value = 1.0
-        for power in self.text.split():
-            letter, _, exponent = power.partition("^")
-            value *= self._ratio(letter, ratios) ** _exponent(exponent or "1", alpha, token_exponent)
-        return value
-
-    @staticmethod
-    def _ratio(letter: str, ratios: Ratios) -> float:
-        return {"N": ratios.width, "L": ratios.depth, "B": ratios.batch, "D": ratios.tokens}[letter]
-
-
-_TERM = re.compile(r"([+-]?)(?:(\d+)(?:/(\d+))?|(alpha|t))")
-
-
-def _exponent(text: str, alpha: float, token_exponent: float) -> float:
-    inside = text.strip("()")
-    terms = list(_TERM.finditer(inside))
-    assert "".join(term.group() for term in terms) == inside, f"not an exponent: {text}"
-    value = 0.0
-    for sign, numerator, denominator, symbol in (term.groups() for term in terms):
-        size = {"alpha": alpha, "t": token_exponent}.get(symbol) or int(numerator or 0) / int(denominator or 1)
-        value += -size if sign == "-" else size
-    return value
-
-
-@dataclass(frozen=True)
-class RoleRule:
-    """One row of a rule's table, a cell a quantity."""
-
-    init_variance: str = "1"
-    lr: str = "1"
-    eps: str = "1"
-    weight_decay: str = "1"
-    forward: str = "1"
+QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A table: role x quantity, and what all roles share.
+    """A table: ``cells`` by quantity and role, and what all roles share.
 
-    ``lr``, ``eps`` and ``weight_decay`` here multiply every row of their block. ``half_life`` is the factor on the
-    number of steps that the Adam moments look back, applied as ``beta ** (1 / half_life)``: to first order
-    ``1 - beta`` is divided by it, but beta never leaves (0, 1). ``residual`` multiplies each branch.
+    ``columns`` multiply every row of a quantity's block (the batch and token column). ``residual`` multiplies each
+    branch, ``attention`` the logit scale 1 / sqrt(d_head), and ``half_life`` the number of steps that the Adam
+    moments look back, which to first order divides ``1 - beta``.
     """
 
     name: str
     source: str
-    roles: Mapping[Role, RoleRule]
-    residual: str = "1"
-    lr: str = "1"
-    eps: str = "1"
-    weight_decay: str = "1"
-    half_life: str = "1"
+    cells: Mapping[str, Mapping[Role, Cell]]
+    residual: Cell
+    attention: Cell
+    half_life: Cell
+    columns: Mapping[str, Cell] = field(default_factory=dict)
+
+    def of(self, quantity: str, role: Role) -> tuple[Cell, ...]:
+        """The cells whose product moves a quantity of a role."""
+        cell = self.cells[quantity][role]
+        return (cell, self.columns[quantity]) if quantity in self.columns else (cell,)
+
+    @property
+    def shared(self) -> dict[str, Cell]:
+        """What all roles share, by the name it is printed under."""
+        columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
+        return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
+
+    def document(self) -> dict[str, Any]:
+        """The table as plain data, each cell with its source."""
+        return {
+            "rule": self.name,
+            "source": self.source,
+            "roles": {role: {quantity: vars(self.cells[quantity][role]) for quantity in QUANTITIES} for role in Role},
+            "shared": {name: vars(cell) for name, cell in self.shared.items()},
+            "letters": LETTERS,
+        }
 
 
-_GAINS_AND_BIASES = (Role.HIDDEN_BIAS, Role.HIDDEN_NORM, Role.QK_NORM, Role.FINAL_NORM, Role.FINAL_BIAS)
+_HIDDEN_GAINS = (Role.HIDDEN_NORM, Role.QK_NORM)
+_FINAL = (Role.FINAL_NORM, Role.FINAL_BIAS)
+_UNDECAYED = (Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL, Role.UNEMBEDDING_BIAS)
+
+
+def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
+    return dict.fromkeys(roles, Cell(text, source))
+
+
+_TIED = "derived: the unembedding's row under the symmetry forward x c, std / c, lr / c, eps x c, decay x c, c = 1/N"
+_NO_DECAY = "practice: gains and biases are not decayed; Complete(d)P, Table 1, prints 1"
+_SAME = "practice: the same value at every scale"
+_DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
 
 STANDARD = Rule(
     name="standard",
-    source="common practice: the same value at every scale; gains and biases are not decayed",
-    # Decay pulls a gain towards 0, not towards its neutral 1; published recipes leave it off (nanoGPT, OLMo 2).
-    roles=MappingProxyType({role: RoleRule(weight_decay="0" if role in _GAINS_AND_BIASES else "1") for role in Role}),
+    source="common practice: the same values at every scale",
+    cells={
+        **{quantity: _rows("1", _SAME, *Role) for quantity in QUANTITIES},
+        "weight_decay": _rows("1", _SAME, *Role) | _rows("0", _NO_DECAY, *_UNDECAYED),
+    },
+    residual=Cell("1", _SAME),
+    attention=Cell("1", "Vaswani et al. 2017, arXiv 1706.03762, equation 1: logits q.k / sqrt(d)"),
+    half_life=Cell("1", _SAME),
 )
+
+_TP5 = "Tensor Programs V, Table 3: "
+_MUP = "Complete(d)P, Table 1, muP column, "
+_NOT_MUP = "muP says nothing of depth, batch or tokens"
+
+MUP = Rule(
+    name="mup",
+    source="Yang et al. 2022 (Tensor Programs V), arXiv 2203.03466, Table 3, Adam; "
+    "eps and decay as in the muP column of Mlodozeniec et al. 2025, Table 1",
+    cells={
+        "init_variance": {
+            **_rows(
+                "1", f"{_TP5}input weights and biases", Role.EMBEDDING, Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL
+            ),
+            **_rows("1", f"{_TP5}biases", Role.UNEMBEDDING_BIAS),
+            **_rows("I^-1", f"{_TP5}hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I^-2", f"{_TP5}output weights", Role.UNEMBEDDING),
+            **_rows("1", _TIED, Role.TIED_EMBEDDING),
+        },
+        "lr": {
+            **_rows(
+                "1", f"{_TP5}input weights and biases", Role.EMBEDDING, Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL
+            ),
+            **_rows("1", f"{_TP5}biases", Role.UNEMBEDDING_BIAS),
+            **_rows("I^-1", f"{_TP5}hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I^-1", f"{_TP5}output weights", Role.UNEMBEDDING),
+            **_rows("1", _TIED, Role.TIED_EMBEDDING),
+        },
+        "eps": {
+            **_rows(
+                "O^-1",
+                f"{_MUP}AdamW eps: Hidden weights/biases/norms",
+                Role.HIDDEN_WEIGHT,
+                Role.HIDDEN_BIAS,
+                Role.HIDDEN_NORM,
+            ),
+            **_rows("O^-1", "derived: NA in the muP column; as in complete-d-p", Role.QK_NORM),
+            **_rows("O^-1", f"{_MUP}AdamW eps: Input emb.", Role.EMBEDDING),
+            **_rows(
+                "1",
+                f"{_MUP}AdamW eps: Output weights/biases/norms",
+                Role.UNEMBEDDING,
+                Role.UNEMBEDDING_BIAS,
+                *_FINAL,
+            ),
+            **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
+        },
+        "weight_decay": {
+            **_rows("I", f"{_MUP}weight decay: Hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I", f"{_MUP}weight decay: Unemb. weights", Role.UNEMBEDDING),
+            **_rows("1", f"{_MUP}weight decay: Rest", Role.EMBEDDING),
+            **_rows("0", _NO_DECAY, *_UNDECAYED),
+            **_rows("1", _TIED, Role.TIED_EMBEDDING),
+        },
+        "forward": {
+            **_rows("1", f"{_TP5}no forward multiplier (Table 8 has one)", *Role),
+            **_rows("I^-1", _TIED, Role.TIED_EMBEDDING),
+        },
+    },
+    residual=Cell("1", f"{_MUP}multipliers: x + Block(x)"),
+    attention=_DIVIDED,
+    half_life=Cell("1", _NOT_MUP),
+)
+
+_DEY = "Table 1, "
+_UNSAID = f"{_DEY}AdamW eps: residual blocks only; what is left unsaid stays at the base value"
+
+COMPLETE_P = Rule(
+    name="completep",
+    source="Dey et al. 2025 (CompleteP), arXiv 2505.01618, Table 1 (the form of Table 8 of Tensor Programs V)",
+    cells={
+        "init_variance": {
+            **_rows("1", f"{_DEY}initial variance: embedding", Role.EMBEDDING, Role.TIED_EMBEDDING),
+            **_rows("I^-1", f"{_DEY}initial variance: hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("1", f"{_DEY}initial variance: pre-LN", Role.HIDDEN_NORM),
+            **_rows("1", "derived: not in the table; as the pre-LN", Role.QK_NORM),
+            **_rows("1", f"{_DEY}initial variance: final LN", *_FINAL),
+            **_rows("1", f"{_DEY}initial variance: unembedding", Role.UNEMBEDDING),
+            **_rows("1", "derived: biases start at 0", Role.HIDDEN_BIAS, Role.UNEMBEDDING_BIAS),
+        },
+        "lr": {
+            **_rows("1", f"{_DEY}lr: embedding", Role.EMBEDDING, Role.TIED_EMBEDDING),
+            **_rows("I^-1 L^(alpha-1)", f"{_DEY}lr: hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("L^(alpha-1)", f"{_DEY}lr: hidden biases", Role.HIDDEN_BIAS),
+            **_rows("L^(alpha-1)", f"{_DEY}lr: pre-LN", Role.HIDDEN_NORM),
+            **_rows("L^(alpha-1)", "derived: not in the table; as the pre-LN", Role.QK_NORM),
+            **_rows("1", f"{_DEY}lr: final LN", *_FINAL),
+            **_rows("1", f"{_DEY}lr: unembedding", Role.UNEMBEDDING),
+            **_rows("1", "derived: fan in 1, outside the blocks", Role.UNEMBEDDING_BIAS),
+        },
+        "eps": {
+            **_rows("1", _UNSAID, *Role),
+            **_rows(
+                "O^-1 L^-alpha",
+                f"{_DEY}AdamW eps: residual blocks",
+                Role.HIDDEN_WEIGHT,
+                Role.HIDDEN_BIAS,
+                Role.HIDDEN_NORM,
+            ),
+            **_rows("O^-1 L^-alpha", "derived: not in the table; as in complete-d-p", Role.QK_NORM),
+        },
+        "weight_decay": {
+            **_rows("1", f"{_DEY}weight decay: hidden weights only", *Role),
+            **_rows("I L^w", f"{_DEY}weight decay: hidden weights; L^w derived", Role.HIDDEN_WEIGHT),
+            **_rows("0", _NO_DECAY, *_UNDECAYED),
+        },
+        "forward": {
+            **_rows("1", f"{_DEY}forward: unembedding only", *Role),
+            **_rows("I^-1", f"{_DEY}forward: unembedding", Role.UNEMBEDDING, Role.TIED_EMBEDDING),
+        },
+    },
+    residual=Cell("L^-alpha", f"{_DEY}residual: x + m_L^-alpha Block(x)"),
+    attention=_DIVIDED,
+    half_life=Cell("1", "CompleteP says nothing of batch or tokens"),
+)
+
+_T1 = "Table 1, "
+_PRINTED_EPS = _rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", *_FINAL)
 
 COMPLETE_D_P = Rule(
     name="complete-d-p",
-    source="Mlodozeniec et al. 2025, arXiv 2512.22382, Table 1",
-    residual="L^-alpha",
-    roles=MappingProxyType(
-        {
-            Role.EMBEDDING: RoleRule(eps="N^-1"),
-            Role.HIDDEN_WEIGHT: RoleRule("N^-1", "N^-1 L^(alpha-1)", "N^-1 L^-alpha", "N"),
-            Role.HIDDEN_BIAS: RoleRule("1", "L^(alpha-1)", "N^-1 L^-alpha", "0"),
-            Role.HIDDEN_NORM: RoleRule("1", "L^(alpha-1)", "N^-1 L^-alpha", "0"),
-            # One gain for all heads: its gradient is a coherent sum over heads, constant in width.
-            Role.QK_NORM: RoleRule("1", "L^(alpha-1)", "L^-alpha", "0"),
-            # Table 1 prints eps x 1. The gradient of this gain is sum_v W_u[v, i] delta_v with W_u of order 1/N, so
-            # it falls as 1/N (measured exponent -1.05 at initialisation) and eps has to fall with it.
-            Role.FINAL_NORM: RoleRule("1", "1", "N^-1", "0"),
-            Role.FINAL_BIAS: RoleRule("1", "1", "N^-1", "0"),
-            Role.UNEMBEDDING: RoleRule("N^-2", "N^-1", "1", "N"),
-            # Not in the paper. AdamW trains alike under forward x c, std / c, lr / c, eps x c, decay x c; with
-            # c = 1/N on the readout its row becomes the embedding's, so one matrix can be both.
-            Role.TIED_EMBEDDING: RoleRule(eps="N^-1", forward="N^-1"),
-        }
-    ),
-    lr="B^1/2 D^-t",
-    eps="B^-1/2 D^t",
-    weight_decay="B^1/2 D^(t-1)",
-    half_life="B^-1 D",
+    source="Mlodozeniec et al. 2025 (Complete(d)P), arXiv 2512.22382, Table 1; eps of the final norm derived",
+    cells={
+        "init_variance": {
+            **_rows("1", f"{_T1}init variances: Input emb.", Role.EMBEDDING),
+            **_rows("I^-1", f"{_T1}init variances: Hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("1", f"{_T1}init variances: Hidden biases/norms", Role.HIDDEN_BIAS, *_HIDDEN_GAINS),
+            **_rows("1", f"{_T1}init variances: Unemb. LN", *_FINAL),
+            **_rows("I^-2", f"{_T1}init variances: Unemb. weights", Role.UNEMBEDDING),
+            **_rows("1", "derived: it starts at 0", Role.UNEMBEDDING_BIAS),
+            **_rows("1", _TIED, Role.TIED_EMBEDDING),
+        },
+        "lr": {
+            **_rows("1", f"{_T1}learning rates: Input emb.", Role.EMBEDDING),
+            **_rows("I^-1 L^(alpha-1)", f"{_T1}learning rates: Hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("L^(alpha-1)", f"{_T1}learning rates: Hidden biases/norm", Role.HIDDEN_BIAS, Role.HIDDEN_NORM),
+            **_rows("L^(alpha-1)", "derived: a hidden norm; Table 1 has no row for it", Role.QK_NORM),
+            **_rows("1", f"{_T1}learning rates: Unemb. LN", *_FINAL),
+            **_rows("I^-1", f"{_T1}learning rates: Unemb. weights", Role.UNEMBEDDING),
+            **_rows("1", "derived: fan in 1; measured: its gradient is constant in width", Role.UNEMBEDDING_BIAS),
+            **_rows("1", _TIED, Role.TIED_EMBEDDING),
+        },
+        "eps": {
+            **_rows(
+                "O^-1 L^-alpha",
+                f"{_T1}AdamW eps: Hidden weights/biases/norms",
+                Role.HIDDEN_WEIGHT,
+                Role.HIDDEN_BIAS,
+                Role.HIDDEN_NORM,
+            ),
+            **_rows(
+                "O^-1 L^-alpha",
+                f"{_T1}AdamW eps: QK norms (m_L^-alpha); derived: O is 1 at a fixed head dimension",
+                Role.QK_NORM,
+            ),
+            **_rows("O^-1", f"{_T1}AdamW eps: Input emb.", Role.EMBEDDING),
+            **_rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", Role.UNEMBEDDING, Role.UNEMBEDDING_BIAS),
+            **_rows(
+                "O^-1", "measured: gradient exponent -1.05 (init), -0.91 (step 150); Table 1 has 1", Role.FINAL_NORM
+            ),
+            **_rows("O^-1", "derived: the sum that the final norm's gain has, without its input", Role.FINAL_BIAS),
+            **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
+        },
+        "weight_decay": {
+            **_rows("I L^w", f"{_T1}weight decay: Hidden weights; L^w derived", Role.HIDDEN_WEIGHT),
+            **_rows("I", f"{_T1}weight decay: Unemb. weights", Role.UNEMBEDDING),
+            **_rows("1", f"{_T1}weight decay: Rest", Role.EMBEDDING),
+            **_rows("0", _NO_DECAY, *_UNDECAYED),
+            **_rows("1", _TIED, Role.TIED_EMBEDDING),
+        },
+        "forward": {
+            **_rows("1", f"{_T1}multipliers: Unemb. fwd, unaugmented", *Role),
+            **_rows("I^-1", _TIED, Role.TIED_EMBEDDING),
+        },
+    },
+    residual=Cell("L^-alpha", f"{_T1}multipliers: MHA residual, MLP residual"),
+    attention=_DIVIDED,
+    half_life=Cell("B^-1 D", f"{_T1}AdamW (1-beta1), (1-beta2): m_B/m_D, in the power form"),
+    columns={
+        "lr": Cell("B^1/2 D^-t", f"{_T1}learning rates, batch/tokens: sqrt(m_B/m_D), t = 1/2"),
+        "eps": Cell("B^-1/2 D^t", f"{_T1}AdamW eps, batch/tokens: sqrt(m_D/m_B), t = 1/2"),
+        "weight_decay": Cell("B^1/2 D^(t-1)", f"{_T1}weight decay, batch/tokens: sqrt(m_B/m_D), t = 1/2"),
+    },
 )
 
-RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (STANDARD, COMPLETE_D_P)})
+COMPLETE_D_P_PRINTED = replace(
+    COMPLETE_D_P,
+    name="complete-d-p-printed",
+    source="Mlodozeniec et al. 2025 (Complete(d)P), arXiv 2512.22382, Table 1 as printed",
+    cells={**COMPLETE_D_P.cells, "eps": {**COMPLETE_D_P.cells["eps"], **_PRINTED_EPS}},
+)
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {rule.name: rule for rule in (STANDARD, MUP, COMPLETE_P, COMPLETE_D_P, COMPLETE_D_P_PRINTED)}
+)

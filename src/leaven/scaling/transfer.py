@@ -9,6 +9,7 @@ from typing import Any
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
 
@@ -19,9 +20,13 @@ def transfer(
     depth: int | None = None,
     batch_tokens: int | None = None,
     tokens: int | None = None,
+    d_ff: int | None = None,
+    d_head: int | None = None,
+    n_kv_heads: int | None = None,
     name: str | None = None,
 ) -> Recipe:
-    """The recipe at another scale. What is not given stays; the base is pinned where it was.
+    """The recipe at another scale. What is not given stays, or keeps its proportion to the width; the base is pinned
+    where it was.
 
     Raises:
         InputError: if the width does not fit the head dimension, or the batch no whole number of sequences.
@@ -36,9 +41,16 @@ def transfer(
             f"{lower:,} or {lower + seq_len:,} is"
         )
     try:
-        shape = recipe.model.scaled(width or recipe.model.d_model, depth or recipe.model.n_layers)
+        shape = recipe.model.scaled(
+            width or recipe.model.d_model,
+            depth or recipe.model.n_layers,
+            d_ff=d_ff,
+            d_head=d_head,
+            n_kv_heads=n_kv_heads,
+        )
     except ValueError as error:
-        raise InputError(f"--width: {error}") from None
+        option = "--width" if str(error).startswith("width") else "--width, --d-head, --kv-heads"
+        raise InputError(f"{option}: {error}") from None
     longer = target_tokens / recipe.data.tokens
     changes: dict[str, Any] = {
         "name": name or recipe.name,
@@ -46,7 +58,7 @@ def transfer(
         "data.tokens": target_tokens,
         "batch": _batch(recipe, target_batch, longer),
         "schedule.warmup_tokens": round(recipe.schedule.warmup_tokens * longer),
-        "scaling.base": recipe.base.model_dump(),
+        "scaling.base": _pinned(recipe, shape),
     }
     for path in ("stability.checkpoint_every_tokens", "evaluation.every_tokens"):
         section, key = path.split(".")
@@ -55,6 +67,17 @@ def transfer(
             changes[path] = round(every * longer)
     moved = recipe.replace(changes)
     return moved.replace({"why": recipe.why | _reasons(recipe, moved)})
+
+
+def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
+    """The recipe's base; proportions that the target has not are written out."""
+    base, shape = recipe.base, recipe.base_shape
+    try:
+        implied = target.scaled(base.width, base.depth) == shape
+    except ValueError:
+        implied = False
+    scale = base.model_dump(include={"width", "depth", "batch_tokens", "tokens"})
+    return scale if implied else scale | {name: getattr(shape, name) for name in ("d_ff", "d_head", "n_kv_heads")}
 
 
 def _batch(recipe: Recipe, tokens: int, longer: float) -> dict[str, Any]:
@@ -84,25 +107,50 @@ def _batch(recipe: Recipe, tokens: int, longer: float) -> dict[str, Any]:
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
+    """Why each value that transfer has set is what it is."""
     base = after.base
     where = (
-        f"base width {base.width}, depth {base.depth}, batch {format_quantity(base.batch_tokens)}, "
+        f"width {base.width}, depth {base.depth}, batch {format_quantity(base.batch_tokens)}, "
         f"{format_quantity(base.tokens)} tokens"
     )
-    reasons = {
-        "hyperparameters": f"as tuned at {where}; moved by {after.scaling.rule} (leaven show prints each parameter's)"
+    share = f"the same share of the run as before, {before.schedule.warmup_tokens / before.data.tokens:.2%}"
+    told = {
+        "data.tokens": f"transfer from {format_quantity(before.data.tokens)} tokens",
+        "batch.tokens": f"transfer from {format_quantity(before.batch.tokens)} tokens a step",
+        "batch.ramp": "the same share of the run, start and increment the same shares of the batch",
+        "batch.stages": "the same shares of the run and of the batch",
+        "schedule.warmup_tokens": f"{share} (time in a run is tokens / horizon)",
+        "stability.checkpoint_every_tokens": "as often in the run as before",
+        "evaluation.every_tokens": "as often in the run as before",
+        **_shape_reasons(before.model, after.model),
     }
-    if after.model != before.model:
-        reasons["model"] = (
-            f"transfer from width {before.model.d_model}, depth {before.model.n_layers}: "
-            "head dimension, d_ff / d_model and heads per kv head kept"
+    return {
+        "hyperparameters": f"as tuned at base {where}; moved by {after.scaling.rule} "
+        "(leaven show prints each parameter's)",
+        "scaling.base": f"{where}: where the hyperparameters were found; transfer leaves it there",
+    } | {path: reason for path, reason in told.items() if _at(before, path) != _at(after, path)}
+
+
+def _shape_reasons(before: ModelShape, after: ModelShape) -> dict[str, str]:
+    def kept(what: str, ratio_before: float, ratio_after: float) -> str:
+        if ratio_before == ratio_after:
+            return f"{what} kept at {ratio_after:g}"
+        return (
+            f"asked for: {what} {ratio_before:g} -> {ratio_after:g}; the rule takes each tensor's own fan in and out"
         )
-    if after.data.tokens != before.data.tokens:
-        reasons["data.tokens"] = f"transfer from {format_quantity(before.data.tokens)} tokens"
-        reasons["schedule.warmup_tokens"] = (
-            f"the same share of the run as before, "
-            f"{before.schedule.warmup_tokens / before.data.tokens:.2%} (time in a run is tokens / horizon)"
-        )
-    if after.batch.tokens != before.batch.tokens:
-        reasons["batch.tokens"] = f"transfer from {format_quantity(before.batch.tokens)} tokens a step"
-    return reasons
+
+    return {
+        "model.d_model": f"transfer from width {before.d_model}",
+        "model.n_layers": f"transfer from depth {before.n_layers}",
+        "model.d_head": f"asked for: head dimension {before.d_head} -> {after.d_head}",
+        "model.n_heads": f"d_model / d_head, with d_head {after.d_head}",
+        "model.n_kv_heads": kept(
+            "heads per kv head", before.n_heads / before.n_kv_heads, after.n_heads / after.n_kv_heads
+        ),
+        "model.d_ff": kept("d_ff / d_model", before.d_ff / before.d_model, after.d_ff / after.d_model),
+    }
+
+
+def _at(recipe: Recipe, path: str) -> Any:
+    section, key = path.split(".")
+    return getattr(getattr(recipe, section), key)

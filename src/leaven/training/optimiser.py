@@ -77,10 +77,9 @@ class Optimiser:
 
     def load_state_dict(self, state: Moments) -> None:
         for name, parameter in self._named():
-            kinds = ("step", "exp_avg", "exp_avg_sq")
-            # Clones: what was read from a file may share memory with it.
-            moments = {kind: state[f"{kind}.{name}"] for kind in kinds if f"{kind}.{name}" in state}
+            # Copies on the parameter's device, the step count too: the fused kernels want it there.
             self.adam.state[parameter] = {
-                kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True)
-                for kind, value in moments.items()
+                kind: state[f"{kind}.{name}"].to(parameter.device, copy=True)
+                for kind in ("step", "exp_avg", "exp_avg_sq")
+                if f"{kind}.{name}" in state
             }

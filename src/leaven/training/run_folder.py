@@ -10,8 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import read_recipe, write_recipe
+from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
+
+LOCK = ".lock"
+
+
+@contextmanager
+def held(folder: Path, what: str) -> Iterator[None]:
+    """Make a folder and hold it for this process; the lock goes with the process, however it ends.
+
+    Raises:
+        InputError: if another process holds it, or it cannot be made.
+    """
+    make_folder(folder)
+    with (folder / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{what} {folder} is in use by another process; wait for it or use another") from None
+        yield
 
 
 class RunFolder:
@@ -31,7 +49,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path}: a file; --run takes a folder")
         if not self.recipe_file.exists():
-            if self.path.exists() and any(entry.name != ".lock" for entry in self.path.iterdir()):
+            if self.path.exists() and any(entry.name != LOCK for entry in self.path.iterdir()):
                 raise InputError(f"run folder {self.path} is not empty and holds no recipe.toml; use another --run")
             return
         changes = differences(read_recipe(self.recipe_file), recipe)
@@ -39,20 +57,24 @@ class RunFolder:
             listed = "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
             raise InputError(f"run folder {self.path} holds another recipe: {listed}; use another --run")
 
+    def check_text(self, fingerprint: str) -> None:
+        """That the run, if it has begun, was fed the text of this fingerprint.
+
+        Raises:
+            InputError: if its source reads otherwise now than then.
+        """
+        before = next((event["text"] for event in self.events() if "text" in event), fingerprint)
+        if before != fingerprint:
+            raise InputError(
+                f"run folder {self.path} was trained on other text: what [data] source and tokenizer give has "
+                "changed since; use another --run"
+            )
+
     @contextmanager
     def opened(self, recipe: Recipe) -> Iterator["RunFolder"]:
         """Hold the folder for this process; write the resolved recipe if it is new."""
         self.check(recipe)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("w")
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be made: {error.strerror}; use another --run") from None
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise InputError(f"run folder {self.path} is in use by another process; use another --run") from None
+        with held(self.path, "run folder"):
             self.check(recipe)
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
@@ -61,9 +83,7 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drop the metric lines after ``step``, and a torn last line: those steps will be done again."""
         kept = [line for line in _whole_lines(self._metrics) if line["step"] <= step]
-        temporary = self._metrics.with_suffix(".tmp")
-        temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
-        temporary.replace(self._metrics)
+        write_text(self._metrics, "".join(f"{json.dumps(line)}\n" for line in kept))
 
     def metrics(self) -> list[dict[str, Any]]:
         return list(_whole_lines(self._metrics))

@@ -15,10 +15,12 @@ from leaven.data.stream import Stream, validation_windows
 from leaven.model.initialise import build_model, name_seed
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.board import Board
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
+from leaven.training.clipping import Clipper
 from leaven.training.optimiser import Optimiser
 from leaven.training.run_folder import RunFolder
 from leaven.training.throughput import peak_flops
@@ -65,12 +67,14 @@ class Training:
     """Model, optimiser and position in the stream of one run on one device."""
 
     def __init__(self, recipe: Recipe, tokens: "TokenSet", device: str | None = None) -> None:
-        require_one_device(recipe)
+        check_trainable(recipe, tokens)
         self.recipe = recipe
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         table = resolve(recipe)
         self.model = build_model(recipe.model, table, recipe.data.seed, self.device)
         self.optimiser = Optimiser.build(self.model, table, recipe.hyperparameters.optimizer)
+        self.text = tokens.fingerprint
+        self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.model, table)
         self.stream = Stream(tokens.train, recipe.model.seq_len, recipe.data.seed)
         self.validation = validation_windows(tokens.validation, recipe.model.seq_len, recipe.evaluation.tokens)
         self.progress = Progress()
@@ -104,8 +108,7 @@ class Training:
             share.backward()  # type: ignore[no-untyped-call]
             loss += share.detach()
         parameters = list(self.model.parameters())
-        limit = recipe.hyperparameters.grad_clip or float("inf")
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        grad_norm = self.clipper()
         if recipe.stability.on_spike == "stop" and not (math.isfinite(float(loss)) and math.isfinite(grad_norm)):
             raise Diverged(f"loss {float(loss):g}, gradient norm {grad_norm:g} at step {done.step + 1}")
         before = [parameter.detach().clone() for parameter in parameters]
@@ -149,11 +152,13 @@ class Training:
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
 
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.progress, self.model.state_dict(), self.optimiser.state_dict())
+        optimizer = self.optimiser.state_dict() | self.clipper.state_dict()
+        return Checkpoint(self.progress, self.model.state_dict(), optimizer)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(checkpoint.model)
         self.optimiser.load_state_dict(checkpoint.optimizer)
+        self.clipper.load_state_dict(checkpoint.optimizer)
         self.progress = checkpoint.progress
 
 
@@ -176,13 +181,16 @@ def train(
         InputError: if the folder holds another recipe, is in use, or cannot be written.
         Diverged: if the loss is no longer a number and ``on_spike`` is ``stop``.
     """
-    recipe = resolved(recipe)
-    with RunFolder(folder).opened(recipe) as run:
-        ended = _ended(run)
-        if ended is not None:
-            return ended
-        session = _Session(run, Training(recipe, tokens), on_event, tensorboard)
-        training = session.training
+    recipe = resolved(recipe, folder)
+    run = RunFolder(folder)
+    run.check(recipe)
+    run.check_text(tokens.fingerprint)
+    ended = _ended(run)
+    if ended is not None:
+        return ended
+    training = Training(recipe, tokens)  # before anything is written: what cannot be trained leaves no folder
+    with run.opened(recipe):
+        session = _Session(run, training, on_event, tensorboard)
         while not training.finished and not stop():
             on_step(session.step())
         loss = session.close()
@@ -211,7 +219,12 @@ class _Session:
         self._evaluate_every = training.recipe.evaluation.every_tokens or tenth
         self._board = Board(run.path, training.progress.tokens) if tensorboard else None
         names = [path.name for path in damaged]
-        self._event("resume" if found else "start", device=str(training.device), damaged_checkpoints=names)
+        self._event(
+            "resume" if found else "start",
+            device=str(training.device),
+            text=training.text,
+            damaged_checkpoints=names,
+        )
 
     def step(self) -> Step:
         """One step, and what is due after it."""
@@ -268,10 +281,17 @@ class _Session:
         self._on_event(name, values)
 
 
-def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with every "auto" replaced by what it comes to on this machine, and why."""
+def resolved(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with every "auto" replaced: by what a run in this folder has, else by what it comes to here.
+
+    A run keeps its micro-batch wherever it is resumed, since the order of a sum is part of its bits.
+    """
     if recipe.batch.micro_batch != "auto":
         return recipe
+    before = RunFolder(folder).recipe_file
+    if before.exists():
+        begun = read_recipe(before)
+        return recipe.replace({"batch.micro_batch": begun.batch.micro_batch, "why": recipe.why | begun.why})
     size = micro_batch(recipe, "cuda" if torch.cuda.is_available() else "cpu")
     why = {"batch.micro_batch": f"auto: about {size * recipe.model.seq_len:,} tokens a forward"}
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | why})
@@ -284,6 +304,13 @@ def micro_batch(recipe: Recipe, device_type: str) -> int:
         return recipe.batch.micro_batch
     tokens = 2_048 if device_type == "cpu" else 16_384
     return max(1, min(tokens, recipe.batch.tokens) // recipe.model.seq_len)
+
+
+def check_trainable(recipe: Recipe, tokens: "TokenSet") -> None:
+    """Raise InputError for what would stop a training before its first step."""
+    require_one_device(recipe)
+    Stream(tokens.train, recipe.model.seq_len, recipe.data.seed)
+    validation_windows(tokens.validation, recipe.model.seq_len, recipe.evaluation.tokens)
 
 
 def require_one_device(recipe: Recipe) -> None:

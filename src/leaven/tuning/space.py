@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from leaven.recipe.errors import InputError
 from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, split_path
+from leaven.recipe.shape import BRANCH_ENDS
 
 # Octaves to either side of the centre. The landscape is flat near the optimum (half an octave of lr costs about 0.1%
 # of the loss) and falls off a cliff far above it, so the box is wide and the search starts in its middle.
-_REACH = {"lr": 3.0, "init_std": 2.0, "weight_decay": 3.0, "residual": 1.5, "eps": 6.0}
+_REACH = {"lr": 3.0, "init_std": 2.0, "weight_decay": 3.0, "residual": 1.5, "eps": 6.0, "beta1": 2.0, "beta2": 2.0}
+_MODULES_ONLY = ("beta1", "beta2")  # as multipliers of 1 - beta; the betas themselves have no octaves around them
 _GLOBAL = ("lr", "init_std", "weight_decay", "residual")
 
 
@@ -61,12 +63,13 @@ def _dimension(recipe: Recipe, path: str) -> Dimension:
     keys = split_path(path)
     centre: float | None = None
     if keys[:2] == ["hyperparameters", "modules"] and len(keys) == 4 and keys[2] in recipe.model.modules:
-        centre = getattr(recipe.hyperparameters.modules.get(keys[2], Multipliers()), keys[3], None)
-    elif keys[0] == "hyperparameters" and len(keys) == 2:
+        if keys[3] != "residual" or keys[2] in BRANCH_ENDS:
+            centre = getattr(recipe.hyperparameters.modules.get(keys[2], Multipliers()), keys[3], None)
+    elif keys[0] == "hyperparameters" and keys[-1] not in _MODULES_ONLY and len(keys) == 2:
         centre = getattr(recipe.hyperparameters, keys[1], None)
     reach = _REACH.get(keys[-1])
     if centre is None or reach is None:
-        known = ", ".join(f"hyperparameters.{name}" for name in _REACH)
+        known = ", ".join(f"hyperparameters.{name}" for name in _REACH if name not in _MODULES_ONLY)
         raise InputError(
             f"--space {path}: not a value to search; there are {known}, and "
             f"hyperparameters.modules.MODULE.{'|'.join(Multipliers.model_fields)} "

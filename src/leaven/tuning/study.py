@@ -7,6 +7,7 @@ on the next start, trials that were running are run again with the same values.
 import json
 import math
 import os
+import signal
 import statistics
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -21,16 +22,20 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
+from leaven.training.run_folder import LOCK, held
+from leaven.training.trainer import check_trainable
 from leaven.tuning.space import Space, moved
 from leaven.tuning.trust_region import sampler
-from leaven.tuning.worker import Outcome, run_trial, start
+from leaven.tuning.worker import Outcome, hopeless, run_trial, start
 
 METHODS = ("trust-region", "random", "tpe")
-FINALISTS, SEEDS = 2, 3  # the best few are judged by the mean over seeds: a winner of noisy trials is lucky
+FINALISTS, SEEDS = 2, 3  # the best few are judged by the mean over fresh seeds: a winner of noisy trials is lucky
 
+STUDY_NAME = "leaven"
 RETRY_OF = "retry_of"  # the trial, by number, whose values a trial repeats because its process died
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
@@ -49,7 +54,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Best:
-    """The winner: its mean loss over seeds with a 95% interval, in nats per token."""
+    """The winner: its mean loss over fresh seeds with a 95% interval, in nats per token."""
 
     number: int
     loss: float
@@ -69,46 +74,70 @@ class StudyState:
 
 
 class Study:
-    """A study in a folder: journal.log (Optuna), centre.toml, best.toml, study.json."""
+    """A study in a folder: journal.log (Optuna), centre.toml, best.toml, study.json. Use it in a ``with``.
 
-    def __init__(self, folder: Path, recipe: Recipe, space: Space, method: str, seed: int = 0) -> None:
+    Raises:
+        InputError: if the recipe cannot be trained on the tokens, or the folder is of something else, cannot be made
+            or is in use. Nothing has been written then.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, space: Space, method: str, tokens: TokenSet) -> None:
         if method not in METHODS:
             raise InputError(f"--method {method}: there are {', '.join(METHODS)}")
+        check_trainable(recipe, tokens)
         self.folder, self.recipe, self.space, self.method = folder, recipe, space, method
+        self._text = tokens.fingerprint
         self._check()
+
+    def __enter__(self) -> "Study":
+        self._hold = held(self.folder, "study folder")
+        self._hold.__enter__()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"--study {folder}: cannot be made: {error.strerror}") from None
-        if not (folder / "centre.toml").exists():
-            write_recipe(recipe, folder / "centre.toml")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._study = optuna.create_study(
-            study_name=recipe.name,
-            storage=JournalStorage(JournalFileBackend(str(folder / "journal.log"))),
-            sampler=sampler(method, space, seed),
-            load_if_exists=True,
-        )
-        if not self._study.user_attrs.get("space"):
-            self._study.set_user_attr("space", list(space.paths))
-            self._study.set_user_attr("method", method)
-            self._study.enqueue_trial(space.centre)
-        elif self._study.user_attrs["space"] != list(space.paths):
-            raise InputError(
-                f"--study {folder} searches {', '.join(self._study.user_attrs['space'])}; use the same --space or "
-                "another --study"
-            )
+            self._check()
+            self._open()
+        except BaseException:
+            self._hold.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hold.__exit__(None, None, None)
 
     def _check(self) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"--study {self.folder}: a file; give a folder")
         centre = self.folder / "centre.toml"
         if not centre.exists():
-            if self.folder.exists() and any(self.folder.iterdir()):
+            if self.folder.exists() and any(entry.name != LOCK for entry in self.folder.iterdir()):
                 raise InputError(f"--study {self.folder} is not empty and holds no study; use another folder")
             return
         changes = differences(read_recipe(centre), self.recipe)
         if changes:
             listed = "; ".join(f"{path} {there} there, {here} here" for path, there, here in changes)
             raise InputError(f"--study {self.folder} is of another recipe: {listed}; use another --study")
+
+    def _open(self) -> None:
+        centre, journal = self.folder / "centre.toml", self.folder / "journal.log"
+        if not centre.exists():
+            write_recipe(self.recipe, centre)
+        _mend(journal)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._study = optuna.create_study(
+            study_name=STUDY_NAME,
+            storage=JournalStorage(JournalFileBackend(str(journal))),
+            sampler=sampler(self.method, self.space, self.recipe.data.seed),
+            load_if_exists=True,
+        )
+        settings = {"space": list(self.space.paths), "method": self.method, "text": self._text}
+        for key, here in settings.items():
+            there = self._study.user_attrs.get(key)
+            if there is None:
+                self._study.set_user_attr(key, here)
+            elif there != here:
+                listed = f"{key} {there if isinstance(there, str) else ','.join(there)}"
+                raise InputError(f"--study {self.folder} was begun with {listed}; give it the same, or use another")
+        if not self._study.trials:
+            self._study.enqueue_trial(self.space.centre)
 
     def run(
         self,
@@ -144,7 +173,7 @@ class Study:
             while len(pending) < workers and len(self._ended()) + len(pending) < trials:
                 trial = self._study.ask()
                 values = {d.path: trial.suggest_float(d.path, d.low, d.high, log=True) for d in self.space.dimensions}
-                pending[pool.submit(moved(self.recipe, values))] = trial
+                pending[self._start(pool, values)] = trial
             if not pending:
                 return
             for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
@@ -153,6 +182,16 @@ class Study:
                     ended = {record.number: record for record in map(_record, self._ended())}
                     on_trial(ended[trial.number], min(ended.values(), key=_rank))
                     self.save()
+
+    def _start(self, pool: "_Pool", values: dict[str, float]) -> "Future[Outcome]":
+        """A trial at work. One whose values make no recipe (lr x weight_decay above 1, say) has diverged already."""
+        try:
+            recipe = moved(self.recipe, values)
+        except ValueError:
+            future: Future[Outcome] = Future()
+            future.set_result(Outcome(hopeless(self.recipe), True, 0, 0.0, 0))
+            return future
+        return pool.submit(recipe)
 
     def _tell(self, trial: optuna.Trial, future: "Future[Outcome]") -> bool:
         """Record how a trial ended; False if its process died and it is to be run once more."""
@@ -189,26 +228,33 @@ class Study:
         ]
 
     def _judge(self, pool: "_Pool", on_rerun: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
-        """Run the finalists again with other seeds; what is already in the journal is not run twice."""
-        jobs = [
-            (trial, seed)
-            for trial in self._finalists()
-            for seed in range(self.recipe.data.seed + 1, self.recipe.data.seed + SEEDS)
-        ]
-        pending = {
-            pool.submit(moved(self.recipe, trial.params, seed)): f"{trial.number}:{seed}"
-            for trial, seed in jobs
-            if f"{trial.number}:{seed}" not in self._reruns
-        }
+        """Run the finalists with fresh seeds; what is already in the journal is not run twice."""
+        seeds = range(self.recipe.data.seed + 1, self.recipe.data.seed + 1 + SEEDS)
+        jobs = {f"{trial.number}:{seed}": (trial, seed) for trial in self._finalists() for seed in seeds}
+
+        def start(key: str) -> "Future[Outcome]":
+            trial, seed = jobs[key]
+            return pool.submit(moved(self.recipe, trial.params, seed))
+
+        pending = {start(key): key for key in jobs if key not in self.reruns}
+        died: set[str] = set()
         on_rerun(len(jobs) - len(pending), len(jobs))
         while pending and not stop():
             for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
                 key = pending.pop(future)
-                self._study.set_user_attr("reruns", self._reruns | {key: future.result().loss})
+                try:
+                    self._study.set_user_attr("reruns", self.reruns | {key: future.result().loss})
+                except BrokenProcessPool:
+                    if key in died:
+                        raise InputError(
+                            "a worker process died twice on the same run; give it more memory or fewer --workers"
+                        ) from None
+                    died.add(key)
+                    pending[start(key)] = key
                 on_rerun(len(jobs) - len(pending), len(jobs))
 
     @property
-    def _reruns(self) -> dict[str, float]:
+    def reruns(self) -> dict[str, float]:
         """Validation loss by "trial number:seed"."""
         reruns: dict[str, float] = self._study.user_attrs.get("reruns", {})
         return reruns
@@ -219,11 +265,9 @@ class Study:
 
     def state(self) -> StudyState:
         """The study as it stands; ``best`` and ``noise_floor`` are None until the finalists are judged."""
+        # The losses by which the finalists were chosen are left out: the lowest of many is low by luck too.
         losses = {
-            trial.number: [
-                float(trial.value or 0.0),
-                *(loss for key, loss in self._reruns.items() if key.startswith(f"{trial.number}:")),
-            ]
+            trial.number: [loss for key, loss in self.reruns.items() if key.startswith(f"{trial.number}:")]
             for trial in self._finalists()
         }
         judged = {number: values for number, values in losses.items() if len(values) == SEEDS}
@@ -270,7 +314,7 @@ class Study:
         low, high = state.best.interval
         reason = (
             f"study {state.name}, trial {state.best.number} of {len(state.trials)} ({state.method}); "
-            f"validation loss {state.best.loss:.4f}, 95% interval {low:.4f} to {high:.4f} over {SEEDS} seeds"
+            f"validation loss {state.best.loss:.4f}, 95% interval {low:.4f} to {high:.4f} over {SEEDS} fresh seeds"
         )
         centre = self.space.centre
         why = {path: f"{reason}; {value / centre[path]:.2f} x the start" for path, value in values.items()}
@@ -289,11 +333,15 @@ class _Pool:
         return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start, initargs=(os.getpid(),))
 
     def submit(self, recipe: Recipe) -> "Future[Outcome]":
+        # Processes are born here, and inherit what is blocked: a Ctrl-C is for the parent alone.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return self._executor.submit(run_trial, recipe)
         except BrokenProcessPool:
             self._executor = self._new()
             return self._executor.submit(run_trial, recipe)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __enter__(self) -> "_Pool":
         return self
@@ -302,6 +350,15 @@ class _Pool:
         self._executor.shutdown(wait=False, cancel_futures=True)
         for process in active_children():
             process.terminate()
+
+
+def _mend(journal: Path) -> None:
+    """Cut off a line that a crash or a full disk left torn: Optuna would append to it and read neither."""
+    if journal.exists():
+        content = journal.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(journal, whole)
 
 
 def _record(trial: FrozenTrial) -> Trial:

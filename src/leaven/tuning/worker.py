@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -22,11 +21,10 @@ class Outcome:
 
 
 def start(parent: int) -> None:
-    """What a worker process does before its first trial: one thread, deaf to Ctrl-C, gone when its parent is."""
+    """What a worker process does before its first trial: one thread, and gone when its parent is."""
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
 
 
@@ -36,6 +34,11 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
+def hopeless(recipe: Recipe) -> float:
+    """The loss that counts as divergence, in nats: one worse than a uniform guess."""
+    return math.log(recipe.model.vocab_size) + 1.0
+
+
 def run_trial(recipe: Recipe) -> Outcome:
     """Train a recipe from the start and return its validation loss."""
     from leaven.data.tokens import prepare
@@ -43,15 +46,15 @@ def run_trial(recipe: Recipe) -> Outcome:
 
     tokens = prepare(recipe.data.source, recipe.data.tokenizer, recipe.model.vocab_size)
     training = Training(recipe, tokens, device=None)
-    hopeless = math.log(recipe.model.vocab_size) + 1.0
+    limit = hopeless(recipe)
     try:
         while not training.finished:
             # A first loss may be above a uniform guess at a large init; later it is divergence.
-            if training.step().loss > hopeless and training.progress.tokens > recipe.data.tokens / 4:
-                raise Diverged(f"loss above {hopeless:.2f}")
+            if training.step().loss > limit and training.progress.tokens > recipe.data.tokens / 4:
+                raise Diverged(f"loss above {limit:.2f}")
         loss = training.evaluate()
         diverged = not math.isfinite(loss)
     except Diverged:
-        loss, diverged = hopeless, True
+        loss, diverged = limit, True
     done = training.progress
-    return Outcome(hopeless if diverged else loss, diverged, done.tokens, done.seconds, os.getpid())
+    return Outcome(limit if diverged else loss, diverged, done.tokens, done.seconds, os.getpid())

@@ -1,0 +1,143 @@
+"""What a person sees of the catalogue: published runs side by side, one run with its sources, what the laws say."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from leaven.catalogue.groups import Group
+from leaven.catalogue.laws import LawResult
+from leaven.catalogue.runs import Run
+from leaven.recipe.units import format_quantity
+from leaven.report.terminal import Column, Columns, folded, learning_rate
+
+RUN = (
+    Column("params"),
+    Column("tokens"),
+    Column("peak lr", align="point"),
+    Column("batch", "tokens"),
+    Column("decay", align="left", drop=2),
+)
+SOURCE = Column("source of the lr", align="left", drop=3, free=True)
+
+
+def run_table(runs: Sequence[Run]) -> Columns:
+    rows = [(run.id, *_cells(run), _source(run)) for run in runs]
+    return Columns((Column("run", align="left"), *RUN, SOURCE), rows)
+
+
+def nearest_table(found: Sequence[tuple[Run, float]]) -> Columns:
+    """The distance is in octaves of parameters, beside each run."""
+    columns = (
+        Column("run", align="left"),
+        Column("distance", "octaves"),
+        *RUN,
+        Column("lineage", align="left", drop=1),
+        SOURCE,
+    )
+    rows = [(run.id, f"{away:.2f}", *_cells(run), run.lineage.name, _source(run)) for run, away in found]
+    return Columns(columns, rows)
+
+
+def diff_table(a: str, b: str, rows: Sequence[tuple[str, Any, Any]]) -> Columns:
+    columns = (
+        Column("value", align="left"),
+        Column(a, align="left", free=True),
+        Column(b, align="left", free=True),
+    )
+    return Columns(columns, [(path, " | ".join(told(left)), " | ".join(told(right))) for path, left, right in rows])
+
+
+def run_lines(run: Run, width: int) -> Iterator[Text]:
+    """One run, nothing left out: every group with its sources above its values, an exception below its value."""
+    yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
+    flat = run.flat()
+    left = 2 + max(map(len, flat)) + 2
+    for name in dict.fromkeys(path.partition(".")[0] for path in flat if "." in path):
+        group: Group = getattr(run, name)
+        yield Text()
+        yield Text(f"{name} (known from: {group.confidence})", style="dim")
+        yield from _sources(group.sources, width, 4)
+        for path, value in flat.items():
+            if not path.startswith(f"{name}."):
+                continue
+            lines = [line for part in told(value) for line in folded(part, width, left)]
+            for n, line in enumerate(lines):
+                yield Text(f"  {path if n == 0 else '':<{left - 2}}{line}")
+            own = group.provenance(path.split(".")[1])
+            if own is not group:
+                yield from _sources((f"known from: {own.confidence}", *own.sources), width, 6)
+    if run.notes:
+        yield Text()
+    for note in run.notes:
+        for n, line in enumerate(folded(note, width, 2)):
+            yield Text(("- " if n == 0 else "  ") + line)
+
+
+def law_table(results: Sequence[LawResult]) -> Columns:
+    columns = (
+        Column("law", align="left"),
+        Column("peak lr", align="point"),
+        Column("batch", "tokens"),
+        Column("kind", "of batch", align="left"),
+        Column("fitted range", align="left"),
+    )
+    rows = [
+        (
+            result.law,
+            learning_rate(result.lr),
+            "-" if result.batch_tokens is None else format_quantity(result.batch_tokens),
+            result.batch_kind or "-",
+            "inside" if result.in_range else f"{result.extrapolation:.1f}x beyond",
+        )
+        for result in results
+    ]
+    return Columns(columns, rows, notes=[(result.conditions, result.source) for result in results])
+
+
+def law_spread(results: Sequence[LawResult]) -> tuple[str, str]:
+    lrs = [result.lr for result in results if result.lr is not None]
+    batches = [result.batch_tokens for result in results if result.batch_tokens and result.batch_kind == "optimal"]
+    return (
+        f"optimal batch {format_quantity(min(batches))} .. {format_quantity(max(batches))} tokens, "
+        f"a spread of {max(batches) / min(batches):.0f}x",
+        f"peak lr {learning_rate(min(lrs))} .. {learning_rate(max(lrs))}, "
+        f"a spread of {max(lrs) / min(lrs):.0f}x: tune at small scale",
+    )
+
+
+def told(value: Any) -> list[str]:
+    """A value of a run as a person reads it, a line each where it is a list."""
+    match value:
+        case None:
+            return ["-"]
+        case bool():
+            return ["true" if value else "false"]
+        case int():
+            return [f"{value:,}"]
+        case dict():
+            return [", ".join(f"{key} {inner}" for key, inner in value.items())]
+        case list() | tuple():
+            return [line for inner in value for line in told(inner)]
+        case _:
+            return [str(value)]
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    return (
+        format_quantity(run.params_total),
+        format_quantity(run.tokens),
+        learning_rate(run.peak_lr),
+        format_quantity(run.batch_tokens),
+        run.decay,
+    )
+
+
+def _source(run: Run) -> str:
+    return "; ".join(run.schedule.sources)
+
+
+def _sources(sources: Sequence[str], width: int, indent: int) -> Iterator[Text]:
+    for source in sources:
+        for n, line in enumerate(folded(source, width, indent + 2)):
+            yield Text(" " * (indent if n == 0 else indent + 2) + line, style="dim")

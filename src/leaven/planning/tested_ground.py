@@ -1,0 +1,161 @@
+"""Where a transferred recipe leaves the ground that its rule was tested on, with numbers.
+
+A warning is no error: nobody has tested a ratio of 100 in depth, and some will have to. It says what to look at.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from leaven.catalogue.laws import evaluate, power_lines_tau
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import Role
+from leaven.recipe.units import format_quantity
+from leaven.scaling.table import ParameterTable, resolve
+
+
+@dataclass(frozen=True)
+class Caution:
+    """``value`` is beyond ``limit``; the message says of what, why it matters and what to do."""
+
+    about: str
+    value: float
+    limit: float
+    message: str
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Ratios target / base within which somebody has shown a rule to transfer; (1, 1) where it says nothing."""
+
+    width: tuple[float, float]
+    depth: tuple[float, float]
+    batch: tuple[float, float]
+    tokens: tuple[float, float]
+    source: str
+
+
+_NOT = (1.0, 1.0)
+_COMPLETE_D_P = Tested(
+    width=(1 / 16, 16),
+    depth=(1 / 32, 32),
+    batch=(1 / 8, 4),
+    tokens=(1 / 100, 100),
+    source="arXiv 2512.22382 as its readers report: width 128 to 2048, depth 4 to 128; tokens derived from compute",
+)
+TESTED = {
+    "standard": Tested(_NOT, _NOT, _NOT, _NOT, "it moves nothing; the best values do move"),
+    "mup": Tested((1 / 16, 16), _NOT, _NOT, _NOT, "arXiv 2203.03466, section 7, from memory: width 256 to 4096"),
+    "completep": Tested(
+        (1 / 16, 16), (1 / 32, 32), _NOT, _NOT, "code of arXiv 2505.01618: width 256 to 4096, depth 2 to 64"
+    ),
+    "complete-d-p": _COMPLETE_D_P,
+    "complete-d-p-printed": _COMPLETE_D_P,
+}
+# At 4 times the tokens per parameter the best weight decay is about twice off (Power Lines' tau ~ TPP^-0.527).
+TOKENS_PER_PARAMETER_FACTOR = 4.0
+# Adam's update is g / (sqrt(v) + eps): at 0.1 eps takes a tenth of it.
+EPS_SHARE = 0.1
+# beta2 as marin clips it (too low at large batches); beta1 to where 1 - beta is a tenth or five times 0.1.
+BETA_RANGES = {"beta1": (0.5, 0.99), "beta2": (0.9, 0.9999)}
+
+
+def warnings(recipe: Recipe) -> list[Caution]:
+    """What a recipe's distance from its base asks to be careful about."""
+    table = resolve(recipe)
+    return [
+        *_ratios(recipe, table),
+        *_critical_batch(recipe),
+        *_tokens_per_parameter(recipe),
+        *_eps(recipe, table),
+        *_betas(table),
+    ]
+
+
+def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+    tested = TESTED[table.rule.name]
+    for axis in ("width", "depth", "batch", "tokens"):
+        ratio = getattr(table.ratios, axis)
+        low, high = getattr(tested, axis)
+        if low <= ratio <= high:
+            continue
+        limit = high if ratio > high else low
+        if low == high:
+            told = f"{axis} x{_plain(ratio)}: {table.rule.name} has no rule for {axis} ({tested.source})"
+        else:
+            told = f"{axis} x{_plain(ratio)} of the base, tested from x{low:.3g} to x{high:.3g} ({tested.source})"
+        yield Caution(f"{axis} ratio", ratio, limit, f"{told}; a base nearer to the target would be safer")
+
+
+def _critical_batch(recipe: Recipe) -> Iterator[Caution]:
+    model, batch = recipe.model, recipe.batch.tokens
+    results = evaluate(model.params, recipe.data.tokens, params_non_embedding=model.params_non_embedding)
+    critical = {law.law: law.batch_tokens for law in results if law.batch_kind == "critical" and law.batch_tokens}
+    middle = sorted(critical.values())[len(critical) // 2]
+    if batch > middle:
+        listed = ", ".join(f"{law} {format_quantity(tokens)}" for law, tokens in critical.items())
+        yield Caution(
+            "critical batch",
+            batch,
+            middle,
+            f"batch {format_quantity(batch)} tokens is beyond the critical batch ({listed}): the batch rule holds "
+            "where gradient noise dominates; a smaller batch reaches the same loss with fewer tokens",
+        )
+
+
+def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
+    base, shape = recipe.base, recipe.base_shape
+    before, after = base.tokens / shape.params, recipe.data.tokens / recipe.model.params
+    factor, far = after / before, TOKENS_PER_PARAMETER_FACTOR
+    if not 1 / far <= factor <= far:
+        decay = power_lines_tau(shape.params, base.tokens) / power_lines_tau(recipe.model.params, recipe.data.tokens)
+        yield Caution(
+            "tokens per parameter",
+            after,
+            before * (far if factor > 1 else 1 / far),
+            f"{_plain(after)} tokens per parameter, the base had {_plain(before)} (x{_plain(factor)}): the rule "
+            f"keeps lr x decay x steps, Power Lines 2025 would multiply weight decay by {decay:.2g}; a base with as "
+            "many tokens per parameter as the target would be safer",
+        )
+
+
+def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+    """A lower bound on eps / sqrt(v) of a block's matrix: a gradient of norm 1 spread evenly over all parameters.
+
+    Most of the norm is the unembedding's and most runs have less than 1 once they have warmed up, so the blocks have
+    less, and their ratio is higher.
+    """
+    clip = recipe.hyperparameters.grad_clip
+    norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
+    typical = norm / math.sqrt(recipe.model.params)
+    worst = max((row for row in table.rows if row.role is Role.HIDDEN_WEIGHT), key=lambda row: row.eps)
+    share = worst.eps / typical
+    if share > EPS_SHARE:
+        yield Caution(
+            "eps",
+            share,
+            EPS_SHARE,
+            f"eps {worst.eps:.2g} of {worst.name} against gradient entries of at most {typical:.2g} (norm {norm:g} "
+            f"over {format_quantity(recipe.model.params)} parameters): eps / sqrt(v) is at least {share:.2g}, above "
+            f"{EPS_SHARE}; lower hyperparameters.eps, Adam is turning into momentum",
+        )
+
+
+def _betas(table: ParameterTable) -> Iterator[Caution]:
+    for name, (low, high) in BETA_RANGES.items():
+        betas = {getattr(row, name): row.module for row in table.rows}
+        outside = [beta for beta in betas if not low <= beta <= high]
+        if outside:
+            beta = max(outside, key=lambda beta: max(low - beta, beta - high))
+            whose = betas[beta] if len(betas) > 1 else "all modules"
+            yield Caution(
+                name,
+                beta,
+                high if beta > high else low,
+                f"{name} {beta:.5g} of {whose} is outside {low:g} to {high:g}, where runs have been seen to train "
+                f"well; set hyperparameters.{name} at the base so that it comes out inside",
+            )
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

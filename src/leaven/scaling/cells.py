@@ -1,0 +1,100 @@
+"""A cell of a rule's table: how one quantity moves, as a product of powers of the ratios target / base.
+
+It is written as it is printed, a letter a ratio::
+
+    I  fan in       O  fan out      H  head dimension
+    L  depth        B  batch        D  tokens
+
+``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``. An exponent is a sum of numbers and of ``alpha`` (the depth
+exponent), ``t`` (the token exponent) and ``w`` (1 - alpha where decay is moved with depth, else 0). ``1`` does not
+move and ``0`` switches the quantity off.
+"""
+
+import re
+from dataclasses import dataclass
+
+LETTERS = {
+    "I": "fan_in",
+    "O": "fan_out",
+    "H": "head",
+    "L": "depth",
+    "B": "batch",
+    "D": "tokens",
+}
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """A run's scale over its base's. All ones at the base."""
+
+    width: float = 1.0
+    depth: float = 1.0
+    batch: float = 1.0
+    tokens: float = 1.0
+
+
+@dataclass(frozen=True)
+class TensorRatios:
+    """What a rule sees of one tensor: target over base.
+
+    ``fan_in`` and ``fan_out`` are the tensor's own, so that d_ff / d_model or heads per kv head may change between
+    base and target. A finite side (the vocabulary, the single input of a gain) counts as 1. ``head`` is the ratio of
+    the head dimension.
+    """
+
+    fan_in: float = 1.0
+    fan_out: float = 1.0
+    head: float = 1.0
+    depth: float = 1.0
+    batch: float = 1.0
+    tokens: float = 1.0
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """The free exponents of the rules; ``[scaling]`` of a recipe says what they mean."""
+
+    alpha: float = 1.0
+    token_exponent: float = 0.5
+    scale_decay_with_depth: bool = False
+
+    def symbol(self, name: str) -> float:
+        match name:
+            case "alpha":
+                return self.alpha
+            case "t":
+                return self.token_exponent
+            case _:
+                return 1 - self.alpha if self.scale_decay_with_depth else 0.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A product of powers of the ratios, e.g. ``I^-1 L^(alpha-1)``, and where it was taken from."""
+
+    text: str
+    source: str
+
+    def factor(self, at: TensorRatios, exponents: Exponents) -> float:
+        """The number this cell stands for; exactly 1.0 where all its ratios are 1."""
+        if self.text in {"0", "1"}:
+            return float(self.text)
+        value = 1.0
+        for power in self.text.split():
+            letter, _, exponent = power.partition("^")
+            value *= float(getattr(at, LETTERS[letter])) ** _exponent(exponent or "1", exponents)
+        return value
+
+
+_TERM = re.compile(r"([+-]?)(?:(\d+)(?:/(\d+))?|(alpha|t|w))")
+
+
+def _exponent(text: str, exponents: Exponents) -> float:
+    inside = text.strip("()")
+    terms = list(_TERM.finditer(inside))
+    assert "".join(term.group() for term in terms) == inside, f"not an exponent: {text}"
+    value = 0.0
+    for sign, numerator, denominator, symbol in (term.groups() for term in terms):
+        size = exponents.symbol(symbol) if symbol else int(numerator) / int(denominator or 1)
+        value += -size if sign == "-" else size
+    return value

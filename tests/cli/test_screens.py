@@ -1,0 +1,256 @@
+"""What a person reads: a row is a line, names stay whole, numbers stay, and bad input is told in one line."""
+
+import re
+import sys
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from leaven.catalogue.laws import LAWS
+from leaven.catalogue.runs import load_runs
+from leaven.cli import _common, _screens, main
+from leaven.cli._screens import TrainScreen, TuneScreen, changes
+from leaven.recipe.files import read_recipe
+from leaven.report.terminal import Column, Columns, Facts, at_point
+
+Read = Callable[..., list[str]]
+NUMBERS = ("init", "lr", "decay", "beta1", "beta2", "eps", "multiplier")
+TRANSFER = ("--width", "4096", "--depth", "7", "--batch-tokens", "1024", "--tokens", "2M")
+widths = pytest.mark.parametrize("width", [80, 100, 120, 160])
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
+    """The lines that a verb prints on a terminal of some width; on any, none is longer."""
+
+    def run(width: int, *arguments: object, code: int = 0) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
+        monkeypatch.setattr(_common.console, "width", width)
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        out, err = capsys.readouterr()
+        assert (stopped.value.code or 0) == code, err
+        if code:
+            return err.splitlines()
+        assert [line for line in out.splitlines() if len(line) > width] == []
+        return out.splitlines()
+
+    return run
+
+
+@widths
+def test_published_runs_are_a_line_each_with_all_numbers(read: Read, width: int) -> None:
+    for arguments in (["list"], ["nearest", "--params", "1B", "--tokens", "20B", "--limit", "10"]):
+        head, _, *rows = read(width, "recipes", *arguments)
+        assert all(title in head for title in ("run", "params", "tokens", "peak lr", "batch"))
+        assert ("source" in head) is (width > 100 or (width == 100 and arguments == ["list"]))
+        by_id = {row.split()[0]: row for row in rows}
+        for run in load_runs():
+            assert re.search(r"\d\.\de-\d .*\d [kM]", by_id[run.id]), run.id
+
+
+def test_nearest_says_what_a_distance_is(read: Read) -> None:
+    head, unit, row, *_, last = read(80, "recipes", "nearest", "--params", "1B", "--tokens", "20B")
+    end = head.index("distance") + len("distance")
+    assert unit[:end].split() == ["octaves"]
+    assert row[:end].split() == ["tinyllama-1.1b", "0.91"]
+    assert last.startswith("distance in octaves of parameters")
+
+
+@widths
+@pytest.mark.parametrize("run", load_runs(), ids=lambda run: run.id)
+def test_one_run_leaves_nothing_out(read: Read, width: int, run: Any) -> None:
+    lines = read(width, "recipes", "show", run.id)
+    flowing = " ".join(" ".join(lines).split())
+    for path in run.flat():
+        assert "." not in path or any(path in line for line in lines)
+    for said in (*run.notes, *run.schedule.sources, *run.arch.sources):
+        assert " ".join(said.split()) in flowing
+    for exception in run.optim.exceptions.values():
+        assert f"known from: {exception.confidence}" in flowing
+
+
+@widths
+def test_the_difference_of_two_runs_is_a_line_a_value(read: Read, width: int) -> None:
+    head, *rows = read(width, "recipes", "diff", "stablelm-3b-4e1t", "bloom-176b")
+    assert head.split() == ["value", "stablelm-3b-4e1t", "bloom-176b"]
+    left, right = head.index("stablelm"), head.index("bloom")
+    assert all(re.fullmatch(r"[a-z0-9_.]+ +", row[:left]) and row[right - 2 : right] == "  " for row in rows)
+    assert any("2,560" in row and "14,336" in row for row in rows)
+
+
+@widths
+def test_laws_are_told_in_full_with_the_spread_last(read: Read, width: int) -> None:
+    lines = read(width, "laws", "--params", "1B", "--tokens", "20B")
+    flowing = " ".join(" ".join(lines).split())
+    for law in LAWS:
+        assert any(line.startswith(law.name + "  ") for line in lines)
+        assert law.conditions in flowing
+        assert law.source in flowing
+    assert lines[-1] == "peak lr 3.5e-4 .. 2.1e-3, a spread of 6x: tune at small scale"
+
+
+@widths
+def test_a_parameter_table_keeps_every_number(read: Read, width: int, tiny_file: Path) -> None:
+    for arguments in (["show", tiny_file], ["transfer", tiny_file, *TRANSFER]):
+        _, scale, head, unit, *rows = read(width, *arguments)
+        rows = list(takewhile(lambda row: not row.startswith("attention  "), rows))
+        assert scale.endswith("of the base")
+        assert [title for title in head.split() if title in NUMBERS] == list(NUMBERS)
+        assert "(a step)" in unit
+        assert ("role" in head) is (width >= 120)
+        for row in rows:
+            assert "…" not in row
+            assert len(re.findall(r"(?<= )[\d.]+(?:e-\d+)?(?= |$)", row[17:])) >= len(NUMBERS)
+    assert any("4,096 x 8,192" in row for row in rows) is (width >= 120)
+    assert set(read_recipe(tiny_file).model.modules) <= {row.split()[0] for row in rows}
+
+
+def test_what_all_rows_share_is_told_once_where_even_narrow_gaps_do_not_do() -> None:
+    columns = [Column(name, align="point") for name in ("one", "two", "three")]
+    table = Columns(columns, [("1", "0.25", "0.9"), ("2", "0.25", "0.95")])
+    assert _printed(table, 15) == [
+        "one  two three",
+        "  1 0.25  0.9",
+        "  2 0.25  0.95",
+    ]
+    assert _printed(table, 10) == ["one three", "  1  0.9", "  2  0.95", "all rows: two 0.25"]
+
+
+@widths
+def test_a_plan_is_folded_between_its_parts(read: Read, width: int, tiny_file: Path) -> None:
+    lines = read(width, "plan", tiny_file, "--gpus", "8xH100-80GB", "--set", "precision.compute=bf16")
+    labels = [line[:14].strip() for line in lines if line[:14].strip()]
+    assert labels == ["layout", "memory / GPU", "speed", "not compute", "budget", "next best", "accuracy"]
+    assert all(line[12:14] == "  " for line in lines)
+    text = " · ".join(line[14:] for line in lines)
+    for part in ("micro-batch 1", "activations 0.0", "s a step", "tokens/s/GPU", "of the step"):
+        assert part in text
+
+
+def test_facts_fold_between_parts_and_long_parts_between_words() -> None:
+    facts = Facts([("a", ["one two", Text("three")]), ("long", ["four five six seven eight nine ten"])])
+    assert _printed(facts, 30) == [
+        "a     one two · three",
+        "long  four five six seven",
+        "      eight nine ten",
+    ]
+
+
+def test_numbers_stand_at_their_points() -> None:
+    assert at_point(["0.004", "2.83e-4", "1e-8", "16"]) == [" 0.004  ", " 2.83e-4", " 1e-8   ", "16      "]
+
+
+def test_without_a_terminal_output_is_120_wide_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "47")
+    made = _common._console(stderr=False)
+    assert made.width == 120
+    assert made.color_system is None
+
+
+QUANTITY = "is not a quantity; write for example 7B, 2.5T, 500M, 64k or 32_768"
+VERBS = "laws, show, transfer, plan, tune, train, report, demo, recipes"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("transfer x.toml --width 1X", f"--width: '1X' {QUANTITY}"),
+        ("laws --params -1 --tokens 1B", f"--params: '-1' {QUANTITY}"),
+        ("transfer x.toml --depth 1.5", "--depth: '1.5' is not a whole number"),
+        ("trian", "no such verb: leaven trian; did you mean train?"),
+        ("xyz", f"no such verb: leaven xyz; there are {VERBS}"),
+        ("recipes lst", "no such verb: leaven recipes lst; did you mean list?"),
+        ("train", "RECIPE is missing; type: leaven train RECIPE"),
+        ("laws --params 1B", "--tokens is missing; type: leaven laws --params COUNT --tokens COUNT"),
+        ("recipes diff a", "B is missing; type: leaven recipes diff A B"),
+        ("plan x.toml", "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
+        ("plan x.toml --layuot a", "no such option: --layuot; did you mean --layout?"),
+        ("laws --params", "--params requires an argument"),
+        ("train a b", "got unexpected extra argument(s) (b); type: leaven train RECIPE"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_says_what_to_type(read: Read, typed: str, said: str) -> None:
+    assert read(80, *typed.split(), code=2) == [f"error: {said}"]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Console:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"), soft_wrap=True)  # noqa: SIM115
+    monkeypatch.setattr(_screens, "errors", console)
+    return console
+
+
+def test_rows_of_training_stand_under_their_headers(seen: Console, tiny_file: Path) -> None:
+    step = SimpleNamespace(
+        step=1,
+        tokens=1_310_000_000,
+        loss=3.412,
+        lr=9.8e-4,
+        grad_norm=12_345.6,
+        update_norm=0.0031,
+        batch_tokens=393_216,
+        tokens_per_second=6_412.3,
+        mfu=0.411,
+    )
+    with TrainScreen(read_recipe(tiny_file)) as screen:
+        screen.event("start", {"tokens": 0})
+        screen.step(step)
+        screen.event("validation", {"tokens": 1, "loss": 3.4})
+    head, row = seen.export_text().splitlines()
+    assert max(len(head), len(row)) <= 80
+    ends = [match.end() for match in re.finditer(r"\S+", head)]
+    assert [row[:end].split("  ")[-1].strip() for end in ends] == [
+        "1.31 B",
+        "3.412",
+        "3.4000",
+        "9.80e-4",
+        "1.23e4",
+        "0.0031",
+        "393 k",
+        "6.41 k",
+        "41.1%",
+    ]
+
+
+def test_a_trial_is_a_line_however_much_it_changes(seen: Console) -> None:
+    centre = {f"hyperparameters.modules.attention.query{n}.lr": 1.0 for n in range(9)}
+    study: Any = SimpleNamespace(
+        space=SimpleNamespace(centre=centre), state=lambda: SimpleNamespace(trials=()), folder=Path()
+    )
+    first: Any = SimpleNamespace(number=0, state="complete", loss=2.4241, values=centre, tokens_per_second=182e3)
+    moved = SimpleNamespace(**vars(first) | {"number": 1, "values": {path: 1.5 for path in centre}, "loss": 2.4139})
+    broken = SimpleNamespace(**vars(moved) | {"number": 2, "state": "diverged", "loss": None})
+    with TuneScreen(study, 3) as screen:
+        for trial in (first, moved, broken):
+            screen.trial(trial, first)
+    head, *rows = seen.export_text().splitlines()
+    start = head.index("what changed")
+    assert [row[:start].split() for row in rows] == [
+        ["0", "2.4241", "182", "k"],
+        ["1", "2.4139", "-0.0102", "*", "182", "k"],
+        ["2", "diverged"],
+    ]
+    assert rows[0][start:] == "nothing: the start"
+    assert rows[1][start:] == rows[2][start:] == "attention.query0.lr x1.50, …"
+    assert all(len(row) <= 80 for row in rows)
+
+
+def test_changes_are_whole_as_long_as_one_fits() -> None:
+    centre = {"hyperparameters.lr": 1.0, "hyperparameters.init_std": 1.0}
+    values = {"hyperparameters.lr": 2.0, "hyperparameters.init_std": 0.84}
+    assert changes(values, centre, 40) == "lr x2.00, init_std x0.84"
+    assert changes(values, centre, 20) == "lr x2.00, …"
+    assert changes(values, centre, 6) == "lr x2…"
+
+
+def _printed(renderable: Any, width: int) -> list[str]:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"), soft_wrap=True)  # noqa: SIM115
+    console.print(renderable)
+    return [line.rstrip() for line in console.export_text().splitlines()]

@@ -1,0 +1,66 @@
+"""Each warning on a case worked by hand, and silence on tested ground."""
+
+import pytest
+
+from leaven.planning.tested_ground import TESTED, warnings
+from leaven.recipe.recipe import Recipe, RuleName
+from leaven.scaling.transfer import transfer
+
+
+def about(recipe: Recipe) -> dict[str, tuple[float, float]]:
+    return {warning.about: (warning.value, warning.limit) for warning in warnings(recipe)}
+
+
+def test_the_base_and_a_near_target_are_tested_ground(tiny: Recipe) -> None:
+    assert about(tiny) == {}
+    assert about(transfer(tiny, width=32, depth=4, tokens=40_960)) == {}
+
+
+def test_every_rule_says_what_it_was_tested_on() -> None:
+    assert set(TESTED) == set(RuleName.__args__)
+
+
+def test_ratios_beyond_what_was_tested(tiny: Recipe) -> None:
+    found = about(transfer(tiny, width=16 * 32, depth=2 * 33, batch_tokens=2_048))
+    assert found["width ratio"] == (32, 16)
+    assert found["depth ratio"] == (33, 32)
+    assert found["batch ratio"] == (8, 4)
+    assert about(transfer(tiny.replace({"scaling.rule": "mup"}), width=32, depth=4)) == {"depth ratio": (2, 1)}
+    message = warnings(transfer(tiny.replace({"scaling.rule": "completep"}), tokens=20_480))[0].message
+    assert "tokens x2: completep has no rule for tokens" in message
+
+
+def test_beyond_the_critical_batch(tiny: Recipe) -> None:
+    """Kaplan 2e8 L^-4.76, Power Lines 2048 x 0.0471 D^0.462, Zhang 512 x 22.91 (D/1e6)^0.47: the middle one."""
+    big = transfer(tiny, batch_tokens=32_768)
+    value, limit = about(big)["critical batch"]
+    assert value == 32_768
+    power_lines = 2048 * 0.0471 * 10_240**0.462
+    zhang = 512 * 22.91 * (10_240 / 1e6) ** 0.47
+    loss = 1.69 + 406.4 / big.model.params**0.34 + 410.7 / 10_240**0.28
+    kaplan = 2e8 * loss ** (-1 / 0.21)
+    assert limit == pytest.approx(sorted((power_lines, zhang, kaplan))[1])
+
+
+def test_far_from_the_tokens_per_parameter_of_the_base(tiny: Recipe) -> None:
+    value, limit = about(transfer(tiny, tokens=51_200))["tokens per parameter"]
+    assert value == pytest.approx(51_200 / tiny.model.params)
+    assert limit == pytest.approx(4 * 10_240 / tiny.model.params)
+    told = warnings(transfer(tiny, tokens=51_200))[0]
+    assert "multiply weight decay by 2.3" in told.message  # 5^0.527
+
+
+def test_eps_against_the_gradient(tiny: Recipe) -> None:
+    assert "eps" not in about(tiny.replace({"hyperparameters.eps": 1e-4}))
+    large = tiny.replace({"hyperparameters.eps": 2e-3})
+    value, limit = about(large)["eps"]
+    assert value == pytest.approx(2e-3 * tiny.model.params**0.5)  # a norm of 1 over all parameters
+    assert limit == 0.1
+
+
+def test_betas_out_of_range(tiny: Recipe) -> None:
+    found = about(transfer(tiny, tokens=10_240 * 16))
+    assert found["beta1"] == (pytest.approx(0.9 ** (1 / 16)), 0.99)
+    assert "beta2" not in found
+    assert about(transfer(tiny, batch_tokens=2_048))["beta1"] == (pytest.approx(0.9**8), 0.5)
+    assert about(transfer(tiny, batch_tokens=2_048))["beta2"] == (pytest.approx(0.95**8), 0.9)

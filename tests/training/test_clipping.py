@@ -1,0 +1,110 @@
+"""Clipping against its formulas, and its memory over a stop."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.model.initialise import build_model
+from leaven.recipe.hyperparameters import Clip
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+from leaven.training.clipping import Clipper
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import Training, train
+
+Gradients = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    torch.set_num_threads(1)
+    return prepare(tiny.data.source, tiny.data.tokenizer, tiny.model.vocab_size)
+
+
+def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float, Gradients, Gradients]]:
+    """A step a size: (norm told, gradients before, gradients after), in float64."""
+    table = resolve(recipe)
+    model = build_model(recipe.model, table, 0).double()
+    clipper = Clipper.build(clip, model, table)
+    generator = torch.Generator().manual_seed(0)
+    steps = []
+    for size in sizes:
+        for parameter in model.parameters():
+            parameter.grad = size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = clipper()
+        after = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        steps.append((norm, before, after))
+    return steps
+
+
+def size(*gradients: torch.Tensor) -> float:
+    return math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
+
+
+def test_global_scales_everything_by_one_factor(tiny: Recipe) -> None:
+    small, large = clipped(tiny, Clip(mode="global", limit=1.0), [1e-6, 1.0])
+    assert all(torch.equal(small[2][name], small[1][name]) for name in small[1])  # below the limit: not touched
+    assert large[0] == pytest.approx(size(*large[1].values()))
+    for name, gradient in large[1].items():
+        torch.testing.assert_close(large[2][name], gradient / large[0], rtol=1e-5, atol=0)
+
+
+def test_per_module_limits_each_module_of_each_block_by_itself(tiny: Recipe) -> None:
+    # A gain of 16 entries has a norm of about 4, the embedding of 5,120 one of about 70: only the latter is above 20.
+    ((norm, before, after),) = clipped(tiny, Clip(mode="per-module", limit=20.0), [1.0])
+    assert norm == pytest.approx(size(*before.values()))
+    touched = set()
+    for name, gradient in before.items():
+        own = size(gradient)
+        torch.testing.assert_close(after[name], gradient * min(1.0, 20.0 / own), rtol=1e-5, atol=0)
+        touched |= {name} if own > 20 else set()
+    assert {"embedding.weight", "layers.1.mlp.in.weight"} <= touched
+    assert "layers.0.norm.mlp.weight" not in touched
+
+
+def test_running_limits_to_a_multiple_of_the_running_root_mean_square(tiny: Recipe) -> None:
+    """r_t^2 = sum of (1 - b) b^(t-i) n_i^2 / (1 - b^t) over the clipped norms n_i; the first step is left alone."""
+    limit, beta = 2.0, tiny.hyperparameters.beta2
+    steps = clipped(tiny, Clip(mode="running", limit=limit), [1.0, 1.1, 30.0, 0.5, 1.0])
+    seen: list[float] = []
+    for norm, before, after in steps:
+        assert norm == pytest.approx(size(*before.values()))
+        weights = [(1 - beta) * beta ** (len(seen) - 1 - i) for i in range(len(seen))]
+        mean = (
+            sum(w * n * n for w, n in zip(weights, seen, strict=True)) / (1 - beta ** len(seen)) if seen else math.inf
+        )
+        seen.append(min(norm, limit * math.sqrt(mean)))
+        assert size(*after.values()) == pytest.approx(seen[-1], rel=1e-5)
+    assert seen[2] < 3 * seen[0]  # the spike was cut, and did not lift the limit
+    assert seen[0] == steps[0][0]
+
+
+def test_no_limit_touches_nothing(tiny: Recipe) -> None:
+    for mode in ("global", "per-module", "running"):
+        for _, before, after in clipped(tiny, Clip(mode=mode, limit=0.0), [1.0, 1e6]):
+            assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_plain_number_is_the_global_form(tiny: Recipe, tokens: TokenSet) -> None:
+    table = tiny.replace({"hyperparameters.grad_clip": {"mode": "global", "limit": 1.0}})
+    assert table.hyperparameters.grad_clip == tiny.hyperparameters.grad_clip
+    plain, stated = Training(tiny, tokens), Training(table, tokens)
+    assert [plain.step().loss for _ in range(3)] == [stated.step().loss for _ in range(3)]
+
+
+def test_running_survives_a_stop_to_the_last_bit(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    recipe = tiny.replace({"hyperparameters.grad_clip": {"mode": "running", "limit": 0.9}})  # clips nearly always
+
+    def losses(folder: Path) -> list[float]:
+        return [line["loss"] for line in RunFolder(folder).metrics()]
+
+    whole = train(recipe, tokens, tmp_path / "whole")
+    train(recipe, tokens, tmp_path / "parts", stop=lambda: len(losses(tmp_path / "parts")) >= 13)
+    assert train(recipe, tokens, tmp_path / "parts").loss == whole.loss
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    unclipped = tiny.replace({"hyperparameters.grad_clip": 0.0})
+    assert train(unclipped, tokens, tmp_path / "unclipped").loss != whole.loss
