@@ -76,18 +76,29 @@ class Family(Protocol):
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """A recipe and all its transfers in width and depth. ``table`` gives a recipe's parameter table."""
+    """A recipe and all its transfers in width and depth: wider by more heads, or by larger ones with ``grow_heads``.
+
+    ``table`` gives a recipe's parameter table.
+    """
 
     recipe: Recipe
     batches: Batches
     table: Callable[[Recipe], ParameterTable] = resolve
+    grow_heads: bool = False
 
     @property
     def name(self) -> str:
         return self.recipe.name
 
     def build(self, width: int, depth: int, seed: int) -> Member:
-        moved = transfer(self.recipe, width=width, depth=depth)
+        shape = self.recipe.model
+        moved = transfer(
+            self.recipe,
+            width=width,
+            depth=depth,
+            d_head=width // shape.n_heads if self.grow_heads else None,
+            n_kv_heads=shape.n_kv_heads if self.grow_heads else None,
+        )
         table = self.table(moved)
         model = build_model(moved.model, table, seed)
         optimiser = Optimiser.build(model, table, moved.hyperparameters.optimizer)
