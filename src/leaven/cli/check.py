@@ -73,7 +73,7 @@ def gradients_(
     depths: DepthsOption = "2,4,8,16",
     steps: Annotated[int, typer.Option(min=1, help="Steps; from 150 on, shared QK gains are judged too.")] = 20,
     seeds: SeedsOption = 3,
-    lr_factor: FactorOption = 0.5,
+    lr_factor: FactorOption = 0.125,
     batch_tokens: BatchOption = 512,
     grow_heads: HeadsOption = False,
     output: OutputOption = None,

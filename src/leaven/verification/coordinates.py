@@ -31,9 +31,10 @@ from leaven.verification.family import Family, Member
 from leaven.verification.probe import LOGITS, Probe
 from leaven.verification.verdict import Curve, Row, Verdict, curve, geometric_mean, slope
 
-LIMITS = {"width": 0.10, "depth": 0.15}
-"""On |slope|, log2 over log2. A wrong power of width or depth is 0.5 or 1. A right one leaves at most 0.09 in width
-(64 to 256) and 0.12 in depth (2 to 16), where a few blocks are far from the limit of many."""
+LIMITS = {"width": {"start": 0.10, "later": 0.20}, "depth": {"start": 0.15, "later": 0.30}}
+"""On |slope|, log2 over log2, at the start and of what training changed. A wrong power of width or depth is 0.5 or 1,
+and planted faults show as 0.4 or more. A right rule measured at most 0.06 at the start; later at most 0.14 in width
+(64 to 256: alignment of updates with inputs is still falling) and 0.28 in depth (2 to 16: few blocks are not many)."""
 
 INDEPENDENT = -0.5
 """The slope of a mean of independent terms, in their number."""
@@ -170,18 +171,19 @@ def _by_seed(lines: Sequence[Sequence[Recorded]], quantity: str, axis: Axis) -> 
 def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]]) -> Row:
     means = {q: [geometric_mean(values) for values in _by_seed(lines, q, axis)] for q in QUANTITIES}
     parts = {quantity: slope(axis.sizes, values) for quantity, values in means.items()}
-    limit = LIMITS[axis.name]
+    limits = {q: LIMITS[axis.name]["start" if q == "start" else "later"] for q in QUANTITIES}
+    limit = limits["change"]
     if any(math.isnan(value) for values in means.values() for value in values):
         return Row(module, axis.name, None, limit, False, parts, "no number any more: lower the lr?", math.inf)
-    low = -limit + (INDEPENDENT if _may_fall(axis, module, [seeds[0] for seeds in lines]) else 0.0)
-    beyond = {q: max(value - limit, low - value) for q, value in parts.items() if value is not None}
+    fall = INDEPENDENT if _may_fall(axis, module, [seeds[0] for seeds in lines]) else 0.0
+    beyond = {q: max(value, fall - value) - limits[q] for q, value in parts.items() if value is not None}
     if not beyond:
         return Row(module, axis.name, None, limit, None, parts, "always 0")
     worst = max(beyond, key=lambda quantity: beyond[quantity])
     if beyond[worst] <= 0:
         return Row(module, axis.name, parts["change"], limit, True, parts)
     note = _note(axis.name, module, parts[worst] or 0.0)
-    return Row(module, axis.name, parts[worst], limit, False, parts, note, beyond[worst])
+    return Row(module, axis.name, parts[worst], limits[worst], False, parts, note, beyond[worst])
 
 
 def _may_fall(axis: Axis, module: str, lines: Sequence[Recorded]) -> bool:

@@ -3,8 +3,8 @@
 The loss over a grid of lrs at two or more scales, some seeds each. An lr is given in base coordinates, so under a
 true rule the valleys lie above each other. Three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486): how
 far the optimum moved in octaves with a bootstrap interval, what the small model's best lr costs the big one in nats,
-and the noise between seeds beside both. A flat valley moves easily at no cost, a steep one costs with little movement;
-so both are judged.
+and the noise between seeds beside both. A flat valley moves easily at no cost, a steep one costs with little
+movement; so both are judged.
 """
 
 from collections.abc import Callable, Sequence
