@@ -6,7 +6,7 @@ import sys
 import typer
 from rich.text import Text
 
-from leaven.cli import demo, laws, plan, recipes, report, show, train, transfer, tune
+from leaven.cli import check, demo, laws, plan, recipes, report, show, train, transfer, tune
 from leaven.cli._common import errors
 from leaven.cli._usage import mended
 from leaven.recipe.errors import InputError
@@ -22,6 +22,7 @@ app.command("laws")(laws.laws)
 app.command("show")(show.show)
 app.command("transfer")(transfer.transfer_)
 app.command("plan")(plan.plan)
+app.add_typer(check.app, name="check")
 app.command("tune")(tune.tune)
 app.command("train")(train.train_)
 app.command("report")(report.report)

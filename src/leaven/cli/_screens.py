@@ -66,6 +66,21 @@ class TextScreen(Screen):
         self._progress.update(self._stages[stage], completed=done, total=total, left=share)
 
 
+class CountScreen(Screen):
+    """A bar of things that are done one by one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._task = self._progress.add_task(what, total=None, left="")
+        self._already: int | None = None
+
+    def update(self, done: int, total: int) -> None:
+        if self._already is None:
+            self._already = done
+        left = self._left(done, total, self._already)
+        self._progress.update(self._task, completed=done, total=total, left=left)
+
+
 class TrainScreen(Screen):
     """A row each validation, at least one a minute, and one each event."""
 

@@ -40,10 +40,11 @@ def page(story: Story) -> str:
     name = story.title if isinstance(story, Run) else story.name
     header = element("header", element("p", f"leaven · {kind}", class_="kicker"), element("h1", name), head)
     body = element("main", header, *made.sections)
-    return _document(f"{name} · leaven {kind}", body, made.charts)
+    return document(f"{name} · leaven {kind}", body, made.charts)
 
 
-def _document(title: str, body: Html, charts: dict[str, Any]) -> str:
+def document(title: str, body: Html, charts: dict[str, Any]) -> str:
+    """A whole page: what is in ``body``, and the charts that its boxes name."""
     from plotly.offline import get_plotlyjs
 
     # Plain, plotly.js alone is nearly 5 MB; no time stamp, so that the same folder makes the same file.

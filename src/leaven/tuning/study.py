@@ -7,13 +7,11 @@ on the next start, trials that were running are run again with the same values.
 import json
 import math
 import os
-import signal
 import statistics
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from leaven.recipe.recipe import Recipe, differences
 from leaven.training.run_folder import LOCK, held
 from leaven.training.study_file import Best, StudyState, Trial
 from leaven.training.trainer import check_trainable
+from leaven.training.worker import Outcome, Pool, hopeless
 from leaven.tuning.space import Space, moved
 from leaven.tuning.trust_region import sampler
-from leaven.tuning.worker import Outcome, hopeless, run_trial, start
 
 METHODS = ("trust-region", "random", "tpe")
 FINALISTS, SEEDS = 2, 3  # the best few are judged by the mean over fresh seeds: a winner of noisy trials is lucky
@@ -124,7 +122,7 @@ class Study:
         """
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self._retry(trial)
-        with _Pool(workers) as pool:
+        with Pool(workers) as pool:
             self._search(pool, trials, workers, on_trial, stop)
             if not stop():
                 self._judge(pool, on_rerun, stop)
@@ -132,7 +130,7 @@ class Study:
 
     def _search(
         self,
-        pool: "_Pool",
+        pool: Pool,
         trials: int,
         workers: int,
         on_trial: Callable[[Trial, Trial], None],
@@ -153,7 +151,7 @@ class Study:
                     on_trial(ended[trial.number], min(ended.values(), key=_rank))
                     self.save()
 
-    def _start(self, pool: "_Pool", values: dict[str, float]) -> "Future[Outcome]":
+    def _start(self, pool: Pool, values: dict[str, float]) -> "Future[Outcome]":
         """A trial at work. One whose values make no recipe (lr x weight_decay above 1, say) has diverged already."""
         try:
             recipe = moved(self.recipe, values)
@@ -197,7 +195,7 @@ class Study:
             or (trial.state is TrialState.FAIL and last_try.get(trial.user_attrs.get(RETRY_OF)) == trial.number)
         ]
 
-    def _judge(self, pool: "_Pool", on_rerun: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
+    def _judge(self, pool: Pool, on_rerun: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
         """Run the finalists with fresh seeds; what is already in the journal is not run twice."""
         seeds = range(self.recipe.data.seed + 1, self.recipe.data.seed + 1 + SEEDS)
         jobs = {f"{trial.number}:{seed}": (trial, seed) for trial in self._finalists() for seed in seeds}
@@ -290,36 +288,6 @@ class Study:
         why = {path: f"{reason}; {value / centre[path]:.2f} x the start" for path, value in values.items()}
         base = self.recipe.base.model_dump()
         return moved(self.recipe, values).replace({"scaling.base": base, "why": self.recipe.why | why})
-
-
-class _Pool:
-    """Worker processes that are replaced when one of them dies."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._executor = self._new()
-
-    def _new(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start, initargs=(os.getpid(),))
-
-    def submit(self, recipe: Recipe) -> "Future[Outcome]":
-        # Processes are born here, and inherit what is blocked: a Ctrl-C is for the parent alone.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return self._executor.submit(run_trial, recipe)
-        except BrokenProcessPool:
-            self._executor = self._new()
-            return self._executor.submit(run_trial, recipe)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def __enter__(self) -> "_Pool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        for process in active_children():
-            process.terminate()
 
 
 def _mend(journal: Path) -> None:

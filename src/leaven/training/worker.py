@@ -1,10 +1,14 @@
-"""One trial in a process of its own, on one thread."""
+"""Runs in processes of their own, on one thread each, and a pool of them that outlives any of its workers."""
 
 import math
 import os
+import signal
 import threading
 import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import active_children, get_context
 
 from leaven.recipe.recipe import Recipe
 
@@ -58,3 +62,33 @@ def run_trial(recipe: Recipe) -> Outcome:
         loss, diverged = limit, True
     done = training.progress
     return Outcome(limit if diverged else loss, diverged, done.tokens, done.seconds, os.getpid())
+
+
+class Pool:
+    """Worker processes that are replaced when one of them dies."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._executor = self._new()
+
+    def _new(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start, initargs=(os.getpid(),))
+
+    def submit(self, recipe: Recipe) -> "Future[Outcome]":
+        # Processes are born here, and inherit what is blocked: a Ctrl-C is for the parent alone.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return self._executor.submit(run_trial, recipe)
+        except BrokenProcessPool:
+            self._executor = self._new()
+            return self._executor.submit(run_trial, recipe)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.terminate()

@@ -1,0 +1,231 @@
+"""What a person sees of a check: tables with the verdict last, and a page with the points behind it.
+
+Both are made of the check's document, the plain data of ``leaven check --json``.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from leaven.recipe.files import write_text
+from leaven.report import chapters, figures, numbers
+from leaven.report.html import element, join
+from leaven.report.page import document as whole_page
+
+Check = Mapping[str, Any]
+
+_SLOPES = ("coordinates", "gradients")
+_LINES = ("var(--transferred)", "var(--copied)", "var(--published)", "var(--other)")
+
+
+def _columns(check: Check) -> dict[str, str]:
+    """The heads of the number columns by part, in order."""
+    steps = check["settings"].get("steps")
+    known = {"start": "at step 0", "end": f"at step {steps}", "decay": "lr x decay"}
+    parts = {part: known.get(part, part) for row in check["rows"] for part in row["parts"]}
+    return parts
+
+
+def _axes(check: Check) -> dict[str, list[Mapping[str, Any]]]:
+    by_axis: dict[str, list[Mapping[str, Any]]] = {}
+    for row in check["rows"]:
+        by_axis.setdefault(row["axis"], []).append(row)
+    return by_axis
+
+
+def _title(check: Check, axis: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    settings = check["settings"]
+    steps = f"{settings['steps']} steps, " if "steps" in settings else ""
+    against = f" against {axis}" if check["check"] in _SLOPES else f", {axis}"
+    limits = sorted({row["limit"] for row in rows if row["limit"] is not None})
+    limit = " or ".join(f"{value:.2g}" for value in limits)
+    return f"{check['quantity']}{against} (limit {limit}; {steps}{settings['seeds']} seeds)"
+
+
+def _number(value: float | None, slopes: bool) -> str:
+    if value is None:
+        return numbers.NONE
+    return f"{value:.2f}" if slopes else numbers.value(value)
+
+
+def _verdict(row: Mapping[str, Any]) -> tuple[str, str]:
+    """A row's last word and its style."""
+    if row["passed"] is None:
+        return f"not judged: {row['note']}", "dim"
+    if row["passed"]:
+        return row["note"] or "passed", "green"
+    return row["note"] or "FAILED", "red"
+
+
+def terminal(check: Check) -> list[Table]:
+    """A table an axis."""
+    slopes, columns, made = check["check"] in _SLOPES, _columns(check), []
+    for axis, rows in _axes(check).items():
+        table = Table(
+            title=_title(check, axis, rows),
+            title_justify="left",
+            title_style="",
+            box=None,
+            pad_edge=False,
+            header_style="dim",
+        )
+        table.add_column("module", no_wrap=True)
+        for head in columns.values():
+            table.add_column(head, justify="right", no_wrap=True)
+        table.add_column("verdict")
+        for row in rows:
+            told, style = _verdict(row)
+            shown = (_number(row["parts"].get(part), slopes) for part in columns)
+            table.add_row(row["module"], *shown, Text(told, style))
+        made.append(table)
+    return made
+
+
+def conclusion(check: Check) -> str:
+    """The verdict in one line."""
+    failed = [row for row in check["rows"] if row["passed"] is False]
+    judged = [row for row in check["rows"] if row["passed"] is not None]
+    if not judged:
+        return "FAILED: nothing could be judged"
+    if not failed:
+        return f"passed: {len(judged)} of {len(judged)} lines"
+    rule = check["settings"].get("rule")
+    advice = f'. The rule in the recipe is "{rule}"' if rule else ""
+    if rule not in {None, "complete-d-p"}:
+        advice += "; try --set scaling.rule=complete-d-p"
+    return f"FAILED: {len(failed)} of {len(judged)} lines, {check['fault']} most{advice}"
+
+
+def write_check(check: Check, out: Path) -> Path:
+    """The page of a check.
+
+    Raises:
+        InputError: if plotly is missing, or the file cannot be written.
+    """
+    figures.plotly()
+    made = chapters.Sheet()
+    name = f"{check['check']} of {check['subject']}"
+    kicker = element("p", "leaven · check", class_="kicker")
+    header = element("header", kicker, element("h1", name), element("p", conclusion(check), class_="verdict"))
+    draw = _slopes if check["check"] in _SLOPES else _losses
+    draw(made, check)
+    for axis, rows in _axes(check).items():
+        made.section(axis.capitalize(), _title(check, axis, rows), _html_table(check, rows), class_="broad")
+    settings = shlex.join(f"{key}={value}" for key, value in check["settings"].items())
+    made.section("Settings", None, element("pre", element("code", settings), class_="scroll", tabindex="0"))
+    write_text(out, whole_page(f"{name} · leaven check", element("main", header, *made.sections), made.charts))
+    return out
+
+
+def _html_table(check: Check, rows: Sequence[Mapping[str, Any]]) -> Any:
+    slopes, columns = check["check"] in _SLOPES, _columns(check)
+    heads = [element("th", head) for head in ("module", *columns.values(), "verdict")]
+    styles = {True: "good", False: "bad", None: None}
+    body = [
+        element(
+            "tr",
+            element("td", row["module"]),
+            *(element("td", _number(row["parts"].get(part), slopes), class_="num") for part in columns),
+            element("td", _verdict(row)[0], class_=styles[row["passed"]]),
+        )
+        for row in rows
+    ]
+    return element(
+        "div", element("table", element("thead", element("tr", heads)), element("tbody", body)), class_="scroll"
+    )
+
+
+def _slopes(made: chapters.Sheet, check: Check) -> None:
+    """Each line over size, as a multiple of its first point; a gradient as a multiple of its eps as well."""
+    told = {
+        "change": "how far the output moved",
+        "end": "the output after the steps" if check["check"] == "coordinates" else "gradient over eps, later",
+        "start": "gradient over eps, at the start",
+    }
+    wanted = ("change", "end") if check["check"] == "coordinates" else ("start", "end")
+    for axis, rows in _axes(check).items():
+        failed = {row["module"] for row in rows if row["passed"] is False}
+        curves = {(c["module"], c["quantity"]): c for c in check["curves"] if c["axis"] == axis}
+        boxes = []
+        for quantity in wanted:
+            chart = figures.figure(axis, "multiple of the smallest model's")
+            lines = [
+                (module, curve["x"], _relative(curve, curves.get((module, "eps"))))
+                for (module, of), curve in curves.items()
+                if of == quantity
+            ]
+            lines = [(module, x, y) for module, x, y in lines if y]
+            for module, x, y in sorted(lines, key=lambda line: line[0] in failed):
+                _line(chart, module, x, y, "var(--bad)" if module in failed else figures.MUTED)
+            if lines:
+                span = [value for _, _, y in lines for value in y]
+                figures.log_axis(chart, "xaxis", min(lines[0][1]), max(lines[0][1]), numbers.tick)
+                figures.log_axis(chart, "yaxis", min([*span, 0.5]), max([*span, 2.0]), numbers.value, pad=0.06)
+            box = made.chart(f"{axis}-{quantity}", chart, f"{told[quantity]} over {axis}")
+            boxes.append(element("div", element("h3", told[quantity].capitalize()), box))
+        flat = "A flat line keeps its size; what fails is drawn in colour."
+        made.sections.append(element("section", element("h2", f"Over {axis}"), element("p", flat, class_="told")))
+        made.sections.append(element("section", *boxes, class_="pair"))
+
+
+def _relative(curve: Mapping[str, Any], eps: Mapping[str, Any] | None) -> list[float]:
+    values = [
+        y / e if e else y for y, e in zip(curve["y"], eps["y"] if eps else [None] * len(curve["y"]), strict=True)
+    ]
+    if any(not value for value in values):
+        return []
+    return [float(f"{value / values[0]:.4g}") for value in values]
+
+
+def _losses(made: chapters.Sheet, check: Check) -> None:
+    """Loss over lr or batch, a line a scale or arm; bars from the best seed to the worst."""
+    axis = check["curves"][0]["axis"]
+    chart = figures.figure(
+        {"lr": "lr, base value", "batch": "batch, multiple of the recipe's"}[axis], "final loss, nats"
+    )
+    for curve, colour in zip(check["curves"], _cycle(len(check["curves"])), strict=True):
+        bars = {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - y for high, y in zip(curve["high"], curve["y"], strict=True)],
+            "arrayminus": [y - low for low, y in zip(curve["low"], curve["y"], strict=True)],
+            "color": colour,
+            "thickness": 1,
+        }
+        _line(chart, curve["module"], curve["x"], curve["y"], colour, error_y=bars)
+    x = check["curves"][0]["x"]
+    figures.log_axis(chart, "xaxis", min(x), max(x), numbers.value)
+    legend = [
+        join(element("span", "― ", style=f"color:{colour}"), f"{curve['module']}  ")
+        for curve, colour in zip(check["curves"], _cycle(len(check["curves"])), strict=True)
+    ]
+    made.section(
+        f"Loss over {axis}",
+        "Means over seeds, with bars from the lowest to the highest.",
+        element("p", *legend),
+        made.chart("losses", chart, f"loss over {axis}", "tall"),
+    )
+
+
+def _cycle(count: int) -> list[str]:
+    return [_LINES[number % len(_LINES)] for number in range(count)]
+
+
+def _line(chart: Any, name: str, x: Sequence[float], y: Sequence[float], colour: str, **style: Any) -> None:
+    go = figures.plotly()
+    chart.add_trace(
+        go.Scatter(
+            x=list(x),
+            y=list(y),
+            name=figures.text(name),
+            mode="lines+markers",
+            line={"color": colour, "width": 1.5},
+            marker={"color": colour, "size": 5},
+            hovertemplate="<b>%{fullData.name}</b><br>%{y:.4~g} at %{x:.4~g}<extra></extra>",
+            **style,
+        )
+    )

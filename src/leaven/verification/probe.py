@@ -1,0 +1,105 @@
+"""What flows through a model: the output of every module of one forward, by name, and the attention logits.
+
+Hooks see module outputs only. Attention logits are no module's output, and a wrong power of the head dimension shows
+in them first, so calls of ``torch.nn.functional.scaled_dot_product_attention`` are watched as well.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+ROWS = 256
+"""Positions kept of each output: their RMS is within a few percent of that of all, and they fit in memory."""
+
+LOGITS = "logits"
+
+
+def tensor_of(output: Any) -> Tensor | None:
+    """The tensor a module gives: itself, the first of several, or the logits or last state of a named output."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        return output[0]
+    for name in ("logits", "last_hidden_state"):
+        found = getattr(output, name, None)
+        if isinstance(found, Tensor):
+            return found
+    return None
+
+
+class Probe(TorchFunctionMode):
+    """While entered, records a sample of every module's output; :meth:`take` hands over one forward.
+
+    ``label`` gives the name of a module's line, None for no line. Several modules of one name (the layers) and
+    several calls of one module stand in one line, in the order they ran. A container that hands on its last child's
+    output is not recorded again; ``containers`` are the names of those that made something new of theirs.
+    """
+
+    def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
+        super().__init__()
+        self._labels = {module: label(name) for name, module in model.named_modules()}
+        self._running: list[tuple[nn.Module, int]] = []
+        self._seen: list[Tensor] = []
+        self._found: dict[str, list[Tensor]] = {}
+        self.containers: set[str] = set()
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> "Probe":
+        for module in self._labels:
+            for handle in (module.register_forward_pre_hook(self._begin), module.register_forward_hook(self._end)):
+                self._hooks.callback(handle.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+
+    def take(self) -> dict[str, Tensor]:
+        """Samples of the last forward by name, the calls of one name stacked: (calls, rows, features)."""
+        found, self._found, self._seen = self._found, {}, []
+        return {name: torch.stack(samples) for name, samples in found.items()}
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        self._running.append((module, len(self._seen)))
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        _, seen_before = self._running.pop()
+        name, tensor = self._labels[module], tensor_of(output)
+        if name is None or tensor is None or not tensor.is_floating_point():
+            return
+        if any(tensor is seen for seen in self._seen):
+            return
+        if len(self._seen) > seen_before:
+            self.containers.add(name)
+        self._seen.append(tensor)
+        self._found.setdefault(name, []).append(_sample(tensor))
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and self._running:
+            query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
+            name = self._labels[self._running[-1][0]]
+            if name is not None:
+                logits = _attention_logits(query, key, kwargs.get("scale"))
+                self._found.setdefault(f"{name}.{LOGITS}", []).append(logits)
+        return function(*args, **kwargs)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    rows = tensor.detach().reshape(-1, tensor.shape[-1])
+    return rows[:: max(len(rows) // ROWS, 1)][:ROWS].float().clone()
+
+
+def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+    """Logits of the first sequence's positions on those before them, heads stacked: (heads x T, T)."""
+    query, key = query.detach()[0].float(), key.detach()[0].float()
+    key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
+    logits = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    return logits.tril().flatten(0, 1)

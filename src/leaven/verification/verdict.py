@@ -1,0 +1,99 @@
+"""What every check returns: rows with a limit each, a verdict, and the points that the verdict was read from."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+Number = float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was judged.
+
+    ``slope`` is the judged number that came closest to failing, or failed most: an exponent against ``axis``, or what
+    ``quantity`` of the verdict says. ``parts`` are all numbers of the row by column. ``passed`` is None for what was
+    measured and cannot be judged yet; ``note`` says why, or what may be wrong. ``beyond`` is how far ``slope`` lies
+    outside of what is allowed.
+    """
+
+    module: str
+    axis: str
+    slope: Number
+    limit: Number
+    passed: bool | None
+    parts: Mapping[str, Number] = field(default_factory=dict)
+    note: str = ""
+    beyond: float = 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points behind a row, to draw: ``y`` over ``x`` (mean over seeds), ``low`` and ``high`` over seeds."""
+
+    module: str
+    axis: str
+    quantity: str
+    x: tuple[float, ...]
+    y: tuple[Number, ...]
+    low: tuple[Number, ...] = ()
+    high: tuple[Number, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A check's answer. ``fault`` names the module that failed most clearly, if any did."""
+
+    check: str
+    subject: str
+    quantity: str
+    rows: tuple[Row, ...]
+    curves: tuple[Curve, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        judged = [row.passed for row in self.rows if row.passed is not None]
+        return bool(judged) and all(judged)
+
+    @property
+    def failed(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.passed is False)
+
+    @property
+    def fault(self) -> str | None:
+        return max(self.failed, key=lambda row: row.beyond).module if self.failed else None
+
+    def document(self) -> dict[str, Any]:
+        """Plain data, as ``--json`` prints and the report draws it."""
+        return {"passed": self.passed, "fault": self.fault} | asdict(self)
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> Number:
+    """The exponent b of the least-squares fit log2 y = a + b log2 x; None where y has no logarithm."""
+    values = np.asarray(y, dtype=float)
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        return None
+    return float(np.polyfit(np.log2(np.asarray(x, dtype=float)), np.log2(values), 1)[0])
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Over seeds; 0 if one of them is 0, not a number if one is not."""
+    array = np.asarray(values, dtype=float)
+    if not np.isfinite(array).all():
+        return math.nan
+    return float(np.exp(np.log(array).mean())) if (array > 0).all() else 0.0
+
+
+def curve(module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Curve:
+    """A curve from values by scale and seed."""
+
+    def plain(values: Sequence[float]) -> tuple[Number, ...]:
+        return tuple(value if math.isfinite(value) else None for value in values)
+
+    means = [geometric_mean(values) for values in by_seed]
+    low, high = [min(values) for values in by_seed], [max(values) for values in by_seed]
+    return Curve(module, axis, quantity, tuple(map(float, x)), plain(means), plain(low), plain(high))

@@ -1,0 +1,65 @@
+"""A small recipe as a family, fed with a made-up text, and the faults that are planted in its parameter table."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import ParameterTable, Row, resolve
+from leaven.verification.family import RecipeFamily, calibrated, synthetic
+
+PROXY = Path(__file__).parents[2] / "src/leaven/demo/proxy.toml"
+WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
+
+Fault = Callable[[Row, Recipe], Row]
+
+
+def family(
+    fault: Fault | None = None, *, hidden: float = 1.0, rule: str = "complete-d-p", **more: bool
+) -> RecipeFamily:
+    """The demo's proxy with a vocabulary of 256 and sequences of 32, with a fault in every row of its table."""
+    recipe = read_recipe(PROXY, ["model.vocab_size=256", "model.seq_len=32", f"scaling.rule={rule}"])
+    recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), hidden)
+
+    def planted(moved: Recipe) -> ParameterTable:
+        table = resolve(moved)
+        return replace(table, rows=tuple(fault(row, moved) if fault else row for row in table.rows))
+
+    return RecipeFamily(recipe, synthetic(256, 32, 8), planted, **more)
+
+
+def readout_lr_unscaled(row: Row, recipe: Recipe) -> Row:
+    return replace(row, lr=recipe.hyperparameters.lr) if row.module == "unembedding" else row
+
+
+def embedding_eps_unscaled(row: Row, recipe: Recipe) -> Row:
+    return replace(row, eps=recipe.hyperparameters.eps) if row.module == "embedding" else row
+
+
+def residual_left_out(row: Row, recipe: Recipe) -> Row:
+    return replace(row, multiplier=1.0)
+
+
+def depth_in_the_init_as_well(row: Row, recipe: Recipe) -> Row:
+    """GPT-2's 1/sqrt(2L) on what ends a branch, on top of the branch's multiplier."""
+    ends = row.module in {"attention.out", "mlp.out"}
+    return replace(row, init_std=row.init_std / math.sqrt(2 * recipe.model.n_layers)) if ends else row
+
+
+def decay_unscaled(row: Row, recipe: Recipe) -> Row:
+    return replace(row, weight_decay=recipe.hyperparameters.weight_decay) if row.weight_decay else row
+
+
+def rule_applied_twice(row: Row, recipe: Recipe) -> Row:
+    base = _base_row(row, recipe)
+    squared = {}
+    for name in ("lr", "eps", "weight_decay", "init_std", "multiplier"):
+        once, alone = getattr(row, name), getattr(base, name)
+        squared[name] = once**2 / alone if alone else once
+    return replace(row, **squared)
+
+
+def _base_row(row: Row, recipe: Recipe) -> Row:
+    return resolve(recipe.replace({"scaling.base": None}))[row.name]

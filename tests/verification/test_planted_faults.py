@@ -1,0 +1,109 @@
+"""A check that cannot fail is worth nothing: every fault here is caught, with a right rule beside it that passes."""
+
+import pytest
+import torch
+from tests.verification import families
+from tests.verification.families import DEPTHS, WIDTHS, family
+
+from leaven.verification.coordinates import coordinates
+from leaven.verification.family import RecipeFamily
+from leaven.verification.gradients import gradients
+from leaven.verification.verdict import Verdict
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def coordinate_check(of: RecipeFamily) -> Verdict:
+    return coordinates(of, WIDTHS, DEPTHS, seeds=1)
+
+
+def gradient_check(of: RecipeFamily) -> Verdict:
+    return gradients(of, WIDTHS, DEPTHS, seeds=2)
+
+
+def failing(verdict: Verdict) -> set[tuple[str, str]]:
+    return {(row.module, row.axis) for row in verdict.failed}
+
+
+def test_a_right_rule_passes_the_coordinate_check():
+    verdict = coordinate_check(family())
+    assert verdict.passed, verdict.failed
+    logits = next(row for row in verdict.rows if (row.module, row.axis) == ("unembedding", "width"))
+    # Allowed: a wide input makes the first logits fall as N^-1/2 (std 1/N over N entries of order 1).
+    assert logits.parts["start"] == pytest.approx(-0.5, abs=0.05)
+
+
+def test_a_right_rule_passes_the_gradient_check():
+    verdict = gradient_check(family(hidden=0.5))
+    assert verdict.passed, verdict.failed
+    eps = {(row.module, row.axis): row.parts["eps"] for row in verdict.rows}
+    assert eps["embedding", "width"] == pytest.approx(-1)
+    assert eps["mlp.out", "depth"] == pytest.approx(-1)
+    assert eps["unembedding", "width"] == pytest.approx(0, abs=1e-9)
+
+
+def test_readout_lr_unscaled():
+    verdict = coordinate_check(family(families.readout_lr_unscaled))
+    assert verdict.fault == "unembedding"
+    assert ("unembedding", "width") in failing(verdict)
+
+
+def test_embedding_eps_unscaled():
+    verdict = gradient_check(family(families.embedding_eps_unscaled, hidden=0.5))
+    assert failing(verdict) == {("embedding", "width")}
+
+
+def test_residual_multiplier_left_out():
+    verdict = coordinate_check(family(families.residual_left_out))
+    assert verdict.fault == "residual"
+    assert ("residual", "depth") in failing(verdict)
+
+
+def test_depth_in_the_init_on_top_of_the_multiplier():
+    verdict = coordinate_check(family(families.depth_in_the_init_as_well))
+    assert verdict.fault in {"attention.out", "mlp.out"}
+    assert {axis for _, axis in failing(verdict)} == {"depth"}
+
+
+def test_weight_decay_unscaled_is_seen_by_the_bookkeeping_alone():
+    verdict = gradient_check(family(families.decay_unscaled, hidden=0.5))
+    assert {axis for _, axis in failing(verdict)} == {"width"}
+    rows = {row.module: row for row in verdict.failed}
+    assert {"attention.query", "mlp.out", "unembedding"} <= rows.keys()
+    assert "embedding" not in rows
+    assert all("lr x decay FALLS" in row.note for row in rows.values())
+    assert coordinate_check(family(families.decay_unscaled)).passed
+
+
+def test_rule_applied_twice():
+    verdict = coordinate_check(family(families.rule_applied_twice))
+    assert {"attention.query", "mlp.in"} <= {module for module, axis in failing(verdict) if axis == "width"}
+
+
+def test_the_standard_rule_fails():
+    verdict = coordinate_check(family(rule="standard"))
+    assert {axis for _, axis in failing(verdict)} == {"width", "depth"}
+
+
+@pytest.mark.parametrize("divided_by_d", [True, False])
+def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool):
+    """Query and key align with training: their product is of order d, not sqrt(d)."""
+    right = family(grow_heads=True)
+    assert right.recipe.model.n_heads == 4
+
+    def root(recipe):  # type: ignore[no-untyped-def]
+        from dataclasses import replace
+
+        return replace(right.table(recipe), attention_scale=recipe.model.d_head**-0.5)
+
+    checked = right if divided_by_d else RecipeFamily(right.recipe, right.batches, root, grow_heads=True)
+    verdict = coordinates(checked, WIDTHS, (2,), seeds=2, steps=20)
+    logits = next(row for row in verdict.rows if row.module == "attention.logits")
+    print(logits)
+    assert logits.passed is divided_by_d
