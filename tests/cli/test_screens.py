@@ -155,7 +155,7 @@ def test_without_a_terminal_output_is_120_wide_and_plain(monkeypatch: pytest.Mon
 
 
 QUANTITY = "is not a quantity; write for example 7B, 2.5T, 500M, 64k or 32_768"
-VERBS = "laws, show, transfer, plan, tune, train, report, demo, recipes"
+VERBS = "laws, show, transfer, plan, tune, train, report, demo, recipes, check"
 
 
 @pytest.mark.parametrize(

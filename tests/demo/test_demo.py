@@ -25,14 +25,16 @@ def demo(folder: Path, corpus: Path) -> list[str]:
 def test_all_of_it_killed_half_way_and_run_again(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     process = subprocess.Popen(demo(folder, corpus), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (folder / "runs" / "copied" / "metrics.jsonl").exists():
+    while not (folder / "runs" / "published" / "metrics.jsonl").exists():  # the third starts when one has ended
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.01)
     process.kill()
     process.wait()
-    first = RunFolder(folder / "runs" / "transferred").metrics()
+    runs = [RunFolder(run) for run in (folder / "runs").iterdir()]
+    finished = {run.path: run.metrics() for run in runs if any(e["event"] == "finish" for e in run.events())}
+    assert finished
     done = subprocess.run(demo(folder, corpus), capture_output=True, text=True, check=True)
-    assert RunFolder(folder / "runs" / "transferred").metrics() == first  # finished, so not run again
+    assert {path: RunFolder(path).metrics() for path in finished} == finished  # not run again
 
     state = json.loads((folder / "demo.json").read_text())
     assert [arm["key"] for arm in state["arms"]] == ["transferred", "copied", "published"]

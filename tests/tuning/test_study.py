@@ -66,10 +66,9 @@ def test_killed_with_9_and_run_again_it_goes_on_where_it_was(tiny_file: Path, tm
     after = {trial.number: trial for trial in complete(study)}
     assert len(after) == 8
     assert all(after[number].value == trial.value for number, trial in before.items())
-    # What was running when the kill came was run again with the same values.
+    # What was running when the kill came was run again with the same values, as far as they had been drawn.
     for trial in lost:
-        if trial.params:
-            assert any(other.params == trial.params for other in after.values())
+        assert any(other.params.items() >= trial.params.items() for other in after.values())
 
 
 def complete(folder: Path) -> list[optuna.trial.FrozenTrial]:

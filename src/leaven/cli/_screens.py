@@ -4,7 +4,7 @@ Everything goes to standard error. Without a terminal the same rows are printed 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -145,6 +145,59 @@ class TrainScreen(Screen):
                 f"{step.mfu:.1%}" if step.mfu is not None else "-",
             )
         )
+
+    def _cells(self, cells: Sequence[str]) -> None:
+        self.row("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, self.COLUMNS, strict=True)))
+
+
+class RunsScreen(Screen):
+    """Runs of other processes, side by side: a bar each, and a row each validation, read from their folders."""
+
+    COLUMNS = (("run", 11), ("tokens", 7), ("loss", 6), ("validation", 10), ("lr", 7), ("batch", 6), ("tok/s", 6))
+
+    def __init__(self, runs: Mapping[str, Path], tokens: int) -> None:
+        from leaven.training.run_folder import RunFolder
+
+        super().__init__()
+        self._tokens = tokens
+        self._folders = {name: RunFolder(folder) for name, folder in runs.items()}
+        self._tasks = {name: self._progress.add_task(f"{name:<11}", total=tokens, left="") for name in runs}
+        # Validations of an earlier start have been shown then.
+        self._shown = {name: len(self._validations(name)) for name in runs}
+        self._already = {name: self._consumed(name) for name in runs}
+        self._cells([title for title, _ in self.COLUMNS])
+
+    def look(self) -> None:
+        """Read the folders again: move the bars, print what is new."""
+        for name, folder in self._folders.items():
+            tokens = self._consumed(name)
+            left = self._left(tokens, self._tokens, self._already[name])
+            self._progress.update(self._tasks[name], completed=tokens, left=left)
+            validations = self._validations(name)
+            steps = (
+                {line["tokens"]: line for line in folder.metrics()} if len(validations) > self._shown[name] else {}
+            )
+            for event in validations[self._shown[name] :]:
+                if (step := steps.get(event["tokens"])) is not None:
+                    self._cells(
+                        (
+                            name,
+                            format_quantity(step["tokens"]),
+                            _fixed(step["loss"], 3),
+                            f"{event['loss']:.4f}",
+                            learning_rate(step["lr"], 3),
+                            format_quantity(step["batch_tokens"]),
+                            format_quantity(step["tokens_per_second"]),
+                        )
+                    )
+            self._shown[name] = len(validations)
+
+    def _consumed(self, name: str) -> int:
+        lines = self._folders[name].metrics()
+        return int(lines[-1]["tokens"]) if lines else 0
+
+    def _validations(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self._folders[name].events() if event["event"] == "validation"]
 
     def _cells(self, cells: Sequence[str]) -> None:
         self.row("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, self.COLUMNS, strict=True)))

@@ -1,5 +1,6 @@
 """leaven demo"""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from leaven.cli._common import JsonOption, console, emit_json, errors, stopping
-from leaven.cli._screens import TextScreen, TrainScreen, TuneScreen
+from leaven.cli._screens import RunsScreen, TextScreen, TuneScreen
 from leaven.recipe.errors import InputError
 
 
@@ -21,8 +22,8 @@ class _Watcher:
     def tuning(self, study: Any, trials: int) -> AbstractContextManager[Any]:
         return TuneScreen(study, trials)
 
-    def training(self, recipe: Any) -> AbstractContextManager[Any]:
-        return TrainScreen(recipe)
+    def training(self, runs: Mapping[str, Path], recipe: Any) -> AbstractContextManager[Any]:
+        return RunsScreen(runs, recipe.data.tokens)
 
 
 def demo(

@@ -8,6 +8,8 @@ from leaven.catalogue.runs import Run, nearest
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
+ARMS = ("transferred", "copied", "published")
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -37,7 +39,7 @@ def arms(target: Recipe) -> tuple[Arm, ...]:
         ),
         Arm(
             "published",
-            f"from {run.id} (standard)",
+            f"values of {run.id} (standard)",
             f"lr, init, decay, betas, eps, clip and schedule of the nearest published run, {run.id} "
             f"({format_quantity(run.params_total)} parameters, {format_quantity(run.tokens)} tokens)",
             published(target, run),

@@ -1,8 +1,11 @@
 """The way, step by step. Every part leaves its result in the folder, so a killed demo goes on where it was."""
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -12,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from leaven.data.tokens import TokenSet, prepare
-from leaven.demo.arms import Arm, arms
+from leaven.demo.arms import ARMS, Arm, arms
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, read_text, write_recipe, write_text
@@ -20,9 +23,10 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.report.page import write_page
 from leaven.scaling.transfer import transfer
-from leaven.training.machine import cores, machine
+from leaven.training.machine import machine
 from leaven.training.run_folder import LOCK, held
-from leaven.training.trainer import Diverged, Training, train
+from leaven.training.trainer import Training
+from leaven.training.worker import Pool, run_in
 from leaven.tuning.space import space
 from leaven.tuning.study import FINALISTS, SEEDS, Study
 
@@ -84,7 +88,7 @@ class Watcher(Protocol):
     def part(self, text: str) -> None: ...
     def text(self) -> AbstractContextManager[Any]: ...
     def tuning(self, study: Study, trials: int) -> AbstractContextManager[Any]: ...
-    def training(self, recipe: Recipe) -> AbstractContextManager[Any]: ...
+    def training(self, runs: Mapping[str, Path], recipe: Recipe) -> AbstractContextManager[Any]: ...
 
 
 class Interrupted(Exception):
@@ -117,7 +121,7 @@ class Demo:
             self._holds = True
             best = self._tune(tokens)
             target = self._transfer(best)
-            self._train(target, tokens)
+            self._train(target)
             return self._report()
 
     @property
@@ -174,13 +178,10 @@ class Demo:
         proxy, size = self.proxy, SIZES[self.size]
         wider = proxy.model.scaled(proxy.model.d_model * size.wider, proxy.model.n_layers * size.deeper)
         trial = proxy.data.tokens / float(self.state["proxy_tokens_per_second"])
-        # Threads share a step less well than processes share trials: 0.7 of the ideal was measured on two.
-        arm = (
-            trial * size.longer * flops_per_token(wider) / flops_per_token(proxy.model) / (1 + 0.7 * (threads() - 1))
-        )
-        arms_left = 3 - sum(arm["loss"] is not None for arm in self.state.get("arms", []))
+        arm = trial * size.longer * flops_per_token(wider) / flops_per_token(proxy.model)
+        arms_left = len(ARMS) - sum(arm["loss"] is not None for arm in self.state.get("arms", []))
         trials = (size.trials + FINALISTS * SEEDS) * trial / self.workers if part == "tune" else 0.0
-        return trials + arms_left * arm
+        return trials + math.ceil(arms_left / self.workers) * arm
 
     def _text(self) -> TokenSet:
         data, vocab_size = self.proxy.data, self.proxy.model.vocab_size
@@ -231,35 +232,32 @@ class Demo:
         self.state["target"] = "target.toml"
         return target
 
-    def _train(self, target: Recipe, tokens: TokenSet) -> None:
+    def _train(self, target: Recipe) -> None:
         ways = arms(target)
-        torch.set_num_threads(threads())
+        folders = {arm.key: self.folder / "runs" / arm.key for arm in ways}
         with self._part("train", f"{len(ways)} runs of {format_quantity(target.data.tokens)} tokens"):
             for arm in ways:
-                self._train_arm(arm, tokens)
-                if self.stop():
-                    break
+                self.watcher.part(f"        {arm.key}: {arm.why}")
+            screens = self.watcher.training(folders, target)
+            with Pool(min(self.workers, len(ways))) as pool, screens as screen:
+                pending = {pool.submit(run_in, folders[arm.key], arm.recipe): arm for arm in ways}
+                while pending and not self.stop():
+                    for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                        self._record(pending.pop(future), self._result(future))
+                    screen.look()
 
-    def _train_arm(self, arm: Arm, tokens: TokenSet) -> None:
-        self.watcher.part(f"        {arm.title}: {arm.why}")
-        folder = f"runs/{arm.key}"
-        loss: float | None = None
+    def _result(self, future: "Future[float | None]") -> float | None:
         try:
-            with self.watcher.training(arm.recipe) as screen:
-                summary = train(
-                    arm.recipe,
-                    tokens,
-                    self.folder / folder,
-                    on_step=screen.step,
-                    on_event=screen.event,
-                    stop=self.stop,
-                )
-            loss = summary.loss
-        except Diverged as error:
-            self.watcher.part(f"        diverged: {error}")
-        others = [other for other in self.state.get("arms", []) if other["key"] != arm.key]
-        done = {"key": arm.key, "title": arm.title, "run": folder, "loss": loss, "why": arm.why}
-        self.state["arms"] = [*others, done]
+            return future.result()
+        except BrokenProcessPool:
+            raise InputError(
+                "a training process died (out of memory?); the same command goes on from its last checkpoint"
+            ) from None
+
+    def _record(self, arm: Arm, loss: float | None) -> None:
+        done = {"key": arm.key, "title": arm.title, "run": f"runs/{arm.key}", "loss": loss, "why": arm.why}
+        known = {other["key"]: other for other in self.state.get("arms", [])} | {arm.key: done}
+        self.state["arms"] = [known[key] for key in ARMS if key in known]
         self._save()
 
     def _report(self) -> Path:
@@ -269,11 +267,6 @@ class Demo:
             path = write_page(self.folder, self.folder / "report.html")
         # Once more, so that the page knows how long it took itself.
         return write_page(self.folder, path)
-
-
-def threads() -> int:
-    """Threads of one training run. A model this small gains nothing from more than four."""
-    return min(cores(), 4)
 
 
 def measure_speed(recipe: Recipe, tokens: TokenSet) -> float:
@@ -297,5 +290,5 @@ def verdict(ways: list[dict[str, Any]]) -> str:
             compared.append(f"{other['title']} diverged")
         else:
             gap = other["loss"] - first["loss"]
-            compared.append(f"{abs(gap):.3f} {'below' if gap > 0 else 'ABOVE'} {other['title']}")
+            compared.append(f"{abs(gap):.3f} {'lower' if gap > 0 else 'HIGHER'} than {other['title']}")
     return f"The transferred run ends at {first['loss']:.3f} nats per token: {', '.join(compared)} (one seed each)."

@@ -5,12 +5,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import TypeVar
 
 from leaven.recipe.recipe import Recipe
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,18 @@ def run_trial(recipe: Recipe) -> Outcome:
     return Outcome(limit if diverged else loss, diverged, done.tokens, done.seconds, os.getpid())
 
 
+def run_in(folder: Path, recipe: Recipe) -> float | None:
+    """Train a recipe in a run folder; its validation loss, or None if it diverged (the folder's events say where)."""
+    from leaven.data.tokens import prepare
+    from leaven.training.trainer import Diverged, train
+
+    tokens = prepare(recipe.data.source, recipe.data.tokenizer, recipe.model.vocab_size)
+    try:
+        return train(recipe, tokens, folder).loss
+    except Diverged:
+        return None
+
+
 class Pool:
     """Worker processes that are replaced when one of them dies."""
 
@@ -74,14 +91,14 @@ class Pool:
     def _new(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start, initargs=(os.getpid(),))
 
-    def submit(self, recipe: Recipe) -> "Future[Outcome]":
+    def submit(self, function: Callable[..., Result], *arguments: object) -> "Future[Result]":
         # Processes are born here, and inherit what is blocked: a Ctrl-C is for the parent alone.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return self._executor.submit(run_trial, recipe)
+            return self._executor.submit(function, *arguments)
         except BrokenProcessPool:
             self._executor = self._new()
-            return self._executor.submit(run_trial, recipe)
+            return self._executor.submit(function, *arguments)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -27,7 +27,7 @@ from leaven.recipe.recipe import Recipe, differences
 from leaven.training.run_folder import LOCK, held
 from leaven.training.study_file import Best, StudyState, Trial
 from leaven.training.trainer import check_trainable
-from leaven.training.worker import Outcome, Pool, hopeless
+from leaven.training.worker import Outcome, Pool, hopeless, run_trial
 from leaven.tuning.space import Space, moved
 from leaven.tuning.trust_region import sampler
 
@@ -159,7 +159,7 @@ class Study:
             future: Future[Outcome] = Future()
             future.set_result(Outcome(hopeless(self.recipe), True, 0, 0.0, 0))
             return future
-        return pool.submit(recipe)
+        return pool.submit(run_trial, recipe)
 
     def _tell(self, trial: optuna.Trial, future: "Future[Outcome]") -> bool:
         """Record how a trial ended; False if its process died and it is to be run once more."""
@@ -179,9 +179,12 @@ class Study:
     def _retry(self, trial: optuna.Trial | FrozenTrial) -> None:
         """Close a trial whose process is gone and queue its values again."""
         self._study.tell(trial.number, state=TrialState.FAIL)
-        if trial.params:
+        # A trial killed before its values were all drawn has some of them, or those it was queued with.
+        drawn = self._study.get_trials(deepcopy=False)[trial.number]
+        values = drawn.system_attrs.get("fixed_params", {}) | drawn.params
+        if values:
             origin = trial.user_attrs.get(RETRY_OF, trial.number)
-            self._study.enqueue_trial(trial.params, user_attrs={RETRY_OF: origin})
+            self._study.enqueue_trial(values, user_attrs={RETRY_OF: origin})
 
     def _ended(self) -> list[FrozenTrial]:
         """Trials that count, in the order of their numbers: those with a result, and those that died twice."""
@@ -202,7 +205,7 @@ class Study:
 
         def start(key: str) -> "Future[Outcome]":
             trial, seed = jobs[key]
-            return pool.submit(moved(self.recipe, trial.params, seed))
+            return pool.submit(run_trial, moved(self.recipe, trial.params, seed))
 
         pending = {start(key): key for key in jobs if key not in self.reruns}
         died: set[str] = set()

@@ -15,7 +15,7 @@ from pathlib import Path
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import held
-from leaven.training.worker import Outcome, Pool
+from leaven.training.worker import Outcome, Pool, run_trial
 
 LINES = "runs.jsonl"
 
@@ -55,7 +55,7 @@ def run_all(
             while (queue or pending) and not stop():
                 while queue and len(pending) < workers:
                     name = queue.pop()
-                    pending[pool.submit(wanted[name])] = name
+                    pending[pool.submit(run_trial, wanted[name])] = name
                 for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
                     name = pending.pop(future)
                     try:
