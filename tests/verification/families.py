@@ -16,7 +16,9 @@ WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
 Fault = Callable[[Row, Recipe], Row]
 
 
-def family(fault: Fault | None = None, *, hidden: float = 1.0, rule: str = "complete-d-p", **more: bool) -> RecipeFamily:
+def family(
+    fault: Fault | None = None, *, hidden: float = 1.0, rule: str = "complete-d-p", **more: bool
+) -> RecipeFamily:
     """The demo's proxy with a vocabulary of 256 and sequences of 32, with a fault in every row of its table."""
     recipe = read_recipe(PROXY, ["model.vocab_size=256", "model.seq_len=32", f"scaling.rule={rule}"])
     recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), hidden)
