@@ -204,8 +204,9 @@ def synthetic(vocab_size: int, seq_len: int, sequences: int) -> Batches:
 
 
 def plain_label(name: str) -> str:
-    """A dotted name without its numbers: all layers stand in one line; ``.weight`` is left out."""
-    parts = [part for part in name.split(".") if not part.isdigit()]
+    """A dotted name without its inner numbers: all layers stand in one line; ``.weight`` is left out."""
+    first, *rest = name.split(".")
+    parts = [first, *(part for part in rest if not part.isdigit())]
     return ".".join(parts[:-1] if parts[-1] == "weight" else parts) or "output"
 
 

@@ -38,7 +38,8 @@ class Probe(TorchFunctionMode):
 
     ``label`` gives the name of a module's line, None for no line. Several modules of one name (the layers) and
     several calls of one module stand in one line, in the order they ran. A container that hands on its last child's
-    output is not recorded again; ``containers`` are the names of those that made something new of theirs.
+    output is not recorded again; ``containers`` are the names of those that made something new of theirs, and
+    ``head_sizes`` the head dimensions behind attention logits.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
@@ -48,6 +49,7 @@ class Probe(TorchFunctionMode):
         self._seen: list[Tensor] = []
         self._found: dict[str, list[Tensor]] = {}
         self.containers: set[str] = set()
+        self.head_sizes: dict[str, int] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Probe":
@@ -89,6 +91,7 @@ class Probe(TorchFunctionMode):
             if name is not None:
                 logits = _attention_logits(query, key, kwargs.get("scale"))
                 self._found.setdefault(f"{name}.{LOGITS}", []).append(logits)
+                self.head_sizes[f"{name}.{LOGITS}"] = query.shape[-1]
         return function(*args, **kwargs)
 
 

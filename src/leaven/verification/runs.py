@@ -84,7 +84,8 @@ def _read(path: Path) -> dict[str, Outcome]:
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 entry = json.loads(line)
-                found[entry.pop("key")] = Outcome(**entry)
+                name = entry.pop("key")
+                found[name] = Outcome(**entry)
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue
     return found

@@ -1,0 +1,47 @@
+"""The best lr, its interval and its regret, on valleys whose answers are known."""
+
+import numpy as np
+import pytest
+
+from leaven.verification.optimum import Valley, shift
+from leaven.verification.verdict import slope
+
+LRS = [2.0**octave for octave in range(-10, -3)]
+
+
+def valley(best_octave: float, noise: float = 0.0, seed: int = 0) -> Valley:
+    random = np.random.default_rng(seed)
+    return Valley.of(
+        {
+            lr: [3.0 + 0.05 * (np.log2(lr) - best_octave) ** 2 + random.normal(0, noise) for _ in range(3)]
+            for lr in LRS
+        }
+    )
+
+
+def test_a_parabola_gives_back_its_vertex_between_the_grid_points():
+    assert valley(-6.3).optimum() == pytest.approx(-6.3)
+
+
+def test_shift_and_regret_of_two_valleys():
+    found = shift(valley(-6.5), valley(-7.5))
+    assert found.octaves == pytest.approx(-1)
+    assert found.low == pytest.approx(-1)
+    assert found.high == pytest.approx(-1)
+    # Straight lines between the points of a parabola lie above it: 0.05 x (1 + 1/4), less the best of the grid.
+    assert found.regret == pytest.approx(0.05 * 1.25 - 0.05 * 0.25)
+
+
+def test_the_interval_covers_a_shift_that_only_noise_made():
+    found = shift(valley(-7, 0.03, 1), valley(-7, 0.03, 2))
+    assert found.low < 0 < found.high
+
+
+def test_an_optimum_at_the_edge_is_said_to_be():
+    assert valley(-12).at_the_edge
+    assert not valley(-7).at_the_edge
+
+
+def test_slope():
+    assert slope([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
+    assert slope([1, 2, 4], [3, 0, 12]) is None
