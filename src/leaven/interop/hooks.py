@@ -79,17 +79,18 @@ def multipliers(model: nn.Module, anatomy: Anatomy, rows: Sequence[Row]) -> list
 
 
 def _logits(site: Site, row: Row, sites: dict[str, Site], rows: Sequence[Row]) -> Multiplier:
-    """On what the readout's linear reads; where the weight is used without a module, on the final norm."""
-    linear = next((owner for owner in site.owners if is_linear(owner)), None)
-    if linear is not None:
-        return Multiplier(linear, ScaleInput(row.multiplier))
+    """On the final norm's output, which every way to the logits reads: losses that never form them (and leaven's own
+    model) take the readout's weight without calling its module. Without a final norm, on what that module reads."""
     final = [other for other in rows if other.role is Role.FINAL_NORM]
-    if len(final) != 1:
+    if len(final) == 1:
+        return Multiplier(sites[final[0].name].owner, ScaleOutput(row.multiplier))
+    linear = next((owner for owner in site.owners if is_linear(owner)), None)
+    if linear is None:
         raise InputError(
             f"{row.name} makes the logits without a module, and there is no one final norm ahead of it to carry "
             f"their multiplier {row.multiplier:g}; make the logits with an nn.Linear that shares the weight"
         )
-    return Multiplier(sites[final[0].name].owner, ScaleOutput(row.multiplier))
+    return Multiplier(linear, ScaleInput(row.multiplier))
 
 
 def rescale_attention(model: nn.Module, anatomy: Anatomy, factor: float) -> list[tuple[nn.Module, str, float]]:
