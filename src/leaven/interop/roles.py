@@ -33,9 +33,12 @@ _NORM = {
     "query": ("q_norm", "query_norm", "q_layernorm", "query_layernorm", "query"),
     "key": ("k_norm", "key_norm", "k_layernorm", "key_layernorm", "key"),
     "attention": ("input_layernorm", "ln_1", "ln1", "norm1", "attention_norm", "attn_norm", "attention"),
-    "mlp": ("post_attention_layernorm", "ln_2", "ln2", "norm2", "ffn_norm", "mlp_norm", "mlp"),
+    "mlp": (
+        *("post_attention_layernorm", "pre_feedforward_layernorm"),
+        *("ln_2", "ln2", "norm2", "ffn_norm", "mlp_norm", "mlp"),
+    ),
 }
-# Beside one of these, post_attention_layernorm too stands on a branch's output.
+# On a branch's output, where a norm would undo the branch's multiplier.
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
