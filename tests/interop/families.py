@@ -46,13 +46,14 @@ def qwen3(width: int, depth: int) -> nn.Module:
     )
 
 
-def gpt2(width: int, depth: int, heads: int | None = None) -> nn.Module:
+def gpt2(width: int, depth: int, heads: int | None = None, d_ff: int | None = None) -> nn.Module:
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=width,
         n_layer=depth,
         n_head=heads or width // 8,
         n_positions=LENGTH,
+        n_inner=d_ff,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

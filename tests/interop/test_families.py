@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.interop.families import FAMILIES, gpt2, llama, logits, loss_of, tokens
+from tests.interop.families import FAMILIES, Build, gpt2, llama, logits, loss_of, tokens
 from torch import nn
 
 import leaven
@@ -182,7 +182,7 @@ def test_at_the_base_nothing_is_installed(family: str) -> None:
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_attention_scale_where_the_head_dimension_grows(build: object) -> None:
+def test_attention_scale_where_the_head_dimension_grows(build: Build) -> None:
     """Logits q.k sqrt(d_base) / d instead of q.k / sqrt(d): as if the queries were smaller by sqrt(d_base / d)."""
     torch.manual_seed(0)
     model = build(64, 2, heads=4).double().eval()
@@ -213,13 +213,21 @@ def test_tied_llama_is_one_parameter_and_scales_its_logits() -> None:
     torch.testing.assert_close(logits(model, tokens()), before / 2)
 
 
-def test_each_tensor_has_its_own_ratios() -> None:
+@pytest.mark.parametrize(
+    ("build", "into", "out"),
+    [
+        (llama, "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+        (gpt2, "transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_proj.weight"),  # stored transposed
+    ],
+)
+def test_each_tensor_has_its_own_ratios(build: Build, into: str, out: str) -> None:
     """d_ff grows by four where the width grows by two."""
-    model = llama(64, 2, d_ff=256)
-    leaven.parametrize(model, base=llama(32, 2, d_ff=64), hyperparameters=TUNED)
-    out, into = (rows_of(model)[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("down", "up"))
-    assert (out.lr, out.eps) == pytest.approx((0.01 / 4, 1e-8 / 2))
-    assert (into.lr, into.eps) == pytest.approx((0.01 / 2, 1e-8 / 4))
+    model = build(64, 2, d_ff=256)
+    leaven.parametrize(model, base=build(32, 2, d_ff=64), hyperparameters=TUNED)
+    rows = rows_of(model)
+    assert (rows[out].lr, rows[out].eps) == pytest.approx((0.01 / 4, 1e-8 / 2))
+    assert (rows[into].lr, rows[into].eps) == pytest.approx((0.01 / 2, 1e-8 / 4))
+    assert rows[out].shape == (64, 256)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -268,3 +276,37 @@ def test_weights_are_saved_and_loaded_under_the_names_they_had() -> None:
     copied = copy.deepcopy(model)
     assert torch.equal(logits(copied, tokens()), logits(model, tokens()))
     assert not torch.equal(logits(plain, tokens()), logits(model, tokens()))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, d_ff: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.ffn = nn.ModuleDict({"fc1": nn.Linear(width, d_ff), "fc2": nn.Linear(d_ff, width)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.ffn["fc2"](self.ffn["fc1"](self.norm1(x)).relu())
+
+
+class Home(nn.Module):
+    """Written at home: blocks in a Sequential, the later half twice as wide inside."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(97, width)
+        self.blocks = nn.Sequential(*(Block(width, width * (1 + (2 * i >= depth))) for i in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 97)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+def test_a_block_is_compared_with_the_one_at_its_relative_depth() -> None:
+    model = Home(64, 6)
+    leaven.parametrize(model, base=Home(32, 2), hyperparameters=TUNED)
+    for layer in range(6):
+        row = rows_of(model)[f"blocks.{layer}.ffn.fc2.weight"]
+        assert (row.module, row.layer, row.multiplier) == ("mlp.out", layer, pytest.approx(1 / 3))
+        assert row.lr == pytest.approx(0.01 / 2)
+    assert rows_of(model)["head.bias"].role is Role.UNEMBEDDING_BIAS

@@ -112,6 +112,11 @@ def test_a_branch_whose_end_is_never_called_is_refused() -> None:
     assert "never called as a module" in refused(TorchDecoder, roles=roles, modules=modules)
 
 
+def test_what_ends_a_branch_writes_to_the_residual_stream() -> None:
+    swapped = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
+    assert "up_proj.weight (192 x 64, 96 x 32 in the base): it ends a branch" in refused(llama, modules=swapped)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
