@@ -93,11 +93,11 @@ def parametrize(
     :func:`groups` returns the groups anew.
 
     The rules are for pre-norm decoders. What a model itself multiplies by a power of its width (Gemma's embedding
-    times sqrt(width)) is not seen and has to be switched off; ``initialise`` takes gains to be neutral at 1. A branch's
-    multiplier acts where the matrix that ends it is called as a module, that of the logits on the final norm's output;
-    a fused kernel that takes only the weights goes around the former. Without ``initialise`` the initial values are the
-    caller's: hidden weights with a variance in proportion to 1 / fan in, the unembedding's to 1 / fan in squared, and
-    no smaller ends of branches in deep models.
+    times sqrt(width)) is not seen and has to be switched off; ``initialise`` takes gains to be neutral at 1. A
+    branch's multiplier acts where the matrix that ends it is called as a module, so a fused kernel that takes only
+    the weights goes around it; that of the logits acts on the final norm's output. Without ``initialise`` the
+    initial values are the caller's: hidden weights with a variance in proportion to 1 / fan in, the unembedding's to
+    1 / fan in squared, and no smaller ends of branches in deep models.
 
     Args:
         model: The target; its width and depth over those of ``base`` are read off the two.
