@@ -290,3 +290,19 @@ def test_importing_leaven_is_light() -> None:
     loaded = f"print([name for name in {EXTRAS!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script + loaded], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_leaven_exports_is_imported_when_asked_for() -> None:
+    """Hyperparameters, ratios and recipes without torch; parametrize and train bring it."""
+    script = """
+import sys, leaven
+assert not [name for name in sys.modules if name.startswith("leaven.")], sorted(sys.modules)
+leaven.load, leaven.Ratios(batch=8, tokens=40), leaven.Hyperparameters(lr=0.01, init_std=0.1)
+assert "torch" not in sys.modules
+assert leaven.parametrize.__module__ == "leaven.interop.torch_models"
+assert "torch" in sys.modules
+assert leaven.train.__module__ == "leaven.training.trainer"
+assert not hasattr(leaven, "parametrise")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -139,6 +139,7 @@ class Transformer(nn.Module):
         multipliers = multipliers or {}
         scale = 1 / math.sqrt(shape.d_head) if attention_scale is None else attention_scale
         self.shape = shape
+        self.has_multipliers = any(m != 1.0 for m in multipliers.values()) or scale != 1 / math.sqrt(shape.d_head)
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
         if shape.positions == "learned":
             self.positions = nn.Embedding(shape.seq_len, shape.d_model)

@@ -1,10 +1,13 @@
 """What is tuned: values in base coordinates, multipliers per module, multipliers over depth."""
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
+from leaven.recipe.shape import BRANCH_ENDS
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -105,3 +108,20 @@ class Hyperparameters(Part):
                 f"lr x weight_decay = {self.lr * self.weight_decay:g} wipes a weight out in one step; keep it below 1"
             )
         return self
+
+    def require_modules(self, known: Collection[str]) -> None:
+        """Every module that has multipliers is one of ``known``, and a residual is for what ends a branch.
+
+        Raises:
+            ValueError: naming the module and what it may have meant.
+        """
+        for module, multipliers in self.modules.items():
+            if module not in known:
+                close = get_close_matches(module, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                raise ValueError(f"hyperparameters.modules: no module {module!r} in this model; {hint}")
+            if multipliers.residual != 1 and module not in BRANCH_ENDS:
+                raise ValueError(
+                    f"hyperparameters.modules: {module} ends no branch and has no residual; "
+                    f"{' and '.join(BRANCH_ENDS)} do"
+                )

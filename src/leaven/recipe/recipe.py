@@ -1,7 +1,6 @@
 """The recipe: one frozen, validated, complete description of a run."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.hyperparameters import Hyperparameters
 from leaven.recipe.layout import Layout
 from leaven.recipe.schedule import Schedule
-from leaven.recipe.shape import BRANCH_ENDS, ModelShape
+from leaven.recipe.shape import ModelShape
 
 RuleName = Literal["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"]
 
@@ -120,18 +119,7 @@ class Recipe(Part):
             raise ValueError(
                 f"warmup_tokens {self.schedule.warmup_tokens:,} is longer than the run of {self.data.tokens:,} tokens"
             )
-        known = self.model.modules
-        for module in self.hyperparameters.modules:
-            if module not in known:
-                close = get_close_matches(module, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-                raise ValueError(f"hyperparameters.modules: no module {module!r} in this model; {hint}")
-        for module, multipliers in self.hyperparameters.modules.items():
-            if multipliers.residual != 1 and module not in BRANCH_ENDS:
-                raise ValueError(
-                    f"hyperparameters.modules: {module} ends no branch and has no residual; "
-                    f"{' and '.join(BRANCH_ENDS)} do"
-                )
+        self.hyperparameters.require_modules(self.model.modules)
         try:
             _ = self.base_shape
         except ValueError as error:

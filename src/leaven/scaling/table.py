@@ -5,11 +5,11 @@ value = rule(role, ratios) x base value x module multiplier x depth multiplier
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from leaven.recipe.hyperparameters import DepthProfile, Multipliers
+from leaven.recipe.hyperparameters import DepthProfile, Hyperparameters, Multipliers
 from leaven.recipe.recipe import Recipe, Scaling
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Parameter, Role
 from leaven.scaling.apply import factors, tensor_ratios
@@ -77,15 +77,24 @@ def exponents(scaling: Scaling) -> Exponents:
 def resolve(recipe: Recipe) -> ParameterTable:
     """The parameter table of a recipe, a row a parameter in the order of ``recipe.model.parameters()``."""
     rule, at, model = RULES[recipe.scaling.rule], ratios(recipe), recipe.model
+    free = exponents(recipe.scaling)
     base_shapes = _shapes_by_label(recipe.base_shape)
     head = model.d_head / recipe.base_shape.d_head
     rows = []
     for parameter in model.parameters():
         base_shape = base_shapes[_label(parameter.name)]
+        scales = tensor_ratios(parameter.role, parameter.shape, base_shape, at, head)
         rows.append(
-            _row(recipe, rule, parameter, tensor_ratios(parameter.role, parameter.shape, base_shape, at, head))
+            resolve_row(
+                parameter,
+                scales,
+                rule=rule,
+                free=free,
+                base=recipe.hyperparameters,
+                n_layers=model.n_layers,
+            )
         )
-    shared = factors(rule, Role.HIDDEN_WEIGHT, rows[0].ratios, exponents(recipe.scaling))
+    shared = factors(rule, Role.HIDDEN_WEIGHT, rows[0].ratios, free)
     return ParameterTable(
         rule,
         at,
@@ -93,6 +102,70 @@ def resolve(recipe: Recipe) -> ParameterTable:
         attention_scale=1 / math.sqrt(model.d_head) * shared.attention,
         beta2=shared.beta(recipe.hyperparameters.beta2),
     )
+
+
+def resolve_row(
+    parameter: Parameter,
+    at: TensorRatios,
+    *,
+    rule: Rule,
+    free: Exponents,
+    base: Hyperparameters,
+    n_layers: int,
+) -> Row:
+    """What one parameter gets, whoever's model it belongs to; ``base`` is in base coordinates."""
+    role = parameter.role
+    module = base.modules.get(parameter.module, Multipliers())
+    moved = factors(rule, role, at, free)
+
+    def multiplier(quantity: str) -> float:
+        """Type times depth."""
+        own: float = getattr(module, quantity)
+        if parameter.layer is None:
+            return own
+        return own * DepthProfile.at(getattr(base.depth, quantity), parameter.layer, n_layers)
+
+    forward = moved.forward
+    if parameter.module in BRANCH_ENDS:
+        forward *= base.residual * multiplier("residual") * moved.residual
+    random = role not in _GAINS | _BIASES
+    return Row(
+        name=parameter.name,
+        shape=parameter.shape,
+        role=role,
+        module=parameter.module,
+        layer=parameter.layer,
+        init_mean=1.0 if role in _GAINS else 0.0,
+        init_std=base.init_std * multiplier("init_std") * moved.init_std if random else 0.0,
+        lr=base.lr * multiplier("lr") * moved.lr,
+        weight_decay=base.weight_decay * multiplier("weight_decay") * moved.weight_decay,
+        beta1=moved.beta(base.beta1, multiplier("beta1")),
+        beta2=moved.beta(base.beta2, multiplier("beta2")),
+        eps=base.eps * multiplier("eps") * moved.eps,
+        multiplier=forward,
+        ratios=at,
+    )
+
+
+def optimiser_groups(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Optimiser groups but for the tensors: one for each module and set of values, every row in exactly one.
+
+    Keys: module, param_names, peak_lr, lr, betas, eps, weight_decay.
+    """
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = (row.module, row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)
+        values = {
+            "module": row.module,
+            "param_names": [],
+            "peak_lr": row.lr,
+            "lr": row.lr,
+            "betas": (row.beta1, row.beta2),
+            "eps": row.eps,
+            "weight_decay": row.weight_decay,
+        }
+        groups.setdefault(key, values)["param_names"].append(row.name)
+    return list(groups.values())
 
 
 def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
@@ -154,37 +227,3 @@ def _label(name: str) -> str:
 
 def _shapes_by_label(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
     return {_label(parameter.name): parameter.shape for parameter in shape.parameters()}
-
-
-def _row(recipe: Recipe, rule: Rule, parameter: Parameter, at: TensorRatios) -> Row:
-    base, role = recipe.hyperparameters, parameter.role
-    module = base.modules.get(parameter.module, Multipliers())
-    moved = factors(rule, role, at, exponents(recipe.scaling))
-
-    def multiplier(quantity: str) -> float:
-        """Type times depth, as written in the recipe."""
-        own: float = getattr(module, quantity)
-        if parameter.layer is None:
-            return own
-        return own * DepthProfile.at(getattr(base.depth, quantity), parameter.layer, recipe.model.n_layers)
-
-    forward = moved.forward
-    if parameter.module in BRANCH_ENDS:
-        forward *= base.residual * multiplier("residual") * moved.residual
-    random = role not in _GAINS | _BIASES
-    return Row(
-        name=parameter.name,
-        shape=parameter.shape,
-        role=role,
-        module=parameter.module,
-        layer=parameter.layer,
-        init_mean=1.0 if role in _GAINS else 0.0,
-        init_std=base.init_std * multiplier("init_std") * moved.init_std if random else 0.0,
-        lr=base.lr * multiplier("lr") * moved.lr,
-        weight_decay=base.weight_decay * multiplier("weight_decay") * moved.weight_decay,
-        beta1=moved.beta(base.beta1, multiplier("beta1")),
-        beta2=moved.beta(base.beta2, multiplier("beta2")),
-        eps=base.eps * multiplier("eps") * moved.eps,
-        multiplier=forward,
-        ratios=at,
-    )

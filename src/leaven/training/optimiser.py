@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaven.scaling.table import ParameterTable
+from leaven.scaling.table import ParameterTable, optimiser_groups
 
 Moments = Mapping[str, Tensor]
 
@@ -25,23 +25,10 @@ def parameter_groups(model: nn.Module, table: ParameterTable) -> list[dict[str, 
     if parameters.keys() != rows.keys():
         odd = sorted(parameters.keys() ^ rows.keys())
         raise ValueError(f"model and parameter table differ in {', '.join(odd)}")
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name, row in rows.items():
-        key = (row.module, row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)
-        values = {
-            "module": row.module,
-            "param_names": [],
-            "params": [],
-            "peak_lr": row.lr,
-            "lr": row.lr,
-            "betas": (row.beta1, row.beta2),
-            "eps": row.eps,
-            "weight_decay": row.weight_decay,
-        }
-        group = groups.setdefault(key, values)
-        group["param_names"].append(name)
-        group["params"].append(parameters[name])
-    return list(groups.values())
+    groups = optimiser_groups(table.rows)
+    for group in groups:
+        group["params"] = [parameters[name] for name in group["param_names"]]
+    return groups
 
 
 @dataclass

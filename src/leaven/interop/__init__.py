@@ -1,0 +1,1 @@
+"""To and from others: any torch model gets its groups and multipliers from the same rules."""

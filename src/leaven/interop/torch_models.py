@@ -1,0 +1,276 @@
+"""Any torch model under a rule: AdamW groups, forward multipliers and, if asked for, initial values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from leaven.interop.anatomy import Anatomy, Site, counterparts, depth_ratio, dissect
+from leaven.interop.hooks import multipliers, rescale_attention
+from leaven.interop.roles import Classifier
+from leaven.model.initialise import fill
+from leaven.model.transformer import Transformer
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
+from leaven.recipe.hyperparameters import Hyperparameters
+from leaven.recipe.recipe import Scaling
+from leaven.recipe.shape import Parameter, Role
+from leaven.scaling.apply import factors, tensor_ratios
+from leaven.scaling.cells import Ratios, TensorRatios
+from leaven.scaling.rules import RULES
+from leaven.scaling.table import Row, exponents, optimiser_groups, resolve_row
+
+_MARK = "leaven_rows"  # on a model that has its multipliers: what each of its parameters gets
+_SAME = Ratios()
+_UNUSED_STD = 1.0  # of hyperparameters without init_std, where nothing is initialised
+
+
+def parametrize(
+    model: nn.Module,
+    *,
+    base: nn.Module,
+    hyperparameters: Hyperparameters | Mapping[str, Any],
+    ratios: Ratios = _SAME,
+    rule: str = "complete-d-p",
+    alpha: float = 1.0,
+    token_exponent: float = 0.5,
+    scale_decay_with_depth: bool = False,
+    head_ratio: float | None = None,
+    roles: Mapping[str, str] | None = None,
+    modules: Mapping[str, str] | None = None,
+    initialise: bool = False,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Puts a model under a rule, once: installs its forward multipliers and returns its groups for AdamW.
+
+    >>> import leaven, torch
+    >>> from torch import nn
+    >>> class Block(nn.Module):
+    ...     def __init__(self, width):
+    ...         super().__init__()
+    ...         self.mlp_norm = nn.LayerNorm(width)
+    ...         self.mlp = nn.ModuleDict({"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
+    ...     def forward(self, x):
+    ...         return x + self.mlp["down"](self.mlp["up"](self.mlp_norm(x)).relu())
+    >>> class Model(nn.Module):
+    ...     def __init__(self, width, depth):
+    ...         super().__init__()
+    ...         self.embedding = nn.Embedding(100, width)
+    ...         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+    ...         self.norm = nn.LayerNorm(width)
+    ...         self.unembedding = nn.Linear(width, 100)
+    ...     def forward(self, tokens):
+    ...         x = self.embedding(tokens)
+    ...         for block in self.blocks:
+    ...             x = block(x)
+    ...         return self.unembedding(self.norm(x))
+    >>> model = Model(width=64, depth=6)
+    >>> groups = leaven.parametrize(
+    ...     model,
+    ...     base=Model(width=16, depth=2),
+    ...     hyperparameters={"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1},
+    ...     ratios=leaven.Ratios(batch=2, tokens=8),
+    ...     initialise=True,
+    ... )
+    >>> for group in groups:
+    ...     print(f"{group['module']:12} {group['lr']:.5f} {group['weight_decay']:.2f} {group['eps']:.1e}")
+    embedding    0.00500 0.05 5.0e-09
+    norm.mlp     0.00500 0.00 1.7e-09
+    biases       0.00500 0.00 1.7e-09
+    mlp.in       0.00125 0.20 1.7e-09
+    mlp.out      0.00125 0.20 1.7e-09
+    norm.final   0.00500 0.00 5.0e-09
+    biases       0.00500 0.00 5.0e-09
+    unembedding  0.00125 0.20 2.0e-08
+    biases       0.00500 0.00 2.0e-08
+    >>> optimizer = torch.optim.AdamW(groups)
+
+    Call it on the model as it will be trained: after ``fully_shard`` and ``to_empty``, for both put new parameters in
+    the place of the old, and before a compiled model's first forward. If parameters were replaced later,
+    :func:`groups` returns the groups anew.
+
+    The rules are for pre-norm decoders. What a model itself multiplies by a power of its width (Gemma's embedding
+    times sqrt(width)) is not seen and has to be switched off; ``initialise`` takes gains to be neutral at 1. A
+    branch's multiplier acts where the matrix that ends it is called as a module, so a fused kernel that takes only
+    the weights goes around it; that of the logits acts on the final norm's output. Without ``initialise`` the
+    initial values are the caller's: hidden weights with a variance in proportion to 1 / fan in, the unembedding's to
+    1 / fan in squared, and no smaller ends of branches in deep models.
+
+    Args:
+        model: The target; its width and depth over those of ``base`` are read off the two.
+        base: A smaller model of the same family, at which the hyperparameters were found. It may be on the meta
+            device, and its values are not looked at.
+        hyperparameters: In base coordinates. ``init_std`` may be left out if nothing is initialised.
+        ratios: Of batch and tokens, target over base.
+        rule: One of ``leaven.scaling.rules.RULES``.
+        alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
+        head_ratio: Of the head dimension. Where it grows, the attention modules' logit scale is multiplied in place;
+            1.0 leaves it alone. Read off the models' attention modules by default.
+        roles: Role by name or glob, for parameters that are refused or taken for something else.
+        modules: What a parameter is tuned as, by name or glob; ``attention.out`` and ``mlp.out`` end a branch.
+        initialise: Draws new initial values for all parameters, each from ``seed`` and its name alone.
+        seed: Of the initial values.
+
+    Returns:
+        Groups with module, param_names, params, peak_lr, lr, betas, eps and weight_decay; each parameter in one.
+
+    Raises:
+        InputError: in one line that names the parameter or value at fault. The model is then unchanged.
+    """
+    target = _unwrapped(model)
+    _refuse_a_second_time(target)
+    anatomy, small = dissect(target), dissect(_unwrapped(base))
+    scaling, tuned = _validated(
+        hyperparameters,
+        initialise,
+        rule=rule,
+        alpha=alpha,
+        token_exponent=token_exponent,
+        scale_decay_with_depth=scale_decay_with_depth,
+    )
+    at = _ratios(ratios, anatomy, small)
+    head = _head_ratio(anatomy, small) if head_ratio is None else head_ratio
+    likes = counterparts(anatomy, small)
+    claims = Classifier(anatomy, small, likes, _tied_by_hand(target) | dict(roles or {}), modules or {}).claims()
+    _require_a_readout(anatomy, {name: claim.role for name, claim in claims.items()})
+
+    chosen, free = RULES[scaling.rule], exponents(scaling)
+    rows: list[Row] = []
+    for site in anatomy.sites:
+        claim = claims[site.name]
+        parameter = Parameter(site.name, site.shape, claim.role, claim.module, site.layer)
+        scales = tensor_ratios(claim.role, site.shape, likes[site.name].shape, at, head)
+        n_layers = 1 if site.layer is None else anatomy.stacks[site.stack]
+        rows.append(resolve_row(parameter, scales, rule=chosen, free=free, base=tuned, n_layers=n_layers))
+    try:
+        tuned.require_modules(list(dict.fromkeys(row.module for row in rows)))
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    attention = factors(chosen, Role.HIDDEN_WEIGHT, TensorRatios(head=head), free).attention
+    hooks, scales_of_attention = multipliers(target, anatomy, rows), rescale_attention(target, anatomy, attention)
+    if initialise:
+        _initialise(anatomy, rows, seed)
+    for hook in hooks:
+        hook.install()
+    for module, name, value in scales_of_attention:
+        setattr(module, name, value)
+    setattr(target, _MARK, tuple(rows))
+    return groups(target)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of a model that :func:`parametrize` has been called on, with the parameters it has now.
+
+    Raises:
+        InputError: if it has not been called, or the parameters have other names since.
+    """
+    target = _unwrapped(model)
+    rows: tuple[Row, ...] | None = getattr(target, _MARK, None)
+    if rows is None:
+        raise InputError(f"this {type(target).__name__} has no groups yet; call leaven.parametrize on it")
+    parameters = {site.name: site.parameter for site in dissect(target).sites}
+    odd = sorted(parameters.keys() ^ {row.name for row in rows})
+    if odd:
+        raise InputError(
+            f"{odd[0]} came or went since leaven.parametrize was called; call it once the model is whole"
+        )
+    found = optimiser_groups(rows)
+    for group in found:
+        group["params"] = [parameters[name] for name in group["param_names"]]
+    return found
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside what torch.compile returns."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _refuse_a_second_time(model: nn.Module) -> None:
+    if any(hasattr(module, _MARK) for module in model.modules()):
+        raise InputError(
+            f"this {type(model).__name__} has its multipliers already, and a rule applied twice is another rule; "
+            "leaven.interop.torch_models.groups returns its groups again"
+        )
+    for module in model.modules():
+        if isinstance(module, Transformer) and module.has_multipliers:
+            raise InputError(
+                "this Transformer was built with its recipe's multipliers; build it with Transformer(shape)"
+            )
+
+
+def _validated(
+    hyperparameters: Hyperparameters | Mapping[str, Any], initialise: bool, **scaling: Any
+) -> tuple[Scaling, Hyperparameters]:
+    try:
+        checked = Scaling(**scaling)
+        if isinstance(hyperparameters, Hyperparameters):
+            return checked, hyperparameters
+        values = dict(hyperparameters)
+        if not initialise:
+            values.setdefault("init_std", _UNUSED_STD)
+        return checked, Hyperparameters.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"parametrize: {explain(error)}") from None
+
+
+def _ratios(given: Ratios, model: Anatomy, base: Anatomy) -> Ratios:
+    read = Ratios(model.width / base.width, depth_ratio(model, base), given.batch, given.tokens)
+    for axis in ("batch", "tokens"):
+        if getattr(given, axis) <= 0:
+            raise InputError(f"ratios: {axis} is {getattr(given, axis):g}; it is target over base, above 0")
+    for axis in ("width", "depth"):
+        said, found = getattr(given, axis), getattr(read, axis)
+        if said not in {1.0, found}:
+            raise InputError(f"ratios: {axis} is {said:g}, but the two models say {found:g}; leave it out")
+    return read
+
+
+def _head_ratio(model: Anatomy, base: Anatomy) -> float:
+    if len(model.head_dims) > 1 or len(base.head_dims) > 1:
+        dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
+        raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")
+    if not (model.head_dims and base.head_dims):
+        return 1.0
+    return next(iter(model.head_dims)) / next(iter(base.head_dims))
+
+
+def _tied_by_hand(model: nn.Module) -> dict[str, str]:
+    """leaven's own model reads the logits off its embedding without a module that would show it."""
+    tied = isinstance(model, Transformer) and model.shape.tied_embeddings
+    return {"embedding.weight": Role.TIED_EMBEDDING} if tied else {}
+
+
+def _require_a_readout(anatomy: Anatomy, roles: Mapping[str, Role]) -> None:
+    if not {Role.UNEMBEDDING, Role.TIED_EMBEDDING} & set(roles.values()):
+        first = next(site.name for site in anatomy.sites if roles[site.name] is Role.EMBEDDING)
+        raise InputError(
+            f"nothing makes the logits; if they are read off {first}, pass roles={{{first!r}: 'tied_embedding'}}, "
+            "else parametrize the model together with its head"
+        )
+
+
+@torch.no_grad()
+def _initialise(anatomy: Anatomy, rows: list[Row], seed: int) -> None:
+    sites = {site.name: site for site in anatomy.sites}
+    for row in rows:
+        if sites[row.name].parameter.is_meta:
+            raise InputError(f"{row.name} is on the meta device and has no values to initialise; call to_empty first")
+    for row in rows:
+        _fill(sites[row.name], row, seed)
+
+
+def _fill(site: Site, row: Row, seed: int) -> None:
+    parameter = site.parameter
+    if not isinstance(parameter, DTensor):
+        fill(parameter, row.name, row.init_mean, row.init_std, seed)
+        return
+    # Every rank draws the whole, for it is a function of name and seed, and keeps its part.
+    local = parameter.to_local()
+    whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+    fill(whole, row.name, row.init_mean, row.init_std, seed)
+    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))

@@ -1,0 +1,93 @@
+"""Small models of families that people train, built from their configurations; no weights are fetched."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+VOCABULARY = 97
+LENGTH = 48
+Build = Callable[..., nn.Module]
+
+
+def llama(width: int, depth: int, heads: int | None = None, d_ff: int | None = None, tied: bool = False) -> nn.Module:
+    heads = heads or width // 8
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=d_ff or 3 * width,
+            num_hidden_layers=depth,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def qwen3(width: int, depth: int) -> nn.Module:
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=depth,
+            num_attention_heads=width // 8,
+            num_key_value_heads=width // 16,
+            head_dim=16,  # the heads together are twice the width
+            max_position_embeddings=LENGTH,
+        )
+    )
+
+
+def gpt2(width: int, depth: int, heads: int | None = None, d_ff: int | None = None) -> nn.Module:
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=width,
+        n_layer=depth,
+        n_head=heads or width // 8,
+        n_positions=LENGTH,
+        n_inner=d_ff,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def gpt_neox(width: int, depth: int) -> nn.Module:
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=depth,
+            num_attention_heads=width // 8,
+            max_position_embeddings=LENGTH,
+            use_parallel_residual=True,
+        )
+    )
+
+
+FAMILIES: dict[str, Build] = {"llama": llama, "qwen3": qwen3, "gpt2": gpt2, "gpt-neox": gpt_neox}
+
+
+def tokens(seed: int = 0, batch: int = 4) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (batch, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    found = model(batch)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())

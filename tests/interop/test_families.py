@@ -1,0 +1,312 @@
+"""Hugging Face families: every parameter's role by name, and multipliers that act where they should."""
+
+import copy
+
+import pytest
+import torch
+from tests.interop.families import FAMILIES, Build, gpt2, llama, logits, loss_of, tokens
+from torch import nn
+
+import leaven
+from leaven.interop.torch_models import groups
+from leaven.recipe.shape import Role
+from leaven.scaling.table import Row
+
+TUNED = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1}
+BRANCHES = {
+    "llama": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
+    "qwen3": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
+    "gpt2": ("transformer.h", "attn.c_proj", "mlp.c_proj"),
+    "gpt-neox": ("gpt_neox.layers", "attention.dense", "mlp.dense_4h_to_h"),
+}
+
+_LLAMA_BLOCK = """
+    self_attn.q_proj.weight          hidden_weight  attention.query
+    self_attn.k_proj.weight          hidden_weight  attention.key
+    self_attn.v_proj.weight          hidden_weight  attention.value
+    self_attn.o_proj.weight          hidden_weight  attention.out
+    mlp.gate_proj.weight             hidden_weight  mlp.gate
+    mlp.up_proj.weight               hidden_weight  mlp.in
+    mlp.down_proj.weight             hidden_weight  mlp.out
+    input_layernorm.weight           hidden_norm    norm.attention
+    post_attention_layernorm.weight  hidden_norm    norm.mlp
+"""
+_LLAMA_ENDS = """
+    model.embed_tokens.weight  embedding    embedding
+    model.norm.weight          final_norm   norm.final
+    lm_head.weight             unembedding  unembedding
+"""
+EXPECTED = {
+    "llama": (_LLAMA_BLOCK, _LLAMA_ENDS),
+    "qwen3": (
+        _LLAMA_BLOCK
+        + """
+    self_attn.q_norm.weight  qk_norm  norm.query
+    self_attn.k_norm.weight  qk_norm  norm.key
+""",
+        _LLAMA_ENDS,
+    ),
+    "gpt2": (
+        """
+    ln_1.weight         hidden_norm    norm.attention
+    ln_1.bias           hidden_bias    biases
+    attn.c_attn.weight  hidden_weight  attention.query_key_value
+    attn.c_attn.bias    hidden_bias    biases
+    attn.c_proj.weight  hidden_weight  attention.out
+    attn.c_proj.bias    hidden_bias    biases
+    ln_2.weight         hidden_norm    norm.mlp
+    ln_2.bias           hidden_bias    biases
+    mlp.c_fc.weight     hidden_weight  mlp.in
+    mlp.c_fc.bias       hidden_bias    biases
+    mlp.c_proj.weight   hidden_weight  mlp.out
+    mlp.c_proj.bias     hidden_bias    biases
+""",
+        """
+    transformer.wte.weight   tied_embedding  embedding
+    transformer.wpe.weight   embedding       positions
+    transformer.ln_f.weight  final_norm      norm.final
+    transformer.ln_f.bias    final_bias      biases
+""",
+    ),
+    "gpt-neox": (
+        """
+    input_layernorm.weight            hidden_norm    norm.attention
+    input_layernorm.bias              hidden_bias    biases
+    post_attention_layernorm.weight   hidden_norm    norm.mlp
+    post_attention_layernorm.bias     hidden_bias    biases
+    attention.query_key_value.weight  hidden_weight  attention.query_key_value
+    attention.query_key_value.bias    hidden_bias    biases
+    attention.dense.weight            hidden_weight  attention.out
+    attention.dense.bias              hidden_bias    biases
+    mlp.dense_h_to_4h.weight          hidden_weight  mlp.in
+    mlp.dense_h_to_4h.bias            hidden_bias    biases
+    mlp.dense_4h_to_h.weight          hidden_weight  mlp.out
+    mlp.dense_4h_to_h.bias            hidden_bias    biases
+""",
+        """
+    gpt_neox.embed_in.weight          embedding    embedding
+    gpt_neox.final_layer_norm.weight  final_norm   norm.final
+    gpt_neox.final_layer_norm.bias    final_bias   biases
+    lm_head.weight                    unembedding  unembedding
+""",
+    ),
+}
+
+
+def expected(family: str, depth: int) -> dict[str, tuple[str, str]]:
+    block, ends = ([line.split() for line in text.split("\n") if line] for text in EXPECTED[family])
+    stack = BRANCHES[family][0]
+    named = {name: (role, module) for name, role, module in ends}
+    return named | {
+        f"{stack}.{layer}.{name}": (role, module) for layer in range(depth) for name, role, module in block
+    }
+
+
+def rows_of(model: nn.Module) -> dict[str, Row]:
+    return {row.name: row for row in model.leaven_rows}
+
+
+@pytest.mark.parametrize("width", [64, 32], ids=["wider", "as wide"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_role_and_module_by_name(family: str, width: int) -> None:
+    build = FAMILIES[family]
+    model = build(width, 3)
+    found = leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED)
+    assert {name: (row.role, row.module) for name, row in rows_of(model).items()} == expected(family, 3)
+    names = [name for group in found for name in group["param_names"]]
+    assert sorted(names) == sorted(dict(model.named_parameters()))
+    held = [id(parameter) for group in found for parameter in group["params"]]
+    assert sorted(held) == sorted(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_worked_by_hand(family: str) -> None:
+    """Width x2, depth x3, batch x2, tokens x8, so q = 1/4."""
+    build = FAMILIES[family]
+    model = build(64, 6)
+    found = leaven.parametrize(
+        model, base=build(32, 2), hyperparameters=TUNED, ratios=leaven.Ratios(batch=2, tokens=8)
+    )
+    lr, eps = 0.01 / 2, 1e-8 * 2
+    by_role = {
+        Role.EMBEDDING: (lr, 0.05, eps / 2),
+        Role.TIED_EMBEDDING: (lr, 0.05, eps / 2),
+        Role.UNEMBEDDING: (lr / 2, 0.1, eps),
+        Role.HIDDEN_WEIGHT: (lr / 2, 0.1, eps / 6),
+        Role.HIDDEN_BIAS: (lr, 0.0, eps / 6),
+        Role.HIDDEN_NORM: (lr, 0.0, eps / 6),
+        Role.QK_NORM: (lr, 0.0, eps / 3),
+        Role.FINAL_NORM: (lr, 0.0, eps / 2),
+        Role.FINAL_BIAS: (lr, 0.0, eps / 2),
+    }
+    rows = rows_of(model)
+    for group in found:
+        for name in group["param_names"]:
+            values = (group["lr"], group["weight_decay"], group["eps"])
+            assert values == pytest.approx(by_role[rows[name].role]), name
+            assert group["peak_lr"] == group["lr"]
+            assert group["betas"] == pytest.approx((0.9**0.25, 0.95**0.25))
+    assert rows[next(iter(rows))].init_std == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rule", ["standard", "completep", "complete-d-p"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_multipliers_are_those_of_a_forward_changed_by_hand(family: str, rule: str) -> None:
+    """By hand: the weights and biases that end a branch are scaled, and the logits."""
+    build = FAMILIES[family]
+    torch.manual_seed(0)
+    model = build(64, 6).double().eval()
+    plain = copy.deepcopy(model)
+    names = list(model.state_dict())
+    leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED | {"residual": 0.7}, rule=rule, alpha=0.5)
+    assert list(model.state_dict()) == names
+    stack, *ends = BRANCHES[family]
+    branch = 0.7 * (3**-0.5 if rule != "standard" else 1.0)
+    with torch.no_grad():
+        for layer in range(6):
+            for end in ends:
+                for parameter in plain.get_submodule(f"{stack}.{layer}.{end}").parameters():
+                    parameter.mul_(branch)
+    readout = 1 / 2 if rule == "completep" or (rule == "complete-d-p" and family == "gpt2") else 1.0
+    batch = tokens()
+    torch.testing.assert_close(logits(model, batch), readout * logits(plain, batch), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_the_base_nothing_is_installed(family: str) -> None:
+    model = FAMILIES[family](32, 2)
+    before = logits(model, tokens())
+    leaven.parametrize(model, base=FAMILIES[family](32, 2), hyperparameters=TUNED)
+    assert torch.equal(logits(model, tokens()), before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_attention_scale_where_the_head_dimension_grows(build: Build) -> None:
+    """Logits q.k sqrt(d_base) / d instead of q.k / sqrt(d): as if the queries were smaller by sqrt(d_base / d)."""
+    torch.manual_seed(0)
+    model = build(64, 2, heads=4).double().eval()
+    scaled = copy.deepcopy(model)
+    leaven.parametrize(scaled, base=build(32, 2, heads=4), hyperparameters=TUNED, rule="mup")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.mul_(0.5**0.5)
+            elif "c_attn" in name:
+                parameter[..., :64].mul_(0.5**0.5)
+    multiplier = 0.5 if build is gpt2 else 1.0
+    torch.testing.assert_close(logits(scaled, tokens()), multiplier * logits(model, tokens()))
+    kept = build(64, 2, heads=4)
+    scales = [module.scaling for module in kept.modules() if hasattr(module, "scaling")]
+    leaven.parametrize(kept, base=build(32, 2, heads=4), hyperparameters=TUNED, rule="mup", head_ratio=1.0)
+    assert [module.scaling for module in kept.modules() if hasattr(module, "scaling")] == scales
+
+
+def test_tied_llama_is_one_parameter_and_scales_its_logits() -> None:
+    torch.manual_seed(0)
+    model = llama(64, 2, tied=True).double().eval()
+    before = logits(model, tokens())
+    found = leaven.parametrize(model, base=llama(32, 2, tied=True), hyperparameters=TUNED)
+    assert rows_of(model)["model.embed_tokens.weight"].role is Role.TIED_EMBEDDING
+    assert "lm_head.weight" not in rows_of(model)
+    assert len(found) == len({id(group) for group in found})
+    torch.testing.assert_close(logits(model, tokens()), before / 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "into", "out"),
+    [
+        (llama, "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+        (gpt2, "transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_proj.weight"),  # stored transposed
+    ],
+)
+def test_each_tensor_has_its_own_ratios(build: Build, into: str, out: str) -> None:
+    """d_ff grows by four where the width grows by two."""
+    model = build(64, 2, d_ff=256)
+    leaven.parametrize(model, base=build(32, 2, d_ff=64), hyperparameters=TUNED)
+    rows = rows_of(model)
+    assert (rows[out].lr, rows[out].eps) == pytest.approx((0.01 / 4, 1e-8 / 2))
+    assert (rows[into].lr, rows[into].eps) == pytest.approx((0.01 / 2, 1e-8 / 4))
+    assert rows[out].shape == (64, 256)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_values_are_the_rules_and_those_of_the_name(family: str) -> None:
+    models = []
+    for _ in range(2):
+        model = FAMILIES[family](64, 2)
+        leaven.parametrize(model, base=FAMILIES[family](32, 2), hyperparameters=TUNED, initialise=True, seed=3)
+        models.append(model)
+    other = dict(models[1].named_parameters())
+    for name, parameter in models[0].named_parameters():
+        assert torch.equal(parameter, other[name])
+        match rows_of(models[0])[name].role:
+            case Role.HIDDEN_WEIGHT:
+                assert parameter.std().item() == pytest.approx(0.1 / 2**0.5, rel=0.1)
+            case Role.UNEMBEDDING:
+                assert parameter.std().item() == pytest.approx(0.1 / 2, rel=0.1)
+            case Role.EMBEDDING | Role.TIED_EMBEDDING:
+                assert parameter.std().item() == pytest.approx(0.1, rel=0.1)
+            case Role.HIDDEN_NORM | Role.QK_NORM | Role.FINAL_NORM:
+                assert torch.equal(parameter, torch.ones_like(parameter))
+            case _:
+                assert not parameter.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_trains(family: str) -> None:
+    model = FAMILIES[family](64, 3)
+    found = leaven.parametrize(model, base=FAMILIES[family](32, 2), hyperparameters=TUNED, initialise=True)
+    optimiser = torch.optim.AdamW(found)
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, tokens())
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert [group["param_names"] for group in groups(model)] == [group["param_names"] for group in found]
+
+
+def test_weights_are_saved_and_loaded_under_the_names_they_had() -> None:
+    model, plain = llama(64, 6), llama(64, 6)
+    leaven.parametrize(model, base=llama(32, 2), hyperparameters=TUNED, initialise=True)
+    assert plain.load_state_dict(model.state_dict()) == ([], [])
+    copied = copy.deepcopy(model)
+    assert torch.equal(logits(copied, tokens()), logits(model, tokens()))
+    assert not torch.equal(logits(plain, tokens()), logits(model, tokens()))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, d_ff: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.ffn = nn.ModuleDict({"fc1": nn.Linear(width, d_ff), "fc2": nn.Linear(d_ff, width)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.ffn["fc2"](self.ffn["fc1"](self.norm1(x)).relu())
+
+
+class Home(nn.Module):
+    """Written at home: blocks in a Sequential, the later half twice as wide inside."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(97, width)
+        self.blocks = nn.Sequential(*(Block(width, width * (1 + (2 * i >= depth))) for i in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 97)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+def test_a_block_is_compared_with_the_one_at_its_relative_depth() -> None:
+    model = Home(64, 6)
+    leaven.parametrize(model, base=Home(32, 2), hyperparameters=TUNED)
+    for layer in range(6):
+        row = rows_of(model)[f"blocks.{layer}.ffn.fc2.weight"]
+        assert (row.module, row.layer, row.multiplier) == ("mlp.out", layer, pytest.approx(1 / 3))
+        assert row.lr == pytest.approx(0.01 / 2)
+    assert rows_of(model)["head.bias"].role is Role.UNEMBEDDING_BIAS
