@@ -8,7 +8,7 @@ from leaven.catalogue.runs import Run, diff, find_run, load_runs, nearest
 from leaven.cli._catalogue import diff_table, nearest_table, run_lines, run_table
 from leaven.cli._common import JsonOption, console, count_option, emit_json
 
-app = typer.Typer(help="Published runs, every value with its source.")
+app = typer.Typer(help="Published runs; every value names its source.")
 
 
 @app.callback(invoke_without_command=True)

@@ -325,7 +325,7 @@ def require_one_device(recipe: Recipe) -> None:
 
 def _ended(run: RunFolder) -> Summary | None:
     """The summary of a run that has finished before."""
-    finish = next((event for event in reversed(run.events()) if event["event"] == "finish"), None)
+    finish = run.finish()
     if finish is None:
         return None
     return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish["loss"])
