@@ -54,7 +54,9 @@ class Probe(TorchFunctionMode):
 
     def __enter__(self) -> "Probe":
         for module in self._labels:
-            for handle in (module.register_forward_pre_hook(self._begin), module.register_forward_hook(self._end)):
+            # Before other hooks: what the module itself gives, not what a branch's multiplier makes of it.
+            end = module.register_forward_hook(self._end, prepend=True)
+            for handle in (module.register_forward_pre_hook(self._begin), end):
                 self._hooks.callback(handle.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
