@@ -24,7 +24,7 @@ from leaven.recipe.errors import InputError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same source would give other tokens or other files."""
 
 END_OF_TEXT = "<|endoftext|>"
