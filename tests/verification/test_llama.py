@@ -1,0 +1,24 @@
+"""The example: a Hugging Face Llama passes under complete-d-p and fails under standard, from the command line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from leaven.cli import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(("rule", "code", "verdict"), [("complete_d_p", 0, "passed:"), ("standard", 1, "FAILED:")])
+def test_a_llama_under_a_rule(
+    rule: str, code: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(EXAMPLES)
+    sizes = ["--widths", "64,128,256", "--depths", "2,4,8", "--seeds", "1"]
+    monkeypatch.setattr(sys, "argv", ["leaven", "check", "coordinates", f"llama:{rule}", *sizes])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert int(stopped.value.code or 0) == code
+    assert verdict in capsys.readouterr().out
