@@ -46,6 +46,8 @@ class Screen:
 
     def _left(self, done: float, total: float, already: float = 0.0) -> str:
         """The time left at the pace since the screen opened; ``already`` was done before that."""
+        if done >= total:
+            return "done"
         spent = time.monotonic() - self._began
         if done <= already or spent < 1:
             return ""
