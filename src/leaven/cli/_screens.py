@@ -277,7 +277,7 @@ def best_lines(state: "StudyState", folder: Path) -> list[str]:
     return [
         f"best      trial {state.best.number} of {len(state.trials)} ({diverged} diverged)",
         f"loss      {state.best.loss:.4f} nats per token, 95% interval {low:.4f} to {high:.4f}",
-        f"noise     {state.noise_floor:.4f} nats between seeds; smaller differences mean nothing",
+        f"noise     {state.noise_floor:.4f} nats, standard deviation between seeds (the trials share one)",
         f"recipe    {folder / 'best.toml'} (each value with its reason under [why])",
     ]
 

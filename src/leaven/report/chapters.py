@@ -65,7 +65,9 @@ def searched(made: Sheet, study: Study) -> None:
     if beyond:
         told += f" Triangles at the top edge: {beyond} with a higher loss."
     if study.noise_floor:
-        told += f" The band is the noise floor, ±{study.noise_floor:.4f} nats: differences within it say nothing."
+        told += (
+            f" The band is the noise floor, ±{study.noise_floor:.4f} nats between seeds; the trials share one seed."
+        )
     made.section(
         "The search",
         told,
