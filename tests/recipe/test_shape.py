@@ -29,11 +29,28 @@ GPT2 = {
     "tied_embeddings": True,
     "bias": True,
 }
+BLOOM = {
+    "n_layers": 70,
+    "d_model": 14_336,
+    "n_heads": 112,
+    "n_kv_heads": 112,
+    "d_head": 128,
+    "d_ff": 57_344,
+    "vocab_size": 250_880,
+    "seq_len": 2048,
+    "norm": "layernorm",
+    "activation": "gelu",
+    "positions": "alibi",
+    "tied_embeddings": True,
+    "embedding_norm": True,
+    "bias": True,
+}
 
 
 @pytest.mark.parametrize(
     ("shape", "params"),
-    [(LLAMA_1B, 1_235_814_400), (GPT2, 124_439_808)],  # as reported for Llama 3.2 1B and GPT-2 small
+    # as reported for Llama 3.2 1B, GPT-2 small and BLOOM-176B
+    [(LLAMA_1B, 1_235_814_400), (GPT2, 124_439_808), (BLOOM, 176_247_271_424)],
 )
 def test_exact_counts_of_published_models(shape: dict[str, object], params: int) -> None:
     assert ModelShape.model_validate(shape).params == params
@@ -48,15 +65,43 @@ def test_narayanan_formula() -> None:
 
 
 def test_names_are_unique_and_every_module_is_tunable() -> None:
-    shape = ModelShape.model_validate(GPT2 | {"qk_norm": True})
+    shape = ModelShape.model_validate(GPT2 | {"qk_norm": True, "embedding_norm": True})
     names = [parameter.name for parameter in shape.parameters()]
     assert len(names) == len(set(names))
-    assert {"positions", "biases", "norm.query", "attention.out", "mlp.in"} <= set(shape.modules)
+    assert {"positions", "biases", "norm.embedding", "norm.query", "attention.out", "mlp.in"} <= set(shape.modules)
 
 
 def test_scaled_keeps_head_dimension_and_ratios() -> None:
     shape = ModelShape.model_validate(LLAMA_1B).scaled(4096, 32)
     assert (shape.d_head, shape.n_heads, shape.n_kv_heads, shape.d_ff, shape.n_layers) == (64, 64, 16, 16_384, 32)
+
+
+QWEN3_0_6B = {
+    "n_layers": 28,
+    "d_model": 1024,
+    "n_heads": 16,
+    "n_kv_heads": 8,
+    "d_head": 128,
+    "d_attention": 2048,
+    "d_ff": 3072,
+    "vocab_size": 151_936,
+    "seq_len": 4096,
+    "qk_norm": True,
+    "tied_embeddings": True,
+}
+
+
+def test_heads_wider_together_than_the_model() -> None:
+    """0.6 B parameters, 0.44 B without embeddings (the model's card); their width over d_model is kept."""
+    small = ModelShape.model_validate(QWEN3_0_6B)
+    assert round(small.params / 1e9, 2) == 0.60
+    assert round(small.params_non_embedding / 1e9, 2) == 0.44
+    big = small.scaled(2048, 28)
+    assert (big.n_heads, big.n_kv_heads, big.d_head, big.d_attention) == (32, 16, 128, 4096)
+    assert small.scaled(1024, 28, d_head=64).n_heads == 32
+    with pytest.raises(ValueError, match="128 x 2 x 1024 / 2048; 1024 or 1152 is"):
+        small.scaled(1100, 28)
+    assert small.scaled(1152, 28).n_heads == 18
 
 
 def test_scaled_says_which_widths_work() -> None:
@@ -68,6 +113,8 @@ def test_scaled_says_which_widths_work() -> None:
     ("change", "message"),
     [
         ({"d_model": 2000}, "set d_model = 2048"),
+        ({"d_attention": 4096}, "d_attention 4096 is not n_heads x d_head = 32 x 64 = 2048; set d_attention = 2048"),
+        ({"d_model": 1024}, "or d_attention = 2048 if the heads are to be so wide"),
         ({"n_kv_heads": 3}, "1, 2, 4, 8, 16, 32 would"),
         ({"n_heads": 64, "d_head": 32, "d_model": 2048, "n_kv_heads": 5}, "would"),
         ({"d_head": 1, "n_heads": 2048, "n_kv_heads": 1}, "even d_head"),

@@ -32,7 +32,10 @@ class Stage(Part):
 
 
 class Batch(Part):
-    """The global batch in tokens, how it is reached, and the sequences of one forward pass on one rank."""
+    """The global batch in tokens, how it is reached, and the most sequences of one forward pass on one rank.
+
+    A batch that the micro-batch does not divide is cut evenly; ``auto`` is chosen where the run starts.
+    """
 
     tokens: Count
     ramp: Ramp | None = None

@@ -56,6 +56,9 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
 
 
 def _override(document: dict[str, Any], path: str, text: str) -> None:
+    if not text:
+        _take_out(document, path)
+        return
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -70,12 +73,23 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
         raise InputError(f"--set {path}: {'.'.join(split_path(path)[:-1])} is a value, not a table") from None
 
 
+def _take_out(document: dict[str, Any], path: str) -> None:
+    """``--set a.b=``: as if the file had not said it."""
+    *outer, last = split_path(path)
+    part: Any = document
+    for key in outer:
+        part = part.get(key) if isinstance(part, dict) else None
+    if not isinstance(part, dict) or last not in part:
+        raise InputError(f"--set {path}=: takes a value out, and the recipe does not have it; leave this --set away")
+    del part[last]
+
+
 def explain(error: ValidationError) -> str:
     """The first fault of a validation error in one line: ``[model] d_modle: no such key; did you mean d_model?``"""
     # An unknown key is reported before a missing one: it is usually the missing one misspelt.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     fault = faults[0]
-    keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int"))]
+    keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int", "tag:"))]
     message = fault["msg"].removeprefix("Value error, ")
     if not keys:
         return message
@@ -135,14 +149,24 @@ def render(recipe: Recipe, template: str = "") -> str:
         _update(document, values, prune=False)
         return tomlkit.dumps(document)
     # A value that the template leaves out stays out while it is the default.
-    stated = set(flatten(document.unwrap()))
-    wanted = set(flatten(explicit)) | stated
+    stated, own = flatten(document.unwrap()), flatten(explicit)
     chosen: dict[str, Any] = {}
     for path, value in flatten(values).items():
-        if path in wanted or any(path.startswith(f"{key}.") for key in stated):
-            set_path(chosen, path, value)
+        if path in own or path in stated or any(path.startswith(f"{key}.") for key in stated):
+            set_path(chosen, path, _trimmed(value, own.get(path), stated.get(path)))
     _update(document, chosen, prune=True)
     return tomlkit.dumps(document)
+
+
+def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
+    """A list of tables without what is left out of the template while it is the default; else the value itself."""
+    if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
+        return rows
+    there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)
+    return [
+        {key: value for key, value in row.items() if key in mine or key in old}
+        for row, mine, old in zip(rows, own, there, strict=True)
+    ]
 
 
 def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:

@@ -1,13 +1,14 @@
 """What is tuned: values in base coordinates, multipliers per module, multipliers over depth."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
-from leaven.recipe.shape import BRANCH_ENDS
+from leaven.recipe.init_std import INITS, InitName
+from leaven.recipe.shape import BRANCH_ENDS, Role
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -85,14 +86,19 @@ class Hyperparameters(Part):
     ``lr`` is the peak. ``adamw`` decouples the decay (each step shrinks a weight by lr x weight_decay); ``adam`` adds
     weight_decay x weight to the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019,
     arXiv 1711.05101). ``residual`` multiplies every branch before it is added to the residual stream.
+    ``decay_norm_and_bias`` decays gains and biases too, which published recipes do not (nanoGPT, OLMo 2).
+    ``init`` is the scaling rule's own, which starts from ``init_std``, or a published one by name
+    (:data:`leaven.recipe.init_std.INITS`), which sets every standard deviation itself.
     ``grad_clip`` is a limit on the global gradient norm (0 switches clipping off), or a
     :class:`Clip`.
     """
 
     optimizer: Literal["adamw", "adam"] = "adamw"
     lr: Positive
-    init_std: Positive
+    init: InitName = "rule"
+    init_std: Positive | None = None
     weight_decay: NonNegative = 0.1
+    decay_norm_and_bias: bool = False
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Positive = 1e-8
@@ -102,6 +108,18 @@ class Hyperparameters(Part):
     depth: DepthProfile = DepthProfile()
 
     @model_validator(mode="after")
+    def _one_init(self) -> "Hyperparameters":
+        if self.init == "rule" and self.init_std is None:
+            names = ", ".join(INITS)
+            raise ValueError(f"init_std: missing; give it, or name a published init in its place: init = {names}")
+        if self.init != "rule" and self.init_std is not None:
+            raise ValueError(
+                f'init = "{self.init}" sets every standard deviation itself; take init_std out (on the command line: '
+                "--set hyperparameters.init_std=), multipliers of modules and depth still act"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _decay_is_a_shrinking(self) -> "Hyperparameters":
         if self.optimizer == "adamw" and self.lr * self.weight_decay >= 1:
             raise ValueError(
@@ -109,8 +127,8 @@ class Hyperparameters(Part):
             )
         return self
 
-    def require_modules(self, known: Collection[str]) -> None:
-        """Every module that has multipliers is one of ``known``, and a residual is for what ends a branch.
+    def require_modules(self, known: Mapping[str, Role]) -> None:
+        """Every module that has multipliers is one of ``known``, and each multiplier has something to multiply.
 
         Raises:
             ValueError: naming the module and what it may have meant.
@@ -124,4 +142,15 @@ class Hyperparameters(Part):
                 raise ValueError(
                     f"hyperparameters.modules: {module} ends no branch and has no residual; "
                     f"{' and '.join(BRANCH_ENDS)} do"
+                )
+            if known[module].is_matrix:
+                continue
+            if multipliers.init_std != 1:
+                raise ValueError(
+                    f"hyperparameters.modules: {module} has no init_std: gains start at 1, biases at 0; take it out"
+                )
+            if multipliers.weight_decay != 1 and not self.decay_norm_and_bias:
+                raise ValueError(
+                    f"hyperparameters.modules: {module} is not decayed; take its weight_decay out, or set "
+                    "hyperparameters.decay_norm_and_bias = true"
                 )

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from leaven.recipe.base import Part
 from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.data import Data
 from leaven.recipe.hyperparameters import Hyperparameters
+from leaven.recipe.init_std import require_one_rule
 from leaven.recipe.layout import Layout
 from leaven.recipe.schedule import Schedule
 from leaven.recipe.shape import ModelShape
@@ -16,17 +19,19 @@ from leaven.recipe.shape import ModelShape
 RuleName = Literal["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"]
 
 
-class Data(Part):
-    """Where the text comes from and how much of it is consumed.
+class Start(Part):
+    """Where the parameters start: at the initial values of the table, or at ``weights``, a folder in Hugging Face's
+    format with a model of this shape.
 
-    ``tokens`` is the duration; epochs are tokens / corpus tokens. ``seed`` fixes the initialisation, the order of
-    the data and the masks of dropout.
+    The weights say which function the run starts from: what the rule multiplies in the forward pass is divided out
+    of them (:mod:`leaven.scaling.folding`).
     """
 
-    source: str = "python-stdlib"
-    tokenizer: str = "bpe"
-    tokens: int = Field(gt=0)
-    seed: int = Field(default=0, ge=0)
+    weights: str | None = Field(default=None, min_length=1)
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self.weights).expanduser() if self.weights else None
 
 
 class Base(Part):
@@ -65,16 +70,39 @@ class Scaling(Part):
 
 
 class Precision(Part):
-    """``compute`` is the dtype of the matrix products; weights, optimiser states, logits and loss are fp32."""
+    """``compute`` is the dtype of the matrix products; weights, gradients, moments, softmax and loss are fp32.
 
-    compute: Literal["fp32", "bf16"] = "fp32"
+    fp16 loses small gradients without a loss scale, which is then there and looks after itself.
+    """
+
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
 class Stability(Part):
-    """What happens when the loss stops being a number, and how much work a crash can cost (in tokens)."""
+    """What happens when a run comes into trouble (:mod:`leaven.training.spikes`), and what is kept to go back to.
 
-    on_spike: Literal["stop", "off"] = "stop"
+    ``rollback`` goes back to before the trouble and leaves out its data, ``max_rollbacks`` times for one trouble,
+    then stops; the lr is multiplied by ``rollback_lr`` there and rises back over ``rollback_lr_tokens``. ``skip``
+    does not apply a step of outstanding loss or gradient, ``stop`` stops. The newest ``keep`` checkpoints stay, and
+    for good the first one in every ``keep_every_tokens``.
+    """
+
+    on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
+    max_rollbacks: int = Field(default=3, gt=0)
+    rollback_lr: float = Field(default=1.0, gt=0, le=1)
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
+    keep: int = Field(default=2, gt=0)
+    keep_every_tokens: int | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _a_lower_lr_rises_again(self) -> "Stability":
+        if (self.rollback_lr < 1) != (self.rollback_lr_tokens is not None):
+            raise ValueError(
+                "rollback_lr and rollback_lr_tokens go together: the lr is multiplied by the one (below 1) and rises "
+                "back over the other; set both or neither"
+            )
+        return self
 
 
 class Evaluation(Part):
@@ -90,6 +118,7 @@ class Recipe(Part):
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
     model: ModelShape
     data: Data
+    start: Start = Start()
     batch: Batch
     schedule: Schedule = Schedule()
     hyperparameters: Hyperparameters
@@ -119,11 +148,17 @@ class Recipe(Part):
             raise ValueError(
                 f"warmup_tokens {self.schedule.warmup_tokens:,} is longer than the run of {self.data.tokens:,} tokens"
             )
-        self.hyperparameters.require_modules(self.model.modules)
+        self.hyperparameters.require_modules(self.model.roles)
         try:
-            _ = self.base_shape
+            base = self.base_shape
         except ValueError as error:
             raise ValueError(f"scaling.base: {error}") from None
+        require_one_rule(
+            self.hyperparameters.init,
+            self.scaling.rule,
+            wider=base.model_copy(update={"n_layers": self.model.n_layers}) != self.model,
+            deeper=base.n_layers != self.model.n_layers,
+        )
         return self
 
     @cached_property

@@ -25,6 +25,8 @@ class Role(StrEnum):
     """What a parameter is to a scaling rule: which of its dimensions grow with the width."""
 
     EMBEDDING = "embedding"  # finite -> width: token and learned position embeddings
+    EMBEDDING_NORM = "embedding_norm"  # gain over the width, ahead of the first block
+    EMBEDDING_BIAS = "embedding_bias"  # bias of the embedding norm
     HIDDEN_WEIGHT = "hidden_weight"  # width -> width, inside a block
     HIDDEN_BIAS = "hidden_bias"  # -> width, inside a block (of matrices and of layer norms)
     HIDDEN_NORM = "hidden_norm"  # gain over the width, inside a block
@@ -34,6 +36,11 @@ class Role(StrEnum):
     UNEMBEDDING = "unembedding"  # width -> finite
     UNEMBEDDING_BIAS = "unembedding_bias"  # -> finite; leaven's own models have none
     TIED_EMBEDDING = "tied_embedding"  # both ends in one matrix
+
+    @property
+    def is_matrix(self) -> bool:
+        """Else a gain or a bias."""
+        return self in {Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBEDDING}
 
 
 @dataclass(frozen=True)
@@ -56,33 +63,45 @@ class Parameter:
 
 
 class ModelShape(Part):
-    """A decoder-only, pre-norm transformer. Every field is a count or a choice; nothing here is tuned."""
+    """A decoder-only, pre-norm transformer. Every field is a count or a choice; nothing here is tuned.
+
+    ``embedding_norm`` normalises the token embedding before positions are added, as BLOOM did for stability (in
+    Megatron-DeepSpeed it is part of the embedding). ``dropout`` is the rate of GPT-2's three: on what enters the
+    first block, on the attention weights, and on each branch before it is added to the residual stream.
+    ``d_attention`` is the width of all heads together where that is not d_model, as in most of Qwen3.
+    """
 
     n_layers: int = Field(gt=0)
     d_model: int = Field(gt=0)
     n_heads: int = Field(gt=0)
     n_kv_heads: int = Field(gt=0)
     d_head: int = Field(gt=0)
+    d_attention: int | None = Field(default=None, gt=0)
     d_ff: int = Field(gt=0)
     vocab_size: int = Field(gt=1)
     seq_len: int = Field(gt=0)
     norm: Norm = "rmsnorm"
+    norm_eps: float = Field(default=1e-6, gt=0)
     activation: Activation = "swiglu"
     positions: Positions = "rope"
     rope_theta: float = Field(default=10_000.0, gt=0)
     qk_norm: bool = False
     qk_norm_per_head: bool = False
     tied_embeddings: bool = False
+    embedding_norm: bool = False
     bias: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _heads_fill_the_width(self) -> "ModelShape":
-        if self.d_model != self.n_heads * self.d_head:
+        stated = "d_attention" if self.d_attention else "d_model"
+        width, heads = self.d_attention or self.d_model, self.n_heads * self.d_head
+        if width != heads:
             raise ValueError(
-                f"d_model {self.d_model} is not n_heads x d_head = {self.n_heads} x {self.d_head} = "
-                f"{self.n_heads * self.d_head}; set d_model = {self.n_heads * self.d_head}"
-                + (f" or d_head = {self.d_model // self.n_heads}" if self.d_model % self.n_heads == 0 else "")
+                f"{stated} {width} is not n_heads x d_head = {self.n_heads} x {self.d_head} = {heads}; "
+                f"set {stated} = {heads}"
+                + (f" or d_head = {width // self.n_heads}" if width % self.n_heads == 0 else "")
+                + ("" if self.d_attention else f", or d_attention = {heads} if the heads are to be so wide")
             )
         if self.n_heads % self.n_kv_heads:
             divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
@@ -105,6 +124,8 @@ class ModelShape(Part):
         d, d_q, d_kv = self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         embedding = Role.TIED_EMBEDDING if self.tied_embeddings else Role.EMBEDDING
         yield Parameter("embedding.weight", (self.vocab_size, d), embedding, "embedding")
+        if self.embedding_norm:
+            yield from self._norm("", "embedding", None)
         if self.positions == "learned":
             yield Parameter("positions.weight", (self.seq_len, d), Role.EMBEDDING, "positions")
         matrices = {
@@ -138,8 +159,11 @@ class ModelShape(Part):
             yield Parameter("unembedding.weight", (self.vocab_size, d), Role.UNEMBEDDING, "unembedding")
 
     def _norm(self, prefix: str, which: str, layer: int | None) -> Iterator[Parameter]:
-        inside = layer is not None
-        gain, bias = (Role.HIDDEN_NORM, Role.HIDDEN_BIAS) if inside else (Role.FINAL_NORM, Role.FINAL_BIAS)
+        outside = {
+            "embedding": (Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS),
+            "final": (Role.FINAL_NORM, Role.FINAL_BIAS),
+        }
+        gain, bias = outside.get(which, (Role.HIDDEN_NORM, Role.HIDDEN_BIAS))
         name = f"{prefix}norm.{which}"
         yield Parameter(f"{name}.weight", (self.d_model,), gain, f"norm.{which}", layer)
         if self.norm == "layernorm" and self.bias:
@@ -148,7 +172,12 @@ class ModelShape(Part):
     @property
     def modules(self) -> tuple[str, ...]:
         """The names a person tunes by, in the order of the forward pass."""
-        return tuple(dict.fromkeys(parameter.module for parameter in self.parameters()))
+        return tuple(self.roles)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """A role of each module."""
+        return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
     def params(self) -> int:
@@ -169,8 +198,8 @@ class ModelShape(Part):
         d_head: int | None = None,
         n_kv_heads: int | None = None,
     ) -> "ModelShape":
-        """The same family at another width and depth: head dimension, d_ff / d_model and group size are kept unless
-        they are given.
+        """The same family at another width and depth: head dimension, d_ff / d_model, width of the heads together /
+        d_model and group size are kept unless they are given.
 
         Raises:
             ValueError: if the width is no multiple of the head dimension, or a ratio does not come out whole.
@@ -178,19 +207,23 @@ class ModelShape(Part):
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads
         step = d_head * group
-        if width % step:
-            lower = max(width // step, 1) * step
+        together = self.n_heads * self.d_head  # at d_model
+        if width * together % (self.d_model * step):
+            unit = self.d_model * step // math.gcd(together, self.d_model * step)
+            lower = max(width // unit, 1) * unit
+            times = f" x {self.d_model} / {together}" if self.d_attention else ""
             raise ValueError(
-                f"width {width} is not a multiple of d_head x heads per kv head = {d_head} x {group}; "
-                f"{lower} or {lower + step} is"
+                f"width {width} is not a multiple of d_head x heads per kv head = {d_head} x {group}{times}; "
+                f"{lower} or {lower + unit} is"
             )
         if d_ff is None and self.d_ff * width % self.d_model:
             raise ValueError(
                 f"width {width} makes d_ff = {self.d_ff} x {width} / {self.d_model} no whole number; "
                 f"choose a d_ff that is a simple multiple of d_model"
             )
-        heads = width // d_head
+        heads = width * together // (self.d_model * d_head)
         changes = {
+            "d_attention": heads * d_head if self.d_attention else None,
             "n_layers": depth,
             "d_model": width,
             "n_heads": heads,

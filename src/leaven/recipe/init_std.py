@@ -1,0 +1,159 @@
+"""Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
+
+Each is a rule of its own: it says what a model of any width and depth starts from. So a recipe that names one has no
+``init_std``, the number is that of the target's shape, and the scaling rule's cells for the init are not put on top:
+:func:`require_one_rule` refuses a recipe in which both would move it. Multipliers of modules and of depth still act.
+
+Gains start at 1 and biases at 0 in all of them. Where the original is truncated at 3 sigma (Mitchell, the
+unembedding of ``depth-scaled``), leaven draws a whole normal: the same within 1.4%.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from leaven.recipe.shape import BRANCH_ENDS, Parameter, Role
+
+InitName = Literal["rule", "gpt2", "small-init", "mt-nlg", "wang", "mitchell", "depth-scaled"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a matrix stands: width d, layers L, its layer l counted from 0, its own fan in f."""
+
+    d: int
+    L: int
+    l: int  # noqa: E741
+    f: int
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A standard deviation as it is printed, in the letters of :class:`Place`, and as a function."""
+
+    text: str
+    std: Callable[[Place], float]
+
+
+@dataclass(frozen=True)
+class Init:
+    """``inputs`` is for every matrix but those that write to the residual stream, ``outputs``.
+
+    ``embedding`` and ``unembedding`` are named where they differ from ``inputs``; a tied matrix starts as the
+    unembedding. ``gated_in``: in a gated MLP ``mlp.in`` starts as the outputs do.
+    """
+
+    source: str
+    inputs: Formula
+    outputs: Formula
+    embedding: Formula | None = None
+    unembedding: Formula | None = None
+    gated_in: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it in one line, as it is printed."""
+        named = {"embedding": self.embedding, "outputs": self.outputs, "unembedding": self.unembedding}
+        if self.gated_in:
+            named["a gated mlp.in"] = self.outputs
+        apart = [f"{what} {formula.text}" for what, formula in named.items() if formula not in (None, self.inputs)]
+        return ", ".join([self.inputs.text, *apart])
+
+    @property
+    def sees_depth(self) -> bool:
+        """Whether the end of a branch at the same relative depth starts otherwise in a deeper model."""
+        shallow, deep = (Place(d=64, L=depth, l=depth - 1, f=64) for depth in (2, 4))
+        return self.outputs.std(shallow) != self.outputs.std(deep)
+
+    def formula(self, parameter: Parameter, gated: bool) -> Formula:
+        outputs = (*BRANCH_ENDS, "mlp.in") if self.gated_in and gated else BRANCH_ENDS
+        if parameter.module in outputs:
+            return self.outputs
+        if parameter.module == "embedding" and parameter.role is Role.EMBEDDING:
+            return self.embedding or self.inputs
+        if parameter.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING}:
+            return self.unembedding or self.inputs
+        return self.inputs
+
+    def std(self, parameter: Parameter, n_layers: int, gated: bool) -> float:
+        """The initial standard deviation of one matrix of a model of ``n_layers`` blocks."""
+        out, into = parameter.shape
+        width = out if parameter.module in BRANCH_ENDS else into
+        return self.formula(parameter, gated).std(Place(width, n_layers, parameter.layer or 0, into))
+
+
+_GPT2 = Formula("0.02", lambda at: 0.02)
+_SMALL = Formula("sqrt(2 / (5 d))", lambda at: math.sqrt(2 / (5 * at.d)))
+_MT_NLG = Formula("sqrt(1 / (3 d))", lambda at: math.sqrt(1 / (3 * at.d)))
+_LECUN = Formula("1 / sqrt(d)", lambda at: at.d**-0.5)
+
+INITS: Mapping[str, Init] = MappingProxyType(
+    {
+        "gpt2": Init(
+            source="GPT-2 as in karpathy/nanoGPT, model.py: 0.02, 2 L branches add up in the residual stream",
+            inputs=_GPT2,
+            outputs=Formula("0.02 / sqrt(2 L)", lambda at: 0.02 / math.sqrt(2 * at.L)),
+        ),
+        "small-init": Init(
+            source="Nguyen and Salazar 2019, arXiv 1910.05895, as in EleutherAI/gpt-neox, init_functions.py",
+            inputs=_SMALL,
+            outputs=_SMALL,
+        ),
+        "mt-nlg": Init(
+            source="MT-NLG 530B, arXiv 2201.11990, and BLOOM-176B; outputs as Megatron-LM scales them",
+            inputs=_MT_NLG,
+            outputs=Formula(
+                "sqrt(1 / (3 d)) / sqrt(2 L)", lambda at: math.sqrt(1 / (3 * at.d)) / math.sqrt(2 * at.L)
+            ),
+        ),
+        "wang": Init(
+            source="EleutherAI/gpt-neox, init_functions.py (GPT-NeoX-20B, Pythia): small-init, outputs by Wang",
+            inputs=_SMALL,
+            outputs=Formula("2 / (L sqrt(d))", lambda at: 2 / (at.L * math.sqrt(at.d))),
+        ),
+        "mitchell": Init(
+            source="allenai/OLMo, model.py (OLMo 1, open_lm); truncated at 3 sigma there",
+            inputs=_LECUN,
+            outputs=Formula("1 / sqrt(2 f (l + 1))", lambda at: 1 / math.sqrt(2 * at.f * (at.l + 1))),
+        ),
+        "depth-scaled": Init(
+            source="pytorch/torchtitan, models/common/param_init.py, and OLMo-core's llama_depth; after Zhang et al. "
+            "2019, arXiv 1908.11365",
+            inputs=_GPT2,
+            outputs=Formula("0.02 / sqrt(2 (l + 1))", lambda at: 0.02 / math.sqrt(2 * (at.l + 1))),
+            embedding=Formula("1", lambda at: 1.0),
+            unembedding=_LECUN,
+            gated_in=True,
+        ),
+    }
+)
+
+# Rules that multiply each branch by a power of the depth; all but ``standard`` move the init with the width. A test
+# holds both to the rules themselves, which stand in a layer above.
+SCALES_BRANCHES = frozenset({"completep", "complete-d-p", "complete-d-p-printed"})
+
+
+def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
+    """That a named init and a scaling rule do not both move the init between base and target.
+
+    Across widths every rule but ``standard`` wants another power of the width in some module than a named init has.
+    Across depths a branch's multiplier L^-alpha and a smaller start of the matrix that ends it would count the depth
+    twice.
+
+    Raises:
+        ValueError: saying which two, and what to do.
+    """
+    if init == "rule" or rule == "standard":
+        return
+    instead = 'set scaling.rule = "standard", or init = "rule" with an init_std that is right at the base'
+    if wider:
+        raise ValueError(
+            f'init = "{init}" and rule {rule} both move the init with the width, and the base has another; {instead}'
+        )
+    if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
+        raise ValueError(
+            f'init = "{init}" starts the ends of branches at {INITS[init].outputs.text}, and rule {rule} multiplies '
+            f"branches by L^-alpha as well: the depth would count twice, for the base has another; {instead}"
+        )

@@ -1,0 +1,70 @@
+import pytest
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_recipe, render
+from leaven.recipe.recipe import Recipe
+
+SEVERAL = """source = [  # mixed
+    { source = "web/*.parquet", weight = 3 },
+    { source = "code.jsonl.zst", weight = 1, text = "content" },
+]"""
+
+
+@pytest.fixture
+def several(tiny_text: str) -> str:
+    return "\n".join(SEVERAL if line.startswith("source") else line for line in tiny_text.splitlines()) + "\n"
+
+
+def test_one_source_is_a_list_of_one(tiny: Recipe) -> None:
+    (source,) = tiny.data.sources
+    assert (source.source, source.text) == (tiny.data.source, "text")
+    assert tiny.data.proportions == (1,)
+
+
+def test_sources_and_their_comments_survive_a_change_elsewhere(several: str) -> None:
+    recipe = parse_recipe(several, "x.toml")
+    assert [(s.source, s.weight, s.text) for s in recipe.data.sources] == [
+        ("web/*.parquet", 3.0, "text"),
+        ("code.jsonl.zst", 1.0, "content"),
+    ]
+    assert render(recipe, several) == several
+    changed = render(recipe.replace({"data.tokens": 20_480}), several)
+    assert changed == several.replace("10_240", "20_480")
+
+
+def test_sources_are_written_and_read_back(several: str, tiny_text: str) -> None:
+    recipe = parse_recipe(several, "x.toml")
+    for text in (render(recipe), render(recipe, tiny_text)):
+        assert parse_recipe(text, "y.toml") == recipe
+    assert parse_recipe(render(parse_recipe(tiny_text, "x.toml"), several), "y.toml").data.source.endswith("*.txt")
+    assert 'text = "text"' not in render(recipe, tiny_text)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("5", "[data] source: input should be a valid string, not 5"),
+        ("[]", "[data] source: tuple should have at least 1 item"),
+        ('[{sorce="x"}]', "[data.source.0] sorce: no such key; did you mean source?"),
+        ('[{source="x", weight=0}]', "[data.source.0] weight: input should be greater than 0, not 0"),
+        ('[{source="x"}, {source="x"}]', "[data] source 'x' stands there twice; give it once, with the sum of"),
+        (
+            '[{source="x", weight=0.1234567}, {source="y"}]',
+            "[data] weights 0.123457, 1 have no common denominator up",
+        ),
+    ],
+)
+def test_wrong_sources_are_refused_in_one_line(tiny_text: str, given: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_recipe(tiny_text, "x.toml", [f"data.source={given}"])
+    assert message in str(caught.value)
+
+
+def test_documents_and_the_corrupt_share_have_their_ranges(tiny_text: str) -> None:
+    for override, message in (
+        ("data.documents=apart", "[data] documents: input should be 'packed' or 'isolated', not 'apart'"),
+        ("data.corrupt_share=2.0", "[data] corrupt_share: input should be less than or equal to 1, not 2.0"),
+    ):
+        with pytest.raises(InputError) as caught:
+            parse_recipe(tiny_text, "x.toml", [override])
+        assert message in str(caught.value)
