@@ -63,6 +63,21 @@ def test_a_tied_embedding_is_on_both_ends_of_a_pipeline_and_once_without() -> No
     assert both == shape.params + 51_200 * 6144
 
 
+def test_an_embedding_norm_is_on_the_first_stage_and_keeps_its_input() -> None:
+    plain = gpt(48, 6144, 64)
+    normed = plain.model_copy(update={"embedding_norm": True})
+    more = [
+        stage_parameters(normed, Layout(pp=4), stage) - stage_parameters(plain, Layout(pp=4), stage)
+        for stage in range(4)
+    ]
+    assert more == [2 * 6144, 0, 0, 0]  # gain and bias
+    how = Arrangement(Layout(pp=4), 2, 16)
+    grown = [
+        stage_memory(normed, how, stage).activations - stage_memory(plain, how, stage).activations for stage in (0, 3)
+    ]
+    assert grown == [4 * 2 * 2 * 2048 * 6144, 0]  # four micro-batches of two sequences in bf16
+
+
 def test_bloom_70_layers_on_12_stages_as_it_was_trained() -> None:
     assert stage_layers(70, 12) == (5, *[6] * 10, 5)
     assert stage_layers(72, 12) == (6,) * 12

@@ -64,3 +64,39 @@ def test_betas_out_of_range(tiny: Recipe) -> None:
     assert "beta2" not in found
     assert about(transfer(tiny, batch_tokens=2_048))["beta1"] == (pytest.approx(0.9**8), 0.5)
     assert about(transfer(tiny, batch_tokens=2_048))["beta2"] == (pytest.approx(0.95**8), 0.9)
+
+
+def standard(tiny: Recipe, d: int, **more: object) -> Recipe:
+    """Without a base, at a width."""
+    shape = {"d_model": d, "d_head": 16, "n_heads": d // 16, "n_kv_heads": d // 16, "d_ff": 4 * d}
+    model = {f"model.{key}": value for key, value in shape.items()}
+    return tiny.replace(model | {"scaling.rule": "standard"} | more)
+
+
+def test_an_init_as_large_as_that_of_the_104b_run_that_failed(tiny: Recipe) -> None:
+    at = {"hyperparameters.init_std": 0.02}
+    value, limit = about(standard(tiny, 11_600, **at))["init"]
+    assert value == 0.02
+    assert value / limit * 3 == pytest.approx(0.02 / (1 / 34_800) ** 0.5)  # sqrt(1 / (3 x 11,600))
+    told = next(warning for warning in warnings(standard(tiny, 11_600, **at)) if warning.about == "init")
+    assert "is 3.7 x sqrt(1 / (3 d)) = 0.00536" in told.message
+    assert "init" not in about(standard(tiny, 5_120, **at))  # OLMo 2 13B
+    assert "init" not in about(standard(tiny, 11_600, **{"hyperparameters.init_std": 0.006}))
+    named = {"hyperparameters.init": "gpt2", "hyperparameters.init_std": None}
+    assert about(standard(tiny, 14_336, **named))["init"][0] == 0.02
+    assert "init" not in about(standard(tiny, 14_336, **named | {"hyperparameters.init": "mt-nlg"}))
+
+
+def test_a_branch_that_is_multiplied_down_starts_smaller(tiny: Recipe) -> None:
+    large = {"hyperparameters.modules": {"mlp.out": {"init_std": 6.0, "residual": 0.5}}}  # 0.3 of a limit of 0.43
+    assert "init" not in about(tiny.replace(large))
+    assert "init" in about(tiny.replace({"hyperparameters.modules": {"mlp.out": {"init_std": 6.0}}}))
+
+
+def test_l2_in_the_loss_under_a_rule_for_decoupled_decay(tiny: Recipe) -> None:
+    adam = tiny.replace({"hyperparameters.optimizer": "adam"})
+    assert "optimizer" not in about(adam)
+    assert about(transfer(adam, width=32))["optimizer"] == (2.0, 1.0)  # decay x m_N, for AdamW
+    assert "optimizer" not in about(transfer(tiny, width=32))
+    assert "optimizer" not in about(transfer(adam.replace({"scaling.rule": "standard"}), width=32))
+    assert "optimizer" not in about(transfer(adam.replace({"hyperparameters.weight_decay": 0.0}), width=32))

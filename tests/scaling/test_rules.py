@@ -15,6 +15,8 @@ DECAYED = (Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBED
 # Shapes at the base; the target is N times wider by more heads of the same size.
 SHAPES = {
     Role.EMBEDDING: ((100, 16), (100, 64)),
+    Role.EMBEDDING_NORM: ((16,), (64,)),
+    Role.EMBEDDING_BIAS: ((16,), (64,)),
     Role.HIDDEN_WEIGHT: ((48, 16), (192, 64)),
     Role.HIDDEN_BIAS: ((16,), (64,)),
     Role.HIDDEN_NORM: ((16,), (64,)),
@@ -32,55 +34,61 @@ def moved(name: str, role: Role, alpha: float = 1.0, t: float = 0.5, scale_decay
     return factors(RULES[name], role, tensor_ratios(role, target, base, AT), Exponents(alpha, t, scale_decay))
 
 
-# Every cell as printed, as functions of m_N, m_L and alpha: (variance, lr, eps, decay, forward). None: not decayed.
+# Every cell as printed, as functions of m_N, m_L and alpha: (variance, lr, eps, decay, forward).
 ONE = lambda a: 1  # noqa: E731
 PER_N = lambda a: 1 / N  # noqa: E731
 BLOCK_LR = lambda a: L ** (a - 1)  # noqa: E731
 BLOCK_EPS = lambda a: L**-a / N  # noqa: E731
+# Not in the printed tables; the embedding's row, whose gradient theirs moves with.
+INPUT = dict.fromkeys((Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS), (ONE, ONE, PER_N, 1, 1))
 HIDDEN = (PER_N, lambda a: L ** (a - 1) / N, BLOCK_EPS, N, 1)
 COMPLETE_D_P_ROWS = {  # arXiv 2512.22382, Table 1
     Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
+    **INPUT,
     Role.HIDDEN_WEIGHT: HIDDEN,
-    Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, None, 1),
-    Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, None, 1),
-    Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, None, 1),
-    Role.FINAL_NORM: (ONE, ONE, ONE, None, 1),
-    Role.FINAL_BIAS: (ONE, ONE, ONE, None, 1),
+    Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
+    Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
+    Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, 1, 1),
+    Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
+    Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
     Role.UNEMBEDDING: (lambda a: N**-2, PER_N, ONE, N, 1),
-    Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, None, 1),
+    Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
     Role.TIED_EMBEDDING: (ONE, ONE, PER_N, 1, 1 / N),  # derived by the symmetry tested below
 }
 ROWS = {
-    "standard": {role: (ONE, ONE, ONE, 1 if role in DECAYED else None, 1) for role in Role},
+    "standard": {role: (ONE, ONE, ONE, 1, 1) for role in Role},
     # Tensor Programs V, Table 3 (Adam); eps and decay as in the muP column of Table 1.
     "mup": {
         Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
+        **INPUT,
         Role.HIDDEN_WEIGHT: (PER_N, PER_N, PER_N, N, 1),
-        Role.HIDDEN_BIAS: (ONE, ONE, PER_N, None, 1),
-        Role.HIDDEN_NORM: (ONE, ONE, PER_N, None, 1),
-        Role.QK_NORM: (ONE, ONE, ONE, None, 1),
-        Role.FINAL_NORM: (ONE, ONE, ONE, None, 1),
-        Role.FINAL_BIAS: (ONE, ONE, ONE, None, 1),
+        Role.HIDDEN_BIAS: (ONE, ONE, PER_N, 1, 1),
+        Role.HIDDEN_NORM: (ONE, ONE, PER_N, 1, 1),
+        Role.QK_NORM: (ONE, ONE, ONE, 1, 1),
+        Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
+        Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.UNEMBEDDING: (lambda a: N**-2, PER_N, ONE, N, 1),
-        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, None, 1),
+        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.TIED_EMBEDDING: (ONE, ONE, PER_N, 1, 1 / N),
     },
     # Dey et al. 2025, Table 1.
     "completep": {
         Role.EMBEDDING: (ONE, ONE, ONE, 1, 1),
+        Role.EMBEDDING_NORM: (ONE, ONE, ONE, 1, 1),
+        Role.EMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.HIDDEN_WEIGHT: HIDDEN,
-        Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, None, 1),
-        Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, None, 1),
-        Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, None, 1),
-        Role.FINAL_NORM: (ONE, ONE, ONE, None, 1),
-        Role.FINAL_BIAS: (ONE, ONE, ONE, None, 1),
+        Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
+        Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
+        Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, 1, 1),
+        Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
+        Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.UNEMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
-        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, None, 1),
+        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.TIED_EMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
     },
     "complete-d-p-printed": COMPLETE_D_P_ROWS,
     "complete-d-p": COMPLETE_D_P_ROWS
-    | {role: (ONE, ONE, PER_N, None, 1) for role in (Role.FINAL_NORM, Role.FINAL_BIAS)},
+    | {role: (ONE, ONE, PER_N, 1, 1) for role in (Role.FINAL_NORM, Role.FINAL_BIAS)},
 }
 # Batch and token columns: (lr, eps, decay, half-life in steps), and the residual multiplier.
 Q = B / D
@@ -98,7 +106,7 @@ def test_tables_row_by_row(name: str, role: Role, alpha: float) -> None:
     assert found.init_std == pytest.approx(math.sqrt(variance(alpha)))
     assert found.lr == pytest.approx(lr(alpha) * column[0])
     assert found.eps == pytest.approx(eps(alpha) * column[1])
-    assert found.weight_decay == pytest.approx((decay or 0) * column[2])
+    assert found.weight_decay == pytest.approx(decay * column[2])
     assert found.half_life == pytest.approx(column[3])
     assert found.forward == forward
     deep = name not in {"standard", "mup"}
@@ -173,6 +181,12 @@ def test_initial_variance_lr_and_decay_follow_the_fan_in_and_eps_the_fan_out() -
     assert (per_head.fan_in, per_head.fan_out, shared.fan_out) == (1, 4, 2)
 
 
+@pytest.mark.parametrize("shape", [(64,), (64, 64, 3)])
+def test_a_matrix_has_two_sides(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"and this has {len(shape)} dimensions"):
+        tensor_ratios(Role.HIDDEN_WEIGHT, shape, shape, Ratios())
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_logits_of_growing_heads(name: str) -> None:
     """sqrt(d_base) / d of muP is 1 / sqrt(d) times sqrt(d_base / d); standard keeps 1 / sqrt(d)."""
@@ -185,7 +199,7 @@ def test_every_cell_has_a_source_and_is_neutral_at_the_base_to_the_last_bit(rule
     cells = [rule.cells[quantity][role] for quantity in QUANTITIES for role in Role]
     for cell in [*cells, *rule.shared.values()]:
         assert len(cell.source) > 10
-        assert cell.factor(TensorRatios(), Exponents(0.7, 0.3, True)) == (0.0 if cell.text == "0" else 1.0)
+        assert cell.factor(TensorRatios(), Exponents(0.7, 0.3, True)) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import Row, describe, resolve
+from leaven.scaling.describe import describe
+from leaven.scaling.table import Row, resolve
 from leaven.scaling.transfer import transfer
 
 
@@ -132,6 +133,46 @@ def test_every_quantity_is_rule_times_type_times_depth(tiny: Recipe) -> None:
         assert 1 - row.beta2 == pytest.approx((1 - plain[name].beta2) * 2.0 * at_depth, rel=0.05)
         assert full[f"layers.{layer}.attention.out.weight"].multiplier == pytest.approx(0.5**1 * at_depth)
     assert full["embedding.weight"] == plain["embedding.weight"]
+
+
+def test_gains_and_biases_are_decayed_when_asked_and_each_module_by_its_own(tiny: Recipe) -> None:
+    layered = {"model.norm": "layernorm", "model.bias": True, "hyperparameters.decay_norm_and_bias": True}
+    big = transfer(tiny.replace(layered), width=32, depth=4, tokens=40_960)
+    vectors = {row.module for row in resolve(big).rows if not row.role.is_matrix}
+    assert {"norm.mlp", "norm.final", "biases"} <= vectors
+    changed = big.replace(
+        {"hyperparameters.modules": {"norm.mlp": {"weight_decay": 3.0}, "biases": {"weight_decay": 0.0}}}
+    )
+    decay = {row.module: row.weight_decay for row in resolve(changed).rows}
+    assert decay["norm.final"] == pytest.approx(0.1 * math.sqrt(1 / 4))  # Table 1: Rest, and the token column
+    assert decay["norm.mlp"] == pytest.approx(3 * decay["norm.final"])
+    assert decay["biases"] == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "quantity", "says"),
+    [
+        ("norm.mlp", "weight_decay", "norm.mlp is not decayed; .*decay_norm_and_bias = true"),
+        ("biases", "weight_decay", "biases is not decayed"),
+        ("norm.query", "init_std", "norm.query has no init_std"),
+        ("biases", "init_std", "biases has no init_std"),
+    ],
+)
+def test_a_multiplier_of_nothing_is_refused(tiny: Recipe, module: str, quantity: str, says: str) -> None:
+    biased = tiny.replace({"model.norm": "layernorm", "model.bias": True})
+    with pytest.raises(ValueError, match=says):
+        biased.replace({f"hyperparameters.modules.{module}.{quantity}": 2.0})
+
+
+@pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "residual"])
+def test_every_multiplier_that_is_taken_moves_something(tiny: Recipe, quantity: str) -> None:
+    recipe = tiny.replace({"model.norm": "layernorm", "model.bias": True, "model.positions": "learned"})
+    for module in recipe.model.modules:
+        try:
+            changed = recipe.replace({f"hyperparameters.modules.{module}.{quantity}": 2.0})
+        except ValueError:
+            continue
+        assert resolve(changed).rows != resolve(recipe).rows, module
 
 
 def test_betas_stay_in_range_whatever_they_are_multiplied_with(tiny: Recipe) -> None:

@@ -72,6 +72,10 @@ def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:
     assert big.stability.checkpoint_every_tokens == 4_000
     small = transfer(recipe, batch_tokens=32)
     assert small.batch.ramp is None  # one sequence: nothing left to ramp
+    assert small.why["batch.ramp"].startswith("dropped: a batch of one sequence")
+    flat = recipe.replace({"batch.ramp.start_tokens": recipe.batch.tokens})
+    assert transfer(flat, batch_tokens=1024).batch.sizes == ((0, 1024),)
+    assert "batch.ramp" not in transfer(recipe, width=32).why
     stages = [{"from_tokens": 0, "tokens": 64}, {"from_tokens": 500, "tokens": 256}]
     staged = transfer(tiny.replace({"batch": {"tokens": 256, "stages": stages}}), batch_tokens=512, tokens=20_480)
     assert [stage.model_dump() for stage in staged.batch.stages] == [

@@ -161,7 +161,6 @@ class Run(Part):
             arch.norm_placement != "pre",
             not arch.norm_affine,
             arch.norm_bias not in (None, arch.bias),
-            arch.embedding_norm,
             arch.parallel_block,
             arch.rotary_pct != 1.0,
             arch.qk_norm and arch.qk_norm_width != "head",
@@ -186,6 +185,7 @@ class Run(Part):
                 "positions": positions[arch.positional],
                 "qk_norm": arch.qk_norm,
                 "tied_embeddings": arch.tied_embeddings,
+                "embedding_norm": arch.embedding_norm,
                 "bias": arch.bias,
                 **({"rope_theta": arch.rope_theta} if arch.rope_theta else {}),
             }

@@ -72,6 +72,7 @@ class ParameterCounts:
     layer_matrices: int
     layer_vectors: int
     embedding: int
+    embedding_vectors: int
     positions: int
     final_vectors: int
     unembedding: int
@@ -88,8 +89,9 @@ def parameter_counts(shape: ModelShape) -> ParameterCounts:
         layer_matrices=matrices,
         layer_vectors=sum(p.size for p in block) - matrices,
         embedding=ends["embedding"],
+        embedding_vectors=sum(size for name, size in ends.items() if name.startswith("norm.embedding")),
         positions=ends.get("positions", 0),
-        final_vectors=sum(size for name, size in ends.items() if name.startswith("norm.")),
+        final_vectors=sum(size for name, size in ends.items() if name.startswith("norm.final")),
         unembedding=ends.get("unembedding", ends["embedding"]),
         tied=shape.tied_embeddings,
     )
@@ -114,7 +116,7 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int) -> float:
     parameters = layers * (count.layer_matrices / t + count.layer_vectors)
     first, last = stage == 0, stage == layout.pp - 1
     if first:
-        parameters += count.embedding / t + count.positions
+        parameters += count.embedding / t + count.embedding_vectors + count.positions
     if last:
         parameters += count.final_vectors + (0 if count.tied and first else count.unembedding / t)
     return parameters
@@ -159,6 +161,8 @@ def stage_memory(shape: ModelShape, how: Arrangement, stage: int, code: Implemen
     kept, working_set = _kept_and_working_set(shape, how, code)
     in_flight = min(how.grad_accumulation, layout.pp - stage)
     activations = in_flight * stage_layers(shape.n_layers, layout.pp)[stage] * kept + working_set
+    if shape.embedding_norm and stage == 0:  # its input
+        activations += in_flight * code.element * how.micro_batch * shape.seq_len * shape.d_model
     logits = 0.0
     if stage == layout.pp - 1:
         logits = code.logit * how.micro_batch * shape.seq_len * shape.vocab_size / layout.tp

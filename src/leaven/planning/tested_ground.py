@@ -11,7 +11,10 @@ from leaven.catalogue.laws import evaluate, power_lines_tau
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.recipe.units import format_quantity
-from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.apply import factors
+from leaven.scaling.starts import matrices, usual_std
+from leaven.scaling.table import ParameterTable, exponents, resolve
+from leaven.scaling.transfer import NO_RAMP
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ TOKENS_PER_PARAMETER_FACTOR = 4.0
 EPS_SHARE = 0.1
 # beta2 as marin clips it (too low at large batches); beta1 to where 1 - beta is a tenth or five times 0.1.
 BETA_RANGES = {"beta1": (0.5, 0.99), "beta2": (0.9, 0.9999)}
+# Times sqrt(1 / (3 d)): runs with 2.5 (0.02 at width 5,120: OLMo 2 13B, Pythia 12B) trained, one with 3.7 did not.
+LARGE_INIT = 3.0
 
 
 def warnings(recipe: Recipe) -> list[Caution]:
@@ -69,7 +74,17 @@ def warnings(recipe: Recipe) -> list[Caution]:
         *_tokens_per_parameter(recipe),
         *_eps(recipe, table),
         *_betas(table),
+        *_coupled_decay(recipe, table),
+        *_large_init(recipe, table),
     ]
+
+
+def dropped(before: Recipe, after: Recipe) -> list[Caution]:
+    """What a transfer could not take along."""
+    if before.batch.ramp is None or after.batch.ramp is not None:
+        return []
+    sequences = after.batch.tokens / after.model.seq_len
+    return [Caution("ramp", sequences, 2.0, f"the batch ramp is {NO_RAMP}; transfers from here on have none either")]
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
@@ -155,6 +170,45 @@ def _betas(table: ParameterTable) -> Iterator[Caution]:
                 f"{name} {beta:.5g} of {whose} is outside {low:g} to {high:g}, where runs have been seen to train "
                 f"well; set hyperparameters.{name} at the base so that it comes out inside",
             )
+
+
+def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+    """The rules for weight decay are AdamW's. With L2 in the loss lr x decay is no pace, and a check of activations
+    does not show that a rule is wrong (microsoft/mup, PR 73). A warning and no refusal, for the run itself is sound:
+    it is its decay that is not the base's. Measured over width 64 to 512: the L2 term over the gradient grows as
+    width^1.5, for the rule multiplies the decay by the width and the gradient falls."""
+    if recipe.hyperparameters.optimizer != "adam":
+        return
+    free = exponents(recipe.scaling)
+    decayed = [row for row in table.rows if row.weight_decay]
+    moved = {row.module: factors(table.rule, row.role, row.ratios, free).weight_decay for row in decayed}
+    module = max(moved, key=lambda module: abs(math.log(moved[module])), default=None)
+    if module is not None and moved[module] != 1:
+        yield Caution(
+            "optimizer",
+            moved[module],
+            1.0,
+            f"{table.rule.name} multiplies the weight decay of {module} by {moved[module]:.3g} to keep AdamW's pace, "
+            "lr x decay x steps; optimizer adam has L2 in the loss, whose part in the gradient then grows as about "
+            'width^1.5 (measured); set hyperparameters.optimizer = "adamw", or weight_decay = 0',
+        )
+
+
+def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+    """A block's matrix that starts far above sqrt(1 / (3 d)), its branch's multiplier included."""
+    blocks = [row for row in matrices(table) if row.role is Role.HIDDEN_WEIGHT]
+    worst = max(blocks, key=lambda row: row.init_std * row.multiplier)
+    std, usual = worst.init_std * worst.multiplier, usual_std(recipe.model.d_model)
+    if std > LARGE_INIT * usual:
+        lower = "lower hyperparameters.init_std" if recipe.hyperparameters.init == "rule" else 'try init = "mt-nlg"'
+        yield Caution(
+            "init",
+            std,
+            LARGE_INIT * usual,
+            f"init std {std:.3g} of {worst.module} is {std / usual:.2g} x sqrt(1 / (3 d)) = {usual:.3g}, where "
+            "MT-NLG and BLOOM-176B started: BigScience's 104B run failed with 0.02 at width 11,600, which is 3.7 x; "
+            f"2.5 x has trained; {lower}",
+        )
 
 
 def _plain(value: float) -> str:

@@ -58,18 +58,26 @@ def tensor_ratios(
 
     Matrices are (fan out, fan in), as in ``nn.Linear``; both embeddings are (vocabulary or positions, width). What is
     no matrix (a gain, a bias) is a diagonal map: fan in 1, fan out its size. ``head`` is that of d_head.
+
+    Raises:
+        ValueError: for a matrix that has not two dimensions: experts in one tensor, convolutions.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
-    last = shape[-1] / base_shape[-1]
+    if role.is_matrix and len(shape) != 2:
+        raise ValueError(
+            f"a {role} is a matrix, fan out x fan in, and this has {len(shape)} dimensions; there is no rule for "
+            "mixtures of experts and convolutions"
+        )
+    ratio = [side / base_side for side, base_side in zip(shape, base_shape, strict=True)]
     match role:
         case Role.EMBEDDING:
-            fan_in, fan_out = 1.0, last
+            fan_in, fan_out = 1.0, ratio[1]
         case Role.UNEMBEDDING:
-            fan_in, fan_out = last, 1.0
+            fan_in, fan_out = ratio[1], 1.0
         case Role.TIED_EMBEDDING:
-            fan_in, fan_out = last, last
+            fan_in, fan_out = ratio[1], ratio[1]
         case Role.HIDDEN_WEIGHT:
-            fan_in, fan_out = last, shape[0] / base_shape[0]
+            fan_in, fan_out = ratio[1], ratio[0]
         case Role.UNEMBEDDING_BIAS:
             fan_in, fan_out = 1.0, 1.0
         case _:

@@ -7,7 +7,7 @@ It is written as it is printed, a letter a ratio::
 
 ``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``. An exponent is a sum of numbers and of ``alpha`` (the depth
 exponent), ``t`` (the token exponent) and ``w`` (1 - alpha where decay is moved with depth, else 0). ``1`` does not
-move and ``0`` switches the quantity off.
+move.
 """
 
 import re
@@ -77,8 +77,8 @@ class Cell:
 
     def factor(self, at: TensorRatios, exponents: Exponents) -> float:
         """The number this cell stands for; exactly 1.0 where all its ratios are 1."""
-        if self.text in {"0", "1"}:
-            return float(self.text)
+        if self.text == "1":
+            return 1.0
         value = 1.0
         for power in self.text.split():
             letter, _, exponent = power.partition("^")

@@ -6,10 +6,11 @@ value = rule(role, ratios) x base value x module multiplier x depth multiplier
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from leaven.recipe.hyperparameters import DepthProfile, Hyperparameters, Multipliers
+from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe, Scaling
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Parameter, Role
 from leaven.scaling.apply import factors, tensor_ratios
@@ -17,8 +18,7 @@ from leaven.scaling.cells import Exponents, Ratios, TensorRatios
 from leaven.scaling.rules import RULES, Rule
 
 # What a parameter starts from besides its random part.
-_GAINS = {Role.HIDDEN_NORM, Role.QK_NORM, Role.FINAL_NORM}
-_BIASES = {Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS}
+_GAINS = {Role.EMBEDDING_NORM, Role.HIDDEN_NORM, Role.QK_NORM, Role.FINAL_NORM}
 _LAYER = re.compile(r"layers\.\d+\.")
 
 
@@ -92,6 +92,7 @@ def resolve(recipe: Recipe) -> ParameterTable:
                 free=free,
                 base=recipe.hyperparameters,
                 n_layers=model.n_layers,
+                gated=model.gated,
             )
         )
     shared = factors(rule, Role.HIDDEN_WEIGHT, rows[0].ratios, free)
@@ -112,6 +113,7 @@ def resolve_row(
     free: Exponents,
     base: Hyperparameters,
     n_layers: int,
+    gated: bool,
 ) -> Row:
     """What one parameter gets, whoever's model it belongs to; ``base`` is in base coordinates."""
     role = parameter.role
@@ -128,7 +130,7 @@ def resolve_row(
     forward = moved.forward
     if parameter.module in BRANCH_ENDS:
         forward *= base.residual * multiplier("residual") * moved.residual
-    random = role not in _GAINS | _BIASES
+    decay = base.weight_decay if role.is_matrix or base.decay_norm_and_bias else 0.0
     return Row(
         name=parameter.name,
         shape=parameter.shape,
@@ -136,15 +138,26 @@ def resolve_row(
         module=parameter.module,
         layer=parameter.layer,
         init_mean=1.0 if role in _GAINS else 0.0,
-        init_std=base.init_std * multiplier("init_std") * moved.init_std if random else 0.0,
+        init_std=_start(base, parameter, n_layers, gated) * multiplier("init_std") * moved.init_std
+        if role.is_matrix
+        else 0.0,
         lr=base.lr * multiplier("lr") * moved.lr,
-        weight_decay=base.weight_decay * multiplier("weight_decay") * moved.weight_decay,
+        weight_decay=decay * multiplier("weight_decay") * moved.weight_decay,
         beta1=moved.beta(base.beta1, multiplier("beta1")),
         beta2=moved.beta(base.beta2, multiplier("beta2")),
         eps=base.eps * multiplier("eps") * moved.eps,
         multiplier=forward,
         ratios=at,
     )
+
+
+def _start(base: Hyperparameters, parameter: Parameter, n_layers: int, gated: bool) -> float:
+    """The standard deviation that multipliers and rule act on; by a named init only where the rule has nothing to
+    move (:func:`leaven.recipe.init_std.require_one_rule`)."""
+    if base.init != "rule":
+        return INITS[base.init].std(parameter, n_layers, gated)
+    assert base.init_std is not None  # Hyperparameters sees to it
+    return base.init_std
 
 
 def optimiser_groups(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -168,28 +181,14 @@ def optimiser_groups(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
-    """The document of ``leaven show --json``."""
-    table, model = resolve(recipe), recipe.model
-    return {
-        "scale": {
-            "width": model.d_model,
-            "depth": model.n_layers,
-            "batch_tokens": recipe.batch.tokens,
-            "tokens": recipe.data.tokens,
-            "base": recipe.base.model_dump(exclude_none=True),
-        },
-        "rule": table.rule.name,
-        "ratios": asdict(table.ratios),
-        "totals": {
-            "params": model.params,
-            "params_non_embedding": model.params_non_embedding,
-            "flops_per_token": flops_per_token,
-        },
-        "attention_scale": table.attention_scale,
-        "clip": recipe.hyperparameters.grad_clip.model_dump() | {"why": clip_reason(recipe)},
-        "parameters": [asdict(row) for row in table.rows],
-    }
+def optimizer_reason(recipe: Recipe) -> str:
+    """How the optimizer decays weights (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
+    if recipe.hyperparameters.optimizer == "adamw":
+        return "adamw: decoupled decay: a step takes lr x decay of each weight, whatever its gradient"
+    return (
+        "adam: L2 in the loss: decay x weight joins the gradient, and Adam divides the sum by the gradient's running "
+        "size: weights with large gradients hardly decay, and those with small ones up to lr a step"
+    )
 
 
 def clip_reason(recipe: Recipe) -> str:

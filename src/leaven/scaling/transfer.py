@@ -3,6 +3,10 @@
 The hyperparameters stay as written, in base coordinates; what every parameter gets follows from the ratios. What is
 counted in tokens moves with the run it is part of: warm-up and ramp keep their share of the run, and a ramp its
 start and increment as shares of the batch.
+
+A batch is whole sequences, so a ramp (and a stage) is rounded to them; one that is rounded twice may differ from one
+that is rounded once by some sequences, and a batch of one sequence has no ramp to hand on: transfer from the base and
+not from a scale between. What parameters get is the same either way.
 """
 
 from typing import Any
@@ -14,6 +18,16 @@ from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
+
+# Stretches of a run, in tokens.
+_INTERVALS = (
+    "stability.checkpoint_every_tokens",
+    "stability.keep_every_tokens",
+    "stability.rollback_lr_tokens",
+    "evaluation.every_tokens",
+)
+
+NO_RAMP = "dropped: a batch of one sequence has nothing smaller to start from"
 
 
 def transfer(
@@ -63,6 +77,7 @@ def transfer(
     changes: dict[str, Any] = {
         "name": name or recipe.name,
         "model": shape.model_dump(),
+        "start": recipe.start.model_dump() if shape == recipe.model else {},
         "data.tokens": target_tokens,
         "batch": _batch(recipe, target_batch, longer),
         # An inverse square root is counted from the end of the warm-up: one that there was never vanishes.
@@ -71,7 +86,7 @@ def transfer(
         ),
         "scaling.base": _pinned(recipe, shape),
     }
-    for path in ("stability.checkpoint_every_tokens", "evaluation.every_tokens"):
+    for path in _INTERVALS:
         section, key = path.split(".")
         every = getattr(getattr(recipe, section), key)
         if every is not None:
@@ -110,8 +125,9 @@ def _batch(recipe: Recipe, tokens: int, longer: float) -> dict[str, Any]:
         # The same number of increments; what rounding to whole sequences leaves over goes to the start.
         increments = (batch.tokens - batch.ramp.start_tokens) // batch.ramp.increment_tokens
         increment = max(int(batch.ramp.increment_tokens * larger / seq_len), 1) * seq_len
-        increments = min(increments, (tokens - seq_len) // increment)
-        if increments > 0:
+        room = (tokens - seq_len) // increment
+        if room or not increments:
+            increments = min(increments, room)
             moved["ramp"] = {
                 "start_tokens": tokens - increments * increment,
                 "increment_tokens": increment,
@@ -131,11 +147,13 @@ def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
     told = {
         "data.tokens": f"transfer from {format_quantity(before.data.tokens)} tokens",
         "batch.tokens": f"transfer from {format_quantity(before.batch.tokens)} tokens a step",
-        "batch.ramp": "the same share of the run, start and increment the same shares of the batch",
+        "batch.ramp": "the same share of the run, start and increment the same shares of the batch"
+        if after.batch.ramp
+        else NO_RAMP,
         "batch.stages": "the same shares of the run and of the batch",
+        "start.weights": "left out: those weights are of another shape",
         "schedule.warmup_tokens": f"{share} (time in a run is tokens / horizon)",
-        "stability.checkpoint_every_tokens": "as often in the run as before",
-        "evaluation.every_tokens": "as often in the run as before",
+        **dict.fromkeys(_INTERVALS, "the same share of the run as before"),
         **_shape_reasons(before.model, after.model),
     }
     return {
@@ -159,7 +177,7 @@ def _shape_reasons(before: ModelShape, after: ModelShape) -> dict[str, str]:
         "model.d_model": f"transfer from width {before.d_model}",
         "model.n_layers": f"transfer from depth {before.n_layers}",
         "model.d_head": f"asked for: head dimension {before.d_head} -> {after.d_head}",
-        "model.n_heads": f"d_model / d_head, with d_head {after.d_head}",
+        "model.n_heads": f"{'d_attention' if after.d_attention else 'd_model'} / d_head, with d_head {after.d_head}",
         "model.n_kv_heads": kept(
             "heads per kv head", before.n_heads / before.n_kv_heads, after.n_heads / after.n_kv_heads
         ),

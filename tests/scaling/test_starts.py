@@ -1,0 +1,59 @@
+"""The inits side by side: the recipe's own numbers as the table has them, the others as their functions do."""
+
+import math
+
+import pytest
+
+from leaven.recipe.init_std import INITS
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.starts import describe_starts, init_reason, starts
+from leaven.scaling.table import resolve
+from leaven.scaling.transfer import transfer
+
+
+def test_a_line_a_module_and_two_where_blocks_differ(tiny: Recipe) -> None:
+    recipe = transfer(tiny, depth=5)
+    table = resolve(recipe)
+    found = {(start.module, start.layers): start for start in starts(recipe, table)}
+    assert list(found) == [
+        ("embedding", ""),
+        ("attention.query", "0-4"),
+        ("attention.key", "0-4"),
+        ("attention.value", "0-4"),
+        ("attention.out", "0"),
+        ("attention.out", "4"),
+        ("mlp.gate", "0-4"),
+        ("mlp.in", "0"),
+        ("mlp.in", "4"),
+        ("mlp.out", "0"),
+        ("mlp.out", "4"),
+        ("unembedding", ""),
+    ]
+    for (module, layers), start in found.items():
+        name = f"layers.{layers.partition('-')[0]}.{module}.weight" if layers else f"{module}.weight"
+        assert start.std == table[name].init_std
+        assert list(start.published) == list(INITS)
+    last = found["attention.out", "4"].published
+    assert last["mitchell"] == pytest.approx(1 / math.sqrt(2 * 16 * 5))
+    assert last["gpt2"] == pytest.approx(0.02 / math.sqrt(10))
+
+
+def test_one_block_and_gains_per_head_make_no_lines_of_their_own(tiny: Recipe) -> None:
+    recipe = tiny.replace({"model.n_layers": 1, "model.qk_norm_per_head": True, "model.bias": True})
+    found = starts(recipe, resolve(recipe))
+    assert {start.layers for start in found} == {"", "0"}
+    assert not any(start.module.startswith(("norm", "biases")) for start in found)
+
+
+def test_the_document_says_which_applies(tiny: Recipe) -> None:
+    named = tiny.replace({"hyperparameters.init": "mt-nlg", "hyperparameters.init_std": None})
+    assert init_reason(tiny) == "rule: init_std 0.1 at the base, moved by complete-d-p"
+    assert "arXiv 2201.11990" in init_reason(named)
+    found = describe_starts(named, resolve(named))
+    assert found["name"] == "mt-nlg"
+    assert found["usual_std"] == pytest.approx(math.sqrt(1 / 48))
+    assert all(start["std"] == start["published"]["mt-nlg"] for start in found["starts"])
+    assert found["published"]["depth-scaled"]["std"] == (
+        "0.02, embedding 1, outputs 0.02 / sqrt(2 (l + 1)), unembedding 1 / sqrt(d), "
+        "a gated mlp.in 0.02 / sqrt(2 (l + 1))"
+    )
