@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leaven.model.initialise import build_model
-from leaven.model.transformer import NORM_EPS, Transformer, alibi_slopes
+from leaven.model.transformer import Transformer, alibi_slopes
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import resolve
@@ -29,6 +29,8 @@ FAMILIES = {
     "gains per head": {"qk_norm": True, "qk_norm_per_head": True},
     "gains per head, centred": {"qk_norm": True, "qk_norm_per_head": True, "norm": "layernorm"},
     "tied": {"tied_embeddings": True},
+    "embedding norm, tied": {"embedding_norm": True, "norm": "layernorm", "bias": True, "tied_embeddings": True},
+    "embedding norm, learned positions": {"embedding_norm": True, "positions": "learned"},
     "gpt2": {
         "norm": "layernorm",
         "activation": "gelu",
@@ -39,6 +41,8 @@ FAMILIES = {
     },
     "bloom": {"norm": "layernorm", "activation": "gelu", "positions": "alibi", "bias": True, "n_kv_heads": 6},
     "squared_relu": {"activation": "squared_relu", "qk_norm": True, "norm": "layernorm"},
+    "wide heads": {"d_head": 8, "d_attention": 48},
+    "another eps": {"norm_eps": 0.03, "qk_norm": True},
 }
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -77,9 +81,9 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
     def norm(name: str, x: np.ndarray, head: int | None = None) -> np.ndarray:
         gain = w[f"{name}.weight"] if head is None else w[f"{name}.weight"][head]
         if s.norm == "layernorm":
-            y = (x - x.mean()) / math.sqrt(x.var() + NORM_EPS)
+            y = (x - x.mean()) / math.sqrt(x.var() + s.norm_eps)
             return y * gain + w.get(f"{name}.bias", 0.0)
-        return x / math.sqrt((x * x).mean() + NORM_EPS) * gain
+        return x / math.sqrt((x * x).mean() + s.norm_eps) * gain
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0.0)
@@ -103,6 +107,8 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
         return np.maximum(h, 0) ** (2 if s.activation == "squared_relu" else 1)
 
     xs = [w["embedding.weight"][token].copy() for token in tokens]
+    if s.embedding_norm:
+        xs = [norm("norm.embedding", x) for x in xs]
     if s.positions == "learned":
         xs = [x + w["positions.weight"][place] for place, x in enumerate(xs)]
     for layer, block in enumerate(model.layers):

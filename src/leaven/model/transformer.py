@@ -1,6 +1,7 @@
 """The transformer, from its shape. Names and shapes of the parameters are those of ``ModelShape.parameters()``.
 
-Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K kv heads, E d_head, V vocabulary.
+Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K kv heads, E d_head (of cosines and sines
+half of it), V vocabulary.
 """
 
 import math
@@ -10,16 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from leaven.model.attention import causal_attention
+from leaven.model.elementwise import rms_norm, rotate
 from leaven.recipe.shape import ModelShape
-
-NORM_EPS = 1e-6
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computed in the dtype of its gain (fp32), whatever the dtype of the input; torch mixes the two slowly."""
+    """Computed in the dtype of its gain (fp32), whatever the dtype of the input; torch mixes the two slowly.
+
+    Under autocast the result has its dtype, so that it is cast once, not by every product that reads it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if x.is_cpu and not torch.compiler.is_compiling():
+            return rms_norm(x, self.weight, self.eps or 0.0, dtype)
+        return super().forward(x.to(self.weight.dtype)).to(dtype)
 
 
 class PerHeadNorm(nn.Module):
@@ -28,12 +36,12 @@ class PerHeadNorm(nn.Module):
     def __init__(self, shape: ModelShape, heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(heads, shape.d_head))
-        self.centred = shape.norm == "layernorm"
+        self.centred, self.eps = shape.norm == "layernorm", shape.norm_eps
 
     def forward(self, x_BTHE: Tensor) -> Tensor:
         wide_BTHE, size = x_BTHE.to(self.weight.dtype), self.weight.shape[1:]
         norm = F.layer_norm if self.centred else F.rms_norm
-        return (norm(wide_BTHE, size, eps=NORM_EPS) * self.weight).to(x_BTHE.dtype)
+        return (norm(wide_BTHE, size, eps=self.eps) * self.weight).to(x_BTHE.dtype)
 
 
 class Attention(nn.ModuleDict):
@@ -56,19 +64,21 @@ class Attention(nn.ModuleDict):
         )
         if "query" in norm:
             q_BTHE, k_BTKE = norm["query"](q_BTHE), norm["key"](k_BTKE)
-        q_BHTE, k_BKTE, v_BKTE = (
-            x.transpose(1, 2) for x in (positions.rotate(q_BTHE), positions.rotate(k_BTKE), v_BTKE)
-        )
-        y_BHTE = F.scaled_dot_product_attention(
-            q_BHTE,
-            k_BKTE,
-            v_BKTE,
-            attn_mask=positions.bias_HTT,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=positions.bias_HTT is None,
-            scale=self.scale,
-            enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
-        )
+        q_BHTE, k_BKTE, v_BKTE = positions.rotate(q_BTHE), positions.rotate(k_BTKE), v_BTKE.transpose(1, 2)
+        dropout = self.dropout if self.training else 0.0
+        if x_BTD.is_cpu and positions.bias_HTT is None and not dropout:
+            y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, scale=self.scale)
+        else:
+            y_BHTE = F.scaled_dot_product_attention(
+                q_BHTE,
+                k_BKTE,
+                v_BKTE,
+                attn_mask=positions.bias_HTT,
+                dropout_p=dropout,
+                is_causal=positions.bias_HTT is None,
+                scale=self.scale,
+                enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
+            )
         branch_BTD: Tensor = self["out"](y_BHTE.transpose(1, 2).flatten(-2))
         return branch_BTD
 
@@ -116,9 +126,10 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, positions: "Positions") -> Tensor:
         branch_BTD = self.attention(self.norm["attention"](x_BTD), self.norm, positions)
-        x_BTD = x_BTD + self.attention_multiplier * F.dropout(branch_BTD, self.dropout, self.training)
-        branch_BTD = self.mlp(self.norm["mlp"](x_BTD))
-        return x_BTD + self.mlp_multiplier * F.dropout(branch_BTD, self.dropout, self.training)
+        branch_BTD = F.dropout(branch_BTD, self.dropout, self.training)
+        x_BTD = torch.add(x_BTD, branch_BTD, alpha=self.attention_multiplier)
+        branch_BTD = F.dropout(self.mlp(self.norm["mlp"](x_BTD)), self.dropout, self.training)
+        return torch.add(x_BTD, branch_BTD, alpha=self.mlp_multiplier)
 
 
 class Transformer(nn.Module):
@@ -144,52 +155,91 @@ class Transformer(nn.Module):
         if shape.positions == "learned":
             self.positions = nn.Embedding(shape.seq_len, shape.d_model)
         self.layers = nn.ModuleList(Block(shape, multipliers, scale, layer) for layer in range(shape.n_layers))
-        self.norm = nn.ModuleDict({"final": _norm(shape, shape.d_model)})
+        ends = ("embedding", "final") if shape.embedding_norm else ("final",)
+        self.norm = nn.ModuleDict({end: _norm(shape, shape.d_model) for end in ends})
         if not shape.tied_embeddings:
             self.unembedding = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
         readout = "embedding.weight" if shape.tied_embeddings else "unembedding.weight"
         self.logit_multiplier = multipliers.get(readout, 1.0)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits (B, T, V) in fp32 (or wider, where the parameters are) for tokens (B, T)."""
-        x_BTD = self.embedding(tokens_BT)
-        if self.shape.positions == "learned":
-            x_BTD = x_BTD + self.positions.weight[: tokens_BT.shape[1]]
-        x_BTD = F.dropout(x_BTD, self.shape.dropout, self.training)
-        positions = Positions(self.shape, tokens_BT.shape[1], x_BTD)
-        for block in self.layers:
-            x_BTD = block(x_BTD, positions)
-        readout = self.embedding if self.shape.tied_embeddings else self.unembedding
-        logits_BTV = F.linear(self.norm["final"](x_BTD), readout.weight)
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) in fp32 (or wider, where the parameters are) for tokens (B, T); documents as in
+        :meth:`hidden`."""
+        logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier
 
+    @property
+    def readout(self) -> Tensor:
+        """The unembedding (V, D). Logits are ``logit_multiplier`` times its product with :meth:`hidden`."""
+        return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
+
+    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """What the unembedding reads, (B, T, D).
+
+        With the number of each token's document, which only grows along T, documents do not see each other and each
+        begins at position 0: it comes out as it does alone.
+        """
+        x_BTD = self.embedding(tokens_BT)
+        if "embedding" in self.norm:
+            x_BTD = self.norm["embedding"](x_BTD)
+        if self.shape.positions == "learned":
+            x_BTD = x_BTD + self.positions.weight[places(documents_BT, tokens_BT.shape[1])]
+        x_BTD = F.dropout(x_BTD, self.shape.dropout, self.training)
+        positions = Positions(self.shape, tokens_BT.shape[1], x_BTD, documents_BT)
+        for block in self.layers:
+            x_BTD = block(x_BTD, positions)
+        hidden_BTD: Tensor = self.norm["final"](x_BTD)
+        return hidden_BTD
+
 
 class Positions:
-    """How attention knows where a token is. Computed anew for every forward: nothing to store, nothing to load."""
+    """How attention knows where a token is. Computed anew for every forward: nothing to store, nothing to load.
 
-    def __init__(self, shape: ModelShape, length: int, like: Tensor) -> None:
+    Between documents, cosines and sines are (B, T, E), and the bias is (B, H or 1, T, T).
+    """
+
+    def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
         self.bias_HTT: Tensor | None = None
         self.cos_TE = self.sin_TE = None
         places_T = torch.arange(length, device=like.device, dtype=torch.float64)
         if shape.positions == "rope":
             # Su et al. 2021, arXiv 2104.09864; halves of the head are rotated against each other, as in Llama.
             exponents_E = torch.arange(0, shape.d_head, 2, device=like.device, dtype=torch.float64) / shape.d_head
-            angles_TE = torch.outer(places_T, shape.rope_theta**-exponents_E).repeat(1, 2)
+            angles_TE = torch.outer(places_T, shape.rope_theta**-exponents_E)
             self.cos_TE, self.sin_TE = angles_TE.cos().to(like.dtype), angles_TE.sin().to(like.dtype)
         elif shape.positions == "alibi":
             distance_TT = places_T[None, :] - places_T[:, None]
             slopes_H = torch.tensor(alibi_slopes(shape.n_heads), device=like.device, dtype=torch.float64)
             bias_HTT = slopes_H[:, None, None] * distance_TT
             self.bias_HTT = bias_HTT.masked_fill(distance_TT > 0, -torch.inf).to(like.dtype)
+        if documents_BT is not None:
+            self._isolate(documents_BT)
+
+    def _isolate(self, documents_BT: Tensor) -> None:
+        apart_B1TT = documents_BT[:, None, :, None] != documents_BT[:, None, None, :]
+        if self.cos_TE is not None and self.sin_TE is not None:
+            within_BT = places(documents_BT, documents_BT.shape[1])
+            self.cos_TE, self.sin_TE = self.cos_TE[within_BT], self.sin_TE[within_BT]
+        if self.bias_HTT is None:
+            self.bias_HTT = (~apart_B1TT).tril()
+        else:
+            self.bias_HTT = self.bias_HTT.masked_fill(apart_B1TT, -torch.inf)
 
     def rotate(self, x_BTHE: Tensor) -> Tensor:
+        """Queries or keys in the order (B, H, T, E), each turned by its place."""
         if self.cos_TE is None or self.sin_TE is None:
-            return x_BTHE
-        left, right = x_BTHE.chunk(2, dim=-1)
-        turned_BTHE = torch.cat((-right, left), dim=-1)
-        cos_T1E, sin_T1E = self.cos_TE[:, None].to(x_BTHE.dtype), self.sin_TE[:, None].to(x_BTHE.dtype)
-        return x_BTHE * cos_T1E + turned_BTHE * sin_T1E
+            return x_BTHE.transpose(1, 2)
+        return rotate(x_BTHE, self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype))
+
+
+def places(documents_BT: Tensor | None, length: int) -> Tensor | slice:
+    """Which rows of a table of positions tokens get: the first ones, or counted from 0 (B, T) in each document."""
+    if documents_BT is None:
+        return slice(length)
+    place_T = torch.arange(length, device=documents_BT.device)
+    first_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0
+    return place_T - torch.where(first_BT, place_T, 0).cummax(1).values
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -202,5 +252,5 @@ def alibi_slopes(n_heads: int) -> list[float]:
 
 def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
     if shape.norm == "rmsnorm":
-        return RMSNorm(size, eps=NORM_EPS)
-    return nn.LayerNorm(size, eps=NORM_EPS, bias=shape.bias if bias is None else bias)
+        return RMSNorm(size, eps=shape.norm_eps)
+    return nn.LayerNorm(size, eps=shape.norm_eps, bias=shape.bias if bias is None else bias)

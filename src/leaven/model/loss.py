@@ -1,0 +1,85 @@
+"""Unembedding and cross-entropy in one, some tokens at a time, so that the logits never exist whole.
+
+Logits of a micro-batch are its largest tensors by far: at 16 x 1,024 tokens and a vocabulary of 50,304 they are
+3.3 GB in fp32, and their gradient as much again. Here a chunk's gradient is computed right after its loss, and then
+the logits are gone. Shapes: N tokens, D d_model, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""A target that does not count."""
+
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
+"""Logits of a chunk by device type: 16 MB in fp32 stay in a processor's cache; a GPU wants large products."""
+
+
+def cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    multiplier: float = 1.0,
+    factor: Tensor | float = 1.0,
+    compute: torch.dtype | None = None,
+) -> Tensor:
+    """``factor`` x the sum over tokens of -log softmax(multiplier x hidden . weight)[target], in nats, ().
+
+    Products are computed in ``compute`` (the dtype of hidden, if none), everything else in fp32 or wider. ``factor``
+    is applied before gradients are rounded to ``compute``, as a loss scale must be.
+    """
+    arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute
+    total: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 (torch passes by position)
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        multiplier: float,
+        factor: Tensor | float,
+        compute: torch.dtype | None,
+    ) -> Tensor:
+        compute = compute or hidden_ND.dtype
+        wide = torch.promote_types(compute, torch.float32)
+        w_VD = weight_VD.to(compute)
+        # A number on the host, or a tensor on the device: never in a narrower dtype than the loss.
+        weight = torch.as_tensor(factor, dtype=wide)
+        learns = hidden_ND.requires_grad or weight_VD.requires_grad
+        grad_hidden_ND = torch.empty_like(hidden_ND) if learns else None
+        grad_weight_VD = torch.zeros_like(weight_VD) if learns else None
+        total = torch.zeros((), dtype=wide, device=hidden_ND.device)
+        size = max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**22) // len(weight_VD))
+        for first in range(0, len(hidden_ND), size):
+            part = slice(first, first + size)
+            # Multiplying the few hidden values spares a pass over the many logits.
+            h_nD, targets_n = (hidden_ND[part] * multiplier).to(compute), targets_N[part]
+            logits_nV = F.linear(h_nD, w_VD)
+            counts_n = targets_n != IGNORED
+            targets_n1 = targets_n.clamp(min=0)[:, None]
+            log_p_nV = torch.log_softmax(logits_nV, -1, dtype=wide)
+            total -= torch.where(counts_n, log_p_nV.gather(1, targets_n1)[:, 0], 0).sum()
+            if grad_hidden_ND is None or grad_weight_VD is None:
+                continue
+            # d loss / d logits = softmax - one-hot; it is written over what it is made from.
+            g_nV = log_p_nV.exp_().scatter_add_(1, targets_n1, log_p_nV.new_full((len(h_nD), 1), -1.0))
+            g_nV = torch.mul(g_nV, (counts_n * weight)[:, None], out=logits_nV)
+            grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
+            grad_weight_VD += g_nV.T @ h_nD
+        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
+        return total * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
+        return grad_hidden_ND * grad, grad_weight_VD.mul_(grad), None, None, None, None

@@ -1,0 +1,114 @@
+"""Drawing tokens, against the distributions of ``transformers`` and its greedy search."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from leaven.model.generate import Sampling, generate
+from leaven.model.transformer import Transformer
+from leaven.recipe.shape import ModelShape
+
+SHAPE = ModelShape(n_layers=2, d_model=16, n_heads=2, n_kv_heads=2, d_head=8, d_ff=32, vocab_size=60, seq_len=12)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.6), (0.8, 20, 0.5), (2.0, 3, 0.99), (1.0, 0, 1e-9)],
+)
+def test_probabilities_are_those_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    logits = 3 * torch.randn(8, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected: Any = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    expected = TopPLogitsWarper(top_p)(None, expected).softmax(-1)
+    sampling = Sampling(temperature, top_k, top_p)
+    found = torch.stack([sampling.probabilities(row) for row in logits])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(found > 0, expected > 0)
+
+
+def model(**changes: Any) -> Transformer:
+    made = Transformer(SHAPE.model_copy(update=changes))
+    generator = torch.Generator().manual_seed(4)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.4, generator=generator)
+    return made.eval()
+
+
+def drawn(made: Transformer, tokens: list[int], seed: int = 0, **how: Any) -> list[int]:
+    asked: dict[str, Any] = {"sampling": Sampling(), "vocabulary": 60, "end": 59, "max_tokens": 9} | how
+    return list(generate(made, tokens, generator=torch.Generator().manual_seed(seed), **asked))
+
+
+def test_greedy_is_that_of_transformers() -> None:
+    """A model of theirs with the same weights, with their cache; ours has none."""
+    ours = model(seq_len=40)
+    config = transformers.LlamaConfig(
+        vocab_size=60,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        rms_norm_eps=1e-6,
+        eos_token_id=59,
+        pad_token_id=59,
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    weights = dict(ours.named_parameters())
+    names = {"gate": "gate_proj", "in": "up_proj", "out": "down_proj"}
+    with torch.no_grad():
+        theirs.model.embed_tokens.weight.copy_(weights["embedding.weight"])
+        theirs.model.norm.weight.copy_(weights["norm.final.weight"])
+        theirs.lm_head.weight.copy_(weights["unembedding.weight"])
+        for layer, block in enumerate(theirs.model.layers):
+            at = f"layers.{layer}"
+            block.input_layernorm.weight.copy_(weights[f"{at}.norm.attention.weight"])
+            block.post_attention_layernorm.weight.copy_(weights[f"{at}.norm.mlp.weight"])
+            for side in ("query", "key", "value", "out"):
+                matrix = getattr(block.self_attn, f"{side[0]}_proj").weight
+                matrix.copy_(weights[f"{at}.attention.{side}.weight"])
+            for side, name in names.items():
+                getattr(block.mlp, name).weight.copy_(weights[f"{at}.mlp.{side}.weight"])
+    expected = theirs.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=30, do_sample=False, use_cache=True)
+    found = drawn(ours, [3, 1, 4], sampling=Sampling(temperature=0), max_tokens=30)
+    assert found == expected[0, 3:].tolist()
+    assert len(set(found)) > 3
+
+
+def test_a_seed_gives_the_same_tokens_and_another_others() -> None:
+    made = model()
+    assert drawn(made, [1, 2], 5) == drawn(made, [1, 2], 5)
+    assert drawn(made, [1, 2], 5) != drawn(made, [1, 2], 6)
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    made, sampling = model(), Sampling(temperature=1.2, top_k=8)
+    with torch.no_grad():
+        likely = sampling.probabilities(made(torch.tensor([[7, 7]]))[0, -1])
+    counts = torch.zeros(60)
+    for seed in range(1_500):
+        counts[drawn(made, [7, 7], seed, sampling=sampling, max_tokens=1, end=-1)[0]] += 1
+    # Five standard errors of a share are at most 5 / (2 sqrt n).
+    torch.testing.assert_close((counts / 1_500).double(), likely, rtol=0, atol=0.065)
+    assert counts.count_nonzero() > 4
+
+
+def test_it_stops_at_the_end_and_sees_the_last_tokens_only() -> None:
+    made = model(positions="learned")
+    greedy = Sampling(temperature=0)
+    free = drawn(made, [1, 2, 3], sampling=greedy, max_tokens=30, end=-1)  # beyond the 12 positions there are
+    assert len(free) == 30
+    end = next(token for token in free if token != free[0])
+    stopped = drawn(made, [1, 2, 3], sampling=greedy, max_tokens=30, end=end)
+    assert stopped == free[: free.index(end)]
+    long = list(range(30))
+    assert drawn(made, long, sampling=greedy, end=-1) == drawn(made, long[-12:], sampling=greedy, end=-1)
+
+
+def test_tokens_without_text_are_not_drawn() -> None:
+    made = model()
+    torch.nn.init.zeros_(made.unembedding.weight)  # all tokens are as likely
+    assert max(max(drawn(made, [1], seed, vocabulary=20)) for seed in range(20)) == 19

@@ -1,0 +1,107 @@
+"""Isolated documents: each is as if it were alone, wherever it stands in its window."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from leaven.data.documents import IGNORED, isolated
+from leaven.model.transformer import Positions, Transformer, places
+from leaven.recipe.shape import ModelShape
+
+END = 49
+BASE = {
+    "n_layers": 2,
+    "d_model": 24,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "d_head": 4,
+    "d_ff": 40,
+    "vocab_size": 50,
+    "seq_len": 16,
+}
+FAMILIES = {
+    "rope": {"qk_norm": True},
+    "learned": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True, "n_kv_heads": 6},
+    "alibi": {"positions": "alibi", "n_kv_heads": 3},
+}
+LENGTHS = ((5, 1, 3, 7), (16,), (1, 1, 14), (10, 6))
+"""Of the documents in each window; the last is cut by its end."""
+
+families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def random_model(family: dict[str, object]) -> Transformer:
+    model = Transformer(ModelShape.model_validate(BASE | family)).double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
+    return model
+
+
+def packed() -> torch.Tensor:
+    """Windows [4, 17] of documents of `LENGTHS`, an end-of-text token at the end of each but the last of a window."""
+    windows = torch.randint(0, END, (len(LENGTHS), 17), generator=torch.Generator().manual_seed(2))
+    for window, lengths in zip(windows, LENGTHS, strict=True):
+        for end in torch.tensor(lengths).cumsum(0)[:-1] - 1:
+            window[end] = END
+    return windows
+
+
+@families
+def test_the_logits_of_a_document_are_the_same_alone_and_packed(family: dict[str, object]) -> None:
+    model, windows = random_model(family), packed()
+    documents, _ = isolated(windows, END)
+    together = model(windows[:, :-1], documents)
+    for window, logits, lengths in zip(windows[:, :-1], together, LENGTHS, strict=True):
+        for part, own in zip(window.split(lengths), logits.split(lengths), strict=True):
+            torch.testing.assert_close(own, model(part[None])[0], rtol=0, atol=1e-12)
+    # Packed without boundaries, later documents see the earlier ones.
+    assert (model(windows[:, :-1])[0, 5:] - together[0, 5:]).abs().max() > 1e-3
+
+
+@families
+def test_so_are_the_gradients(family: dict[str, object]) -> None:
+    model, windows = random_model(family), packed()
+    documents, targets = isolated(windows, END)
+    logits = model(windows[:, :-1], documents)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum").backward()
+    together = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for window, lengths in zip(windows, LENGTHS, strict=True):
+        first = 0
+        for number, length in enumerate(lengths, start=1):
+            part = window[first : first + length + 1]
+            # The end-of-text token has nothing to predict; the last document of a window has a target more.
+            counted = length if number == len(lengths) else length - 1
+            logits = model(part[None, :-1])[0]
+            F.cross_entropy(logits[:counted], part[1 : counted + 1], reduction="sum").backward()
+            first += length
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(together[name], parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+@families
+def test_one_document_is_a_window_as_ever(family: dict[str, object]) -> None:
+    model, tokens = random_model(family), packed()[:, :-1]
+    torch.testing.assert_close(model(tokens, torch.full_like(tokens, 7)), model(tokens), rtol=0, atol=1e-12)
+
+
+def test_documents_and_targets_of_a_window() -> None:
+    windows = torch.tensor([[1, 9, 2, 3, 9, 9, 4, 5], [9, 1, 2, 3, 4, 5, 6, 9]])
+    documents, targets = isolated(windows, 9)
+    assert documents.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    x = IGNORED
+    assert targets.tolist() == [[9, x, 3, 9, x, x, 5], [x, 2, 3, 4, 5, 6, 9]]
+    rows = places(documents, 7)
+    assert isinstance(rows, torch.Tensor)
+    assert rows.tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+    assert places(None, 7) == slice(7)
+
+
+def test_rotations_begin_anew_in_each_document() -> None:
+    # Attention sees differences of places only, so logits cannot tell.
+    shape, documents = ModelShape.model_validate(BASE), torch.tensor([[0, 0, 0, 1, 1]])
+    alone = Positions(shape, 5, torch.ones(1))
+    packed = Positions(shape, 5, torch.ones(1), documents)
+    assert torch.equal(packed.cos_TE[0], alone.cos_TE[[0, 1, 2, 0, 1]])
+    assert torch.equal(packed.sin_TE[0], alone.sin_TE[[0, 1, 2, 0, 1]])

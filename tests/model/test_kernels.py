@@ -1,0 +1,60 @@
+"""The unpromised names of torch still do what they are used for."""
+
+import torch
+
+from leaven.model.kernels import gate, multiply_, norms, softmax_backward, subtract_
+
+SHAPES = [(3,), (4, 5), (2, 3, 4)]
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def test_norms() -> None:
+    some = tensors(0)
+    torch.testing.assert_close(norms(some), torch.tensor([float(t.pow(2).sum()) ** 0.5 for t in some]))
+
+
+def test_one_factor_for_all_and_one_for_each() -> None:
+    some, like = tensors(0), tensors(0)
+    multiply_(some, torch.tensor(3.0))
+    assert all(torch.equal(a, 3 * b) for a, b in zip(some, like, strict=True))
+    some = tensors(0)
+    multiply_(some, torch.tensor([1.0, 2.0, 4.0]))
+    assert all(torch.equal(a, f * b) for a, b, f in zip(some, like, (1.0, 2.0, 4.0), strict=True))
+
+
+def test_subtract() -> None:
+    some = tensors(0)
+    subtract_(some, tensors(1))
+    assert all(torch.equal(a, b - c) for a, b, c in zip(some, tensors(0), tensors(1), strict=True))
+
+
+def test_a_gated_step_of_adam_is_none_and_the_next_is_its_first() -> None:
+    def adam() -> tuple[torch.nn.Parameter, torch.optim.Adam]:
+        parameter = torch.nn.Parameter(torch.ones(5))
+        return parameter, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1, fused=True)
+
+    gated, optimiser = adam()
+    gated.grad = torch.full((5,), torch.nan)
+    gate(optimiser, torch.tensor(True))
+    optimiser.step()
+    assert torch.equal(gated, torch.ones(5))
+    gated.grad = torch.arange(5.0)
+    gate(optimiser, torch.tensor(False))
+    optimiser.step()
+
+    plain, reference = adam()
+    plain.grad = torch.arange(5.0)
+    reference.step()
+    assert torch.equal(gated, plain)
+    assert float(optimiser.state[gated]["step"]) == 1
+
+
+def test_the_gradient_of_a_softmax() -> None:
+    scores, grad = (tensor.double() for tensor in (tensors(0)[1].requires_grad_(), tensors(1)[1]))
+    p = scores.softmax(-1)
+    (expected,) = torch.autograd.grad(p, scores, grad)
+    torch.testing.assert_close(softmax_backward(grad, p.detach()), expected)

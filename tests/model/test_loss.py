@@ -1,0 +1,67 @@
+"""The loss in chunks against the loss at once, in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from leaven.model import loss
+from leaven.model.loss import IGNORED, cross_entropy
+
+N, D, V = 37, 8, 50
+
+
+def case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[::7] = IGNORED
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 100])
+def test_loss_and_gradients_are_those_of_the_whole_logits(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk_tokens * V)
+    hidden, weight, targets = case()
+    total = cross_entropy(hidden, weight, targets, multiplier=0.3, factor=torch.tensor(0.25))
+    (2 * total).backward()
+    hidden_, weight_, _ = case()
+    whole = F.cross_entropy(0.3 * hidden_ @ weight_.T, targets, ignore_index=IGNORED, reduction="sum") / 4
+    (2 * whole).backward()
+    torch.testing.assert_close(total, whole, rtol=1e-13, atol=0)
+    torch.testing.assert_close(hidden.grad, hidden_.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    _, weight, targets = case()
+    ids = torch.arange(N)
+    cross_entropy(weight[ids].tanh(), weight, targets).backward()
+    _, weight_, _ = case()
+    F.cross_entropy(weight_[ids].tanh() @ weight_.T, targets, ignore_index=IGNORED, reduction="sum").backward()
+    torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_without_gradients_there_is_only_the_loss() -> None:
+    hidden, weight, targets = case()
+    with torch.no_grad():
+        total = cross_entropy(hidden, weight, targets)
+    assert not total.requires_grad
+    torch.testing.assert_close(total, cross_entropy(hidden, weight, targets).detach())
+
+
+def test_in_half_precision_small_gradients_live_by_the_factor() -> None:
+    """A token in 10 million: its gradient is below fp16's smallest number, unless a loss scale lifts it."""
+    share = 1e-7 / N
+    grads = []
+    for factor in (share, share * 2.0**16):
+        hidden, weight, targets = case(torch.float32)
+        cross_entropy(hidden, weight, targets, factor=factor, compute=torch.float16).backward()
+        assert hidden.grad is not None
+        grads.append(hidden.grad / factor)
+    hidden, weight, targets = case()
+    F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORED, reduction="sum").backward()
+    assert hidden.grad is not None
+    lost, kept = (float((grad - hidden.grad).norm() / hidden.grad.norm()) for grad in grads)
+    assert kept < 0.01
+    assert lost > 0.1
