@@ -1,3 +1,4 @@
+import gzip
 import json
 from hashlib import blake2b
 from pathlib import Path
@@ -8,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from leaven.data.corpus import VALIDATION_SHARE, Corpus, open_corpus
+from leaven.data.corpus import VALIDATION_SHARE, Corpus, Progress, open_corpora
+from leaven.recipe.data import Source
 from leaven.recipe.errors import InputError
+
+
+def open_corpus(source: str, progress: Progress | None = None, share: float = 0.0) -> Corpus:
+    return open_corpora([Source(source=source)], share, progress=progress)[0]
 
 
 def write_texts(folder: Path, count: int) -> str:
@@ -27,7 +33,7 @@ def sides(corpus: Corpus) -> tuple[list[str], list[str]]:
 
 def test_the_standard_library_is_listed_in_order_and_without_tests_or_packages() -> None:
     corpus = open_corpus("python-stdlib")
-    keys = [key for key, _ in corpus.files]
+    keys = [part.key for part in corpus.parts]
     assert keys == sorted(keys)
     assert {"argparse.py", "json/decoder.py"} <= set(keys)
     folders = {folder for key in keys for folder in key.split("/")[:-1]}
@@ -113,14 +119,22 @@ def test_parquet_has_a_document_a_row(tmp_path: Path, kind: pa.DataType) -> None
     assert documents["some.parquet:1000"] == "row 999"
 
 
-def test_a_glob_mixes_kinds_and_bad_bytes_are_replaced(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9\r\nnext")
-    (tmp_path / "b.jsonl").write_text('{"text": "two"}')
+def test_a_glob_mixes_kinds(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffcafé\r\nnext".encode())
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": null}')
     (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n') + gzip.compress(b'{"text": "four"}'))
+    with pa.output_stream(str(tmp_path / "d.jsonl.zst"), compression="zstd") as file:
+        file.write(b'{"text": "five"}\n{"text": "six"}\n')
     documents = list(open_corpus(f"{tmp_path}/*").documents())
     assert [(document.key, document.text) for document in documents] == [
-        ("a.txt", "caf\ufffd\r\nnext"),
+        ("a.txt", "café\r\nnext"),
         ("b.jsonl:1", "two"),
+        ("c.jsonl.gz:1", "three"),
+        ("c.jsonl.gz:2", "four"),
+        ("d.jsonl.zst:1", "five"),
+        ("d.jsonl.zst:2", "six"),
     ]
 
 
@@ -163,11 +177,12 @@ def bad_sources(folder: Path) -> dict[str, tuple[str, str]]:
     parquet.write_table(pa.table({"body": ["a"], "id": [1]}), folder / "body.parquet")
     parquet.write_table(pa.table({"text": [1]}), folder / "number.parquet")
     return {
-        "hub": ("hf://org/data", "export it to .jsonl or .parquet"),
-        "missing": (f"{folder}/none.txt", "is no file; give python-stdlib, or a path or glob"),
+        "option": ("hf://org/data?splt=a", "has no option splt; there are config, revision, split"),
+        "nothing": ("hf://", "names nothing; write hf://org/name"),
+        "missing": (f"{folder}/none.txt", "is no file; give python-stdlib, hf://org/dataset, or a path or glob"),
         "no match": (f"{folder}/*/none*.txt", "matches no file; check the pattern"),
         "folder": (f"{folder}", f"is a folder; say which files in it, for example '{folder}/**/*.txt'"),
-        "suffix": (f"{folder}/notes.md", "leaven reads .txt, .jsonl, .parquet files"),
+        "suffix": (f"{folder}/notes.md", "leaven reads .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet files"),
         "suffix in a glob": (f"{folder}/n*.md", "narrow data.source"),
         "no text": (f"{folder}/blank.txt", "holds no text"),
         "no JSON": (f"{folder}/broken.jsonl", f"{folder}/broken.jsonl:2 is not JSON"),
@@ -188,8 +203,12 @@ def test_every_bad_source_is_refused_in_one_line_that_says_how_to_mend_it(tmp_pa
         assert "\n" not in str(caught.value), what
 
 
-def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+def test_a_file_that_vanishes_or_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     corpus = open_corpus(write_texts(tmp_path, 3))
+    before = (tmp_path / "1" / "1.txt").read_text()
+    (tmp_path / "1" / "1.txt").write_text(before.swapcase())
+    with pytest.raises(InputError, match=r"1/1\.txt has changed while it was read \(it holds other text\)"):
+        list(corpus.documents())
     (tmp_path / "1" / "1.txt").unlink()
-    with pytest.raises(InputError, match=r"1\.txt cannot be read \(No such file"):
+    with pytest.raises(InputError, match=r"1\.txt cannot be read to its end \(No such file or directory\)"):
         list(corpus.documents())

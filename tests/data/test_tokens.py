@@ -1,12 +1,8 @@
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from leaven.data import tokens
-from leaven.data.corpus import open_corpus
-from leaven.data.tokens import END_OF_TEXT, ShardedTokens, TokenSet, prepare
+from leaven.data.corpus import Corpus, Meter, open_corpora
+from leaven.data.tokenizer import END_OF_TEXT, training_sample
+from leaven.data.tokens import TokenSet
+from leaven.data.tokens import prepare as prepare_data
+from leaven.recipe.data import Data, Source
 from leaven.recipe.errors import InputError
+
+
+def prepare(source: str, tokenizer: str, vocab_size: int, *where: Any, **how: Any) -> TokenSet:
+    return prepare_data(Data(source=source, tokenizer=tokenizer, tokens=1), vocab_size, *where, **how)
+
+
+def open_corpus(source: str) -> Corpus:
+    return open_corpora([Source(source=source)], 0.0)[0]
+
 
 WORDS = ["flour", "water", "salt", "leaven", "dough", "crumb", "crust", "oven", "fold", "rest", "ämne", "🍞"]
 
@@ -97,7 +104,7 @@ def test_the_tokenizer_is_trained_on_the_training_documents_only(tmp_path: Path)
 
 
 def test_a_second_call_reads_the_cache(source: str, prepared: TokenSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_build", None)
+    monkeypatch.setattr("leaven.data.shards._build", None)
     again = prepare(source, "bpe", 300, prepared.tokenizer_path.parents[2])
     assert again.fingerprint == prepared.fingerprint
     assert again.tokenizer_path == prepared.tokenizer_path
@@ -114,13 +121,13 @@ def test_the_cache_folder_follows_the_environment(
     def folder() -> Path:
         return prepare(source, "bpe", 257).tokenizer_path.parents[1]
 
-    assert folder() == tmp_path / "default-cache" / "tokens"
+    assert folder() == tmp_path / "default-cache" / "tokenizers"
     monkeypatch.delenv("LEAVEN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert folder() == tmp_path / "xdg" / "leaven" / "tokens"
+    assert folder() == tmp_path / "xdg" / "leaven" / "tokenizers"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert folder() == tmp_path / "home" / ".cache" / "leaven" / "tokens"
+    assert folder() == tmp_path / "home" / ".cache" / "leaven" / "tokenizers"
 
 
 def test_progress_goes_from_nothing_to_all_in_every_stage(source: str, tmp_path: Path) -> None:
@@ -143,42 +150,17 @@ def test_forks_after_preparing_find_one_thread(
     assert os.environ["TOKENIZERS_PARALLELISM"] == after
 
 
-def test_shards_and_pieces_do_not_change_the_tokens(
-    source: str, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens, "SHARD_TOKENS", 1_000)
-    monkeypatch.setattr(tokens, "BATCH_CHARACTERS", 500)
-    sharded = prepare(source, "bpe", 300, tmp_path)
-    folder = sharded.tokenizer_path.parent
-    lengths = json.loads((folder / "index.json").read_text())["splits"]["train"]["shards"]
-    assert len(lengths) > 10
-    assert set(lengths[:-1]) == {1_000}
-    assert (folder / "train-00000.bin").stat().st_size == 2_000
-    assert sharded.fingerprint == prepared.fingerprint
-    assert np.array_equal(sharded.train[:], prepared.train[:])
-
-
 def test_a_long_document_is_encoded_in_pieces_that_lose_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(tokens, "TRAINING_BYTES", 3_000)
+    monkeypatch.setattr("leaven.data.tokenizer.PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("leaven.data.tokenizer.TRAINING_BYTES", 3_000)
     text = "".join(f"line {number} of the text\n" for number in range(2_000)) + "x" * 1_000
     (tmp_path / "long.txt").write_text(text)
     found = prepare(str(tmp_path / "long.txt"), "bpe", 300, tmp_path)
     tokenizer = Tokenizer.from_file(str(found.tokenizer_path))
     assert tokenizer.decode([*found.train[:], *found.validation[:]]) == text
     assert (found.train[:] == found.end_of_text).sum() == 1
-
-
-@given(st.lists(st.integers(0, 6), max_size=6), st.data())
-def test_sharded_tokens_slice_like_one_array(lengths: list[int], data: st.DataObject) -> None:
-    whole = np.arange(sum(lengths), dtype=np.uint16)
-    sharded = ShardedTokens(np.split(whole, np.cumsum(lengths)[:-1]) if lengths else [])
-    bound = st.none() | st.integers(-len(whole) - 2, len(whole) + 2)
-    index = slice(data.draw(bound), data.draw(bound))
-    assert len(sharded) == len(whole)
-    assert np.array_equal(sharded[index], whole[index])
 
 
 def test_a_given_tokenizer_is_used_whole(tmp_path: Path) -> None:
@@ -207,9 +189,10 @@ def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:
     (folder / "broken.json").write_text('{"model": ')
     (folder / "binary.json").write_bytes(b"\xff\xfe")
     yield "bpe", 256, "vocab_size 256 is too small for bpe: 256 bytes and <|endoftext|> need 257"
-    yield "hf://org/model", 300, "download its tokenizer.json and give the path"
-    yield "unigram", 300, "'unigram' cannot be read (No such file or directory); give bpe or the path"
-    yield str(folder), 300, "(Is a directory); give bpe or the path"
+    yield "hf://org/model?split=a", 300, "has no option split; there are revision"
+    yield f"hf://{folder}/none", 300, "cannot be read (No such file or directory); give bpe, the path of a"
+    yield "unigram", 300, "'unigram' cannot be read (No such file or directory); give bpe, the path"
+    yield str(folder), 300, "(Is a directory); give bpe, the path"
     yield str(folder / "broken.json"), 300, "is no tokenizer.json"
     yield str(folder / "binary.json"), 300, "cannot be read"
     yield (
@@ -239,125 +222,134 @@ def test_a_cache_folder_that_cannot_be_used_is_refused(source: str, tmp_path: Pa
         prepare(source, "bpe", 300, tmp_path / "file")
 
 
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 2)
-
-
-@pytest.mark.parametrize("harm", [Path.unlink, _truncate])
-@pytest.mark.parametrize("name", ["index.json", "tokenizer.json", "train-00000.bin", "validation-00000.bin"])
-def test_a_broken_cache_is_rebuilt(source: str, prepared: TokenSet, tmp_path: Path, harm, name: str) -> None:
-    folder = prepare(source, "bpe", 300, tmp_path).tokenizer_path.parent
-    harm(folder / name)
-    again = prepare(source, "bpe", 300, tmp_path)
-    assert np.array_equal(again.train[:], prepared.train[:])
-    assert np.array_equal(again.validation[:], prepared.validation[:])
-    assert (folder / name).exists()
-
-
-def test_a_failure_leaves_nothing_behind(
-    source: str, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tokens, "_sync", full)
-        with pytest.raises(InputError, match="No space left on device"):
-            prepare(source, "bpe", 300, tmp_path)
-    assert [path.name for path in (tmp_path / "tokens").iterdir()] == [".lock"]
-    assert prepare(source, "bpe", 300, tmp_path).fingerprint == prepared.fingerprint
-
-
-PREPARE = """
-import os, signal, sys
-from pathlib import Path
-from leaven.data import tokens
-source, cache, stop = sys.argv[1:]
-tokens.SHARD_TOKENS = 1_000
-write, sync, rename = tokens._write, tokens._sync, Path.rename
-def die(*_): os.kill(os.getpid(), signal.SIGKILL)
-def write_half(path, raw): path.write_bytes(raw[: len(raw) // 2]); die()
-def rename_and_die(*paths): rename(*paths); die()
-def progress(stage, done, total):
-    if stage == stop: die()
-def write_half_an_index(path, raw): (write_half if path.name == "index.json" else write)(path, raw)
-if stop == "index": tokens._write = write_half_an_index
-if stop == "before rename": Path.rename = die
-if stop == "after rename": Path.rename = rename_and_die
-print("started", flush=True)
-stages = set()
-found = tokens.prepare(source, "bpe", 300, Path(cache), lambda *call: (stages.add(call[0]), progress(*call)))
-print("encoding" in stages, found.fingerprint)
-"""
-
-
-def start(source: str, cache: Path, stop: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PREPARE, source, str(cache), stop]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def assert_nothing_or_whole(cache: Path, expected: TokenSet) -> None:
-    for folder in (cache / "tokens").glob("[!.]*"):
-        found = tokens._open(folder)
-        assert found is not None
-        assert found.fingerprint == expected.fingerprint
-
-
-STOPS = ["reading", "tokenizer", "encoding", "index", "before rename", "after rename"]
-
-
-@pytest.mark.parametrize("stop", STOPS)
-def test_a_kill_at_a_chosen_moment_leaves_nothing_or_a_whole_cache(
-    source: str, prepared: TokenSet, tmp_path: Path, stop: str
-) -> None:
-    process = start(source, tmp_path, stop)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert_nothing_or_whole(tmp_path, prepared)
-    assert bool(list((tmp_path / "tokens").glob("[!.]*"))) == (stop == "after rename")
-    assert prepare(source, "bpe", 300, tmp_path).fingerprint == prepared.fingerprint
-    assert not list((tmp_path / "tokens").glob("*.draft"))
-
-
-def test_kills_at_random_moments_leave_nothing_or_a_whole_cache(
-    source: str, prepared: TokenSet, tmp_path: Path
-) -> None:
-    chance = random.Random(1)
-    for _ in range(6):
-        process = start(source, tmp_path)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(chance.uniform(0, 0.15))
-        process.kill()
-        process.communicate()
-        assert_nothing_or_whole(tmp_path, prepared)
-    assert prepare(source, "bpe", 300, tmp_path).fingerprint == prepared.fingerprint
-
-
-def test_of_processes_that_prepare_the_same_at_once_one_works_and_all_end_right(
-    source: str, prepared: TokenSet, tmp_path: Path
-) -> None:
-    processes = [start(source, tmp_path) for _ in range(4)]
-    outputs = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0, 0]
-    assert {output.split()[-1] for output in outputs} == {prepared.fingerprint}
-    assert sorted(output.split()[-2] for output in outputs) == ["False", "False", "False", "True"]
-    assert len(list((tmp_path / "tokens").glob("[!.]*"))) == 1
-
-
-def test_whatever_was_prepared_and_killed_the_cache_holds_one_lock_and_no_draft(source: str, tmp_path: Path) -> None:
-    start(source, tmp_path, "before rename").communicate()
-    keys = {prepare(source, "bpe", size, tmp_path).tokenizer_path.parent.name for size in (301, 302)}
-    assert {path.name for path in (tmp_path / "tokens").iterdir()} == {".lock", *keys}
-
-
 def test_the_standard_library_is_enough_for_a_vocabulary_of_4096(tmp_path: Path) -> None:
     found = prepare("python-stdlib", "bpe", 4_096, tmp_path)
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*.bin")}
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}
     assert prepare("python-stdlib", "bpe", 4_096, tmp_path).fingerprint == found.fingerprint
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*.bin")} == written != {}
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")} == written != {}
     assert found.vocab_size == 4_096
     assert len(found.train) > 1_000_000
     assert len(found.validation) > 10_000
     # Four thousand tokens of source code should take at least three bytes each.
     assert found.train_bytes / len(found.train) > 3
+
+
+def test_a_damaged_tokenizer_is_made_again(source: str, prepared: TokenSet, tmp_path: Path) -> None:
+    path = prepare(source, "bpe", 300, tmp_path).tokenizer_path
+    before = path.read_bytes()
+    for harm in (before[:-1], b"", before.replace(b"oven", b"over")):
+        path.write_bytes(harm)
+        assert prepare(source, "bpe", 300, tmp_path).fingerprint == prepared.fingerprint
+        assert path.read_bytes() == before
+
+
+def test_a_change_of_the_text_while_the_tokenizer_is_trained_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_corpus(tmp_path)
+
+    def change(stage: str, done: int, total: int) -> None:
+        if stage == "reading" and done == total:
+            (tmp_path / "030.txt").write_text("other text")
+
+    with pytest.raises(InputError, match=r"030.txt has changed while it was read .*; run the same command again"):
+        prepare(source, "bpe", 300, tmp_path / "cache", change)
+
+
+def test_what_was_skipped_is_noted(tmp_path: Path) -> None:
+    rows = [f'{{"text": "word {n}"}}' for n in range(99)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, "{"]))
+    data = Data(source=f"{tmp_path}/a.jsonl", tokens=1, corrupt_share=0.01)
+    (note,) = prepare_data(data, 300, tmp_path / "cache").notes
+    assert note.startswith("1 of 100 documents")
+    assert f"{tmp_path}/a.jsonl:100 is not JSON" in note
+
+
+def mixed(folder: Path, *weights: float) -> Data:
+    """Sources a, b, c of 30 documents, of letters of their own."""
+    sources = []
+    for name, weight in zip("abc", weights, strict=False):
+        (folder / f"{name}.jsonl").write_text("\n".join(f'{{"text": "{name * 400}"}}' for _ in range(30)))
+        sources.append({"source": f"{folder}/{name}.jsonl", "weight": weight})
+    return Data.model_validate({"source": sources, "tokens": 1_000, "tokenizer": str(letters(folder))})
+
+
+def letters(folder: Path) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, END_OF_TEXT: 3, "?": 4}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(folder / "letters.json"))
+    return folder / "letters.json"
+
+
+def letters_of(rows: np.ndarray) -> list[str]:
+    """What each row is of, end-of-text aside."""
+    found = [set(row.tolist()) - {3} for row in rows]
+    assert all(len(one) == 1 for one in found)
+    return ["abc"[one.pop()] for one in found]
+
+
+def test_samples_come_from_the_sources_by_their_weights(tmp_path: Path) -> None:
+    tokens = prepare_data(mixed(tmp_path, 0.5, 0.3, 0.2), 5, tmp_path)
+    stream = tokens.stream(seq_len=50, seed=7)
+    rows = stream.batch(0, 2_000)
+    found = letters_of(rows)
+    assert [found.count(name) for name in "abc"] == [1_000, 600, 400]
+    for n in range(2_000):
+        for name, share in zip("abc", (0.5, 0.3, 0.2), strict=True):
+            assert abs(found[: n + 1].count(name) - share * (n + 1)) < 1
+    # Of each source every window, before one comes again.
+    windows = tokens.sources[2].train
+    mine = np.array([row for row, name in zip(rows, found, strict=True) if name == "c"])
+    per_epoch = (len(windows) - 1) // 50
+    first = [tuple(row) for row in mine[:per_epoch]]
+    assert sorted(first) == sorted(tuple(windows[i * 50 : i * 50 + 51].tolist()) for i in range(per_epoch))
+    assert np.array_equal(stream.batch(123, 7), rows[123:130])
+    assert np.array_equal(stream.sample(999), rows[999])
+
+
+def test_another_weight_or_source_leaves_the_order_of_the_others(tmp_path: Path) -> None:
+    def of(letter: str, *weights: float) -> np.ndarray:
+        tokens = prepare_data(mixed(tmp_path, *weights), 5, tmp_path)
+        rows = tokens.stream(seq_len=20, seed=3).batch(0, 400)
+        return rows[[name == letter for name in letters_of(rows)]][:50]
+
+    assert np.array_equal(of("b", 1, 1, 1), of("b", 1, 5, 2))
+    assert np.array_equal(of("b", 1, 1, 1), of("b", 2, 1))
+    streams = prepare_data(mixed(tmp_path, 1, 1, 1), 5, tmp_path).stream(20, 3).streams
+    assert len({stream.seed for stream in streams}) == 3
+
+
+def test_a_mixture_is_prepared_once_a_source_and_validated_by_its_weights(tmp_path: Path) -> None:
+    tokens = prepare_data(mixed(tmp_path, 3, 1), 5, tmp_path)
+    bins = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}
+    again = prepare_data(mixed(tmp_path, 1, 3), 5, tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")} == bins
+    assert again.fingerprint == tokens.fingerprint
+    assert letters_of(tokens.validation_windows(10, 80)) == ["a"] * 6 + ["b"] * 2
+    assert letters_of(again.validation_windows(10, 80)) == ["a"] * 2 + ["b"] * 6
+    assert letters_of(again.validation_windows(10, 1)) == ["a", "b"]
+    assert len(tokens.train) == sum(len(source.train) for source in tokens.sources)
+    assert tokens.epochs(4_000) == {
+        f"{tmp_path}/a.jsonl": 3_000 / len(tokens.sources[0].train),
+        f"{tmp_path}/b.jsonl": 1_000 / len(tokens.sources[1].train),
+    }
+
+
+def test_each_source_gives_the_tokenizer_an_equal_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leaven.data.tokenizer.TRAINING_BYTES", 8_000)
+    mixed(tmp_path, 1, 1)
+    (tmp_path / "b.jsonl").write_text('{"text": "short"}\n{"text": "short"}')
+    corpora = [open_corpus(f"{tmp_path}/{name}.jsonl") for name in "ab"]
+    sample = list(training_sample(corpora, Meter(None, "", 0)))
+    texts = [[document.text for document in corpus.documents() if not document.validation] for corpus in corpora]
+    # 12,000 bytes for 4,000: every third; all of the other.
+    assert sample == texts[0][::3] + texts[1]
+
+
+def test_the_trained_tokenizer_of_a_mixture_knows_all_sources_whatever_their_weights(tmp_path: Path) -> None:
+    data = mixed(tmp_path, 1, 1).model_copy(update={"tokenizer": "bpe"})
+    tokens = prepare_data(data, 300, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tokens.tokenizer_path))
+    assert {"aaaa", "bbbb"} <= set(tokenizer.get_vocab())
+    other = mixed(tmp_path, 9, 1).model_copy(update={"tokenizer": "bpe"})
+    assert prepare_data(other, 300, tmp_path).tokenizer_path == tokens.tokenizer_path

@@ -4,18 +4,20 @@ The split is a function of a document's key (its path below the source, and its 
 place: adding a document moves no other one to the other side, and no document is on both.
 """
 
-import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from leaven.data.hub import SCHEME, open_split
+from leaven.data.readers import SUFFIXES, Fault, File, Part, suffix
+from leaven.data.survey import NAMED_FAULTS, Memory, Survey, Tally, encode_key, key_place
+from leaven.recipe.data import Source
 from leaven.recipe.errors import InputError
 
 VALIDATION_SHARE = 0.05
-SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 # Tests are most of the standard library's bytes (half of 33 MB in Python 3.11), and many distributions ship
 # Python without them: leaving them out is quicker and makes two machines more alike. The encodings are code pages,
@@ -26,21 +28,30 @@ _MAGIC = frozenset("*?[")
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the bytes done and the bytes in all."""
 
+REPORT_EVERY_BYTES = 2**20
+
 
 class Meter:
-    """One stage of a progress callback, which is called no more than once a MiB."""
+    """One stage of a progress callback, which is called no more than once in `REPORT_EVERY_BYTES`."""
 
     def __init__(self, progress: Progress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
-        self._next = 0
+        self._before = self._next = 0
 
     def at(self, done: int) -> None:
-        if self._progress and done >= self._next:
-            self._progress(self._stage, min(done, self._total), self._total)
-            self._next = done + 2**20
+        """So many bytes are done since the last call of :meth:`advance`."""
+        if self._progress and self._before + done >= self._next:
+            self._progress(self._stage, min(self._before + done, self._total), self._total)
+            self._next = self._before + done + REPORT_EVERY_BYTES
+
+    def advance(self, done: int) -> None:
+        """So many bytes more are done for good."""
+        self._before += done
+        self.at(0)
 
     def finish(self) -> None:
-        if self._progress:
+        """All is done, if anything was begun."""
+        if self._progress and self._next:
             self._progress(self._stage, self._total, self._total)
 
 
@@ -53,19 +64,22 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a source, file by file in the order of their paths; read each time, never held.
+    """The documents of a source, part by part in the order of their keys; read each time, never held.
 
     ``n_documents`` and ``n_bytes`` (of UTF-8) count what is not blank. ``fingerprint`` is a hash of all keys
-    and texts. ``lowest`` and ``highest`` are the extreme hashes of the keys: see :meth:`documents`.
+    and texts. ``lowest`` and ``highest`` are the extreme hashes of the keys: see :meth:`documents`. ``skipped`` says
+    in a line what could not be read, or nothing.
     """
 
     source: str
-    files: tuple[tuple[str, Path], ...]
+    parts: tuple[Part, ...]
+    surveys: tuple[Survey, ...]
     n_documents: int
     n_bytes: int
     fingerprint: str
     lowest: int
     highest: int
+    skipped: str
 
     def documents(self) -> Iterator[Document]:
         """Every document with its side of the split.
@@ -74,65 +88,131 @@ class Corpus:
         hash always belongs to it and the one with the highest never, so that no side is empty. A corpus of
         one document is cut in two: its last `VALIDATION_SHARE`, counted in characters and moved back to the
         start of a line where it has lines, is validation.
+
+        Raises:
+            InputError: if a part holds something else now than when the corpus was opened.
         """
-        for key, text in _texts(self.files):
+        for key, text in self._texts():
             if self.n_documents == 1:
                 cut = _cut(text)
                 yield Document(key, text[:cut], validation=False)
                 yield Document(key, text[cut:], validation=True)
             else:
-                place = _place(key)
+                place = key_place(key)
                 under = place < VALIDATION_SHARE * 2**64
                 yield Document(key, text, place == self.lowest or (under and place != self.highest))
 
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """(key, text) of every document that is not blank."""
+        for part, survey in zip(self.parts, self.surveys, strict=True):
+            if survey.broken:
+                continue
+            tally = Tally()
+            why = "it holds other text"
+            for row in part.rows():
+                if isinstance(row, Fault):
+                    why = f"{row.where} {row.why}"
+                elif row[1] and not row[1].isspace():
+                    tally.add(*row)
+                    yield part.key + row[0], row[1]
+            if tally.digest != survey.digest:
+                raise InputError(f"{part.key} has changed while it was read ({why}); run the same command again")
 
-def open_corpus(source: str, progress: Progress | None = None) -> Corpus:
-    """The corpus of a ``data.source``, read once from end to end to know its size and fingerprint.
 
-    A source is ``python-stdlib`` (the modules of the running Python's standard library without its tests),
-    or a path or glob to ``.txt`` (a document a file), ``.jsonl`` (a document a line, key ``text``) or
-    ``.parquet`` (a document a row, column ``text``). Bytes that are no UTF-8 become U+FFFD. Blank documents
-    are left out.
+def open_corpora(
+    sources: Sequence[Source], corrupt_share: float, memory: Path | None = None, progress: Progress | None = None
+) -> list[Corpus]:
+    """The corpora of sources, whose parts are read once from end to end to know their sizes and fingerprints.
+
+    A source is ``python-stdlib`` (the modules of the running Python's standard library without its tests); a path
+    or glob to ``.txt`` (a document a file), ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (a document a line) or
+    ``.parquet`` (a document a row); or ``hf://org/dataset`` (:mod:`leaven.data.hub`). Blank documents are left out.
+    What was found is kept in the folder ``memory``, and read there while a part has not changed.
 
     Raises:
-        InputError: if the source names no readable text.
+        InputError: if a source names no readable text, or more than ``corrupt_share`` of its documents, or of its
+            files, cannot be read.
+        OSError: if ``memory`` cannot be written.
     """
-    files = tuple(_files(source))
-    meter = Meter(progress, "reading", sum(path.stat().st_size for _, path in files))
-    n_documents = n_bytes = highest = 0
-    lowest = 2**64
-    content = blake2b(digest_size=16)
-    for key, text in _texts(files):
-        raw = text.encode()
-        name = _encode_key(key)
-        content.update(f"{len(name)} {len(raw)} ".encode() + name)
-        content.update(raw)
-        n_documents += 1
-        n_bytes += len(raw)
-        place = _place(key)
-        lowest, highest = min(lowest, place), max(highest, place)
-        meter.at(n_bytes)
-    if not n_documents:
-        raise InputError(f"data.source {source!r} holds no text; name files with text in them")
+    parts = [_parts(source) for source in sources]
+    meter = Meter(progress, "reading", sum(part.size for some in parts for part in some))
+    corpora = [
+        _survey(source, tuple(some), corrupt_share, memory, meter)
+        for source, some in zip(sources, parts, strict=True)
+    ]
     meter.finish()
-    return Corpus(source, files, n_documents, n_bytes, content.hexdigest(), lowest, highest)
+    return corpora
+
+
+def _survey(
+    source: Source, parts: tuple[Part, ...], corrupt_share: float, memory: Path | None, meter: Meter
+) -> Corpus:
+    name = source.source
+    at = name if name.startswith(SCHEME) else os.path.abspath(name)
+    known = Memory(memory and memory / f"{_hash(f'{at} {source.text}')}.json")
+    surveys = []
+    for part in parts:
+        size = part.size
+        surveys.append(known.survey(part, lambda done, size=size: meter.at(min(done, size))))  # type: ignore[misc]
+        meter.advance(size)
+    skipped = _skipped(name, surveys, corrupt_share)
+    n_documents = sum(survey.documents for survey in surveys)
+    if not n_documents:
+        raise InputError(f"data.source {name!r} holds no text; name files with text in them")
+    known.save()
+    content = blake2b(digest_size=16)
+    for part, survey in zip(parts, surveys, strict=True):
+        key = encode_key(part.key)
+        content.update(f"{len(key)} {survey.digest} ".encode() + key)
+    return Corpus(
+        name,
+        parts,
+        tuple(surveys),
+        n_documents,
+        sum(survey.bytes for survey in surveys),
+        content.hexdigest(),
+        min(survey.lowest for survey in surveys),
+        max(survey.highest for survey in surveys),
+        skipped,
+    )
+
+
+def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
+    """A line that counts and names what could not be read.
+
+    Raises:
+        InputError: if it is more than the share.
+    """
+    corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
+    if not corrupt and not broken:
+        return ""
+    lines = corrupt + sum(survey.documents for survey in surveys)
+    counted = ((corrupt, lines, "documents"), (broken, len(surveys), "files"))
+    counts = " and ".join(f"{count:,} of {total:,} {what}" for count, total, what in counted if count)
+    faults = [fault for survey in surveys for fault in survey.faults]
+    said = f"{counts} of data.source {source!r} cannot be read"
+    if any(count > corrupt_share * total for count, total, _ in counted):
+        raise InputError(f"{said}; mend that or raise [data] corrupt_share from {corrupt_share:g}: {faults[0]}")
+    named = "; ".join([*faults[:NAMED_FAULTS], *["..."] * (corrupt + broken > NAMED_FAULTS)])
+    return f"{said} and are skipped: {named}"
+
+
+def _parts(source: Source) -> list[Part]:
+    """What a source names, with keys: the path below what of it has no wildcard, or the name of a split."""
+    if source.source.startswith(SCHEME):
+        return [open_split(source.source, source.text)]
+    return [File(key, path, source.text) for key, path in _files(source.source)]
 
 
 def _files(source: str) -> list[tuple[str, Path]]:
-    """The files of a source with their keys: the path below the part of the source that has no wildcard."""
     if source == "python-stdlib":
         return _standard_library()
-    if source.startswith("hf://"):
-        raise InputError(
-            f"data.source {source!r}: data sets are not fetched from the Hub yet; "
-            "export it to .jsonl or .parquet and give the path"
-        )
     path = Path(source).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         raise InputError(
             f"data.source {source!r} is a folder; say which files in it, for example '{source}/**/*.txt'"
         )
-    if path.exists():
+    if os.path.exists(path):
         found = [(path.name, path)]
     elif _MAGIC & set(source):
         found = _matches(path)
@@ -140,11 +220,12 @@ def _files(source: str) -> list[tuple[str, Path]]:
             raise InputError(f"data.source {source!r} matches no file; check the pattern and the working folder")
     else:
         raise InputError(
-            f"data.source {source!r} is no file; give python-stdlib, or a path or glob to {_listed(SUFFIXES)} files"
+            f"data.source {source!r} is no file; give python-stdlib, hf://org/dataset, "
+            f"or a path or glob to {', '.join(SUFFIXES)} files"
         )
     for _, file in found:
-        if file.suffix not in SUFFIXES:
-            raise InputError(f"{file}: leaven reads {_listed(SUFFIXES)} files; convert it or narrow data.source")
+        if suffix(file) not in SUFFIXES:
+            raise InputError(f"{file}: leaven reads {', '.join(SUFFIXES)} files; convert it or narrow data.source")
     return found
 
 
@@ -169,79 +250,10 @@ def _standard_library() -> list[tuple[str, Path]]:
     return sorted(found)
 
 
-def _texts(files: tuple[tuple[str, Path], ...]) -> Iterator[tuple[str, str]]:
-    """(key, text) of every document that is not blank."""
-    for key, path in files:
-        try:
-            for place, text in _READERS[path.suffix](path):
-                if text and not text.isspace():
-                    yield f"{key}{place}", text
-        except OSError as error:
-            reason = error.strerror or str(error).partition("\n")[0]
-            raise InputError(f"{path} cannot be read ({reason}); mend it or leave it out") from None
-
-
-def _read_whole(path: Path) -> Iterator[tuple[str, str]]:
-    yield "", path.read_bytes().decode("utf-8-sig", errors="replace")
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig", errors="replace"))
-            except ValueError as error:
-                raise InputError(f"{path}:{number} is not JSON ({error}); write one object a line") from None
-            text = row.get("text") if isinstance(row, dict) else None
-            if not isinstance(text, str):
-                raise InputError(f'{path}:{number} has no text; write {{"text": "..."}} on every line')
-            # JSON can escape half of a surrogate pair, which is no character and has no UTF-8.
-            yield f":{number}", text.encode(errors="replace").decode()
-
-
-def _read_columns(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise InputError(f"{path}: .parquet needs pyarrow; pip install 'leaven[train]'") from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if "text" not in schema.names:
-                raise InputError(f"{path} has no column text, only {_listed(schema.names)}; rename one of them")
-            kind = schema.field("text").type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise InputError(f"{path}: column text is {kind}, not string; cast it")
-            number = 0
-            for rows in file.iter_batches(batch_size=256, columns=["text"]):
-                for text in rows.column(0).to_pylist():
-                    number += 1
-                    yield f":{number}", text or ""
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"{path} cannot be read as parquet ({reason}); write it again or leave it out") from None
-
-
-_READERS = {".txt": _read_whole, ".py": _read_whole, ".jsonl": _read_lines, ".parquet": _read_columns}
-
-
 def _cut(text: str) -> int:
     cut = max(int(len(text) * (1 - VALIDATION_SHARE)), 1)
     return text.rfind("\n", 0, cut) + 1 or cut
 
 
-def _encode_key(key: str) -> bytes:
-    # A file name need not be UTF-8.
-    return key.encode(errors="surrogateescape")
-
-
-def _place(key: str) -> int:
-    """Where a key falls in [0, 2^64)."""
-    return int.from_bytes(blake2b(_encode_key(key), digest_size=8).digest(), "big")
-
-
-def _listed(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(names)
+def _hash(text: str) -> str:
+    return blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""The n-th sample of an endless stream: a pure function of the tokens, the window length, the seed and n.
+"""The n-th sample of an endless stream: a pure function of a source's tokens, the window length, the seed and n.
 
 There is no state, so there is nothing to save, to fast-forward or to hand out: any rank of any layout asks
 for the samples it needs by number, and a resumed run asks for the next one.
@@ -6,6 +6,7 @@ for the samples it needs by number, and a resumed run asks for the next one.
 Shape legend: N samples, T = seq_len.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Protocol
@@ -33,7 +34,8 @@ class Stream:
 
     Window w is tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive: the last token is a target only,
     and the first input of window w + 1. An epoch holds every window once; the last tokens of the corpus,
-    fewer than a window, are left out.
+    fewer than a window, are left out. ``skip`` are stretches of samples, first to before last, disjoint and in
+    order, that are passed over: the next sample comes in the place of each.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -42,6 +44,7 @@ class Stream:
     tokens: Tokens
     seq_len: int
     seed: int
+    skip: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         _count_windows(self.tokens, self.seq_len, "training")
@@ -57,9 +60,20 @@ class Stream:
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
         """Samples ``first`` to ``first + count - 1``, [count, seq_len + 1]."""
-        numbers = np.arange(first, first + count, dtype=np.uint64)
-        epochs, places = np.divmod(numbers, np.uint64(self.samples_per_epoch))
+        return self.samples(numbered(first, count, self.skip))
+
+    def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples of these numbers, [N, seq_len + 1], whatever is skipped."""
+        epochs, places = np.divmod(numbers.astype(np.uint64), np.uint64(self.samples_per_epoch))
         return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
+
+
+def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """The numbers of ``count`` samples from ``first`` on, counted without those that are skipped."""
+    numbers = np.arange(first, first + count)
+    for start, end in skip:
+        numbers[numbers >= start] += end - start
+    return numbers
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:

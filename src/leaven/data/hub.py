@@ -1,0 +1,126 @@
+"""What hf:// names: data sets and tokenizers on the Hugging Face Hub, or in a folder on this machine.
+
+``hf://org/name`` is on the Hub, ``hf:///path`` a folder. Options follow a question mark: ``hf://org/name?split=test``.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from leaven.data.readers import Row, column_rows, missing_column
+from leaven.recipe.errors import InputError
+
+SCHEME = "hf://"
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split of a data set, read as the columns of a parquet file are."""
+
+    key: str
+    name: str
+    dataset: Any
+    text: str
+
+    @property
+    def size(self) -> int:
+        return self.dataset.dataset_size or 0
+
+    def stamp(self) -> list[int | str] | None:
+        # What `datasets` itself knows a state of a data set by: the files of the Hub's revision, or of the folder.
+        return [self.dataset._fingerprint, len(self.dataset)]
+
+    def rows(self) -> Iterator[Row]:
+        schema = self.dataset.features.arrow_schema
+        if (fault := missing_column(self.name, self.dataset.column_names, schema, self.text)) is not None:
+            yield fault
+            return
+        number = 0
+        tables = self.dataset.select_columns([self.text]).with_format("arrow").iter(batch_size=256)
+        for table in tables:
+            for column in table.column(0).chunks:
+                yield from column_rows(self.name, column, number)
+                number += len(column)
+
+
+def open_split(source: str, text: str) -> Split:
+    """The data set of ``hf://org/name?config=NAME&split=NAME&revision=NAME``; without a name the split is ``train``.
+
+    ``hf:///path`` is a folder written by ``save_to_disk``, or of files that ``load_dataset`` reads.
+
+    Raises:
+        InputError: if the extra is missing, or it cannot be had.
+    """
+    place, options = _parse(source, "data.source", {"config", "split", "revision"})
+    name = options.get("split", "train")
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(f"data.source {source!r} needs datasets; pip install 'leaven[hf]'") from None
+    folder = Path(place)
+    try:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            found = datasets.load_from_disk(place)
+            if isinstance(found, datasets.DatasetDict):
+                if name not in found:
+                    raise ValueError(f"it has no split {name}, only {', '.join(found)}")
+                found = found[name]
+        else:
+            revision = options.get("revision")
+            found = datasets.load_dataset(place, options.get("config"), split=name, revision=revision)
+    except Exception as error:  # its own, the Hub's, Arrow's and plain ones
+        remedy = "check the name, its config and its split"
+        raise InputError(_why("data.source", source, error, remedy, "files of text")) from None
+    return Split(name, f"{source}:{name}", found, text)
+
+
+def fetch_tokenizer(tokenizer: str) -> Path:
+    """The tokenizer.json of ``hf://org/model?revision=NAME`` or ``hf:///folder``, on this machine.
+
+    Raises:
+        InputError: if it cannot be had.
+    """
+    place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
+    if Path(place).is_absolute():
+        return Path(place) / "tokenizer.json"
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError:
+        raise InputError(f"data.tokenizer {tokenizer!r} needs huggingface_hub; pip install 'leaven[hf]'") from None
+    fetch = partial(hf_hub_download, place, "tokenizer.json", revision=options.get("revision"))
+    try:
+        with suppress(LocalEntryNotFoundError):
+            # What was fetched before stays as it was, and needs no network.
+            return Path(fetch(local_files_only=True))
+        return Path(fetch())
+    except Exception as error:
+        remedy = "check the name; a model without a tokenizer.json will not do"
+        raise InputError(_why("data.tokenizer", tokenizer, error, remedy, "a tokenizer.json")) from None
+
+
+def _parse(uri: str, setting: str, known: set[str]) -> tuple[str, dict[str, str]]:
+    parts = urlsplit(uri)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for name in options.keys() - known:
+        raise InputError(f"{setting} {uri!r} has no option {name}; there are {', '.join(sorted(known))}")
+    place = parts.netloc + parts.path
+    if not place.strip("/"):
+        raise InputError(f"{setting} {uri!r} names nothing; write hf://org/name or hf:///folder")
+    return place, options
+
+
+def _why(setting: str, uri: str, error: Exception, remedy: str, instead: str) -> str:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, ConnectionError | LocalEntryNotFoundError):
+        return (
+            f"{setting} {uri!r}: the Hub cannot be reached, and it is not in the cache of an earlier download; "
+            f"connect once, or give {instead} on this machine"
+        )
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"{setting} {uri!r} cannot be opened ({reason}); {remedy}"

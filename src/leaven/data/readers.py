@@ -1,0 +1,198 @@
+"""The formats of text: what a file or a split holds, document by document, and what in it cannot be read."""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from leaven.recipe.errors import InputError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What cannot be read: a line or row, or (``whole``) a file from some place on. ``where`` names it."""
+
+    where: str
+    why: str
+    whole: bool = False
+
+
+Row = tuple[str, str] | Fault
+"""The place of a document in its part ("" or ":LINE") and its text; or why there is none."""
+
+
+class Part(Protocol):
+    """What is read in one go: a file, or a split of a data set."""
+
+    @property
+    def key(self) -> str:
+        """What it is called within its source; the keys of its documents begin with it."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """About how many bytes there are to read."""
+        ...
+
+    def stamp(self) -> list[int | str] | None:
+        """What changes when the content does, or None where nothing is known to."""
+        ...
+
+    def rows(self) -> Iterator[Row]:
+        """Its documents in order. It ends early after a fault of the whole."""
+        ...
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of text. ``text`` is the key or column that holds it, where the format has such."""
+
+    key: str
+    path: Path
+    text: str = "text"
+
+    @property
+    def size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def stamp(self) -> list[int | str] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        # The time of change cannot be set by hand, as that of modification can.
+        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+    def rows(self) -> Iterator[Row]:
+        try:
+            yield from READERS[suffix(self.path)](self.path, self.text)
+        except (OSError, EOFError, zlib.error) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
+            yield Fault(str(self.path), f"cannot be read to its end ({reason})", whole=True)
+
+
+def _read_whole(path: Path, text: str) -> Iterator[Row]:
+    yield _decoded(str(path), "", path.read_bytes())
+
+
+def _read_code(path: Path, text: str) -> Iterator[Row]:
+    # Python's own library, which nobody can be asked to mend.
+    yield "", path.read_bytes().decode("utf-8-sig", errors="replace")
+
+
+def _read_lines(path: Path, text: str) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        yield from _json_rows(path, lines, text)
+
+
+def _read_gzip_lines(path: Path, text: str) -> Iterator[Row]:
+    with gzip.open(path) as lines:
+        yield from _json_rows(path, lines, text)
+
+
+def _read_zstandard_lines(path: Path, text: str) -> Iterator[Row]:
+    pyarrow = _pyarrow(path)
+    with pyarrow.input_stream(str(path), compression="zstd") as stream:
+        yield from _json_rows(path, io.BufferedReader(stream, 2**20), text)
+
+
+def _json_rows(path: Path, lines: "BinaryIO | gzip.GzipFile | io.BufferedReader", text: str) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = _decoded(f"{path}:{number}", f":{number}", line)
+        yield row if isinstance(row, Fault) else _of_json(f"{path}:{number}", *row, text)
+
+
+def _of_json(where: str, place: str, line: str, text: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Fault(where, f"is not JSON ({error}); write one object a line")
+    found = row.get(text, row) if isinstance(row, dict) else row
+    if found is None:
+        found = ""
+    if not isinstance(found, str):
+        return Fault(where, f'has no {text}; write {{"{text}": "..."}} on every line, or name the key')
+    # JSON can escape half of a surrogate pair, which is no character and has no UTF-8.
+    return place, found.encode(errors="replace").decode()
+
+
+def _read_columns(path: Path, text: str) -> Iterator[Row]:
+    pyarrow = _pyarrow(path)
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if (fault := missing_column(str(path), schema.names, schema, text)) is not None:
+                yield fault
+                return
+            number = 0
+            for rows in file.iter_batches(batch_size=256, columns=[text]):
+                yield from column_rows(str(path), rows.column(0), number)
+                number += len(rows)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        reason = str(error).partition("\n")[0]
+        yield Fault(str(path), f"cannot be read as parquet ({reason}); write it again or leave it out", whole=True)
+
+
+def missing_column(where: str, names: list[str], schema: Any, text: str) -> Fault | None:
+    """Why an Arrow schema has no column of text by that name, if it has none."""
+    from pyarrow import types
+
+    if text not in names:
+        why = f"has no column {text}, only {', '.join(names)}; name it: source = [{{ source = ..., text = ... }}]"
+        return Fault(where, why, whole=True)
+    kind = schema.field(text).type
+    if types.is_string(kind) or types.is_large_string(kind):
+        return None
+    return Fault(where, f"column {text} is {kind}, not string; cast it", whole=True)
+
+
+def column_rows(where: str, column: Any, number: int) -> Iterator[Row]:
+    """The rows of a piece of a column of text, after the first ``number``."""
+    import pyarrow
+
+    binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
+    # A column of strings may hold what is no UTF-8; as bytes such a row harms no other.
+    for index, raw in enumerate(column.cast(binary).to_pylist(), start=number + 1):
+        yield _decoded(f"{where}:{index}", f":{index}", raw or b"")
+
+
+def _decoded(where: str, place: str, raw: bytes) -> Row:
+    try:
+        return place, raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Fault(where, f"is not UTF-8 (byte {raw[error.start]:#x} at {error.start:,})", whole=not place)
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise InputError(f"{path}: {suffix(path)} needs pyarrow; pip install 'leaven[train]'") from None
+    return pyarrow
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+    ".txt": _read_whole,
+    ".jsonl": _read_lines,
+    ".jsonl.gz": _read_gzip_lines,
+    ".jsonl.zst": _read_zstandard_lines,
+    ".parquet": _read_columns,
+    ".py": _read_code,
+}
+SUFFIXES = tuple(name for name in READERS if name != ".py")
+
+
+def suffix(path: Path) -> str:
+    """The one of the known suffixes that a file has, or "" """
+    return next((known for known in READERS if path.name.endswith(known)), "")

@@ -1,0 +1,280 @@
+"""Token ids on disk: memory-mapped shards, each whole or absent, and an index that knows their sizes and checksums.
+
+A shard is the tokens of `SHARD_BATCHES` batches of text, two files (training, validation) that are written beside
+their places, synced and renamed; then a line of ``shards.jsonl`` says so. A process that is killed loses the shard
+it was at. When all are there, ``index.json`` is written; a folder without it is unfinished.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaven.data.corpus import Corpus, Meter
+from leaven.data.disk import locked, sync, write
+from leaven.data.pool import Batch, encoding, processes_for
+from leaven.data.tokenizer import Encoded, Encoder, Piece, pieces
+
+SPLITS = ("train", "validation")
+BATCH_CHARACTERS = 2**22
+SHARD_BATCHES = 32
+
+
+class ShardedTokens:
+    """Shards laid end to end, read by slices (of step 1); a slice within a shard is a view of the file."""
+
+    def __init__(self, shards: list[NDArray[Any]]) -> None:
+        self.shards = shards
+        self._starts = np.cumsum([0, *map(len, shards)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]:
+        start, stop, step = index.indices(len(self))
+        assert step == 1
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        parts = []
+        for shard, offset in zip(self.shards[first:], self._starts[first:], strict=False):
+            if offset >= stop:
+                break
+            parts.append(shard[max(start - offset, 0) : stop - offset])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file of a shard: its tokens, the documents that end in it, their bytes of UTF-8, its checksum."""
+
+    tokens: int
+    documents: int
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The tokens of a source. ``fingerprint`` is a hash of the tokens of both splits, however they are laid out."""
+
+    train: ShardedTokens
+    validation: ShardedTokens
+    train_bytes: int
+    validation_bytes: int
+    fingerprint: str
+    notes: tuple[str, ...]
+
+
+def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
+    """The tokens of a corpus, from the folder as far as they are there and whole, else encoded and written to it.
+
+    Raises:
+        OSError: if the folder cannot be written; what is finished is kept.
+    """
+    found, _ = _open(folder, encoder.dtype)
+    if found is not None:
+        return found
+    with locked(folder):
+        found, damage = _open(folder, encoder.dtype)
+        if found is None:
+            damage |= _build(folder, corpus, encoder, meter, processes or processes_for(corpus.n_bytes))
+            found, _ = _open(folder, encoder.dtype)
+    assert found is not None
+    return replace(found, notes=tuple(f"{file} {why}; it was made again" for file, why in damage.items()))
+
+
+def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
+    """What a finished folder holds, or None; and what is wrong with which of its files."""
+    path = folder / "index.json"
+    try:
+        index = json.loads(path.read_bytes())
+        written = path.stat().st_mtime_ns
+        records = [{split: Record(**record[split]) for split in SPLITS} for record in index["shards"]]
+        fingerprint = index["fingerprint"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None, {}
+    damage, newest = {}, 0
+    for number, record in enumerate(records):
+        for split in SPLITS:
+            file = _file(folder, split, number)
+            touched = file.stat().st_mtime_ns if file.exists() else 0
+            # Sizes are compared each time, checksums of what was written to after the index.
+            if why := _fault(file, record[split], dtype, checksum=touched >= written):
+                damage[file] = why
+            newest = max(newest, touched)
+    if damage:
+        return None, damage
+    if newest >= written:  # and found to be whole
+        with suppress(PermissionError):  # of another owner's cache
+            os.utime(path, ns=(newest + 1, newest + 1))
+    train, validation = (
+        ShardedTokens([_map(_file(folder, split, n), record[split], dtype) for n, record in enumerate(records)])
+        for split in SPLITS
+    )
+    sizes = {split: sum(record[split].bytes for record in records) for split in SPLITS}
+    return Shards(train, validation, sizes["train"], sizes["validation"], fingerprint, ()), {}
+
+
+def _fault(file: Path, record: Record, dtype: np.dtype[Any], *, checksum: bool) -> str:
+    """What is wrong with a file of a shard, or nothing."""
+    size = record.tokens * dtype.itemsize
+    if not file.exists():
+        return "was missing"
+    if (found := file.stat().st_size) != size:
+        return f"had {found:,} of {size:,} bytes"
+    if checksum and _checksum(_map(file, record, dtype)) != record.blake2b:
+        return "did not have the bytes that were written"
+    return ""
+
+
+def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int) -> dict[Path, str]:
+    """Write what is missing of a folder, and its index. Only the holder of its lock comes here.
+
+    Files that were finished and are not whole any more are returned, with what is wrong with them.
+    """
+    records, damage = _finished(folder, encoder.dtype)
+    for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
+        remains.unlink(missing_ok=True)
+    count = 0
+
+    def work() -> Iterator[tuple[int, Batch]]:
+        nonlocal count
+        for number, batch in enumerate(_batches(corpus)):
+            shard = number // SHARD_BATCHES
+            count = shard + 1
+            if shard in records:
+                meter.advance(sum(len(piece.text.encode()) for piece in batch))
+            else:
+                yield shard, batch
+
+    with encoding(encoder, processes) as encode:
+        for shard, done in groupby(encode(work()), key=lambda result: result[0]):
+            written = {split: _Draft(folder, split, shard) for split in SPLITS}
+            try:
+                for _, size, sides in done:
+                    for split, encoded in zip(SPLITS, sides, strict=True):
+                        written[split].write(encoded)
+                    meter.advance(size)
+                records[shard] = {split: written[split].finish() for split in SPLITS}
+            finally:
+                for draft in written.values():
+                    draft.discard()
+            sync(folder)
+            _journal(folder, shard, records[shard])
+    parts = [
+        (split, _map(_file(folder, split, shard), records[shard][split], encoder.dtype))
+        for split in SPLITS
+        for shard in range(count)
+    ]
+    index = {
+        "source": corpus.source,
+        "vocab_size": encoder.vocab_size,
+        "end_of_text": encoder.end_of_text,
+        "dtype": encoder.dtype.name,
+        "fingerprint": _fingerprint(parts),
+        "shards": [{split: asdict(records[shard][split]) for split in SPLITS} for shard in range(count)],
+    }
+    write(folder / "index.json", json.dumps(index, indent=1).encode())
+    return damage
+
+
+def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, Record]], dict[Path, str]]:
+    """The shards that are whole, by number; and the files that are not."""
+    journal = folder / "shards.jsonl"
+    records: dict[int, dict[str, Record]] = {}
+    for line in journal.read_text(errors="replace").splitlines() if journal.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # torn by a crash
+            entry = json.loads(line)
+            records[entry["shard"]] = {split: Record(**entry[split]) for split in SPLITS}
+    damage = {}
+    for shard, record in list(records.items()):
+        for split in SPLITS:
+            file = _file(folder, split, shard)
+            if why := _fault(file, record[split], dtype, checksum=True):
+                damage[file] = why
+                records.pop(shard, None)
+    return records, damage
+
+
+class _Draft:
+    """One file of a shard while it is written."""
+
+    def __init__(self, folder: Path, split: str, shard: int) -> None:
+        self._final = _file(folder, split, shard)
+        self._path = self._final.with_name(f".{self._final.name}.tmp")
+        self._file = self._path.open("wb")
+        self._hash = blake2b(digest_size=16)
+        self._tokens = self._documents = self._bytes = 0
+
+    def write(self, encoded: Encoded) -> None:
+        raw = encoded.ids.tobytes()
+        self._file.write(raw)
+        self._hash.update(raw)
+        self._tokens += len(encoded.ids)
+        self._documents += encoded.documents
+        self._bytes += encoded.bytes
+
+    def finish(self) -> Record:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._path.rename(self._final)
+        return Record(self._tokens, self._documents, self._bytes, self._hash.hexdigest())
+
+    def discard(self) -> None:
+        """Close the file; delete it if it was not finished."""
+        with suppress(OSError):  # what could not be flushed
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _batches(corpus: Corpus) -> Iterator[Batch]:
+    """Pieces in groups large enough to keep all cores busy."""
+    batch: Batch = []
+    characters = 0
+    for document in corpus.documents():
+        for text, last in pieces(document.text):
+            batch.append(Piece(document.validation, text, last))
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _journal(folder: Path, shard: int, record: dict[str, Record]) -> None:
+    line = {"shard": shard, **{split: asdict(record[split]) for split in SPLITS}}
+    with (folder / "shards.jsonl").open("a") as journal:
+        # A line torn by a crash ends here.
+        journal.write(f"\n{json.dumps(line)}")
+        journal.flush()
+        os.fsync(journal.fileno())
+
+
+def _file(folder: Path, split: str, shard: int) -> Path:
+    return folder / f"{split}-{shard:05d}.bin"
+
+
+def _map(file: Path, record: Record, dtype: np.dtype[Any]) -> NDArray[Any]:
+    # A file of nothing cannot be mapped.
+    return np.memmap(file, dtype=dtype, mode="r") if record.tokens else np.zeros(0, dtype)
+
+
+def _checksum(tokens: NDArray[Any]) -> str:
+    return blake2b(tokens.data, digest_size=16).hexdigest()
+
+
+def _fingerprint(parts: list[tuple[str, NDArray[Any]]]) -> str:
+    """A hash of the tokens of each split as one run of 32-bit numbers."""
+    hashes = {split: blake2b(digest_size=16) for split in SPLITS}
+    for split, tokens in parts:
+        for first in range(0, len(tokens), 2**20):
+            hashes[split].update(tokens[first : first + 2**20].astype("<u4").data)
+    return blake2b(b"".join(hashes[split].digest() for split in SPLITS), digest_size=16).hexdigest()

@@ -1,0 +1,134 @@
+"""hf:// on data sets and tokenizers in a folder; what is said where the Hub or the extra is not there."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from leaven.data.corpus import Corpus, open_corpora
+from leaven.data.hub import fetch_tokenizer
+from leaven.data.tokens import prepare
+from leaven.recipe.data import Data, Source
+from leaven.recipe.errors import InputError
+
+datasets: Any = pytest.importorskip("datasets")
+
+TEXTS = ["one", None, "zwölf " * 100, " ", *(f"document {number} of the set" for number in range(600))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> None:
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same texts as save_to_disk writes them, in splits, and as a folder of files."""
+    root = tmp_path_factory.mktemp("sets")
+    small = datasets.Dataset.from_dict({"text": ["of the test split"], "id": [1]})
+    whole = datasets.Dataset.from_dict({"text": TEXTS, "id": range(len(TEXTS))})
+    whole.save_to_disk(root / "saved")
+    datasets.DatasetDict({"train": whole, "test": small}).save_to_disk(root / "splits")
+    (root / "files").mkdir()
+    whole.to_parquet(root / "files" / "train-00000.parquet")
+    small.to_parquet(root / "files" / "test-00000.parquet")
+    # Read back in two pieces, whose rows are numbered on.
+    datasets.concatenate_datasets([whole.select(range(5)), whole.select(range(5, len(TEXTS)))]).save_to_disk(
+        root / "pieces"
+    )
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+def opened(source: str, text: str = "text") -> Corpus:
+    return open_corpora([Source(source=source, text=text)], 0.0)[0]
+
+
+@pytest.mark.parametrize("name", ["saved", "splits", "files", "pieces"])
+def test_a_data_set_in_a_folder_is_read_row_by_row(folder: Path, name: str) -> None:
+    found = {document.key: document.text for document in opened(f"hf://{folder}/{name}").documents()}
+    # Keys are of the split and the row, whatever file it is in.
+    assert found == {
+        f"train:{number}": text for number, text in enumerate(TEXTS, start=1) if text is not None and text.strip()
+    }
+
+
+@pytest.mark.parametrize("name", ["splits", "files"])
+def test_a_split_is_chosen_by_name(folder: Path, name: str) -> None:
+    documents = opened(f"hf://{folder}/{name}?split=test").documents()
+    assert "".join(document.text for document in documents) == "of the test split"
+
+
+def test_it_becomes_tokens_and_is_not_read_twice(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Data(source=f"hf://{folder}/saved", tokens=1)
+    first = prepare(data, 300, tmp_path / "cache")
+    texts = [text for text in TEXTS if text and text.strip()]
+    assert first.train_bytes + first.validation_bytes == sum(len(text.encode()) for text in texts)
+    monkeypatch.setattr("leaven.data.hub.Split.rows", None)
+    assert prepare(data, 300, tmp_path / "cache").fingerprint == first.fingerprint
+
+
+def test_every_wrong_data_set_is_refused_in_one_line(folder: Path) -> None:
+    for source, text, message in (
+        (f"hf://{folder}/none", "text", "none' cannot be opened (Couldn't find any data file"),
+        (
+            f"hf://{folder}/splits?split=dev",
+            "text",
+            "(it has no split dev, only train, test); check the name, its con",
+        ),
+        (f"hf://{folder}/files?split=dev", "text", "cannot be opened (Unknown split"),
+        (f"hf://{folder}/files?config=big", "text", "cannot be opened (BuilderConfig 'big' not found"),
+        (f"hf://{folder}/saved", "body", f"hf://{folder}/saved:train has no column body, only text, id"),
+        (f"hf://{folder}/saved", "id", "column id is int64, not string"),
+    ):
+        with pytest.raises(InputError) as caught:
+            opened(source, text)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a network, without the half minute of retries."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do() -> None:
+    for what, give, instead in (
+        ("source", opened, "files of text"),
+        ("tokenizer", fetch_tokenizer, "a tokenizer.json"),
+    ):
+        with pytest.raises(InputError) as caught:
+            give("hf://org/nothing-of-that-name")
+        assert str(caught.value) == (
+            f"data.{what} 'hf://org/nothing-of-that-name': the Hub cannot be reached, and it is not in the cache of "
+            f"an earlier download; connect once, or give {instead} on this machine"
+        )
+
+
+def test_a_missing_extra_is_said_with_its_name(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"needs datasets; pip install 'leaven\[hf\]'"):
+        opened(f"hf://{folder}/saved")
+
+
+def test_the_tokenizer_of_a_model_in_a_folder_is_used(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "?": 1, "</s>": 2}, unk_token="?"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    data = Data(source=f"hf://{folder}/splits?split=test", tokenizer=f"hf://{tmp_path}", tokens=1)
+    found = prepare(data, 3, tmp_path / "cache")
+    assert (found.vocab_size, found.end_of_text) == (3, 2)
+    assert json.loads(found.tokenizer_path.read_text())["model"]["vocab"] == {"one": 0, "?": 1, "</s>": 2}

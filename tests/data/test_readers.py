@@ -1,0 +1,143 @@
+"""What cannot be read is counted, named and skipped, up to a share; what can be read beside it is read."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from leaven.data.corpus import Corpus, open_corpora
+from leaven.recipe.data import Source
+from leaven.recipe.errors import InputError
+
+
+def opened(source: object, share: float, text: str = "text") -> Corpus:
+    return open_corpora([Source(source=str(source), text=text)], share)[0]
+
+
+def read(corpus: Corpus) -> dict[str, str]:
+    return {document.key: document.text for document in corpus.documents()}
+
+
+def good_lines(count: int) -> list[bytes]:
+    return [json.dumps({"text": f"line {number} of the file"}).encode() for number in range(1, count + 1)]
+
+
+BAD_LINES = {
+    "no JSON": (b'{"text": "cut of', "is not JSON (Invalid control character"),
+    "no object": (b'["text"]', 'has no text; write {"text": "..."}'),
+    "no text": (b'{"body": "x"}', "has no text"),
+    "a number": (b'{"text": 5}', "has no text"),
+    "Latin-1": (b'{"text": "caf\xe9"}', "is not UTF-8 (byte 0xe9 at 13)"),
+    "too deep": (b"[" * 100_000, "is not JSON"),
+    "too long a number": (b'{"text": ' + b"9" * 5_000 + b"}", "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_LINES)
+def test_a_bad_line_is_named_and_skipped_up_to_the_share(tmp_path: Path, what: str) -> None:
+    bad, why = BAD_LINES[what]
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b"\n".join([*good_lines(6), bad, b"", *good_lines(3)]))
+    corpus = opened(path, share=0.1)
+    assert list(read(corpus)) == [f"some.jsonl:{n}" for n in (1, 2, 3, 4, 5, 6, 9, 10, 11)]
+    assert f"1 of 10 documents of data.source '{path}' cannot be read and are skipped: {path}:7 " in corpus.skipped
+    assert why in corpus.skipped
+    with pytest.raises(InputError) as caught:
+        opened(path, share=0.09)
+    message = str(caught.value)
+    assert message.startswith(f"1 of 10 documents of data.source '{path}' cannot be read; mend that or raise [data] ")
+    assert f"corrupt_share from 0.09: {path}:7 " in message
+    assert why in message
+    assert "\n" not in message
+
+
+def test_only_the_first_faults_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([b"{", *good_lines(3), *[b"["] * 9]))
+    said = opened(tmp_path / "a.jsonl", share=1.0).skipped
+    assert said.startswith("10 of 13 documents")
+    assert said.count(str(tmp_path)) == 1 + 3
+    assert said.endswith("; ...")
+
+
+def zstandard(raw: bytes) -> bytes:
+    stream = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(stream, "zstd") as file:
+        file.write(raw)
+    return stream.getvalue().to_pybytes()
+
+
+def table(rows: int, column: str = "text") -> bytes:
+    stream = pa.BufferOutputStream()
+    texts = [f"row {number} {number**9}" for number in range(rows)]
+    parquet.write_table(pa.table({column: texts}), stream, row_group_size=1_000, compression="none")
+    return stream.getvalue().to_pybytes()
+
+
+def flipped(raw: bytes) -> bytes:
+    half = len(raw) // 2
+    return raw[:half] + bytes(byte ^ 0xFF for byte in raw[half : half + 50]) + raw[half + 50 :]
+
+
+LINES = b"\n".join(good_lines(20_000))
+BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-5_000], "ended before the end-of-stream"),
+    "no gzip": ("x.jsonl.gz", lambda: LINES, "Not a gzipped file"),
+    "flipped gzip": ("x.jsonl.gz", lambda: flipped(gzip.compress(LINES)), "cannot be read to its end ("),
+    "truncated zstandard": ("x.jsonl.zst", lambda: zstandard(LINES)[:-100], "Truncated compressed stream"),
+    "no zstandard": ("x.jsonl.zst", lambda: LINES, "ZSTD decompress failed"),
+    "truncated parquet": ("x.parquet", lambda: table(5_000)[:-10], "cannot be read as parquet"),
+    "empty parquet": ("x.parquet", lambda: b"", "cannot be read as parquet"),
+    "flipped parquet": ("x.parquet", lambda: flipped(table(5_000))[:-8] + b"....PAR1", "cannot be read as parquet"),
+    "no column": ("x.parquet", lambda: table(5, "body"), "has no column text, only body; name it: source = ["),
+    "Latin-1": ("x.txt", lambda: b"caf\xe9", "is not UTF-8 (byte 0xe9 at 3)"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_is_named_and_skipped_up_to_the_share(tmp_path: Path, what: str) -> None:
+    name, content, why = BROKEN[what]
+    for number in range(9):
+        (tmp_path / f"a{number}.txt").write_text("whole")
+    (tmp_path / name).write_bytes(content())
+    corpus = opened(f"{tmp_path}/*", share=0.1)
+    assert list(read(corpus)) == [f"a{n}.txt" for n in range(9)]
+    assert f"1 of 10 files of data.source '{tmp_path}/*' cannot be read and are skipped: {tmp_path}/{name}" in (
+        corpus.skipped
+    )
+    assert why in corpus.skipped
+    with pytest.raises(InputError) as caught:
+        opened(f"{tmp_path}/*", share=0.09)
+    assert f"{tmp_path}/{name}" in str(caught.value)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_but_broken_files_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES)[:-5_000])
+    with pytest.raises(InputError, match="holds no text"):
+        opened(tmp_path / "x.jsonl.gz", share=1.0)
+
+
+def test_a_row_of_parquet_that_is_no_text_harms_no_other(tmp_path: Path) -> None:
+    rows = [f"row {number}".encode() for number in range(600)]
+    rows[300] = b"caf\xe9"
+    # A column that says it is text, of bytes that are not.
+    offsets = pa.array([sum(map(len, rows[:n])) for n in range(601)], pa.int32())
+    text = pa.StringArray.from_buffers(600, offsets.buffers()[1], pa.py_buffer(b"".join(rows)))
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"text": text}), path)
+    corpus = opened(path, share=0.01)
+    assert corpus.n_documents == 599
+    assert f"{path}:301 is not UTF-8 (byte 0xe9 at 3)" in corpus.skipped
+
+
+def test_the_key_and_the_column_can_have_another_name(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"content": "one", "text": "no"}\n')
+    (tmp_path / "x.parquet").write_bytes(table(3, "content"))
+    found = read(opened(f"{tmp_path}/*", share=0.0, text="content"))
+    assert found["x.jsonl:1"] == "one"
+    assert found["x.parquet:3"] == "row 2 512"

@@ -1,0 +1,337 @@
+"""Shards on disk: written whole or not at all, whoever is killed; kept when a run goes on; mended when damaged."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import active_children
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leaven.data.shards import ShardedTokens
+from leaven.data.tokens import TokenSet, prepare
+from leaven.recipe.data import Data
+from leaven.recipe.errors import InputError
+
+WORDS = ["flour", "water", "salt", "leaven", "dough", "crumb", "crust", "oven", "fold", "rest", "ämne", "🍞"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    folder = tmp_path_factory.mktemp("corpus")
+    chance = random.Random(0)
+    for number in range(60):
+        lines = (" ".join(chance.choices(WORDS, k=9)) for _ in range(44))
+        (folder / f"{number:03}.txt").write_text(f"# {number}\n" + "\n".join(lines))
+    return Data(source=f"{folder}/*.txt", tokens=1)
+
+
+@pytest.fixture(scope="module")
+def prepared(data: Data, tmp_path_factory: pytest.TempPathFactory) -> TokenSet:
+    """In one shard of one batch."""
+    return prepare(data, 300, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About fifteen shards, of two batches each."""
+    monkeypatch.setattr("leaven.data.shards.BATCH_CHARACTERS", 3_000)
+    monkeypatch.setattr("leaven.data.shards.SHARD_BATCHES", 2)
+
+
+def folder_in(cache: Path) -> Path:
+    (folder,) = (cache / "tokens").iterdir()
+    return folder
+
+
+def same(a: TokenSet, b: TokenSet) -> bool:
+    return (
+        a.fingerprint == b.fingerprint
+        and np.array_equal(a.train[:], b.train[:])
+        and np.array_equal(a.validation[:], b.validation[:])
+        and (a.train_bytes, a.validation_bytes) == (b.train_bytes, b.validation_bytes)
+    )
+
+
+@given(st.lists(st.integers(0, 6), max_size=6), st.data())
+def test_sharded_tokens_slice_like_one_array(lengths: list[int], data: st.DataObject) -> None:
+    whole = np.arange(sum(lengths), dtype=np.uint16)
+    sharded = ShardedTokens(np.split(whole, np.cumsum(lengths)[:-1]) if lengths else [])
+    bound = st.none() | st.integers(-len(whole) - 2, len(whole) + 2)
+    index = slice(data.draw(bound), data.draw(bound))
+    assert len(sharded) == len(whole)
+    assert np.array_equal(sharded[index], whole[index])
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_shards_and_processes_do_not_change_the_tokens(
+    data: Data, prepared: TokenSet, tmp_path: Path, processes: int
+) -> None:
+    calls: list[int] = []
+    found = prepare(
+        data, 300, tmp_path, lambda stage, done, total: calls.append(done) if stage == "encoding" else None, processes
+    )
+    assert same(found, prepared)
+    index = json.loads((folder_in(tmp_path) / "index.json").read_text())
+    assert len(index["shards"]) > 10
+    # A shard may have no validation text; a file of nothing cannot be mapped.
+    assert {shard["validation"]["tokens"] == 0 for shard in index["shards"]} == {True, False}
+    assert calls == sorted(calls)
+    assert calls[-1] == found.train_bytes + found.validation_bytes
+    # A slice within a shard is the file itself.
+    assert isinstance(found.train[:10].base, np.memmap)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 2)
+
+
+def flipped(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (Path.unlink, "was missing; it was made again"),
+        (truncated, "bytes; it was made again"),
+        (flipped, "did not have the bytes that were written; it was made again"),
+    ],
+)
+def test_a_damaged_shard_is_named_and_alone_made_again(
+    data: Data, prepared: TokenSet, tmp_path: Path, harm: Callable[[Path], None], said: str
+) -> None:
+    prepare(data, 300, tmp_path)
+    folder = folder_in(tmp_path)
+    before = {path: path.stat().st_ino for path in folder.glob("*.bin")}
+    damaged = folder / "train-00003.bin"
+    harm(damaged)
+    again = prepare(data, 300, tmp_path)
+    assert same(again, prepared)
+    (note,) = again.notes
+    assert note.startswith(f"{damaged} ")
+    assert note.endswith(said)
+    after = {path: path.stat().st_ino for path in folder.glob("*.bin")}
+    pair = {damaged, folder / "validation-00003.bin"}
+    assert {path for path in after if path not in pair and after[path] != before[path]} == set()
+    assert prepare(data, 300, tmp_path).notes == ()
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, truncated, flipped])
+@pytest.mark.parametrize("name", ["index.json", "shards.jsonl"])
+def test_a_damaged_index_or_journal_is_written_again(
+    data: Data, prepared: TokenSet, tmp_path: Path, harm: Callable[[Path], None], name: str
+) -> None:
+    prepare(data, 300, tmp_path)
+    folder = folder_in(tmp_path)
+    harm(folder / name)
+    if name != "index.json":
+        (folder / "index.json").unlink()
+    assert same(prepare(data, 300, tmp_path), prepared)
+    assert (folder / name).exists()
+
+
+def test_a_copy_of_the_cache_is_checked_once(
+    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(data, 300, tmp_path)
+    for path in folder_in(tmp_path).glob("*.bin"):
+        path.write_bytes(path.read_bytes())
+    assert same(prepare(data, 300, tmp_path), prepared)
+    monkeypatch.setattr("leaven.data.shards._checksum", None)
+    assert same(prepare(data, 300, tmp_path), prepared)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_full_disk_is_one_line_and_what_is_finished_is_kept(
+    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 30:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(InputError) as caught:
+            prepare(data, 300, tmp_path)
+    assert str(caught.value) == (
+        f"the cache folder {tmp_path} cannot be used (No space left on device); "
+        "set LEAVEN_CACHE to a folder with room that can be written and locked"
+    )
+    folder = folder_in(tmp_path)
+    assert not list(folder.glob(".*.tmp"))
+    kept = {path: path.stat().st_ino for path in folder.glob("train-*.bin")}
+    assert len(kept) >= 3
+    assert same(prepare(data, 300, tmp_path), prepared)
+    journal = [json.loads(line)["shard"] for line in (folder / "shards.jsonl").read_text().split("\n") if line]
+    assert journal == sorted(set(journal))
+    assert sum(path.stat().st_ino == inode for path, inode in kept.items()) >= len(kept) - 1
+
+
+PREPARE = """
+import os, signal, sys
+from pathlib import Path
+from leaven.data import pool, shards, survey, tokens
+from leaven.recipe.data import Data
+
+if __name__ == "__main__":
+    source, cache, stop, processes = sys.argv[1:]
+    shards.BATCH_CHARACTERS, shards.SHARD_BATCHES = 3_000, 2
+    write, rename, journal = shards.write, Path.rename, shards._journal
+    def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+    def write_half(path, raw):
+        if path.name == "index.json": path.with_name(".index.json.1.tmp").write_bytes(raw[: len(raw) // 2]); die()
+        write(path, raw)
+    def die_at_shard_7(folder, shard, record):
+        if shard == 7: die()
+        journal(folder, shard, record)
+    def rename_and_die(source, final):
+        if final.name == "train-00007.bin" and stop == "before a rename": die()
+        rename(source, final)
+        if final.name == "train-00007.bin" and stop == "after a rename": die()
+        if final.name == "index.json" and stop == "after the index": die()
+    if stop == "half an index": shards.write = write_half
+    if stop == "before the journal": shards._journal = die_at_shard_7
+    Path.rename = rename_and_die
+    stages = set()
+    def progress(stage, done, total):
+        stages.add(stage)
+        if stage == stop: die()
+    print("started", flush=True)
+    found = tokens.prepare(Data(source=source, tokens=1), 300, Path(cache), progress, int(processes))
+    print("encoding" in stages, found.fingerprint)
+"""
+
+
+def start(
+    data: Data, cache: Path, stop: str = "", processes: int = 1, pipe: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    script = cache / "prepare.py"
+    if not script.exists():
+        script.write_text(PREPARE)
+    command = [sys.executable, str(script), str(data.source), str(cache), stop, str(processes)]
+    # In a group of its own, so that what it leaves behind can be counted.
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=0)
+
+
+def finished(cache: Path) -> dict[Path, int]:
+    """The files of the shards that the journal says are finished."""
+    names = []
+    for journal in (cache / "tokens").glob("*/shards.jsonl"):
+        for line in journal.read_text().split("\n"):
+            if line.endswith("}"):
+                names += [journal.with_name(f"{split}-{json.loads(line)['shard']:05}.bin") for split in ("train",)]
+    return {path: path.stat().st_ino for path in names}
+
+
+STOPS = ["reading", "tokenizer", "before a rename", "after a rename", "before the journal", "half an index"]
+
+
+@pytest.mark.parametrize("stop", [*STOPS, "after the index"])
+def test_a_kill_at_a_chosen_moment_loses_one_shard_at_most(
+    data: Data, prepared: TokenSet, tmp_path: Path, stop: str
+) -> None:
+    process = start(data, tmp_path, stop)
+    _, error = process.communicate()
+    assert process.returncode == -signal.SIGKILL, error
+    before = finished(tmp_path)
+    expected = {"reading": 0, "tokenizer": 0, "half an index": 12, "after the index": 12}.get(stop, 7)
+    assert len(before) >= expected if expected == 12 else len(before) == expected
+    process = start(data, tmp_path)
+    output, error = process.communicate()
+    assert output.split()[-1] == prepared.fingerprint, error
+    assert output.split()[-2] == str(stop != "after the index")
+    after = finished(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_kills_at_random_moments_of_two_processes_lose_nothing_that_was_finished(
+    data: Data, prepared: TokenSet, tmp_path: Path
+) -> None:
+    chance = random.Random(1)
+    kept: dict[Path, int] = {}
+    for _ in range(4):
+        process = start(data, tmp_path, processes=2)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(chance.uniform(0, 1))
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        now = finished(tmp_path)
+        assert {path: now[path] for path in kept} == kept
+        kept = now
+    process = start(data, tmp_path, processes=2)
+    output, error = process.communicate()
+    assert output.split()[-1] == prepared.fingerprint, error
+
+
+def test_the_processes_of_a_killed_one_are_gone_with_it(data: Data, tmp_path: Path) -> None:
+    # Not to pipes: what is left behind would hold them open.
+    process = start(data, tmp_path, "encoding", processes=2, pipe=subprocess.DEVNULL)
+    assert process.wait() == -signal.SIGKILL
+
+    def left() -> list[int]:
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == process.pid and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+        return found
+
+    until = time.monotonic() + 20
+    while left() and time.monotonic() < until:
+        time.sleep(0.1)
+    remaining = left()
+    for number in remaining:
+        os.kill(number, signal.SIGKILL)
+    assert remaining == []
+
+
+@pytest.mark.usefixtures("small")
+def test_a_process_that_dies_is_said_and_what_is_finished_is_kept(
+    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leaven.data.corpus.REPORT_EVERY_BYTES", 1)
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if finished(tmp_path):
+            for process in active_children():
+                process.kill()
+
+    with pytest.raises(InputError, match=r"a process that was tokenising is gone.*are kept"):
+        prepare(data, 300, tmp_path, kill, processes=2)
+    before = finished(tmp_path)
+    assert before
+    assert same(prepare(data, 300, tmp_path, processes=2), prepared)
+    assert {path: finished(tmp_path)[path] for path in before} == before
+
+
+def test_of_processes_that_prepare_the_same_at_once_one_works_and_all_end_right(
+    data: Data, prepared: TokenSet, tmp_path: Path
+) -> None:
+    processes = [start(data, tmp_path) for _ in range(4)]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0]
+    assert {output.split()[-1] for output in outputs} == {prepared.fingerprint}
+    assert sorted(output.split()[-2] for output in outputs) == ["False", "False", "False", "True"]
+    assert len(list((tmp_path / "tokens").iterdir())) == 1
