@@ -77,6 +77,30 @@ def gpt_neox(width: int, depth: int) -> nn.Module:
     )
 
 
+class Block(nn.Module):
+    def __init__(self, width: int, d_ff: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.ffn = nn.ModuleDict({"fc1": nn.Linear(width, d_ff), "fc2": nn.Linear(d_ff, width)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.ffn["fc2"](self.ffn["fc1"](self.norm1(x)).relu())
+
+
+class Home(nn.Module):
+    """Written at home: blocks in a Sequential, the later half twice as wide inside."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.Sequential(*(Block(width, width * (1 + (2 * i >= depth))) for i in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
 FAMILIES: dict[str, Build] = {"llama": llama, "qwen3": qwen3, "gpt2": gpt2, "gpt-neox": gpt_neox}
 
 

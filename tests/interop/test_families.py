@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.interop.families import FAMILIES, Build, gpt2, llama, logits, loss_of, tokens
+from tests.interop.families import FAMILIES, Build, Home, gpt2, llama, logits, loss_of, tokens
 from torch import nn
 
 import leaven
@@ -253,6 +253,16 @@ def test_initial_values_are_the_rules_and_those_of_the_name(family: str) -> None
                 assert not parameter.any()
 
 
+def test_what_is_frozen_keeps_its_values() -> None:
+    model = llama(64, 2)
+    frozen, trained = model.get_parameter("model.embed_tokens.weight"), model.get_parameter("lm_head.weight")
+    frozen.requires_grad_(False)
+    before = frozen.clone(), trained.clone()
+    leaven.parametrize(model, base=llama(32, 2), hyperparameters=TUNED, initialise=True)
+    assert torch.equal(frozen, before[0])
+    assert not torch.equal(trained, before[1])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_trains(family: str) -> None:
     model = FAMILIES[family](64, 3)
@@ -276,30 +286,6 @@ def test_weights_are_saved_and_loaded_under_the_names_they_had() -> None:
     copied = copy.deepcopy(model)
     assert torch.equal(logits(copied, tokens()), logits(model, tokens()))
     assert not torch.equal(logits(plain, tokens()), logits(model, tokens()))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, d_ff: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.ffn = nn.ModuleDict({"fc1": nn.Linear(width, d_ff), "fc2": nn.Linear(d_ff, width)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.ffn["fc2"](self.ffn["fc1"](self.norm1(x)).relu())
-
-
-class Home(nn.Module):
-    """Written at home: blocks in a Sequential, the later half twice as wide inside."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(97, width)
-        self.blocks = nn.Sequential(*(Block(width, width * (1 + (2 * i >= depth))) for i in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 97)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(tokens))))
 
 
 def test_a_block_is_compared_with_the_one_at_its_relative_depth() -> None:

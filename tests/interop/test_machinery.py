@@ -3,13 +3,17 @@
 import copy
 import doctest
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.interop.families import gpt2, llama, logits, loss_of, tokens
+from tests.interop.families import Home, gpt2, llama, logits, loss_of, tokens
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,6 +54,26 @@ def test_compiled(build: Any, compiled_first: bool) -> None:
     assert values(found) == values(reference)
     torch.testing.assert_close(logits(compiled, tokens()), logits(expected, tokens()))
     assert not torch.allclose(logits(compiled, tokens()), unscaled)
+
+
+@pytest.mark.parametrize("how", ["model", "in place", "blocks"])
+def test_compiled_and_run_before(how: str) -> None:
+    """A graph that has run has no hooks and looks for none."""
+    model: Any = Home(64, 4)
+    expected, run = copy.deepcopy(model), model
+    match how:
+        case "model":
+            run = torch.compile(model, backend="eager")
+        case "in place":
+            model.compile(backend="eager")
+        case "blocks":
+            for layer in range(4):
+                model.blocks[layer] = torch.compile(model.blocks[layer], backend="eager")
+    unscaled = logits(run, tokens())
+    for part in (model, expected):
+        leaven.parametrize(part, base=Home(32, 2), hyperparameters=TUNED)
+    torch.testing.assert_close(logits(run, tokens()), logits(expected, tokens()))
+    assert not torch.allclose(logits(run, tokens()), unscaled)
 
 
 def test_blocks_compiled_or_checkpointed_one_by_one_keep_their_names() -> None:
@@ -114,6 +138,35 @@ def test_sharded_by_fsdp2(build: Any, one_rank: Any) -> None:
         assert all(isinstance(parameter, DTensor) for group in its for parameter in group["params"])
         for name, parameter in stepped(model, its).items():
             torch.testing.assert_close(parameter, expected[name], msg=name)
+
+
+@pytest.mark.slow
+def test_sharded_over_two_ranks() -> None:
+    """Real shards: by FSDP2, from the meta device, and by tensor."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("on_ranks.py"))],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("as the whole") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_compiled_to_code(build: Any) -> None:
+    """By the default backend, which writes kernels: forward, backward and two steps as without it, in float64, for
+    AdamW makes whole steps of gradients that are only rounding (those of GPT-2's key biases). Parts of both models
+    are in float32 all the same."""
+    plain, model = build(64, 4).double(), build(64, 4).double()
+    options = {"base": build(32, 2), "hyperparameters": TUNED, "initialise": True}
+    expected = stepped(plain, leaven.parametrize(plain, **options))
+    found = leaven.parametrize(model, **options)
+    compiled = stepped(torch.compile(model), found)  # type: ignore[arg-type]
+    for name, parameter in expected.items():
+        torch.testing.assert_close(compiled[f"_orig_mod.{name}"], parameter, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def change_of_logits(rule: str, width: int, seed: int) -> float:

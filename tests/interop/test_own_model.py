@@ -30,9 +30,15 @@ CASES = {
         {"model.bias": True, "model.norm": "layernorm", "model.positions": "learned", "model.activation": "gelu"},
         GROWN,
     ),
+    "embedding norm, ALiBi, tied": (
+        {"model.embedding_norm": True, "model.bias": True, "model.norm": "layernorm", "model.positions": "alibi"}
+        | {"model.tied_embeddings": True},
+        GROWN,
+    ),
     "multipliers of modules and depth": (
         {
             "hyperparameters.residual": 0.8,
+            "hyperparameters.decay_norm_and_bias": True,
             "hyperparameters.modules": {
                 "attention.out": {"residual": 0.5, "init_std": 2.0},
                 "embedding": {"lr": 3.0, "beta2": 0.5},

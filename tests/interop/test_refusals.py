@@ -1,5 +1,6 @@
 """What cannot be classified is refused by name, in one line that says what to do, and the model is left as it was."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +9,13 @@ import pytest
 import torch
 from tests.interop.families import VOCABULARY, gpt2, llama, logits, tokens
 from torch import nn
-from transformers import Gemma2Config, MixtralConfig
-from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
+from transformers import GemmaConfig, MixtralConfig, Olmo2Config, OPTConfig, T5Config
+from transformers.models.gemma.modeling_gemma import GemmaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
+from transformers.models.opt.modeling_opt import OPTForCausalLM
+from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 
 import leaven
 from leaven.interop.torch_models import groups
@@ -36,10 +40,27 @@ def decoder(
     return model
 
 
-def gemma2(width: int, depth: int) -> nn.Module:
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
-    return Gemma2ForCausalLM(
-        Gemma2Config(vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2, head_dim=8, **sizes)
+def sizes(width: int, depth: int) -> dict[str, int]:
+    return {"vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4}
+
+
+def olmo2(width: int, depth: int) -> nn.Module:
+    return Olmo2ForCausalLM(Olmo2Config(**sizes(width, depth), intermediate_size=2 * width, pad_token_id=0))
+
+
+def gemma(width: int, depth: int) -> nn.Module:
+    return GemmaForCausalLM(
+        GemmaConfig(**sizes(width, depth), intermediate_size=2 * width, head_dim=8, pad_token_id=0)
+    )
+
+
+def opt(width: int, depth: int) -> nn.Module:
+    return OPTForCausalLM(OPTConfig(**sizes(width, depth), ffn_dim=2 * width, word_embed_proj_dim=width))
+
+
+def t5(width: int, depth: int) -> nn.Module:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, d_model=width, d_ff=2 * width, num_layers=depth, num_heads=4, d_kv=8)
     )
 
 
@@ -70,6 +91,70 @@ class TorchDecoder(nn.Module):
         self.unembedding = nn.Linear(width, VOCABULARY)
 
 
+class SmallBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
+
+
+def convolution(width: int) -> nn.Module:
+    block: Any = SmallBlock(width)
+    block.mlp["more"] = nn.Conv1d(width, width, 3, bias=False)
+    return block
+
+
+class NanoBlock(SmallBlock):
+    """Attention that keeps neither its head dimension nor its scale."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(width, 3 * width), "c_proj": nn.Linear(width, width)})
+
+
+class PreNormMLP(nn.Module):
+    """Matrices in a class that is named after its norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+        self.w1 = nn.Parameter(torch.ones(4 * width, width))
+        self.w2 = nn.Parameter(torch.ones(width, 4 * width))
+
+
+def normed(width: int) -> nn.Module:
+    return nn.ModuleDict({"norm1": nn.LayerNorm(width)})
+
+
+class NormBlock(nn.Module):
+    def __init__(self, width: int, mlp: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.mlp = mlp(width)
+
+
+def stacked(blocks: Callable[[int, int], list[nn.Module]]) -> Callable[[int, int], nn.Module]:
+    """A decoder of given blocks."""
+
+    def build(width: int, depth: int) -> nn.Module:
+        model = nn.Module()
+        model.embedding = nn.Embedding(VOCABULARY, width)
+        model.blocks = nn.ModuleList(blocks(width, depth))
+        model.norm = nn.LayerNorm(width)
+        model.unembedding = nn.Linear(width, VOCABULARY)
+        return model
+
+    return build
+
+
+def shared(width: int, depth: int) -> list[nn.Module]:
+    """The end of the branch is one matrix in all blocks."""
+    blocks: list[Any] = [SmallBlock(width) for _ in range(depth)]
+    for block in blocks[1:]:
+        block.mlp["down"].weight = blocks[0].mlp["down"].weight
+    return blocks
+
+
 def refused(build: Callable[..., nn.Module], *, base: nn.Module | None = None, **options: Any) -> str:
     model = build(64, 3)
     with pytest.raises(InputError) as refusal:
@@ -84,7 +169,7 @@ def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
     text = refused(lambda width, depth: decoder(width, depth, scalar=True))
     assert text == (
         "model.layers.0.mlp.gain (64, 32 in the base): a parameter of LlamaMLP is no embedding, matrix, gain or "
-        "bias; say what it is, as in roles={'model.layers.0.mlp.gain': 'hidden_weight'}"
+        "bias; say what it is, as in roles={'model.layers.0.mlp.gain': 'hidden_norm'} or 'hidden_bias'"
     )
 
 
@@ -95,11 +180,27 @@ def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
         (lambda n, d: decoder(n, d, names=("gate",)), "mlp.gate.weight .* not the fan in of .*down_proj.*: a router"),
         (lambda n, d: decoder(n, d, names=("out",)), "one matrix that ends it and has .*down_proj.*out.weight"),
         (lambda n, d: decoder(n, d, neck=True), "^neck.weight .* outside the blocks"),
-        (gemma2, "post_feedforward_layernorm.weight .* pre-norm"),
-        (mixtral, r"mlp\.(gate|experts)\S* \("),
+        (olmo2, "^model.layers.0.post_feedforward_layernorm.weight .* the rules are for pre-norm blocks$"),
+        (gemma, "^Gemma.* multiplies its embedding by sqrt"),
+        (mixtral, r"mlp\.(gate|experts)\S* \(.*no rule for mixtures of experts"),
+        (opt, "^model.decoder.final_layer_norm.weight .*: 'embedding_norm'} or 'final_norm'$"),
+        (t5, r"SelfAttention.q.weight .*: 'attention.query'} or 'attention.key' or 'attention.value'"),
+        (
+            stacked(lambda n, d: [convolution(n) for _ in range(d)]),
+            r"more.weight \(64 x 64 x 3.*; there is no rule",
+        ),
         (headless, "nothing makes the logits.*embed_tokens.*'tied_embedding'"),
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),
+        (stacked(lambda n, d: [SmallBlock(n)] * d), "^blocks repeats a block"),
+        (stacked(shared), r"^blocks.0.mlp.down.weight and blocks.1.mlp.down.weight are one parameter"),
+        (stacked(lambda n, d: [NormBlock(n, PreNormMLP) for _ in range(d)]), r"^blocks.0.mlp.w1 \(256 x 64"),
+        (
+            stacked(
+                lambda n, d: [NormBlock(n, lambda n: nn.ModuleDict({"norm1": nn.LayerNorm(n)})) for _ in range(d)]
+            ),
+            "^blocks.0.mlp.norm1.weight: its block has no matrix that ends a branch",
+        ),
     ],
 )
 def test_what_is_in_doubt_is_refused_by_name(build: Callable[..., nn.Module], says: str) -> None:
@@ -128,7 +229,14 @@ def test_what_ends_a_branch_writes_to_the_residual_stream() -> None:
         ({"hyperparameters": TUNED | {"modules": {"mlp.ou": {"lr": 2.0}}}}, "did you mean mlp.out"),
         ({"hyperparameters": TUNED | {"modules": {"mlp.in": {"residual": 2.0}}}}, "ends no branch"),
         ({"ratios": leaven.Ratios(width=4)}, "width is 4, but the two models say 2"),
-        ({"ratios": leaven.Ratios(tokens=0)}, "tokens is 0"),
+        ({"ratios": leaven.Ratios(tokens=0)}, "ratios.tokens is 0; .* above 0"),
+        ({"ratios": leaven.Ratios(tokens=math.nan)}, "ratios.tokens is nan"),
+        ({"ratios": {"tokens": 2}}, r"ratios is {'tokens': 2}; give leaven.Ratios"),
+        ({"head_ratio": 0}, "head_ratio is 0; .* above 0"),
+        ({"hyperparameters": None}, "hyperparameters is None; give a dict"),
+        ({"base": 3}, "base is 3; it has to be an nn.Module"),
+        ({"hyperparameters": TUNED | {"optimizer": "adam"}}, "optimizer is adam, and the groups are for AdamW"),
+        ({"hyperparameters": TUNED | {"grad_clip": 0.5}}, "grad_clip.*torch.nn.utils.clip_grad_norm_"),
         ({"roles": {"*.no_proj.weight": "hidden_weight"}}, r"no parameter is named '\*.no_proj.weight'"),
         ({"roles": {"lm_head.weight": "readout"}}, "no role 'readout'; there are embedding"),
         ({"modules": {"model.norm.weight": "mlp.out"}}, "model.norm.weight is a final_norm"),
@@ -138,6 +246,19 @@ def test_what_ends_a_branch_writes_to_the_residual_stream() -> None:
 )
 def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
     assert re.search(says, refused(llama, **options))
+
+
+def test_head_dimensions_that_are_not_kept_have_to_be_said() -> None:
+    build = stacked(lambda n, d: [NanoBlock(n) for _ in range(d)])
+    assert re.search(r"^blocks.0.attn.c_attn.weight is of an attention .* pass head_ratio", refused(build))
+    assert "0 of 3 blocks keep their logit scale" in refused(build, head_ratio=2.0)
+    leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
+
+
+def test_what_no_table_has_is_refused_whatever_is_said() -> None:
+    build = stacked(lambda n, d: [convolution(n) for _ in range(d)])
+    text = refused(build, roles={"*.more.weight": "hidden_weight"})
+    assert re.search("^blocks.0.mlp.more.weight .*a hidden_weight is a matrix.* 3 dimensions; there is no rule", text)
 
 
 def test_the_rule_is_not_applied_twice() -> None:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -71,17 +72,23 @@ def dissect(model: nn.Module) -> Anatomy:
     """Walks the model once.
 
     Raises:
-        InputError: if there is no ``nn.Embedding`` outside the blocks to read the width from.
+        InputError: if blocks share weights, or no ``nn.Embedding`` is outside them to read the width from.
     """
     stacks = _stacks(model)
     found: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         for kind, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found[id(parameter)].append((_plain(f"{path}.{kind}" if path else kind), module, parameter))
     sites: list[Site] = []
     for claims in found.values():
         name, _, parameter = claims[0]
         label, layer = _label(name, stacks)
+        for other, _, _ in claims:
+            if _block(other, stacks) != _block(name, stacks):
+                raise InputError(
+                    f"{name} and {other} are one parameter, and the rules take each block to have its own: "
+                    "what moves with depth is counted in blocks; give every block its own weights"
+                )
         after = layer is None and any(site.layer is not None for site in sites)
         sites.append(Site(name, label, layer, parameter, tuple(owner for _, owner, _ in claims), after))
     embeddings = [s.owner for s in sites if s.layer is None and isinstance(s.owner, nn.Embedding)]
@@ -153,12 +160,14 @@ def _stacks(model: nn.Module) -> dict[str, tuple[int, list[str]]]:
     stacks: dict[str, tuple[int, list[str]]] = {}
     for path, module in model.named_modules():
         plain = _plain(path)
-        members = list(module.children())
+        members = list(module.children())  # each once
         listed = isinstance(module, nn.ModuleList) or (
             isinstance(module, nn.Sequential) and len({type(member) for member in members}) == 1
         )
         nested = any(plain.startswith(f"{outer}.") for outer in stacks)
         if plain and members and listed and not nested and all(any(member.children()) for member in members):
+            if len(members) < len(cast(nn.ModuleList | nn.Sequential, module)):
+                raise InputError(f"{plain} repeats a block, and the rules count a block that runs twice as one")
             stacks[plain] = (len(members), [key for key, _ in module.named_children()])
     return stacks
 
@@ -169,6 +178,11 @@ def _label(name: str, stacks: Mapping[str, tuple[int, list[str]]]) -> tuple[str,
             key, _, rest = name.removeprefix(f"{path}.").partition(".")
             return f"{path}.*.{rest}", keys.index(key)
     return name, None
+
+
+def _block(name: str, stacks: Mapping[str, tuple[int, list[str]]]) -> tuple[str, int] | None:
+    label, layer = _label(name, stacks)
+    return None if layer is None else (label.partition(".*.")[0], layer)
 
 
 def _depth(site: Site, model: Anatomy) -> float:

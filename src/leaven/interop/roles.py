@@ -38,13 +38,17 @@ _NORM = {
         *("ln_2", "ln2", "norm2", "ffn_norm", "mlp_norm", "mlp"),
     ),
 }
+_OVER_HEADS = {*_NORM["query"], *_NORM["key"]}
+_EMBEDDING_NORM = ("embedding", "embedding_norm", "embed_norm", "emb_norm", "ln_emb", "word_embeddings_layernorm")
 # On a branch's output, where a norm would undo the branch's multiplier.
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
-_BIASES = (Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
+_BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
+_NO_RULE = "there is no rule for mixtures of experts and convolutions"
 # The modules of the roles that have one only.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
+    Role.EMBEDDING_NORM: "norm.embedding",
     Role.UNEMBEDDING: "unembedding",
     Role.FINAL_NORM: "norm.final",
 }
@@ -87,9 +91,12 @@ class Classifier:
     def claims(self) -> dict[str, Claim]:
         """By name, every parameter exactly once."""
         claims = {}
-        for site in self.model.sites:
+        # What no rule can have comes first: the router beside experts in one tensor is not the trouble.
+        for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
             role = self._said(self.roles, site)
             role = self._role(site) if role is None else Role(role)
+            if role.is_matrix and site.parameter.ndim != 2:
+                self._refuse(site, f"a {role} is a matrix, and this has {site.parameter.ndim} dimensions")
             claims[site.name] = Claim(role, self._module(site, role))
         self._check_branches(claims)
         return claims
@@ -124,14 +131,17 @@ class Classifier:
 
     def _norm_role(self, site: Site) -> Role:
         if site.layer is None:
-            if not site.after_blocks:
+            # By name first: the order of registration says little of a norm that is no block's.
+            at_embedding = site.path[-1] in _EMBEDDING_NORM
+            if not at_embedding and not site.after_blocks:
                 self._refuse(site, "a norm outside the blocks and ahead of them")
             self._needs(site, "size", self._moves_as_width(site, -1))
+            if at_embedding:
+                return Role.EMBEDDING_BIAS if site.is_bias else Role.EMBEDDING_NORM
             return Role.FINAL_BIAS if site.is_bias else Role.FINAL_NORM
         if site.is_bias:
             return Role.HIDDEN_BIAS
-        over_heads = site.path[-1] in (*_NORM["query"], *_NORM["key"])
-        if not over_heads:
+        if site.path[-1] not in _OVER_HEADS:
             self._needs(site, "size", self._moves_as_width(site, -1))
             return Role.HIDDEN_NORM
         # One gain for all heads, or one for each: by the head dimension, else by what grows.
@@ -177,13 +187,14 @@ class Classifier:
     def _norm_module(self, site: Site) -> str:
         leaf = site.path[-1]
         if leaf in _POST_NORM:
-            self._refuse(
-                site, "a norm on a branch's output, and the rules are for pre-norm blocks", "modules", "norm.mlp"
+            raise InputError(
+                f"{site.name} is a norm on a branch's output, where it undoes the branch's multiplier; the rules "
+                "are for pre-norm blocks"
             )
         for module, names in _NORM.items():
             if leaf in names:
                 return f"norm.{module}"
-        self._refuse(site, "its name does not say which branch the norm precedes", "modules", "norm.mlp")
+        self._refuse(site, "its name does not say which branch the norm precedes", "norm.attention", "norm.mlp")
 
     def _matrix_module(self, site: Site) -> str:
         inside = " ".join(site.path[:-1]).lower()
@@ -200,13 +211,14 @@ class Classifier:
             if site.path[-1] in names
         ]
         if len(found) != 1:
-            self._refuse(site, "its name does not say what it is in its branch", "modules", "mlp.out")
+            may_be = [f"{branch}.{module}" for branch, modules in branches.items() for module in modules]
+            self._refuse(site, "its name does not say what it is in its branch", *may_be)
         return found[0]
 
     # Branches: a multiplier left out is a fault that nothing else would show.
 
     def _check_branches(self, claims: Mapping[str, Claim]) -> None:
-        """In each block each branch with matrices has one end, which writes to the residual stream."""
+        """Each block has a branch, and each branch with matrices one end, which writes to the residual stream."""
         branches: dict[tuple[str, int, str], dict[str, list[Site]]] = {}
         for site in self.model.sites:
             claim = claims[site.name]
@@ -215,33 +227,58 @@ class Classifier:
                 branch.setdefault(claim.module, []).append(site)
         for (_, _, name), matrices in branches.items():
             self._check_branch(f"{name}.out", matrices)
+        ended = {(stack, layer) for stack, layer, _ in branches}
+        for site in self.model.sites:
+            if site.layer is not None and (site.stack, site.layer) not in ended:
+                raise InputError(
+                    f"{site.name}: its block has no matrix that ends a branch, where its multiplier could act; "
+                    "leaven.parametrize is for blocks of attention and MLP"
+                )
 
     def _check_branch(self, out: str, matrices: Mapping[str, list[Site]]) -> None:
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
-            self._refuse(first, f"only {' and '.join(BRANCH_ENDS)} end a branch, not {out}", "modules", "mlp.out")
+            self._refuse(first, f"only {' and '.join(BRANCH_ENDS)} end a branch, not {out}", "mlp.in", "mlp.out")
         if len(ends) != 1:
             names = ", ".join(end.name for end in ends) or "none"
-            self._refuse(first, f"its branch needs one matrix that ends it and has {names}", "modules", out)
+            self._refuse(first, f"its branch needs one matrix that ends it and has {names}", out)
         end = ends[0]
         if end.shape[0] != self.model.width:
-            self._refuse(
-                end, f"it ends a branch, but its fan out is not the width {self.model.width}", "modules", "mlp.in"
-            )
+            self._refuse(end, f"it ends a branch, but its fan out is not the width {self.model.width}", "mlp.in")
         for module, times in (("mlp.gate", 1), ("mlp.in", 1), ("mlp.gate_in", 2)):
             for site in matrices.get(module, []):
                 if site.shape[0] != times * end.shape[1]:
-                    self._refuse(site, f"its fan out is not the fan in of {end.name}: a router?")
+                    raise InputError(
+                        f"{site.name} ({_text(site.shape)}): its fan out is not the fan in of {end.name}: a router? "
+                        f"{_NO_RULE}"
+                    )
 
     @staticmethod
     def _said(said: Mapping[str, str], site: Site) -> str | None:
         return next((value for pattern, value in said.items() if fnmatchcase(site.name, pattern)), None)
 
-    def _refuse(self, site: Site, why: str, option: str = "roles", example: str = "hidden_weight") -> NoReturn:
+    def _refuse(self, site: Site, why: str, *modules: str) -> NoReturn:
+        """With what may be said of it: one of ``modules``, else a role that its place and dimensions allow."""
+        option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
+        said = "".join(f" or {other!r}" for other in may_be[1:])
+        hint = f"say what it is, as in {option}={{{site.name!r}: {may_be[0]!r}}}{said}" if may_be else _NO_RULE
         shapes = f"{_text(site.shape)}, {_text(self.likes[site.name].shape)} in the base"
-        raise InputError(
-            f"{site.name} ({shapes}): {why}; say what it is, as in {option}={{{site.name!r}: {example!r}}}"
-        )
+        raise InputError(f"{site.name} ({shapes}): {why}; {hint}")
+
+
+def _may_be(site: Site) -> tuple[str, ...]:
+    kind = "bias" if site.is_bias else "norm"
+    match site.parameter.ndim, site.layer is not None, site.after_blocks:
+        case 2, True, _:
+            return (Role.HIDDEN_WEIGHT.value,)
+        case 2, _, after:
+            return (Role.UNEMBEDDING.value if after else Role.EMBEDDING.value,)
+        case 1, True, _:
+            return tuple(dict.fromkeys((f"hidden_{kind}", "hidden_norm", "hidden_bias")))
+        case 1, _, after:
+            return (f"final_{kind}",) if after else (f"embedding_{kind}", f"final_{kind}")
+        case _:
+            return ()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -249,14 +286,13 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: Site) -> bool:
-    """By the module's type, or a gain or bias whose module is named so."""
-    named = "norm" in type(site.owner).__name__.lower()
-    path = site.path[-2:]
-    return named or (
-        site.parameter.ndim == 1
-        and not is_linear(site.owner)
-        and any("norm" in part.lower() or part.lower().startswith("ln") for part in path)
-    )
+    """A gain or bias of a module whose type or path says norm; or gains per head, of the queries or keys."""
+    if is_linear(site.owner):
+        return False
+    in_path = any("norm" in part.lower() or part.lower().startswith("ln") for part in site.path[-2:])
+    if site.parameter.ndim == 2:
+        return in_path and site.path[-1] in _OVER_HEADS
+    return site.parameter.ndim == 1 and (in_path or "norm" in type(site.owner).__name__.lower())
 
 
 def is_position(site: Site) -> bool:

@@ -1,6 +1,9 @@
 """Any torch model under a rule: AdamW groups, forward multipliers and, if asked for, initial values."""
 
+import math
+import sys
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -10,12 +13,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from leaven.interop.anatomy import Anatomy, Site, counterparts, depth_ratio, dissect
 from leaven.interop.hooks import multipliers, rescale_attention
-from leaven.interop.roles import Classifier
+from leaven.interop.roles import Claim, Classifier
 from leaven.model.initialise import fill
 from leaven.model.transformer import Transformer
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.hyperparameters import Hyperparameters
+from leaven.recipe.init_std import require_one_rule
 from leaven.recipe.recipe import Scaling
 from leaven.recipe.shape import Parameter, Role
 from leaven.scaling.apply import factors, tensor_ratios
@@ -89,11 +93,16 @@ def parametrize(
     >>> optimizer = torch.optim.AdamW(groups)
 
     Call it on the model as it will be trained: after ``fully_shard`` and ``to_empty``, for both put new parameters in
-    the place of the old, and before a compiled model's first forward. If parameters were replaced later,
-    :func:`groups` returns the groups anew.
+    the place of the old. If parameters were replaced later, :func:`groups` returns the groups anew. What had been
+    compiled before is compiled again.
 
-    The rules are for pre-norm decoders. What a model itself multiplies by a power of its width (Gemma's embedding
-    times sqrt(width)) is not seen and has to be switched off; ``initialise`` takes gains to be neutral at 1. A
+    **Multipliers are no part of the state dict.** Weights loaded into another model of the same class compute
+    something else until it is parametrized with the same arguments (without ``initialise``), for training, for
+    evaluation and for whoever gets the weights.
+
+    The rules are for pre-norm decoders. What a model itself multiplies by a power of its width is not seen and has
+    to be switched off (Gemma, whose embedding is times sqrt(width), is refused by name); ``initialise`` takes gains
+    to be neutral at 1, so not for norms that multiply by 1 + gain. A
     branch's multiplier acts where the matrix that ends it is called as a module, so a fused kernel that takes only
     the weights goes around it; that of the logits acts on the final norm's output. Without ``initialise`` the
     initial values are the caller's: hidden weights with a variance in proportion to 1 / fan in, the unembedding's to
@@ -103,15 +112,17 @@ def parametrize(
         model: The target; its width and depth over those of ``base`` are read off the two.
         base: A smaller model of the same family, at which the hyperparameters were found. It may be on the meta
             device, and its values are not looked at.
-        hyperparameters: In base coordinates. ``init_std`` may be left out if nothing is initialised.
+        hyperparameters: In base coordinates. ``init_std`` may be left out if nothing is initialised; ``optimizer``
+            has to be adamw, and a recipe's ``grad_clip`` is left to the caller's loop.
         ratios: Of batch and tokens, target over base.
         rule: One of ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: Of the head dimension. Where it grows, the attention modules' logit scale is multiplied in place;
-            1.0 leaves it alone. Read off the models' attention modules by default.
+            1.0 leaves it alone. Read off the models' attention modules by default, where they keep it.
         roles: Role by name or glob, for parameters that are refused or taken for something else.
         modules: What a parameter is tuned as, by name or glob; ``attention.out`` and ``mlp.out`` end a branch.
-        initialise: Draws new initial values for all parameters, each from ``seed`` and its name alone.
+        initialise: Draws new initial values for all parameters that are trained (``requires_grad``), each from
+            ``seed`` and its name alone.
         seed: Of the initial values.
 
     Returns:
@@ -120,9 +131,10 @@ def parametrize(
     Raises:
         InputError: in one line that names the parameter or value at fault. The model is then unchanged.
     """
-    target = _unwrapped(model)
+    target, likeness = _unwrapped(model, "model"), _unwrapped(base, "base")
     _refuse_a_second_time(target)
-    anatomy, small = dissect(target), dissect(_unwrapped(base))
+    _refuse_multipliers_of_its_own(target)
+    anatomy, small = dissect(target), dissect(likeness)
     scaling, tuned = _validated(
         hyperparameters,
         initialise,
@@ -132,21 +144,27 @@ def parametrize(
         scale_decay_with_depth=scale_decay_with_depth,
     )
     at = _ratios(ratios, anatomy, small)
-    head = _head_ratio(anatomy, small) if head_ratio is None else head_ratio
     likes = counterparts(anatomy, small)
     claims = Classifier(anatomy, small, likes, _tied_by_hand(target) | dict(roles or {}), modules or {}).claims()
+    head = _head_ratio(anatomy, small, claims) if head_ratio is None else _positive("head_ratio", head_ratio)
     _require_a_readout(anatomy, {name: claim.role for name, claim in claims.items()})
 
     chosen, free = RULES[scaling.rule], exponents(scaling)
+    gated = any(claim.module == "mlp.gate" for claim in claims.values())
     rows: list[Row] = []
     for site in anatomy.sites:
         claim = claims[site.name]
         parameter = Parameter(site.name, site.shape, claim.role, claim.module, site.layer)
         scales = tensor_ratios(claim.role, site.shape, likes[site.name].shape, at, head)
         n_layers = 1 if site.layer is None else anatomy.stacks[site.stack]
-        rows.append(resolve_row(parameter, scales, rule=chosen, free=free, base=tuned, n_layers=n_layers))
+        rows.append(
+            resolve_row(parameter, scales, rule=chosen, free=free, base=tuned, n_layers=n_layers, gated=gated)
+        )
     try:
-        tuned.require_modules(list(dict.fromkeys(row.module for row in rows)))
+        if initialise:
+            wider = any(site.shape != likes[site.name].shape for site in anatomy.sites)
+            require_one_rule(tuned.init, scaling.rule, wider=wider, deeper=at.depth != 1)
+        tuned.require_modules({row.module: row.role for row in rows})
     except ValueError as error:
         raise InputError(str(error)) from None
     attention = factors(chosen, Role.HIDDEN_WEIGHT, TensorRatios(head=head), free).attention
@@ -157,6 +175,8 @@ def parametrize(
         hook.install()
     for module, name, value in scales_of_attention:
         setattr(module, name, value)
+    if (hooks or scales_of_attention) and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # what was compiled has no hooks and does not look for new ones
     setattr(target, _MARK, tuple(rows))
     return groups(target)
 
@@ -167,7 +187,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     Raises:
         InputError: if it has not been called, or the parameters have other names since.
     """
-    target = _unwrapped(model)
+    target = _unwrapped(model, "model")
     rows: tuple[Row, ...] | None = getattr(target, _MARK, None)
     if rows is None:
         raise InputError(f"this {type(target).__name__} has no groups yet; call leaven.parametrize on it")
@@ -183,10 +203,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module, argument: str) -> nn.Module:
     """The model inside what torch.compile returns."""
     inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
+    if not isinstance(inner, nn.Module):
+        raise InputError(f"parametrize: {argument} is {inner!r:.60}; it has to be an nn.Module")
     return inner
 
 
@@ -203,40 +224,80 @@ def _refuse_a_second_time(model: nn.Module) -> None:
             )
 
 
+def _refuse_multipliers_of_its_own(model: nn.Module) -> None:
+    """By name, for the multiplication stands in a forward."""
+    kind = next((type(module).__name__ for module in model.modules() if "Gemma" in type(module).__name__), None)
+    if kind is not None:
+        raise InputError(
+            f"{kind} multiplies its embedding by sqrt(width), on top of which no rule holds; parametrize a model "
+            "without it, e.g. a Llama"
+        )
+
+
 def _validated(
     hyperparameters: Hyperparameters | Mapping[str, Any], initialise: bool, **scaling: Any
 ) -> tuple[Scaling, Hyperparameters]:
     try:
         checked = Scaling(**scaling)
         if isinstance(hyperparameters, Hyperparameters):
-            return checked, hyperparameters
-        values = dict(hyperparameters)
-        if not initialise:
-            values.setdefault("init_std", _UNUSED_STD)
-        return checked, Hyperparameters.model_validate(values)
+            tuned = hyperparameters
+        elif isinstance(hyperparameters, Mapping):
+            if "grad_clip" in hyperparameters:
+                raise InputError(
+                    "parametrize: grad_clip: groups clip nothing; leave it out and clip in your loop, e.g. with "
+                    "torch.nn.utils.clip_grad_norm_"
+                )
+            values = dict(hyperparameters)
+            if not initialise and "init" not in values:
+                values.setdefault("init_std", _UNUSED_STD)
+            tuned = Hyperparameters.model_validate(values)
+        else:
+            raise InputError(
+                f"parametrize: hyperparameters is {hyperparameters!r:.60}; give a dict, as in {{'lr': 0.01}}, or a "
+                "leaven.Hyperparameters"
+            )
     except ValidationError as error:
         raise InputError(f"parametrize: {explain(error)}") from None
+    if tuned.optimizer != "adamw":
+        raise InputError(
+            f"parametrize: optimizer is {tuned.optimizer}, and the groups are for AdamW, whose decay is decoupled; "
+            "leave it out"
+        )
+    return checked, tuned
+
+
+def _positive(name: str, value: Any) -> float:
+    number = float(value) if isinstance(value, Real) else math.nan
+    if not 0 < number < math.inf:
+        raise InputError(f"parametrize: {name} is {value!r}; it is target over base, a number above 0")
+    return number
 
 
 def _ratios(given: Ratios, model: Anatomy, base: Anatomy) -> Ratios:
-    read = Ratios(model.width / base.width, depth_ratio(model, base), given.batch, given.tokens)
-    for axis in ("batch", "tokens"):
-        if getattr(given, axis) <= 0:
-            raise InputError(f"ratios: {axis} is {getattr(given, axis):g}; it is target over base, above 0")
+    if not isinstance(given, Ratios):
+        raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
+    said = {axis: _positive(f"ratios.{axis}", value) for axis, value in vars(given).items()}
+    read = Ratios(model.width / base.width, depth_ratio(model, base), said["batch"], said["tokens"])
     for axis in ("width", "depth"):
-        said, found = getattr(given, axis), getattr(read, axis)
-        if said not in {1.0, found}:
-            raise InputError(f"ratios: {axis} is {said:g}, but the two models say {found:g}; leave it out")
+        found = getattr(read, axis)
+        if said[axis] not in {1.0, found}:
+            raise InputError(f"ratios: {axis} is {said[axis]:g}, but the two models say {found:g}; leave it out")
     return read
 
 
-def _head_ratio(model: Anatomy, base: Anatomy) -> float:
+def _head_ratio(model: Anatomy, base: Anatomy, claims: Mapping[str, Claim]) -> float:
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")
-    if not (model.head_dims and base.head_dims):
-        return 1.0
-    return next(iter(model.head_dims)) / next(iter(base.head_dims))
+    if model.head_dims and base.head_dims:
+        return next(iter(model.head_dims)) / next(iter(base.head_dims))
+    attention = next((name for name, claim in claims.items() if claim.module.startswith("attention.")), None)
+    if attention is not None:
+        raise InputError(
+            f"{attention} is of an attention that does not keep its head dimension (as head_dim), and the rule moves "
+            "the logit scale where that grows; pass head_ratio, target over base: 1.0 where heads are added"
+        )
+    return 1.0
 
 
 def _tied_by_hand(model: nn.Module) -> dict[str, str]:
@@ -257,10 +318,11 @@ def _require_a_readout(anatomy: Anatomy, roles: Mapping[str, Role]) -> None:
 @torch.no_grad()
 def _initialise(anatomy: Anatomy, rows: list[Row], seed: int) -> None:
     sites = {site.name: site for site in anatomy.sites}
-    for row in rows:
+    trained = [row for row in rows if sites[row.name].parameter.requires_grad]
+    for row in trained:
         if sites[row.name].parameter.is_meta:
             raise InputError(f"{row.name} is on the meta device and has no values to initialise; call to_empty first")
-    for row in rows:
+    for row in trained:
         _fill(sites[row.name], row, seed)
 
 

@@ -1,0 +1,66 @@
+"""A recipe for somebody else's model: its shape and its weights, and what training it further needs besides."""
+
+from typing import Any
+
+from leaven.catalogue.laws import STEP_LAW, evaluate
+from leaven.catalogue.runs import nearest
+from leaven.interop.weights import Plain
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
+
+TOKENS_PER_PARAMETER = 20
+
+
+def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) -> Recipe:
+    """The recipe that starts from a model's weights, with a reason for every value that is not a default.
+
+    It is its own base: no multiplier is anything but 1, whatever the rule, until it is transferred.
+
+    Raises:
+        InputError: if the model has no tokenizer.json, without which its weights say nothing.
+    """
+    tokenizer, config = plain.folder / "tokenizer.json", f"{plain.folder}/config.json"
+    if not tokenizer.is_file():
+        raise InputError(
+            f"{plain.folder}: no tokenizer.json; save the model's tokenizer there with transformers' save_pretrained"
+        )
+    shape, architecture = plain.shape, plain.architecture
+    duration = tokens or TOKENS_PER_PARAMETER * shape.params
+    laws = evaluate(shape.params, duration, params_non_embedding=shape.params_non_embedding)
+    step_law = next(law for law in laws if law.law == STEP_LAW.name)
+    assert step_law.batch_tokens is not None
+    batch_tokens = max(round(step_law.batch_tokens / shape.seq_len), 1) * shape.seq_len
+    scale = f"{format_quantity(shape.params)} parameters, {format_quantity(duration)} tokens"
+    (neighbour, _), *_ = nearest(shape.params, duration, limit=1)
+    stated = {key: theirs for key, theirs in architecture.keys.items() if theirs}
+    because = {f"model.{key}": f"{' and '.join(theirs)} of {config}" for key, theirs in stated.items()}
+    because |= {f"model.{key}": f"what a {architecture.name} is" for key in architecture.holds}
+    document: dict[str, Any] = {
+        "name": name,
+        "model": shape.model_dump(),
+        "data": {"source": source, "tokenizer": str(tokenizer), "tokens": duration},
+        "start": {"weights": str(plain.folder)},
+        "batch": {"tokens": batch_tokens},
+        "schedule": {"warmup_tokens": duration // 100},
+        "hyperparameters": {
+            "lr": neighbour.peak_lr,
+            "init_std": float((plain.architecture.defaults | plain.config)["initializer_range"]),
+        },
+        "why": because
+        | {
+            "data.tokenizer": "the model's own: another one's ids would mean nothing to these weights",
+            "data.tokens": "asked for"
+            if tokens
+            else f"{TOKENS_PER_PARAMETER} a parameter, as a run from scratch takes (Chinchilla); less may do here",
+            "start.weights": f"a {architecture.name}; what the rule multiplies is divided out of them",
+            "batch.tokens": f"{step_law.law} at {scale}, in whole sequences"
+            + ("" if step_law.in_range else f"; a factor of {step_law.extrapolation:.3g} outside its range"),
+            "schedule.warmup_tokens": "1% of the run: the moments of Adam start anew",
+            "hyperparameters.lr": f"the peak of {neighbour.id}, the published run nearest in size, for config.json "
+            "tells none: trained weights go up again to about the peak of their pre-training (Ibrahim et al. 2024, "
+            "arXiv 2403.08763); tune it",
+            "hyperparameters.init_std": f"initializer_range of {config}; with [start] weights nothing is drawn",
+        },
+    }
+    return Recipe.model_validate(document)

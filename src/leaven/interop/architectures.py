@@ -1,0 +1,181 @@
+"""An architecture of Hugging Face: which shapes it holds, what its config.json says, where each weight is."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
+from leaven.recipe.shape import ModelShape
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of theirs: ``parts`` of ours, one below the other, or so within each of ``heads`` heads."""
+
+    name: str
+    parts: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    heads: int = 1
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, *rest = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+        return (*rest, first) if self.transposed else (first, *rest)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        by_head = [part.reshape(self.heads, -1, *part.shape[1:]) for part in parts]
+        joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
+        return joined.T if self.transposed else joined
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        joined = tensor.T if self.transposed else tensor
+        rows = [shape[0] // self.heads for shape in self.shapes]
+        by_head = torch.split(joined.reshape(self.heads, -1, *joined.shape[1:]), rows, dim=1)
+        return [part.flatten(0, 1) for part in by_head]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One class of theirs.
+
+    ``holds`` says what a key of a shape has to be (the first is what is read), ``keys`` which of their keys say the
+    same as ours, ``words`` how they spell ours (the first is what is written), ``says`` what else has to be in
+    their config, and ``defaults`` what a key means that is not there. ``ends`` and ``block`` are the places of our
+    modules, those of a block behind ``blocks`` and its number.
+    """
+
+    name: str
+    model_type: str
+    holds: Mapping[str, tuple[Any, ...]]
+    keys: Mapping[str, tuple[str, ...]]
+    words: Mapping[str, tuple[str, ...]]
+    says: Config
+    defaults: Config
+    blocks: str
+    ends: Mapping[str, str]
+    block: Mapping[str, str]
+    heads_together: bool = False
+    """Query, key and value of a head lie together, not all queries, all keys, all values."""
+    conv1d: bool = False
+    """Matrices of a block are (fan in, fan out)."""
+    buffers: tuple[str, ...] = field(default=("rotary_emb.inv_freq",))
+    """Ends of the names of what older versions saved besides weights."""
+
+    def whole_name(self, name: str) -> str:
+        """A tensor's name, given that in a whole model or, in checkpoints of older versions, in the bare one."""
+        prefix = self.blocks.partition(".")[0] + "."
+        return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
+
+    def misfits(self, shape: ModelShape) -> dict[str, Any]:
+        """The keys of a shape that this architecture does not hold, with a value that it does."""
+        heads, width = shape.n_heads, shape.d_model
+        implied = {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
+        found = {}
+        for key, value in shape.model_dump().items():
+            default = implied.get(key, ModelShape.model_fields[key].default)
+            held = self.holds.get(key, (default,))
+            if key not in self.keys and value not in held:
+                found[key] = held[0]
+            if key == "activation" and key in self.keys and value not in self.words:
+                found[key] = next(iter(self.words))
+        return found
+
+    def config(self, shape: ModelShape) -> dict[str, Any]:
+        values = shape.model_dump()
+        written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
+        written |= {theirs: self.words[shape.activation][0] for theirs in self.keys.get("activation", ())}
+        return {"architectures": [self.name], "model_type": self.model_type} | written | self._rope(shape) | self.says
+
+    def _rope(self, shape: ModelShape) -> dict[str, Any]:
+        """Rotary positions as transformers 5 spells them; their old keys are among ours and for 4."""
+        if shape.positions != "rope":
+            return {}
+        parameters = {"rope_type": "default", "rope_theta": shape.rope_theta}
+        if "rotary_pct" not in self.defaults:
+            return {"rope_parameters": parameters}
+        return {"rotary_pct": 1.0, "rope_parameters": parameters | {"partial_rotary_factor": 1.0}}
+
+    def shape(self, config: Config) -> ModelShape:
+        """The shape that a config.json describes.
+
+        Raises:
+            InputError: naming what of it leaven's transformer does not do.
+        """
+        given = {key: value for key, value in (self.defaults | config).items() if value is not None}
+        for key, expected in self.says.items():
+            if given.get(key, expected) != expected:
+                raise InputError(
+                    f"config.json: {key} = {given[key]!r}: leaven reads {self.name} with {expected!r} only"
+                )
+        values = {key: held[0] for key, held in self.holds.items()}
+        for ours, several in self.keys.items():
+            stated = {theirs: given[theirs] for theirs in several if theirs in given}
+            if len(set(stated.values())) > 1:
+                listed = ", ".join(f"{key} = {value!r}" for key, value in stated.items())
+                raise InputError(f"config.json: {listed}: leaven has one value for them ({ours}); make them equal")
+            if stated:
+                values[ours] = next(iter(stated.values()))
+        if "activation" in self.keys:
+            values["activation"] = self._activation(values["activation"])
+        values |= self._theta(given)
+        heads, width = values["n_heads"], values["d_model"]
+        implied = {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
+        for key in ("norm_eps", "dropout"):
+            values[key] = float(values[key])
+        values = implied | values
+        if "d_attention" in self.keys and heads * values["d_head"] != width:
+            values["d_attention"] = heads * values["d_head"]
+        try:
+            return ModelShape.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"config.json: no shape of leaven's: {explain(error)}") from None
+
+    def _activation(self, theirs: str) -> str:
+        for ours, words in self.words.items():
+            if theirs in words:
+                return ours
+        known = ", ".join(word for words in self.words.values() for word in words)
+        raise InputError(f"config.json: activation {theirs!r}: leaven reads {self.name} with {known}")
+
+    def _theta(self, given: Config) -> dict[str, float]:
+        if self.holds["positions"] != ("rope",):
+            return {}
+        stated = given.get("rope_parameters") or given.get("rope_scaling") or {}
+        kind = stated.get("rope_type", stated.get("type", "default"))
+        if kind != "default":
+            raise InputError(f"config.json: rope_type {kind!r}: leaven's rotary positions are the default ones only")
+        if stated.get("partial_rotary_factor", given.get("rotary_pct", 1.0)) != 1:
+            raise InputError("config.json: partial rotary positions: leaven rotates whole heads (rotary_pct = 1)")
+        theta = stated.get("rope_theta") or given[self.keys["rope_theta"][0]]
+        return {"rope_theta": float(theta)}
+
+    def tensors(self, shape: ModelShape) -> Iterator[Stored]:
+        """What a checkpoint of this architecture holds; biases that it always has whatever the shape says."""
+        if True in self.holds.get("bias", ()):
+            shape = shape.model_copy(update={"bias": True})
+        places: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for parameter in shape.parameters():
+            module, _, kind = parameter.name.rpartition(".")
+            if parameter.layer is None:
+                place = self.ends[module]
+            else:
+                place = f"{self.blocks}.{parameter.layer}.{self.block[module.split('.', 2)[2]]}"
+            places.setdefault(f"{place}.{kind}", []).append((parameter.name, parameter.shape))
+        for name, members in places.items():
+            parts, shapes = zip(*members, strict=True)
+            fused = len(parts) > 1 and self.heads_together
+            turned = self.conv1d and name.startswith(self.blocks) and len(shapes[0]) == 2
+            yield Stored(name, parts, shapes, heads=shape.n_heads if fused else 1, transposed=turned)

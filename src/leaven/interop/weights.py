@@ -1,0 +1,262 @@
+"""Weights to and from Hugging Face's format: a folder that ``transformers`` loads, written and read without it.
+
+A model goes out with its multipliers folded in, and comes in with them divided out (:mod:`leaven.scaling.folding`):
+on either side of this file it is the same function.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from leaven.interop.architectures import Architecture, Stored
+from leaven.interop.families import holding, named
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import make_folder
+from leaven.recipe.shape import ModelShape
+from leaven.scaling.folding import folding
+from leaven.scaling.table import ParameterTable
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_BYTES = 5 * 10**9
+_FREE = {"seq_len", "dropout", "rope_theta"}
+"""Keys of a shape in which a recipe may differ from the weights it starts from: no tensor depends on them."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A model as others have it: the architecture, its config.json, and the shape that this is in leaven's terms."""
+
+    folder: Path
+    architecture: Architecture
+    config: dict[str, Any]
+    shape: ModelShape
+
+
+# Out ---------------------------------------------------------------------------------------------------------------
+
+
+def write_huggingface(
+    folder: Path,
+    shape: ModelShape,
+    table: ParameterTable,
+    weights: Mapping[str, Tensor],
+    *,
+    tokenizer: str,
+    end_of_text: tuple[str, int],
+    dtype: str = "fp32",
+    shard_bytes: int = SHARD_BYTES,
+) -> Architecture:
+    """Write a model into a new folder, which is there whole or not at all.
+
+    ``weights`` are leaven's by name, ``tokenizer`` is the text of a tokenizer.json, ``end_of_text`` the token that
+    ends a document and its id. Weights above ``shard_bytes`` go to several files.
+
+    Raises:
+        InputError: if no architecture holds the shape, the folder is not empty, or it cannot be written.
+    """
+    architecture = holding(shape)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder}: there is something already; give a new or an empty folder")
+    folder = folder.absolute()
+    make_folder(folder.parent)
+    documents = _documents(architecture, shape, end_of_text, dtype)
+    numbers, factors = DTYPES[dtype], folding(shape, table)
+    shards = _shards(architecture.tensors(shape), shard_bytes // numbers.itemsize)
+    if len(shards) > 1:
+        size = sum(each.size for shard in shards.values() for each in shard)
+        documents["model.safetensors.index.json"] = {
+            "metadata": {"total_size": size * numbers.itemsize},
+            "weight_map": {each.name: file for file, shard in shards.items() for each in shard},
+        }
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        texts = {name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()}
+        for name, text in (texts | {"tokenizer.json": tokenizer}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        mode = (temporary / "config.json").stat().st_mode  # safetensors' own lets nobody else read
+        for file, shard in shards.items():
+            tensors = {each.name: _folded(each, weights, factors).to(numbers).contiguous() for each in shard}
+            save_file(tensors, temporary / file, metadata={"format": "pt"})
+            (temporary / file).chmod(mode)
+        temporary.rename(folder)
+    except (OSError, SafetensorError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or error
+        raise InputError(f"{folder}: cannot be written: {said}; nothing is left of it") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return architecture
+
+
+def _documents(
+    architecture: Architecture, shape: ModelShape, end_of_text: tuple[str, int], dtype: str
+) -> dict[str, dict[str, Any]]:
+    """The JSON files beside weights and tokenizer. A document begins after the end of another, so both are one token,
+    as in GPT-2."""
+    token, id = end_of_text
+    ends = {"bos_token_id": id, "eos_token_id": id}
+    return {
+        # "torch_dtype" is what every version reads; newer ones write "dtype".
+        "config.json": architecture.config(shape) | ends | {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")},
+        "generation_config.json": ends | {"pad_token_id": id},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": token,
+            "eos_token": token,
+            "model_max_length": shape.seq_len,
+            "clean_up_tokenization_spaces": False,
+        },
+    }
+
+
+def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
+    """Tensors by the file they go to: at most ``limit`` numbers in one, but for a tensor that is larger alone."""
+    shards: list[list[Stored]] = []
+    room = 0
+    for each in stored:
+        if not shards or each.size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(each)
+        room -= each.size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+
+
+def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str, float]) -> Tensor:
+    """One of theirs from ours. A bias that only they have is zero."""
+    parts = [
+        weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
+        for name, shape in zip(stored.parts, stored.shapes, strict=True)
+    ]
+    return stored.join(parts)
+
+
+# In ----------------------------------------------------------------------------------------------------------------
+
+
+def read_plain(folder: Path) -> Plain:
+    """What model a folder holds; its weights are looked at, not read.
+
+    Raises:
+        InputError: if it is not all there, or nothing that leaven's transformer is.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
+    config = _json(folder / "config.json")
+    try:
+        architecture = named(config)
+        plain = Plain(folder, architecture, config, architecture.shape(config))
+    except InputError as error:
+        raise InputError(f"{folder}/{error}") from None
+    with _opened(plain) as tensors:
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for stored in architecture.tensors(plain.shape):
+        found = shapes.pop(stored.name, None)
+        if found != stored.shape:
+            what = "is missing" if found is None else f"is {found}, not the {stored.shape} of config.json"
+            raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged, or of another model")
+    if plain.shape.tied_embeddings:  # some save the same matrix twice
+        shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
+    spare = [name for name in shapes if not name.endswith(architecture.buffers)]
+    if spare:
+        raise InputError(f"{folder}: holds {spare[0]}, which a {architecture.name} of its config.json has not")
+    return plain
+
+
+def require_start(shape: ModelShape, folder: Path) -> Plain:
+    """The model in a folder, if a run of this shape can start from it.
+
+    Raises:
+        InputError: if it is not all there, or of another shape.
+    """
+    plain = read_plain(folder)
+    free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
+    there, here = (each.model_dump(exclude=free) for each in (plain.shape, shape))
+    if there != here:
+        key = next(key for key in here if here[key] != there[key])
+        raise InputError(
+            f"[start] weights: {folder} has {key} {there[key]}, [model] says {here[key]}; "
+            "make [model] that of the weights, or leave [start] out"
+        )
+    return plain
+
+
+@torch.no_grad()
+def start_from(model: nn.Module, shape: ModelShape, table: ParameterTable, folder: Path) -> None:
+    """Give a model the weights in a folder, so that it computes what they did there.
+
+    Raises:
+        InputError: as :func:`require_start`, or if they cannot be read.
+    """
+    plain = require_start(shape, folder)
+    parameters, factors = dict(model.named_parameters()), folding(shape, table)
+    with _opened(plain) as tensors:
+        for stored in plain.architecture.tensors(shape):
+            try:
+                found = tensors[stored.name].read()
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{folder}: {stored.name} cannot be read: {error}") from None
+            for name, part in zip(stored.parts, stored.split(found), strict=True):
+                parameters.pop(name).copy_(part.to(torch.float32) / factors.get(name, 1.0))
+    assert not parameters, f"no weights for {sorted(parameters)}"
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a file that is open."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def read(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+
+@contextmanager
+def _opened(plain: Plain) -> Iterator[dict[str, _Tensor]]:
+    """The tensors of a folder by the name they have in a whole model, while its files are open."""
+    index = plain.folder / "model.safetensors.index.json"
+    files = sorted(set(_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
+    tensors = {}
+    with ExitStack() as stack:
+        for file in files:
+            try:
+                opened: Any = stack.enter_context(safe_open(plain.folder / file, "pt"))
+            except FileNotFoundError:
+                raise InputError(
+                    f"{plain.folder}: no {file}; save the model there with save_pretrained of transformers"
+                ) from None
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{plain.folder / file}: damaged or no safetensors file ({error})") from None
+            for name in opened.keys():  # noqa: SIM118  # no mapping
+                tensors[plain.architecture.whole_name(name)] = _Tensor(opened, name)
+        yield tensors
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: no JSON object")
+    return document

@@ -1,0 +1,90 @@
+"""What ``test_machinery`` runs on two ranks: sharded by FSDP2 or by tensor, a model trains as the whole one does."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.interop.families import gpt2, llama, loss_of, tokens
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import leaven
+
+OPTIONS: dict[str, Any] = {
+    "hyperparameters": {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1},
+    "initialise": True,
+}
+
+
+def trained(model: nn.Module, base: nn.Module) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """The groups but for their tensors, and the parameters after two steps."""
+    groups = leaven.parametrize(model, base=base, **OPTIONS)
+    values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    optimiser = torch.optim.AdamW(groups)
+    for seed in range(2):
+        loss_of(model, tokens(seed)).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        optimiser.zero_grad()
+    return values, {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+
+
+def sharded(model: Any, mesh: DeviceMesh) -> Any:
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def from_meta(mesh: DeviceMesh) -> Any:
+    """Born sharded and without values, as a model is that fits on no one device."""
+    with torch.device("meta"):
+        model: Any = llama(64, 4)
+    sharded(model, mesh).to_empty(device="cpu")
+    model.model.rotary_emb = llama(64, 4).model.rotary_emb
+    return model
+
+
+def split(model: Any, mesh: DeviceMesh) -> Any:
+    """Tensor parallel."""
+    attention = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
+        "self_attn.o_proj": RowwiseParallel()
+    }
+    mlp = {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {"mlp.down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, attention | mlp)
+    return model
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {build: trained(build(64, 4), build(32, 2)) for build in (llama, gpt2)}
+    cases = {
+        "FSDP2, llama": (llama, sharded(llama(64, 4), mesh)),
+        "FSDP2, gpt2": (gpt2, sharded(gpt2(64, 4), mesh)),
+        "FSDP2, from meta": (llama, from_meta(mesh)),
+        "tensor parallel": (llama, split(llama(64, 4), mesh)),
+    }
+    for name, (build, model) in cases.items():
+        values, parameters = trained(model, build(32, 2))
+        assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()) < sum(
+            math.prod(p.shape) for p in model.parameters()
+        )
+        wanted, expected = whole[build]
+        assert values == wanted, name
+        for parameter, value in parameters.items():
+            torch.testing.assert_close(value, expected[parameter], rtol=1e-4, atol=1e-5, msg=f"{name}: {parameter}")
+        if dist.get_rank() == 0:
+            print(f"{name}: as the whole")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A norm between embedding and blocks: BLOOM's is known by its name, one of another name has to be said."""
+
+import pytest
+import torch
+from tests.interop.families import LENGTH, VOCABULARY, tokens
+from torch import nn
+from transformers import BloomConfig
+from transformers.models.bloom.modeling_bloom import BloomForCausalLM
+
+import leaven
+from leaven.recipe.errors import InputError
+from leaven.scaling.table import Row
+
+TUNED = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1}
+
+
+def bloom(width: int, depth: int) -> nn.Module:
+    return BloomForCausalLM(
+        BloomConfig(vocab_size=VOCABULARY, hidden_size=width, n_layer=depth, n_head=width // 8, seq_length=LENGTH)
+    )
+
+
+class Model(nn.Module):
+    """A norm ahead of the blocks that nothing says what it is of."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.first_norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"mlp": nn.ModuleDict({"in": nn.Linear(width, width), "out": nn.Linear(width, width)})})
+            for _ in range(depth)
+        )
+        self.unembedding = nn.Linear(width, VOCABULARY)
+
+
+def rows(model: nn.Module) -> dict[str, Row]:
+    return {row.name: row for row in model.leaven_rows}
+
+
+def test_blooms_embedding_norm_moves_with_the_embedding() -> None:
+    model = bloom(64, 6)
+    leaven.parametrize(model, base=bloom(32, 2), hyperparameters=TUNED, ratios=leaven.Ratios(batch=2, tokens=8))
+    found = rows(model)
+    gain, bias, final, embedding = (
+        found[f"transformer.{name}"]
+        for name in (
+            "word_embeddings_layernorm.weight",
+            "word_embeddings_layernorm.bias",
+            "ln_f.weight",
+            "word_embeddings.weight",
+        )
+    )
+    assert (gain.role, gain.module) == ("embedding_norm", "norm.embedding")
+    assert (bias.role, bias.module) == ("embedding_bias", "biases")
+    assert (final.role, embedding.role) == ("final_norm", "tied_embedding")
+    for row in (gain, bias):
+        assert row.lr == pytest.approx(0.01 / 2)  # sqrt(2 / 8); nothing of depth
+        assert row.eps == embedding.eps == pytest.approx(1e-8 * 2 / 2)
+        assert row.weight_decay == 0
+    assert torch.isfinite(model(tokens()).logits).all()
+
+
+def test_a_norm_ahead_of_the_blocks_by_another_name_is_asked_about() -> None:
+    with pytest.raises(InputError, match=r"first_norm.weight .* ahead of them; .*'embedding_norm'"):
+        leaven.parametrize(Model(32, 2), base=Model(16, 2), hyperparameters=TUNED)
+    model = Model(32, 2)
+    said = {"first_norm.weight": "embedding_norm", "first_norm.bias": "embedding_bias"}
+    leaven.parametrize(model, base=Model(16, 2), hyperparameters=TUNED, roles=said)
+    assert rows(model)["first_norm.weight"].module == "norm.embedding"

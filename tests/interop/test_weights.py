@@ -1,0 +1,339 @@
+"""Weights to and from Hugging Face's format, against ``transformers`` itself: logits to 1e-5 in fp32."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from leaven.data.tokens import prepare
+from leaven.interop.weights import SHARD_BYTES, read_plain, start_from, write_huggingface
+from leaven.model.transformer import Transformer
+from leaven.recipe.data import Data
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.transfer import transfer
+
+GPT = {"norm": "layernorm", "activation": "gelu", "n_kv_heads": 2, "qk_norm": False}
+BLOOM = GPT | {"positions": "alibi", "embedding_norm": True, "d_ff": 64}
+OUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, grouped": ("LlamaForCausalLM", {"qk_norm": False, "rope_theta": 300.0}),
+    "llama, tied, biases": ("LlamaForCausalLM", {"qk_norm": False, "tied_embeddings": True, "bias": True}),
+    "qwen3, grouped": ("Qwen3ForCausalLM", {"norm_eps": 1e-3}),
+    "qwen3, tied": ("Qwen3ForCausalLM", {"tied_embeddings": True, "n_kv_heads": 2}),
+    "qwen3, wide heads": ("Qwen3ForCausalLM", {"d_attention": 32, "d_head": 16}),
+    "gpt2": ("GPT2LMHeadModel", GPT | {"positions": "learned", "bias": True, "tied_embeddings": True}),
+    "gpt2, untied, without biases": ("GPT2LMHeadModel", GPT | {"positions": "learned", "activation": "relu"}),
+    "gpt2, squared relu": ("GPT2LMHeadModel", GPT | {"positions": "learned", "activation": "squared_relu"}),
+    "gpt-neox": ("GPTNeoXForCausalLM", GPT | {"bias": True, "norm_eps": 1e-4, "rope_theta": 300.0}),
+    "bloom": ("BloomForCausalLM", BLOOM | {"bias": True, "tied_embeddings": True, "norm_eps": 1e-3}),
+    "bloom, untied, without biases": ("BloomForCausalLM", BLOOM),
+    "gpt-neox, tied": ("GPTNeoXForCausalLM", GPT | {"tied_embeddings": True}),
+}
+
+
+def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> tuple[Recipe, ParameterTable]:
+    """A recipe at four times the width and three times the depth of its base, with heads that grow."""
+    changes = {f"model.{key}": value for key, value in shape.items()}
+    stated = tiny.replace(changes | {"scaling.rule": rule, "hyperparameters.residual": 0.7})
+    recipe = transfer(stated, width=64, depth=6, d_head=2 * stated.model.d_head)
+    return recipe, resolve(recipe)
+
+
+def random_model(recipe: Recipe, table: ParameterTable) -> Transformer:
+    """Every parameter random, gains and biases too, so that a missing one shows."""
+    model = Transformer(recipe.model, {row.name: row.multiplier for row in table.rows}, table.attention_scale)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
+    return model.eval()
+
+
+def token_ids(vocab_size: int = 320) -> Tensor:
+    return torch.randint(0, vocab_size, (2, 32), generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def assert_same_function(ours: Any, theirs: Any) -> None:
+    left, right = (out if isinstance(out, Tensor) else out.logits for out in (ours(token_ids()), theirs(token_ids())))
+    assert left.std() > 0.05
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(corpus: Path, cache: Path) -> Path:
+    return prepare(Data(source=f"{corpus}/*.txt", tokens=1), 320).tokenizer_path
+
+
+def export(
+    folder: Path, recipe: Recipe, table: ParameterTable, model: nn.Module, tokenizer: Path, **how: Any
+) -> Path:
+    weights = model.state_dict()
+    text = tokenizer.read_text()
+    write_huggingface(folder, recipe.model, table, weights, tokenizer=text, end_of_text=("<|endoftext|>", 0), **how)
+    return folder
+
+
+@pytest.mark.parametrize("rule", ["complete-d-p", "completep"])
+@pytest.mark.parametrize(("theirs", "shape"), OUT.values(), ids=OUT)
+def test_transformers_loads_what_goes_out_and_it_comes_back(
+    tiny: Recipe, tmp_path: Path, tokenizer_file: Path, theirs: str, shape: dict[str, Any], rule: str
+) -> None:
+    recipe, table = scaled(tiny, shape, rule)
+    model = random_model(recipe, table)
+    assert model.has_multipliers
+    # completep with small shards: its logits have a multiplier, which is in another tensor where they are tied
+    size = SHARD_BYTES if rule == "complete-d-p" else 40_000
+    folder = export(tmp_path / "out", recipe, table, model, tokenizer_file, shard_bytes=size)
+    assert (folder / "model.safetensors").exists() is (rule == "complete-d-p")
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded).__name__ == theirs
+    assert not any(told.values())  # nothing missing, nothing unexpected, nothing of another size
+    assert loaded.dtype == torch.float32
+    assert getattr(loaded.config, "max_position_embeddings", 32) == 32  # BLOOM has no such limit
+    assert_same_function(model, loaded)
+
+    plain = read_plain(folder)
+    mine = recipe.model.model_copy(update={"rope_theta": 10_000.0} if recipe.model.positions != "rope" else {})
+    always_biased = theirs.startswith(("GPT", "Bloom"))
+    assert plain.shape == mine.model_copy(update={"bias": True} if always_biased else {})
+    back = recipe.replace({"model": plain.shape.model_dump(), "scaling.base": None, "hyperparameters.residual": 1.0})
+    again = Transformer(back.model)
+    start_from(again, back.model, resolve(back), folder)
+    assert_same_function(again, model)
+    if not always_biased:  # and under the rule that the weights were folded from
+        unfolded = random_model(recipe, table).requires_grad_(False)
+        for parameter in unfolded.parameters():
+            parameter.zero_()
+        start_from(unfolded, recipe.model, table, folder)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(unfolded.get_parameter(name), parameter.data, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [shape for _, shape in list(OUT.values())[::2]], ids=list(OUT)[::2])
+def test_their_tokenizer_and_their_generation(
+    tiny: Recipe, tmp_path: Path, tokenizer_file: Path, shape: dict[str, Any]
+) -> None:
+    from tokenizers import Tokenizer
+
+    recipe, table = scaled(tiny, shape)
+    folder = export(tmp_path / "out", recipe, table, random_model(recipe, table), tokenizer_file, dtype="bf16")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.from_file(str(tokenizer_file))
+    text = "def function_1(x):\n    return x * 1 + é"
+    assert theirs(text).input_ids == ours.encode(text).ids
+    assert theirs.decode(theirs(text).input_ids) == text
+    assert (theirs.eos_token_id, theirs.model_max_length) == (0, 32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (0, 0)
+    assert model.generate(**theirs(text, return_tensors="pt"), max_new_tokens=3).shape[1] > len(ours.encode(text).ids)
+
+
+COMMON = {"vocab_size": 320, "hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 3}
+LLAMA = COMMON | {"num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 32}
+GPT2 = {"vocab_size": 320, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 32}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+ROPE = {"rope_type": "default", "rope_theta": 700.0}
+SEQUENTIAL = {
+    "use_parallel_residual": False,
+    "max_position_embeddings": 32,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 1.0},
+}
+IN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", LLAMA | {"rms_norm_eps": 1e-3, "rope_parameters": ROPE}),
+    "llama, tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
+    "llama, biases": ("LlamaForCausalLM", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8, "rope_parameters": ROPE}),
+    "qwen3, tied": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3, wide heads": ("Qwen3ForCausalLM", LLAMA),  # 128 a head, whatever the width
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2, untied, wide": ("GPT2LMHeadModel", GPT2 | {"n_inner": 80, "tie_word_embeddings": False}),
+    "gpt2, relu": ("GPT2LMHeadModel", GPT2 | {"activation_function": "relu", "layer_norm_epsilon": 1e-2}),
+    "bloom": (
+        "BloomForCausalLM",
+        {"vocab_size": 320, "hidden_size": 48, "n_head": 6, "n_layer": 3, "seq_length": 32},
+    ),
+    "gpt-neox": ("GPTNeoXForCausalLM", COMMON | SEQUENTIAL | {"intermediate_size": 80, "hidden_act": "gelu_new"}),
+}
+
+
+def foreign(name: str, folder: Path, tokenizer: Path | None = None, **how: Any) -> Any:
+    """A random model of theirs, saved by them."""
+    class_name, config = IN[name]
+    made = getattr(transformers, class_name)
+    model = made(made.config_class(**config))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
+    model.eval().save_pretrained(folder, **how)
+    if tokenizer:
+        (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    return model
+
+
+@pytest.mark.parametrize("name", IN)
+def test_a_model_of_theirs_is_the_same_function_here(tiny: Recipe, tmp_path: Path, name: str) -> None:
+    """Plain, and under a rule whose multipliers are divided out."""
+    theirs = foreign(name, tmp_path, max_shard_size="50KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    shape = read_plain(tmp_path).shape
+    smaller = {
+        "width": 24,
+        "depth": 1,
+        "batch_tokens": 256,
+        "tokens": 10_240,
+        "d_head": shape.d_head // 2,
+        "d_ff": 80,
+    }
+    for base in (None, smaller):
+        recipe = tiny.replace({"model": shape.model_dump(), "scaling.base": base, "scaling.rule": "completep"})
+        model = random_model(recipe, resolve(recipe))
+        assert model.has_multipliers is (base is not None)
+        start_from(model, recipe.model, resolve(recipe), tmp_path)
+        assert_same_function(model, theirs)
+
+
+def test_what_older_versions_wrote(tiny: Recipe, tmp_path: Path) -> None:
+    """The checkpoint of GPT-2 on the Hub is of the bare model, with masks; old rope keys; defaults left out."""
+    theirs = foreign("gpt2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    save_file(bare, tmp_path / "model.safetensors")
+    recipe = tiny.replace({"model": read_plain(tmp_path).shape.model_dump()})
+    model = random_model(recipe, resolve(recipe))
+    start_from(model, recipe.model, resolve(recipe), tmp_path)
+    assert_same_function(model, theirs)
+
+    config = change(tmp_path / "llama", "llama", rope_parameters=None, rope_theta=500.0, num_key_value_heads=6)
+    config.pop("head_dim", None)
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"k_proj.weight is \(16, 48\), not the \(48, 48\) of config.json"):
+        read_plain(tmp_path / "llama")
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
+    assert read_plain(tmp_path / "llama").shape.rope_theta == 500.0
+
+
+def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """Save a model of theirs with other values in its config.json; the config."""
+    foreign(name, folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        (
+            "llama",
+            {"architectures": ["MistralForCausalLM"]},
+            "MistralForCausalLM: leaven reads Llama",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "activation 'gelu': leaven reads LlamaForCausalLM with silu"),
+        ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False: leaven has one value"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}, "rope_parameters": None}, "rope_type 'llama3'"),
+        ("llama", {"head_dim": 16}, "q_proj.weight is (48, 48), not the (96, 48) of config.json"),
+        ("llama", {"tie_word_embeddings": True, "vocab_size": 321}, "embed_tokens.weight is (320, 48), not the (321"),
+        ("llama", {"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
+        ("llama", {"num_hidden_layers": 2}, "holds model.layers.2."),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("gpt2", {"activation_function": "gelu"}, "gelu_new, gelu_pytorch_tanh, relu, relu2"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop = 0.2, attn_pdrop = 0.1: leaven has one value for them (dropout)"),
+        ("gpt-neox", {"use_parallel_residual": True}, "use_parallel_residual = True"),
+        ("gpt-neox", {"rope_parameters": {}, "rotary_pct": 0.25}, "partial rotary positions"),
+    ],
+)
+def test_what_leaven_is_not_is_refused_by_name(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
+    change(tmp_path, name, **changes)
+    with pytest.raises(InputError) as refused:
+        read_plain(tmp_path)
+    assert says in str(refused.value)
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_folders_that_hold_no_model(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config.json: no such file"):
+        read_plain(tmp_path)
+    foreign("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"model.safetensors: damaged"):
+        read_plain(tmp_path)
+    file.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"no model.safetensors; save the model there with save_pretrained"):
+        read_plain(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config.json: cannot be read"):
+        read_plain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ({"activation": "squared_relu"}, 'Qwen3ForCausalLM, set [model] activation = "swiglu"'),
+        ({"qk_norm_per_head": True}, "Qwen3ForCausalLM, set [model] qk_norm_per_head = false"),
+        ({"bias": True}, "LlamaForCausalLM, set [model] qk_norm = false"),
+        (GPT | {"positions": "alibi"}, 'set [model] positions = "learned"'),
+        (GPT | {"positions": "alibi", "embedding_norm": True}, "BloomForCausalLM, set [model] d_ff = 64"),
+        (BLOOM | {"activation": "relu"}, 'BloomForCausalLM, set [model] activation = "gelu"'),
+        (GPT | {"positions": "learned", "n_kv_heads": 1}, "GPT2LMHeadModel, set [model] n_kv_heads = 2"),
+        ({"qk_norm": False, "positions": "learned"}, 'LlamaForCausalLM, set [model] positions = "rope"'),
+    ],
+)
+def test_a_shape_that_none_holds_is_refused_with_the_key_to_change(
+    tiny: Recipe, tmp_path: Path, tokenizer_file: Path, shape: dict[str, Any], says: str
+) -> None:
+    recipe = tiny.replace({f"model.{key}": value for key, value in shape.items()})
+    model = random_model(recipe, resolve(recipe))
+    with pytest.raises(InputError) as refused:
+        export(tmp_path / "out", recipe, resolve(recipe), model, tokenizer_file)
+    assert says in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_whole_or_not_there(
+    tiny: Recipe, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, table = scaled(tiny, {})
+    model = random_model(recipe, table)
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("leaven.interop.weights.save_file", full)
+        with pytest.raises(InputError, match=r"cannot be written: No space left on device; nothing is left of it"):
+            export(tmp_path / "out", recipe, table, model, tokenizer_file)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "out").mkdir()
+    export(tmp_path / "out", recipe, table, model, tokenizer_file)  # an empty folder will do
+    before = sorted((tmp_path / "out").iterdir())
+    with pytest.raises(InputError, match=r"something already; give a new or an empty folder"):
+        export(tmp_path / "out", recipe, table, model, tokenizer_file)
+    assert sorted((tmp_path / "out").iterdir()) == before
+
+
+def test_weights_of_another_shape_are_refused_as_a_start(tiny: Recipe, tmp_path: Path) -> None:
+    foreign("gpt2", tmp_path)
+    shape = read_plain(tmp_path).shape
+    for changes, says in (
+        ({"n_layers": 2}, r"has n_layers 3, \[model\] says 2"),
+        ({"seq_len": 16}, r"has seq_len 32, \[model\] says 16"),
+        ({"norm_eps": 1e-6}, r"has norm_eps 1e-05, \[model\] says 1e-06"),
+    ):
+        recipe = tiny.replace({"model": shape.model_dump() | changes})
+        with pytest.raises(InputError, match=says):
+            start_from(random_model(recipe, resolve(recipe)), recipe.model, resolve(recipe), tmp_path)
+    foreign("llama", tmp_path / "rope")
+    longer = read_plain(tmp_path / "rope").shape.model_dump() | {"seq_len": 64, "rope_theta": 1e6, "dropout": 0.1}
+    recipe = tiny.replace({"model": longer})
+    start_from(random_model(recipe, resolve(recipe)), recipe.model, resolve(recipe), tmp_path / "rope")
