@@ -12,8 +12,9 @@ from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.clipping import Clipper
+from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
-from leaven.training.trainer import Training, train
+from leaven.training.trainer import train
 
 Gradients = dict[str, torch.Tensor]
 
@@ -21,7 +22,7 @@ Gradients = dict[str, torch.Tensor]
 @pytest.fixture
 def tokens(tiny: Recipe) -> TokenSet:
     torch.set_num_threads(1)
-    return prepare(tiny.data.source, tiny.data.tokenizer, tiny.model.vocab_size)
+    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float, Gradients, Gradients]]:
@@ -35,7 +36,7 @@ def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float,
         for parameter in model.parameters():
             parameter.grad = size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = clipper()
+        norm = float(clipper())
         after = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         steps.append((norm, before, after))
     return steps

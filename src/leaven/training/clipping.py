@@ -1,13 +1,12 @@
 """Gradient clipping by norm. Its limit moves with no rule: :func:`leaven.scaling.table.clip_reason` says why."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
+from leaven.model.kernels import multiply_, norms
 from leaven.recipe.hyperparameters import Clip
 from leaven.scaling.table import ParameterTable
 
@@ -16,63 +15,79 @@ _STATE = "clip.running"  # among the optimiser's tensors in a checkpoint
 
 @dataclass
 class RunningNorm:
-    """The root mean square of the gradient norms so far, exponentially weighted and corrected for its start at 0."""
+    """The root mean square of the gradient norms so far, exponentially weighted and corrected for its start at 0.
+
+    Two numbers in float64 on the gradients' device: mean square and steps.
+    """
 
     beta: float
-    mean_square: float = 0.0
-    steps: int = 0
+    state: Tensor
 
     @property
-    def value(self) -> float:
+    def value(self) -> Tensor:
         """Infinite before the first gradient that is not 0: nothing is known yet, so nothing is clipped."""
-        if self.mean_square == 0:
-            return math.inf
-        return math.sqrt(self.mean_square / (1 - self.beta**self.steps))
+        mean_square, steps = self.state.unbind()
+        return torch.where(mean_square == 0, torch.inf, (mean_square / (1 - self.beta**steps)).sqrt())
 
-    def add(self, norm: float) -> None:
-        self.mean_square = self.beta * self.mean_square + (1 - self.beta) * norm**2
-        self.steps += 1
+    def add(self, norm: Tensor) -> None:
+        """Take in a norm, unless it is no number."""
+        mean_square, steps = self.state.unbind()
+        added = torch.stack((self.beta * mean_square + (1 - self.beta) * norm.double() ** 2, steps + 1))
+        self.state = torch.where(norm.isfinite(), added, self.state)
 
 
 @dataclass
 class Clipper:
-    """Scales gradients down in place.
+    """Scales gradients down in place, without a look at any value from outside the device.
 
-    ``parts`` are the parameters whose norms are limited one by one: all of them together, or those of each module in
-    each block. ``running`` is there in mode ``running`` only: the limit is then in units of it.
+    ``parts`` is there in mode ``per-module`` only: for each parameter the number of its module in its block,
+    whose norm is limited. ``running`` is there in mode ``running`` only: the limit is then in units of it.
     """
 
     limit: float
-    parts: list[list[nn.Parameter]]
+    parameters: list[nn.Parameter]
+    parts: Tensor | None = None
     running: RunningNorm | None = None
 
     @classmethod
     def build(cls, clip: Clip, model: nn.Module, table: ParameterTable) -> "Clipper":
         parameters = dict(model.named_parameters())
-        parts: dict[object, list[nn.Parameter]] = {}
-        for row in table.rows:
-            part = (row.module, row.layer) if clip.mode == "per-module" else None
-            parts.setdefault(part, []).append(parameters[row.name])
-        running = RunningNorm(table.beta2) if clip.mode == "running" else None
-        return cls(clip.limit or math.inf, list(parts.values()), running)
+        device = next(iter(parameters.values())).device
+        parts = None
+        if clip.mode == "per-module":
+            owners = [(row.module, row.layer) for row in table.rows]
+            parts = torch.tensor([owners.index(owner) for owner in owners], device=device)
+        state = torch.zeros(2, dtype=torch.float64, device=device)
+        running = RunningNorm(table.beta2, state) if clip.mode == "running" else None
+        return cls(clip.limit or torch.inf, [parameters[row.name] for row in table.rows], parts, running)
 
-    def __call__(self) -> float:
-        """Clip the gradients there are; returns the global norm that they had before."""
-        limit = self.limit * (self.running.value if self.running is not None else 1.0)
-        norms = [float(clip_grad_norm_(part, limit)) for part in self.parts]
-        norm = math.hypot(*norms) if len(norms) > 1 else norms[0]
-        if self.running is not None and math.isfinite(norm):
+    def __call__(self, scale: Tensor | None = None) -> Tensor:
+        """Divide the gradients there are by ``scale`` and clip them; the global norm that they had in between, ().
+
+        A limit is kept to a millionth, as torch does: limit / (norm + 1e-6).
+        """
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        assert len(gradients) == len(self.parameters)
+        sizes = norms(gradients) if scale is None else norms(gradients) / scale
+        norm: Tensor = torch.linalg.vector_norm(sizes)
+        if self.limit == torch.inf and scale is None:
+            return norm
+        part_norms = norm
+        if self.parts is not None:
+            part_norms = torch.zeros_like(sizes).index_add_(0, self.parts, sizes**2).sqrt()[self.parts]
+        limit = torch.as_tensor(self.limit, dtype=torch.float64, device=norm.device)
+        if self.running is not None:
+            limit = limit * self.running.value
+        factors = (limit / (part_norms + 1e-6)).clamp(max=1.0).to(sizes.dtype)
+        multiply_(gradients, factors if scale is None else factors / scale)
+        if self.running is not None:
             # What the optimiser saw: a spike that was clipped must not raise the limit for the next one.
-            self.running.add(min(norm, limit))
+            self.running.add(torch.minimum(norm.double(), limit))
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
-        if self.running is None:
-            return {}
-        state = (self.running.mean_square, float(self.running.steps))
-        return {_STATE: torch.tensor(state, dtype=torch.float64)}
+        return {} if self.running is None else {_STATE: self.running.state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self.running is not None and _STATE in state:
-            mean_square, steps = state[_STATE].tolist()
-            self.running.mean_square, self.running.steps = mean_square, int(steps)
+            self.running.state = state[_STATE].to(self.running.state.device, copy=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leaven.model.kernels import gate
 from leaven.scaling.table import ParameterTable, optimiser_groups
 
 Moments = Mapping[str, Tensor]
@@ -43,10 +44,13 @@ class Optimiser:
         algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
         return cls(algorithm(parameter_groups(model, table), fused=True))
 
-    def step(self, multiplier: float) -> None:
-        """One update at ``multiplier`` times every group's peak lr; the gradients are gone afterwards."""
+    def step(self, multiplier: float, skip: Tensor | None = None) -> None:
+        """One update at ``multiplier`` times every group's peak lr, none at all where ``skip`` is true on the device;
+        the gradients are gone afterwards."""
         for group in self.adam.param_groups:
             group["lr"] = group["peak_lr"] * multiplier
+        if skip is not None:
+            gate(self.adam, skip)
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
 

@@ -4,16 +4,20 @@ import fcntl
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
+from leaven.recipe.files import make_folder, read_recipe, read_text, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
+from leaven.training.rewind import Rewind
 
 LOCK = ".lock"
+RETURNS = ("rollback", "rewind")  # the events with which a run goes back: by itself, and by hand
 
 
 @contextmanager
@@ -33,12 +37,22 @@ def held(folder: Path, what: str) -> Iterator[None]:
 
 
 class RunFolder:
+    """What is on disk of a run. Lines that find no room are kept and written later: ``unwritten`` says why."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.recipe_file = path / "recipe.toml"
+        self.tokenizer_file = path / "tokenizer.json"
+        self.unwritten: str | None = None
         self._metrics = path / "metrics.jsonl"
         self._events = path / "events.jsonl"
+        self._waiting: deque[tuple[Path, str]] = deque()
+
+    def recipe(self) -> Recipe:
+        """The recipe in force: a return by hand may have changed it, and been killed before it wrote the file."""
+        changed = [event["recipe"] for event in self.events() if "recipe" in event]
+        return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
 
     def check(self, recipe: Recipe) -> None:
         """That this folder is new, empty, or of a run of this recipe.
@@ -52,10 +66,12 @@ class RunFolder:
             if self.path.exists() and any(entry.name != LOCK for entry in self.path.iterdir()):
                 raise InputError(f"run folder {self.path} is not empty and holds no recipe.toml; use another --run")
             return
-        changes = differences(read_recipe(self.recipe_file), recipe)
+        changes = differences(self.recipe(), recipe)
         if changes:
-            listed = "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
-            raise InputError(f"run folder {self.path} holds another recipe: {listed}; use another --run")
+            raise InputError(
+                f"run folder {self.path} holds another recipe: {listed(changes)}; use another --run, or --rewind-to "
+                "to change it from a checkpoint on"
+            )
 
     def check_text(self, fingerprint: str) -> None:
         """That the run, if it has begun, was fed the text of this fingerprint.
@@ -80,10 +96,28 @@ class RunFolder:
                 write_recipe(recipe, self.recipe_file)
             yield self
 
+    def keep_tokenizer(self, path: Path) -> None:
+        """A copy of the tokenizer: without it the weights say nothing, and the cache it lies in is not for ever."""
+        if not self.tokenizer_file.exists():
+            write_text(self.tokenizer_file, read_text(path))
+
     def rewind(self, step: int) -> None:
-        """Drop the metric lines after ``step``, and a torn last line: those steps will be done again."""
-        kept = [line for line in self.metrics() if line["step"] <= step]
-        write_text(self._metrics, "".join(f"{json.dumps(line)}\n" for line in kept))
+        """Drop the metric lines after ``step``, and a torn last line: those steps will be done again.
+
+        The file is cut, which needs no room on the disk; what goes is always its end.
+        """
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
+        if not self._metrics.exists():
+            return
+        end, kept = 0, 0
+        for line in self._metrics.read_bytes().splitlines(keepends=True):
+            end += len(line)
+            value = _parsed(line.decode(errors="replace"), "step")
+            if value is not None and value["step"] > step:
+                break
+            if value is not None and line.endswith(b"\n"):
+                kept = end
+        os.truncate(self._metrics, kept)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl by step; of a step that was done again after a resume, the later line."""
@@ -97,29 +131,75 @@ class RunFolder:
     def events(self) -> list[dict[str, Any]]:
         return list(_whole_lines(self._events, "event"))
 
+    def rewinds(self) -> tuple[Rewind, ...]:
+        """The returns of the run, by itself and by hand, in order."""
+        keys = [field.name for field in fields(Rewind)]
+        returns = [event for event in self.events() if event["event"] in RETURNS]
+        return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
+
     def finish(self) -> dict[str, Any] | None:
-        """The event with which the run finished."""
-        return next((event for event in reversed(self.events()) if event["event"] == "finish"), None)
+        """The event with which the run finished, unless it went back since."""
+        for event in reversed(self.events()):
+            if event["event"] == "finish":
+                return dict(event)
+            if event["event"] in RETURNS:
+                break
+        return None
 
     def record(self, line: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""
-        _append(self._metrics, line)
+        self._append(self._metrics, line)
 
     def event(self, event: str, **values: Any) -> None:
         """One line of events.jsonl, with the time in seconds since 1970."""
-        _append(self._events, {"event": event, **values, "time": round(time.time(), 3)})
+        self._append(self._events, {"event": event, **values, "time": round(time.time(), 3)})
+        if event in RETURNS and self.unwritten is None:
+            _sync(self._events)  # before anything is done about it
+
+    def written(self) -> None:
+        """That nothing is waiting for room.
+
+        Raises:
+            InputError: if something is.
+        """
+        self._write()
+        if self.unwritten is not None:
+            raise InputError(
+                f"{self._waiting[0][0]}: cannot be written: {self.unwritten}; "
+                "make room and run the same command again"
+            )
+
+    def _append(self, path: Path, line: dict[str, Any]) -> None:
+        self._waiting.append((path, json.dumps(line)))
+        self._write()
+
+    def _write(self) -> None:
+        """Write what is waiting, in order, as far as there is room."""
+        while self._waiting:
+            path, line = self._waiting[0]
+            before = path.stat().st_size if path.exists() else 0
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    if before and not _ends_with_newline(path):
+                        file.write("\n")
+                    file.write(f"{line}\n")
+            except OSError as error:
+                self.unwritten = error.strerror or str(error)
+                with suppress(OSError):
+                    os.truncate(path, before)
+                return
+            self._waiting.popleft()
+        self.unwritten = None
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            if file.tell() and not _ends_with_newline(path):
-                file.write("\n")
-            file.write(f"{json.dumps(line)}\n")
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be written: {error.strerror}; make room and run the same command again"
-        ) from None
+def listed(changes: list[tuple[str, Any, Any]]) -> str:
+    """Differences of recipes in words."""
+    return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
+
+
+def _sync(path: Path) -> None:
+    with suppress(OSError), path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -137,12 +217,17 @@ def _whole_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(value, dict) and key in value:
+        value = _parsed(line, key)
+        if value is not None:
             yield value
+
+
+def _parsed(line: str, key: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) and key in value else None
 
 
 def _brief(value: Any) -> str:

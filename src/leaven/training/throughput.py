@@ -1,17 +1,47 @@
-"""The peak that MFU is measured against."""
+"""What a device can do and what it holds: the peak that MFU is measured against, and memory.
 
+MFU is the model FLOPs of a token (:mod:`leaven.planning.flops`: 6 for each weight of a matmul, the unembedding but
+not the embedding, + 12 L d s for full attention) times tokens per second, over the dense peak of the dtype. Beside
+it stand the causal MFU (half of the attention) and the HFU (recomputation counted).
+"""
+
+import os
 import re
+import resource
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
+import torch
+
+from leaven.planning.flops import flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import ACCELERATORS
+from leaven.recipe.recipe import Recipe
+from leaven.training.precision import DTYPES
+
+MEASURING_SECONDS = 0.5
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s, and where the number is from."""
+
+    flops: float
+    source: str
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
     """Dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
 
-    The table of accelerators holds bf16 peaks; for another dtype, as for a CPU, there is no number rather than a
-    wrong one (a trainer that took unknown devices for an A100 printed an MFU three times too high).
+    The table of accelerators holds bf16 peaks, which are those of fp16 too; for fp32, as for a CPU, there is no
+    number rather than a wrong one (a trainer that took unknown devices for an A100 printed an MFU three times too
+    high).
     """
-    if compute != "bf16":
+    if compute == "fp32":
         return None
     words = set(re.split(r"[\s\-_/]+", device_name.upper()))
     for known in ACCELERATORS.values():
@@ -20,3 +50,114 @@ def peak_flops(device_name: str, compute: str) -> float | None:
         if model in words and pcie == ("PCIE" in words):
             return known.peak_tflops * 1e12
     return None
+
+
+def mfu_convention(peak: Peak) -> str:
+    """What an MFU is a share of, in a line."""
+    return (
+        "model FLOPs a token 6 N (unembedding counted, embedding not) + 12 L d s (causal: half of that) over "
+        f"{peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
+    )
+
+
+def known_peak(device: torch.device, compute: str) -> Peak | None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    flops = peak_flops(name, compute)
+    return Peak(flops, f"data sheet of {name}") if flops else None
+
+
+def device_peak(device: torch.device, compute: str) -> Peak:
+    """The peak of a device: of its data sheet, or else measured here, once a process."""
+    known = known_peak(device, compute)
+    if known is not None:
+        return known
+    flops = best_matmul(device, DTYPES[compute], torch.get_num_threads())
+    return Peak(flops, f"best {compute} matmul measured here, no data sheet")
+
+
+@cache
+def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """FLOP/s of the fastest square matmul of this many threads, in about half a second: sizes double while there is
+    time for two products."""
+    began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
+    # The next size takes eight times as long; three products of it, the first of them to warm up.
+    while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            a @ a
+            wait(device)
+            times.append(time.perf_counter() - start)
+        seconds = min(times)
+        best = max(best, 2 * size**3 / seconds)
+        size *= 2
+    return best
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """The same speed under three conventions."""
+
+    mfu: float
+    mfu_causal: float
+    hfu: float
+
+
+def utilisation(recipe: Recipe, mfu: float) -> Utilisation:
+    """From the MFU with full attention to the others."""
+    full = flops_per_token(recipe.model)
+    return Utilisation(
+        mfu,
+        mfu * flops_per_token(recipe.model, "causal") / full,
+        mfu * hardware_flops_per_token(recipe.model, recipe.layout.recompute) / full,
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes held so far: allocated on an accelerator; on a CPU by this process, whole."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let :func:`peak_memory` count from what is held now; on a CPU where the system can (Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        (_PROC / "self" / "clear_refs").write_text("5")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a run on this device can still have; on a CPU within the limit of its container."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + (
+            torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        )
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):
+        if said := re.search(r"MemAvailable:\s*(\d+)", (_PROC / "meminfo").read_text()):
+            free = int(said[1]) * 1024
+    limits = (
+        _cgroup_room("memory.max", "memory.current", ""),
+        _cgroup_room("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/"),
+    )
+    return min([free, *(room for room in limits if room is not None)])
+
+
+def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
+    """Bytes left in a control group; the page cache of files in it can be had back."""
+    try:
+        cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
+        room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
+    except (OSError, ValueError):  # there is none, or no limit ("max")
+        return None
+    return room + (int(cached[1]) if cached else 0)

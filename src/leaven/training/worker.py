@@ -43,23 +43,41 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def hopeless(recipe: Recipe) -> float:
+def hopeless(vocab_size: int) -> float:
     """The loss that counts as divergence, in nats: one worse than a uniform guess."""
-    return math.log(recipe.model.vocab_size) + 1.0
+    return math.log(vocab_size) + 1.0
+
+
+@dataclass
+class Course:
+    """How a run of ``tokens`` goes, by its mean loss over about the last thirty-second of it: that of one small batch
+    of odd text may be above a uniform guess, and so may the first ones at a large init."""
+
+    vocab_size: int
+    tokens: int
+    done: int = 0
+    mean: float = 0.0
+
+    def lost(self, loss: float, batch_tokens: int) -> bool:
+        """Take in a step; whether the run has diverged."""
+        self.done += batch_tokens
+        self.mean += (loss - self.mean) * min(32 * batch_tokens / self.tokens, 1.0)
+        return not math.isfinite(loss) or (self.mean > hopeless(self.vocab_size) and self.done > self.tokens / 4)
 
 
 def run_trial(recipe: Recipe) -> Outcome:
     """Train a recipe from the start and return its validation loss."""
     from leaven.data.tokens import prepare
-    from leaven.training.trainer import Diverged, Training
+    from leaven.training.engine import Diverged, Training
 
-    tokens = prepare(recipe.data.source, recipe.data.tokenizer, recipe.model.vocab_size)
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
     training = Training(recipe, tokens, device=None)
-    limit = hopeless(recipe)
+    limit = hopeless(recipe.model.vocab_size)
+    course = Course(recipe.model.vocab_size, recipe.data.tokens)
     try:
         while not training.finished:
-            # A first loss may be above a uniform guess at a large init; later it is divergence.
-            if training.step().loss > limit and training.progress.tokens > recipe.data.tokens / 4:
+            step = training.step()
+            if course.lost(step.loss, step.batch_tokens):
                 raise Diverged(f"loss above {limit:.2f}")
         loss = training.evaluate()
         diverged = not math.isfinite(loss)
@@ -72,11 +90,14 @@ def run_trial(recipe: Recipe) -> Outcome:
 def run_in(folder: Path, recipe: Recipe) -> float | None:
     """Train a recipe in a run folder; its validation loss, or None if it diverged (the folder's events say where)."""
     from leaven.data.tokens import prepare
-    from leaven.training.trainer import Diverged, train
+    from leaven.training.engine import Diverged
+    from leaven.training.micro_batch import by_thumb
+    from leaven.training.trainer import train
 
-    tokens = prepare(recipe.data.source, recipe.data.tokenizer, recipe.model.vocab_size)
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
     try:
-        return train(recipe, tokens, folder).loss
+        # Runs side by side would time each other.
+        return train(by_thumb(recipe, folder), tokens, folder).loss
     except Diverged:
         return None
 

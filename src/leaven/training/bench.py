@@ -1,0 +1,156 @@
+"""Throughput over micro-batch and global batch, by real steps; and where a ramp should start."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from leaven.planning.memory import GIB
+from leaven.recipe.recipe import Recipe
+from leaven.training.checkpoint import Progress
+from leaven.training.engine import Training
+from leaven.training.micro_batch import fitting, out_of_memory, require_memory
+from leaven.training.throughput import (
+    Utilisation,
+    device_peak,
+    mfu_convention,
+    peak_memory,
+    reset_peak_memory,
+    utilisation,
+)
+
+if TYPE_CHECKING:
+    from leaven.data.tokens import TokenSet
+
+STEPS = 3
+"""Steps of a measurement, the first of which warms up."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Batches in sequences; ``peak_gib`` is the most memory held, on a CPU by the whole process."""
+
+    micro_batch: int
+    global_batch: int
+    tokens_per_second: float
+    tflops: float
+    mfu: float
+    peak_gib: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """``rows`` in the order of the global batch, then of the micro-batch; ``too_large``: micro-batches that do not
+    fit. ``whole``: nothing was left out because of a stop or the time limit."""
+
+    recipe: Recipe
+    convention: str
+    rows: tuple[Row, ...]
+    too_large: tuple[int, ...]
+    whole: bool
+
+    def best(self, global_batch: int) -> Row:
+        """The fastest micro-batch of a global batch."""
+        return max(
+            (row for row in self.rows if row.global_batch == global_batch), key=lambda row: row.tokens_per_second
+        )
+
+    @property
+    def global_batches(self) -> list[int]:
+        return list(dict.fromkeys(row.global_batch for row in self.rows))
+
+    def choose(self, share: float) -> dict[str, Any]:
+        """The fastest micro-batch at the largest batch, and the smallest batch with this share of the peak."""
+        fastest = [self.best(size) for size in self.global_batches]
+        peak = max(row.tokens_per_second for row in fastest)
+        start = next(row for row in fastest if row.tokens_per_second >= share * peak)
+        return {
+            "micro_batch": fastest[-1].micro_batch,
+            "share": share,
+            "ramp_start": {
+                "global_batch": start.global_batch,
+                "batch_tokens": start.global_batch * self.recipe.model.seq_len,
+                "micro_batch": start.micro_batch,
+                "share_of_peak": start.tokens_per_second / peak,
+            },
+        }
+
+    def utilisation(self, row: Row) -> Utilisation:
+        return utilisation(self.recipe, row.mfu)
+
+
+def batches_of(recipe: Recipe, most: int = 7) -> list[int]:
+    """Global batches to measure, in sequences: the recipe's, halved (rounded up) up to six times."""
+    sequences = recipe.batch.tokens // recipe.model.seq_len
+    return sorted({-(-sequences // 2**n) for n in range(most)})
+
+
+def micro_batches_of(recipe: Recipe) -> list[int]:
+    """Powers of two up to the recipe's batch, and that."""
+    sequences = recipe.batch.tokens // recipe.model.seq_len
+    return sorted({min(2**n, sequences) for n in range(sequences.bit_length() + 1)})
+
+
+def bench(
+    recipe: Recipe,
+    tokens: "TokenSet",
+    micro_batches: list[int],
+    global_batches: list[int],
+    *,
+    limit_seconds: float,
+    on_row: Callable[[int, int], None] = lambda done, total: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Bench:
+    """Take a few real steps at every micro-batch up to every global batch, small ones first. Writes nothing.
+
+    Raises:
+        InputError: if not even the smallest micro-batch fits.
+    """
+    began = time.perf_counter()
+    recipe = recipe.replace({"batch.ramp": None, "batch.stages": [], "batch.micro_batch": 1})
+    require_memory(recipe)
+    training = Training(recipe, tokens)
+    training.peak = device_peak(training.device, recipe.precision.compute)
+    allowed = fitting(recipe, training.device, micro_batches)
+    too_large = [size for size in micro_batches if size not in allowed]
+    cells = [(size, batch) for batch in sorted(global_batches) for size in allowed if size <= batch]
+    rows: list[Row] = []
+    whole = True
+    for done, (size, batch) in enumerate(cells):
+        on_row(done, len(cells))
+        if stop() or (rows and time.perf_counter() - began > limit_seconds):
+            whole = False
+            break
+        if size in too_large:
+            continue
+        row = _measure(training, size, batch)
+        if row is None:
+            too_large += [other for other in allowed if other >= size]
+        else:
+            rows.append(row)
+    on_row(len(cells), len(cells))
+    return Bench(recipe, mfu_convention(training.peak), tuple(rows), tuple(sorted(too_large)), whole)
+
+
+def _measure(training: Training, micro_batch: int, batch: int) -> Row | None:
+    """A few steps from the start of the data; None if they run out of memory."""
+    training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
+    training.micro_batch = micro_batch
+    training.progress = Progress()
+    reset_peak_memory(training.device)
+    try:
+        steps = [training.issue().result() for _ in range(STEPS)]
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    else:
+        step = max(steps[1:], key=lambda step: step.tokens_per_second)
+        assert step.mfu is not None
+        held = peak_memory(training.device) / GIB
+        return Row(micro_batch, batch, step.tokens_per_second, step.tflops, step.mfu, held)
+    training.optimiser.adam.zero_grad(set_to_none=True)
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None

@@ -1,0 +1,105 @@
+"""A run's model, ready to use."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from leaven.data.tokenizer import Encoder
+from leaven.model.transformer import Transformer
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_text
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import ParameterTable, resolve
+from leaven.training.checkpoint import read_checkpoint
+from leaven.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run at one of its checkpoints. ``damaged`` are the newer ones that were passed over."""
+
+    recipe: Recipe
+    table: ParameterTable
+    model: Transformer
+    tokenizer: "Tokenizer"
+    tokenizer_json: str
+    tokens: int
+    damaged: tuple[str, ...]
+
+    @property
+    def end_of_text(self) -> int:
+        return Encoder(self.tokenizer).end_of_text
+
+    @property
+    def vocabulary(self) -> int:
+        """The model's may be rounded up beyond it."""
+        return Encoder(self.tokenizer).vocab_size
+
+
+def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
+    """Model and tokenizer of a run's newest whole checkpoint, or of the one at ``tokens`` tokens.
+
+    The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
+    time, vocabulary). Warns of damaged checkpoints that it passed over.
+
+    Raises:
+        InputError: if the folder holds no run, no such checkpoint, or no whole one.
+    """
+    loaded = load_run(run, tokens)
+    for name in loaded.damaged:
+        warnings.warn(f"checkpoint {name} of {run} is damaged and was passed over", stacklevel=2)
+    return loaded.model, loaded.tokenizer
+
+
+def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
+    """As :func:`load`, with everything else that belongs to the run at that checkpoint."""
+    folder = RunFolder(Path(run).expanduser())
+    if not folder.recipe_file.is_file():
+        said = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
+        raise InputError(f"{run}: {said}; give the folder of a run (leaven train RECIPE --run DIR)")
+    recipe = folder.recipe()
+    checkpoint, damaged = read_checkpoint(folder.checkpoints, folder.rewinds(), tokens)
+    if checkpoint is None:
+        raise InputError(f"{run}: {_missing(folder.checkpoints, tokens, [path.name for path in damaged])}")
+    if not folder.tokenizer_file.is_file():
+        raise InputError(
+            f"{run}: holds no tokenizer.json (runs of older versions do not); copy the one it was trained with there"
+        )
+    table = resolve(recipe)
+    with torch.device("meta"):
+        model = Transformer(recipe.model, {row.name: row.multiplier for row in table.rows}, table.attention_scale)
+    model.load_state_dict(checkpoint.model, assign=True)
+    tokenizer_json = read_text(folder.tokenizer_file)
+    return LoadedRun(
+        recipe=recipe,
+        table=table,
+        model=model.eval(),
+        tokenizer=_tokenizer(tokenizer_json, folder.tokenizer_file),
+        tokenizer_json=tokenizer_json,
+        tokens=checkpoint.progress.tokens,
+        damaged=tuple(path.name for path in damaged),
+    )
+
+
+def _missing(folder: Path, tokens: int | None, damaged: list[str]) -> str:
+    if damaged:
+        return f"no whole checkpoint: {', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged"
+    there = sorted(int(path.name.removeprefix("tokens-")) for path in folder.glob("tokens-*"))
+    if there:
+        return f"no checkpoint at {tokens:,} tokens; there are {', '.join(f'{count:_}' for count in there)}"
+    return "no checkpoint yet; leaven train writes one every tenth of the run, or when it is stopped"
+
+
+def _tokenizer(text: str, path: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises no narrower class
+        raise InputError(f"{path}: damaged ({error}); copy the tokenizer the run was trained with there") from None

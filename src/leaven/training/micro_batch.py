@@ -1,0 +1,304 @@
+"""Sequences of one forward: what fits, proven with real steps, and which of it is fastest.
+
+A micro-batch given as a number is the most sequences that go through one forward; a batch that it does not divide is
+cut evenly (12 sequences at 8 are 6 and 6), so that during a ramp every batch has a size of its own.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from leaven.model.loss import CHUNK_ELEMENTS
+from leaven.planning.arrangement import Arrangement
+from leaven.planning.memory import GIB, LEAVEN_BF16, stage_memory
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
+from leaven.training.run_folder import RunFolder
+from leaven.training.throughput import free_memory, peak_memory, reset_peak_memory, wait
+
+if TYPE_CHECKING:
+    from leaven.training.engine import Training
+
+RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
+"""Tokens of a forward by rule of thumb: on a CPU activations of small models stay in the cache (measured:
+docs/log.md), an accelerator is kept busy."""
+
+TIMED_STEPS = 1_000
+"""Runs of fewer steps keep the rule of thumb: timing costs about eight steps, and they stay the same runs bit for bit
+wherever they are started."""
+
+ROUNDS = 3
+LIMIT_SECONDS = 60.0
+WORTH = 0.02
+"""A larger micro-batch must be this much faster: less is noise, and memory is kept."""
+
+ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
+"""Bytes that the forward pass keeps for each value that the closed form counts, not compiled: copies, and under
+autocast a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md), rounded up."""
+
+SHARE = {"cpu": 0.8, "cuda": 1.5}
+"""How much of the free memory the closed form may fill. A CPU's is never overdrawn: the system would end the process.
+An accelerator says when it is full, so what the closed form puts just above is tried too."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A micro-batch and the speed of its forwards and backwards over one global batch."""
+
+    micro_batch: int
+    tokens_per_second: float
+    peak_gib: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A micro-batch with its reason. ``too_large``: sizes that ran out of memory when they were tried, or that the
+    closed form ruled out."""
+
+    micro_batch: int
+    why: str
+    timings: tuple[Timing, ...] = ()
+    too_large: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"timings": [vars(timing) for timing in self.timings]}
+
+
+def even(sequences: int, micro_batch: int) -> int:
+    """Sequences of each forward of a batch: as many forwards as a micro-batch needs, all of one size.
+
+    >>> even(12, 8), even(7, 4), even(5, 8)
+    (6, 4, 5)
+    """
+    forwards = -(-sequences // micro_batch)
+    return -(-sequences // forwards)
+
+
+def sizes(sequences: int) -> list[int]:
+    """Micro-batches to consider for a batch: powers of two, evened out, and the batch in one.
+
+    >>> sizes(12)
+    [1, 2, 4, 6, 12]
+    """
+    return sorted({even(sequences, 2**n) for n in range(sequences.bit_length() + 1)})
+
+
+def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
+    """The recipe's micro-batch, or without a look at the device one that is seldom far off."""
+    if recipe.batch.micro_batch != "auto":
+        return recipe.batch.micro_batch
+    seq_len = recipe.model.seq_len
+    return max(1, min(RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"]), recipe.batch.tokens) // seq_len)
+
+
+def as_begun(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with the micro-batch that a run in this folder has, if one was begun and the recipe says "auto".
+
+    A run keeps it wherever it is resumed, since the order of a sum is part of its bits.
+    """
+    run = RunFolder(folder)
+    if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
+        return recipe
+    begun = run.recipe()
+    return recipe.replace({"batch.micro_batch": begun.batch.micro_batch, "why": recipe.why | begun.why})
+
+
+def by_thumb(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with a micro-batch that is not timed: that of the run in this folder, else by rule of thumb."""
+    recipe = as_begun(recipe, folder)
+    if recipe.batch.micro_batch != "auto":
+        return recipe
+    size = rule_of_thumb(recipe, "cuda" if torch.cuda.is_available() else "cpu")
+    why = {"batch.micro_batch": f"auto: about {size * recipe.model.seq_len:,} tokens a forward, not timed"}
+    return recipe.replace({"batch.micro_batch": size, "why": recipe.why | why})
+
+
+def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
+    """Bytes that training takes beside the weights themselves, by the planner's closed form.
+
+    The logits of leaven's own loss exist a chunk at a time: logits, their exponentials and the gradient in the
+    compute dtype, 12 bytes; the gradient of the unembedding once more.
+    """
+    shape, lower = recipe.model, recipe.precision.compute != "fp32"
+    code = replace(
+        LEAVEN_BF16,
+        compute_copy=2 if lower else 0,
+        element=ACTIVATION_BYTES[recipe.precision.compute],
+        logit=0,
+        # Attention with dropout has no fused kernel on a CPU.
+        flash_attention=not (shape.dropout and device_type == "cpu"),
+        fixed_gib=0,
+    )
+    memory = stage_memory(shape, Arrangement(Layout(recompute=recipe.layout.recompute), micro_batch, 1), 0, code)
+    logits = min(CHUNK_ELEMENTS.get(device_type, 2**22), micro_batch * shape.seq_len * shape.vocab_size)
+    return memory.total - memory.weights + 12 * logits + 4 * shape.vocab_size * shape.d_model
+
+
+def require_memory(recipe: Recipe) -> None:
+    """Before a model is built.
+
+    Raises:
+        InputError: if the closed form says that not even one sequence a forward fits beside the weights.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights = LEAVEN_BF16.weights * recipe.model.params
+    _require(needed_memory(recipe, 1, device.type) + weights, device)
+
+
+def _require(needed: float, device: torch.device) -> None:
+    free, share = free_memory(device), SHARE[device.type]
+    if needed > share * free:
+        raise InputError(
+            f"training needs about {needed / GIB:.3g} GiB with one sequence a forward, and {share:.0%} of the "
+            f"{free / GIB:.3g} GiB that are free on {device} is {share * free / GIB:.3g}; take a smaller model or a "
+            "shorter [model] seq_len"
+        )
+
+
+def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list[int]:
+    """Those of the candidates that the closed form lets try, the weights being there.
+
+    Raises:
+        InputError: if not even the smallest fits.
+    """
+    needed = {size: needed_memory(recipe, size, device.type) for size in candidates}
+    _require(min(needed.values()), device)
+    room = SHARE[device.type] * free_memory(device)
+    return [size for size in candidates if needed[size] <= room] or candidates[:1]
+
+
+def settle(training: "Training") -> Choice:
+    """Choose the micro-batch of a run that has none yet, and write it with its reason into the run's recipe.
+
+    Model, optimiser, rng and position are as before: the losses are those of the same number set by hand.
+
+    Raises:
+        InputError: if nothing fits.
+    """
+    choice = choose(training)
+    why = {"batch.micro_batch": choice.why}
+    recipe = training.recipe
+    training.recipe = recipe.replace({"batch.micro_batch": choice.micro_batch, "why": recipe.why | why})
+    training.micro_batch = choice.micro_batch
+    return choice
+
+
+def choose(training: "Training") -> Choice:
+    """What :func:`settle` takes: timed, or in a run too short for that by rule of thumb."""
+    began = time.perf_counter()
+    recipe, sequences = training.recipe, training.recipe.batch.tokens // training.recipe.model.seq_len
+    everything = sizes(sequences)
+    candidates = fitting(recipe, training.device, everything)
+    if recipe.steps < TIMED_STEPS:
+        choice = _largest_that_runs(training, candidates)
+    else:
+        choice = _fastest(training, candidates, sequences)
+    ruled_out = tuple(size for size in everything if size > candidates[-1])
+    return replace(choice, too_large=choice.too_large + ruled_out, seconds=time.perf_counter() - began)
+
+
+def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice:
+    """The rule of thumb, halved while it does not fit."""
+    thumb = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
+    too_large: list[int] = []
+    while trial_step(training, thumb) is None:
+        too_large.append(thumb)
+        if thumb == 1:
+            raise _nothing_fits(training)
+        thumb //= 2
+    why = (
+        f"auto: about {thumb * training.recipe.model.seq_len:,} tokens a forward "
+        f"(runs of under {TIMED_STEPS:,} steps are not timed){_out_of_memory(too_large)}"
+    )
+    return Choice(thumb, why, too_large=tuple(too_large))
+
+
+def _fastest(training: "Training", candidates: list[int], sequences: int) -> Choice:
+    """The smallest of those that are as good as fastest; from small to large, until memory or time runs out."""
+    began = time.perf_counter()
+    timings: list[Timing] = []
+    too_large: list[int] = []
+    a_sequence = 0.0  # seconds
+    for size in candidates:
+        if timings and time.perf_counter() - began + (1 + ROUNDS) * size * a_sequence > LIMIT_SECONDS:
+            break
+        reset_peak_memory(training.device)
+        times = []
+        for _ in range(1 + ROUNDS):
+            seconds = trial_step(training, size)
+            if seconds is None:
+                break
+            times.append(seconds)
+        if len(times) <= ROUNDS:
+            too_large.append(size)
+            break
+        best = min(times[1:])  # the first one warms up
+        a_sequence = best / size
+        speed = sequences * training.recipe.model.seq_len / (-(-sequences // size) * best)
+        timings.append(Timing(size, speed, peak_memory(training.device) / GIB))
+    if not timings:
+        raise _nothing_fits(training)
+    enough = max(timing.tokens_per_second for timing in timings) * (1 - WORTH)
+    chosen = next(timing.micro_batch for timing in timings if timing.tokens_per_second >= enough)
+    told = ", ".join(f"{t.micro_batch}: {format_quantity(t.tokens_per_second)}" for t in timings)
+    eager = ", timed uncompiled" if training.recipe.layout.compile else ""
+    why = f"auto: fastest of {told} tokens/s{eager}{_out_of_memory(too_large)}"
+    return Choice(chosen, why, tuple(timings), tuple(too_large))
+
+
+def trial_step(training: "Training", size: int) -> float | None:
+    """Seconds of one forward and backward over a micro-batch of the run's own data; None if memory does not do.
+
+    Nothing of the run is changed by it.
+    """
+    device, seq_len = training.device, training.recipe.model.seq_len
+    numbers = torch.from_numpy(training.stream.batch(training.progress.tokens // seq_len, size))
+    scale = 1.0 if training.loss_scale is None else training.loss_scale.value
+    began = time.perf_counter()
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            moments = _moments_to_come(training)
+            training._loss(training.micro_batch_of(numbers, size), scale / (size * seq_len)).backward()  # type: ignore[no-untyped-call]
+            wait(device)
+            del moments
+        return time.perf_counter() - began
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    finally:
+        training.optimiser.adam.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
+def _moments_to_come(training: "Training") -> torch.Tensor | None:
+    """Room for what the optimiser will hold from its first step on."""
+    if training.device.type != "cuda" or training.optimiser.adam.state:
+        return None
+    n_parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    return torch.empty(2 * n_parameters, device=training.device)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _out_of_memory(too_large: list[int]) -> str:
+    return f"; out of memory with {', '.join(map(str, too_large))}" if too_large else ""
+
+
+def _nothing_fits(training: "Training") -> InputError:
+    return InputError(
+        f"out of memory with a micro-batch of 1 on {training.device}, of which "
+        f"{free_memory(training.device) / GIB:.1f} GiB are free; take a smaller model or a shorter [model] seq_len"
+    )

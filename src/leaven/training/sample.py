@@ -1,0 +1,60 @@
+"""Text that a run's model goes on with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from leaven.model.generate import Sampling, generate
+from leaven.model.initialise import name_seed
+from leaven.training.load import LoadedRun
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What follows a prompt. ``ended`` if the model ended the text itself, before it had all its tokens."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+def sample(
+    run: LoadedRun,
+    prompt: str,
+    *,
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int = 0,
+    number: int = 0,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Sample:
+    """Sample ``number`` of a seed: the same on every call, however many others are drawn.
+
+    The model sees the prompt as the beginning of a document. ``on_text`` is given the text piece by piece; a piece is
+    whole characters.
+    """
+    tokenizer = run.tokenizer
+    tokenizer.encode_special_tokens = True  # as in training: text that spells a special token is text
+    given = tokenizer.encode(prompt, add_special_tokens=False).ids
+    drawn: list[int] = []
+    # Decoded together: what a token reads as may depend on what is before it.
+    start = shown = len(tokenizer.decode(given))
+    for token in generate(
+        run.model,
+        [run.end_of_text, *given],
+        sampling=sampling,
+        generator=torch.Generator().manual_seed(name_seed(seed, "sample", number)),
+        vocabulary=run.vocabulary,
+        end=run.end_of_text,
+        max_tokens=max_tokens,
+    ):
+        drawn.append(token)
+        text = tokenizer.decode([*given, *drawn])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character that is not whole yet
+            on_text(text[shown:])
+            shown = len(text)
+    text = tokenizer.decode([*given, *drawn])
+    if text[shown:]:
+        on_text(text[shown:])
+    return Sample(text[start:], len(drawn), ended=len(drawn) < max_tokens)

@@ -1,0 +1,228 @@
+"""The training loop: steps, what is due between them, and what is done about trouble."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from leaven.recipe.errors import InputError
+from leaven.training.checkpoint import Checkpoint, Keeper, checkpoints, read_checkpoint, tokens_of
+from leaven.training.engine import Diverged, Issued, Step, Training
+from leaven.training.metrics import Curves
+from leaven.training.rewind import rollback
+from leaven.training.run_folder import RunFolder
+from leaven.training.spikes import Guard, Trouble, left_out
+from leaven.training.throughput import mfu_convention
+
+
+class Session:
+    """One stretch of a run between a start and a stop: what is written, when, and what is done about trouble.
+
+    A step is read when the next one has been handed to the device, so that the device never waits. What is due after
+    a step waits until it has been read.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        training: Training,
+        on_step: Callable[[Step], None],
+        on_event: Callable[[str, dict[str, Any]], None],
+        *,
+        log_to: Sequence[str],
+        bits_per_byte_factor: float | None,
+    ) -> None:
+        self.run, self.training, self._on_step, self._on_event = run, training, on_step, on_event
+        recipe = training.recipe
+        tenth = max(recipe.data.tokens // 10, 1)
+        self._save_every = recipe.stability.checkpoint_every_tokens or tenth
+        self._evaluate_every = recipe.evaluation.every_tokens or tenth
+        keep, keep_every = recipe.stability.keep, recipe.stability.keep_every_tokens
+        self._keeper = Keeper(run.checkpoints, self._save_every, keep, keep_every)
+        self._rewinds = run.rewinds()
+        self._guard: Guard | None = None
+        self._ahead: Issued | None = None
+        self._log_to, self._bits_per_byte_factor = log_to, bits_per_byte_factor
+        self._curves: Curves | None = None
+        self._no_room: str | None = None
+        self._batch_tokens = self._saved_step = 0
+        found, damaged = self._take_up()
+        self.event(
+            "start" if found is None else "resume",
+            device=str(training.device),
+            text=training.text,
+            epochs=training.epochs,
+            damaged_checkpoints=[path.name for path in damaged],
+            **self._batch(),
+            mfu_convention=mfu_convention(training.peak) if training.peak else None,
+        )
+        if found is None:
+            self._save()
+
+    def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """To the end or to a stop: loss and bits per byte of the validation of a run that is done, None of one that
+        was stopped."""
+        while not stop():
+            if not self.training.finished:
+                self._advance()
+            elif self._hear(None):  # the last step may take the run back
+                break
+        self._hear(None)
+        ended = self._evaluate() if self.training.finished else None
+        if self.training.progress.step != self._saved_step:
+            self._save()
+        error = self._checkpoint_written(wait=True)
+        if ended is None:
+            self.event("stop", why="interrupted")
+            return None
+        if error is not None:
+            raise InputError(
+                f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
+            )
+        self.event("finish", **ended, seconds=self.training.progress.seconds)
+        self.run.written()
+        return ended
+
+    def close(self) -> None:
+        self._keeper.close()
+        if self._curves:
+            self._curves.close()
+
+    def _advance(self) -> None:
+        """Issue a step, read the one before, and do what is due."""
+        training, before = self.training, self.training.progress
+        if self._next_batch() != self._batch_tokens:
+            self._batch_tokens = self._next_batch()
+            self.event("ramp", **self._batch())
+        issued = training.issue(self._guard.limits(before.step + 1) if self._guard else None)
+        if not self._hear(issued) or training.finished:
+            return
+        evaluate, save = (
+            training.progress.tokens // every > before.tokens // every
+            for every in (self._evaluate_every, self._save_every)
+        )
+        if (evaluate or save) and self._hear(None):
+            if evaluate:
+                self._evaluate()
+            if save:
+                self._save()
+
+    def _hear(self, issued: Issued | None) -> bool:
+        """Read the step before the one that was issued now, if any; whether the run goes on from there."""
+        ahead, self._ahead = self._ahead, issued
+        if ahead is None:
+            return True
+        step = ahead.result()
+        self.run.record(asdict(step))
+        if self._curves:
+            self._curves.step(step)
+        self._on_step(step)
+        self._checkpoint_written(wait=False)
+        trouble = self._guard.observe(step) if self._guard else None
+        if trouble is not None:
+            self._ahead = None
+            self._decide(trouble)
+        elif self._guard and left_out(step):
+            told = {key: getattr(step, key) for key in ("step", "tokens", "loss", "grad_norm")}
+            self.event("skip", **told, limits=asdict(self._guard.limits(step.step)))
+        return trouble is None
+
+    def _decide(self, trouble: Trouble) -> None:
+        """Go back, or stop."""
+        self._checkpoint_written(wait=True)
+        recipe, saved = self.training.recipe, checkpoints(self.run.checkpoints)
+        oldest = tokens_of(saved[0]) if saved else 0
+        rewind = rollback(self._rewinds, trouble, recipe.batches, recipe.stability, oldest)
+        tokens, limit = recipe.batches.tokens_at_step(trouble.step), recipe.stability.max_rollbacks
+        told: dict[str, Any] = {"step": trouble.step, "tokens": tokens, "why": trouble.why}
+        told |= {"onset": trouble.onset, "numbers": trouble.numbers}
+        if recipe.stability.on_spike != "rollback":
+            self._stop(told)
+        if rewind.attempt > limit:
+            self._stop(told | {"why": f"{trouble.why}; {limit} rollbacks did not pass it"})
+        told |= asdict(rewind) | {"attempts": limit}
+        # The decision is made once this line is on the disk. Killed from here on, the run takes up the same state.
+        self.run.event("rollback", **told)
+        self._rewinds = (*self._rewinds, rewind)
+        self._keeper.clear(rewind.to_tokens)
+        seconds = self.training.progress.seconds
+        found, damaged = self._take_up()
+        if found is None:
+            self._stop(told | {"why": f"{trouble.why}; no whole checkpoint is left to go back to"})
+        self.training.progress = replace(found.progress, seconds=seconds)
+        names = [path.name for path in damaged]
+        self._on_event("rollback", told | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
+
+    def _stop(self, told: dict[str, Any]) -> NoReturn:
+        self.event("stop", **told)
+        raise Diverged(told["why"])
+
+    def _take_up(self) -> tuple[Checkpoint | None, list[Path]]:
+        """Be where the newest whole checkpoint is that has not been undone, in memory and in the folder."""
+        training, on_spike = self.training, self.training.recipe.stability.on_spike
+        found, damaged = read_checkpoint(self.run.checkpoints, self._rewinds)
+        self._guard = None if on_spike == "off" else Guard(skipping=on_spike == "skip")
+        if found is not None:
+            self._rewinds = max(self._rewinds, found.rewinds, key=len)
+            training.restore(found)
+            if self._guard and "guard" in found.state:
+                self._guard.load_state_dict(found.state["guard"])
+        training.follow(self._rewinds)
+        progress = training.progress
+        self._keeper.clear(progress.tokens, damaged)
+        self.run.rewind(progress.step)
+        self._saved_step = progress.step if found is not None else -1
+        self._batch_tokens = self._next_batch()
+        if self._curves:
+            self._curves.close()
+        self._curves = Curves(self._log_to, self.run.path, training.recipe, progress.tokens, lost=self._curves_lost)
+        return found, damaged
+
+    def _next_batch(self) -> int:
+        return self.training.recipe.batches.batch_at(self.training.progress.tokens)
+
+    def _batch(self) -> dict[str, int]:
+        size = self.training.forward_size(self._batch_tokens // self.training.recipe.model.seq_len)
+        return {"batch_tokens": self._batch_tokens, "micro_batch": size}
+
+    def _curves_lost(self, writer: str, why: str) -> None:
+        self.event("curves_lost", writer=writer, why=why)
+
+    def _evaluate(self) -> dict[str, Any]:
+        loss, factor = self.training.evaluate(), self._bits_per_byte_factor
+        values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
+        self.event("validation", **values)
+        if self._curves:
+            self._curves.validation(self.training.progress.step, self.training.progress.tokens, values)
+        return values
+
+    def _save(self) -> None:
+        self._checkpoint_written(wait=True)
+        training, since = self.training, self._guard.since if self._guard else None
+        good = training.progress.tokens if since is None else training.recipe.batches.tokens_at_step(since - 1)
+        state = {"guard": self._guard.state_dict()} if self._guard else {}
+        self._keeper.save(replace(training.checkpoint(), state=state, rewinds=self._rewinds), good)
+        self._saved_step = training.progress.step
+
+    def _checkpoint_written(self, wait: bool) -> str | None:
+        """Tell what became of the last checkpoint, once; why it is not there."""
+        saved = self._keeper.outcome(wait)
+        if saved is None:
+            return None
+        at = {"step": saved.progress.step, "tokens": saved.progress.tokens}
+        if saved.path is not None:
+            self.event("checkpoint", **at, path=saved.path.name)
+        else:
+            self._saved_step = -1
+            self.event("checkpoint_failed", **at, why=saved.error)
+        return saved.error
+
+    def event(self, name: str, **values: Any) -> None:
+        progress = self.training.progress
+        values = {"step": progress.step, "tokens": progress.tokens} | values
+        self.run.event(name, **values)
+        self._on_event(name, values)
+        if self.run.unwritten != self._no_room:
+            self._no_room = self.run.unwritten
+            if self._no_room is not None:
+                self._on_event("unwritten", values | {"why": self._no_room})

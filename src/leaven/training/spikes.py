@@ -1,0 +1,182 @@
+"""When a run is in trouble: a verdict on loss, gradient norm and update norm, from their values alone.
+
+Each of the three is compared with the median of its last :data:`LEVEL` steps, and its distance from it with the
+median of the last :data:`WINDOW` such distances, of either sign (x 1.4826, which for normal noise is a standard
+deviation), never less than a floor. What goes beyond :data:`ALLOWANCE` of these deviations is added up from step to
+step (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"), and what is missing to it is taken off
+again. Trouble is a sum of :data:`LIMIT`: three steps far out or a dozen a little out, but not one batch of odd text.
+It began where the sum last left 0; steps since then are suspicious and no part of what the next are compared with.
+
+Both norms are compared in the logarithm; the update norm is divided by the lr, whose schedule is no news. In a 32B
+run it doubled before loss and gradient moved (marin-community/marin#1368).
+
+A step whose loss or gradient is no number is trouble at once. Other verdicts take 2 x :data:`LEVEL` steps to learn
+what is usual. docs/log.md has the rate of false alarms.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leaven.training.engine import Step
+
+LEVEL = 32
+WINDOW = 128
+ALLOWANCE = 4.0
+CAP = 12.0
+"""One step counts for no more than CAP - ALLOWANCE, however far out it is."""
+LIMIT = 24.0
+OUTSTANDING = 6.0
+"""Deviations from which on ``on_spike = "skip"`` does not apply a step: what OLMo-core's SkipStep optimisers use."""
+PATIENCE = 20
+"""Steps in a row that ``skip`` may leave out; more is no odd batch but a run that has stopped learning."""
+
+# 0.05 nats; factors of 1.28 and 1.11: steadier than that a large batch may be, without less being any trouble.
+FLOORS = {"loss": 0.05, "grad_norm": 0.25, "update_norm": 0.1}
+TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update norm"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What loss and gradient norm must stay below for a step to be applied."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A verdict: trouble from step ``onset`` on, found at ``step``, with the numbers that it was made from."""
+
+    onset: int
+    step: int
+    why: str
+    numbers: dict[str, dict[str, float]]
+
+
+@dataclass
+class Watch:
+    """One quantity: its last values, their distances from the medians before them, the cumulative sum, and the step
+    with which the sum left 0."""
+
+    floor: float
+    values: list[float] = field(default_factory=list)
+    distances: list[float] = field(default_factory=list)
+    total: float = 0.0
+    since: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        return len(self.distances) >= LEVEL
+
+    def usual(self) -> tuple[float, float]:
+        """What the next value should be, and its robust standard deviation."""
+        return median(self.values), max(1.4826 * median(self.distances), self.floor)
+
+    def add(self, step: int, value: float) -> tuple[float, float]:
+        """Take in a value: what it should have been, and how many deviations it is above that."""
+        middle = median(self.values) if self.values else value
+        deviations = 0.0
+        if self.ready:
+            middle, spread = self.usual()
+            deviations = (value - middle) / spread
+            self.total = max(0.0, self.total + min(deviations, CAP) - ALLOWANCE)
+            self.since = None if self.total == 0 else self.since or step
+        if self.since is None:
+            if len(self.values) == LEVEL:
+                self.distances = [*self.distances, abs(value - middle)][-WINDOW:]
+            self.values = [*self.values, value][-LEVEL:]
+        return middle, deviations
+
+
+class Guard:
+    """Sees every step in order. Its state is that of the run and belongs into the checkpoint.
+
+    ``skipping``: outstanding steps are left out by :meth:`limits`, and the verdict is on :data:`PATIENCE` alone.
+    """
+
+    def __init__(self, skipping: bool = False) -> None:
+        self.skipping = skipping
+        self.watches = {name: Watch(floor) for name, floor in FLOORS.items()}
+        self._left_out = 0
+        self._limits: list[tuple[int, Limits]] = []
+
+    @property
+    def since(self) -> int | None:
+        """The first suspicious step, if the newest is suspicious still."""
+        return min((watch.since for watch in self.watches.values() if watch.since is not None), default=None)
+
+    def observe(self, step: "Step") -> Trouble | None:
+        """Take in a step; the trouble that it has made certain."""
+        if left_out(step):
+            return self._leave_out(step)
+        if step.skipped:  # for a loss scale that was too large, which looks after itself
+            return None
+        self._left_out = 0
+        numbers: dict[str, dict[str, float]] = {}
+        for name, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
+            unit = step.lr if name == "update_norm" else 1.0
+            if name == "loss":
+                middle, deviations = self.watches[name].add(step.step, value)
+            elif value > 0 and unit > 0:
+                middle, deviations = self.watches[name].add(step.step, math.log(value / unit))
+                middle = math.exp(middle) * unit
+            else:
+                continue
+            told = {"value": value, "median": middle, "deviations": deviations, "sum": self.watches[name].total}
+            numbers[name] = {key: float(f"{number:.6g}") for key, number in told.items()}
+        if self.skipping:
+            self._look_ahead(step.step)
+            return None
+        certain = [name for name in numbers if self.watches[name].total >= LIMIT]
+        if not certain:
+            return None
+        onset = self.since
+        assert onset is not None
+        said = " and ".join(f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations up" for name in certain)
+        loss = numbers["loss"]
+        why = f"{said}, loss {loss['median']:.2f} -> {loss['value']:.2f} within {step.step - onset + 1} steps"
+        return Trouble(onset, step.step, why, numbers)
+
+    def _leave_out(self, step: "Step") -> Trouble | None:
+        self._left_out += 1
+        if self.skipping and self._left_out < PATIENCE:
+            return None
+        onset = step.step - self._left_out + 1
+        why = f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}"
+        if self._left_out > 1:
+            why = f"{self._left_out} steps in a row left out, the last with {why}"
+        numbers = {name: {"value": getattr(step, name)} for name in ("loss", "grad_norm")}
+        return Trouble(min(self.since or onset, onset), step.step, why, numbers)
+
+    def limits(self, step: int) -> Limits:
+        """What this step must stay below. They are known two steps before, so that a loop that is one step behind the
+        device decides as one that is not."""
+        return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
+
+    def _look_ahead(self, step: int) -> None:
+        loss, grad_norm = self.watches["loss"], self.watches["grad_norm"]
+        if loss.ready and grad_norm.ready:
+            tops = [middle + OUTSTANDING * spread for middle, spread in (loss.usual(), grad_norm.usual())]
+            self._limits = [*self._limits[-2:], (step + 2, Limits(tops[0], math.exp(tops[1])))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return {
+            "watches": {name: asdict(watch) for name, watch in self.watches.items()},
+            "left_out": self._left_out,
+            "limits": [[step, limits.loss, limits.grad_norm] for step, limits in self._limits],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.watches = {name: Watch(**watch) for name, watch in state["watches"].items()}
+        self._left_out = state["left_out"]
+        self._limits = [(step, Limits(loss, grad_norm)) for step, loss, grad_norm in state["limits"]]
+
+
+def left_out(step: "Step") -> bool:
+    """Whether a step was not applied because it was no number or above the limits: not for its loss scale alone."""
+    return step.skipped and (step.diverged or math.isfinite(step.grad_norm))

@@ -1,0 +1,90 @@
+"""Throughput over micro-batch and global batch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.planning.flops import flops_per_token
+from leaven.recipe.recipe import Recipe
+from leaven.training.bench import Bench, Row, batches_of, bench, micro_batches_of
+from leaven.training.engine import Training
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    return prepare(tiny.data, tiny.model.vocab_size)
+
+
+def test_every_micro_batch_up_to_every_global_batch(tiny: Recipe, tokens: TokenSet) -> None:
+    recipe = tiny.replace({"batch.ramp": dict(start_tokens=128, increment_tokens=128, over_tokens=1_000)})
+    calls: list[tuple[int, int]] = []
+    found = bench(
+        recipe, tokens, [1, 2, 8], [8, 3], limit_seconds=600, on_row=lambda done, total: calls.append((done, total))
+    )
+    assert [(row.global_batch, row.micro_batch) for row in found.rows] == [(3, 1), (3, 2), (8, 1), (8, 2), (8, 8)]
+    assert calls == [(n, 5) for n in range(6)]
+    assert found.whole
+    assert found.too_large == ()
+    for row in found.rows:
+        assert row.tflops == pytest.approx(row.tokens_per_second * flops_per_token(tiny.model) / 1e12)
+        assert row.mfu > 0
+        assert row.peak_gib > 0.05  # python and torch at least
+
+
+def test_a_ramp_starts_where_bloom_had_a_share_of_its_speed(tiny: Recipe) -> None:
+    """BLOOM's own test: 8 TFLOP/s a GPU at a batch of 16, 73 at 192, 150 at 2,048."""
+    rows = [Row(2, batch, tflops, tflops, 0.0, 0.0) for batch, tflops in ((16, 8), (192, 73), (2_048, 150))]
+    rows.insert(1, Row(4, 16, 6, 6, 0.0, 0.0))
+    rows.append(Row(4, 2_048, 149, 149, 0.0, 0.0))
+    found = Bench(tiny, "", tuple(rows), (), True)
+    for share, start in ((0.05, 16), (0.4, 192), (0.9, 2_048)):
+        chosen = found.choose(share)
+        assert chosen["micro_batch"] == 2
+        assert chosen["ramp_start"]["global_batch"] == start
+        assert chosen["ramp_start"]["batch_tokens"] == start * 32
+    assert found.choose(0.4)["ramp_start"]["share_of_peak"] == pytest.approx(73 / 150)
+
+
+def test_out_of_memory_leaves_out_what_is_larger(
+    tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = Training._loss
+
+    def limited(self: Training, chunk: tuple[torch.Tensor, torch.Tensor], factor: Any = 1.0) -> torch.Tensor:
+        if len(chunk[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss(self, chunk, factor)
+
+    monkeypatch.setattr(Training, "_loss", limited)
+    found = bench(tiny, tokens, [1, 2, 4, 8], [8], limit_seconds=600)
+    assert [row.micro_batch for row in found.rows] == [1, 2]
+    assert found.too_large == (4, 8)
+
+
+def test_a_stop_or_a_limit_keeps_what_was_measured(tiny: Recipe, tokens: TokenSet) -> None:
+    done: list[int] = []
+    found = bench(
+        tiny,
+        tokens,
+        [1],
+        [1, 2, 3],
+        limit_seconds=600,
+        on_row=lambda count, total: done.append(count),
+        stop=lambda: done[-1] == 2,
+    )
+    assert [row.global_batch for row in found.rows] == [1, 2]
+    assert not found.whole
+    assert [row.global_batch for row in bench(tiny, tokens, [1], [1, 2], limit_seconds=0).rows] == [1]
+
+
+def test_what_is_measured_if_nothing_is_asked(tiny: Recipe) -> None:
+    assert batches_of(tiny) == [1, 2, 4, 8]
+    assert batches_of(tiny.replace({"batch.tokens": 32 * 1_000})) == [16, 32, 63, 125, 250, 500, 1_000]
+    assert micro_batches_of(tiny.replace({"batch.tokens": 32 * 12})) == [1, 2, 4, 8, 12]

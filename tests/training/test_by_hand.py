@@ -1,0 +1,141 @@
+"""Going back by hand: to which checkpoint, over which data, with which other values, and what is written of it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.training.planted import STEP, in_order, recipe, text
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
+from leaven.training import by_hand
+from leaven.training.by_hand import Back
+from leaven.training.checkpoint import checkpoints, tokens_of
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import check, train
+
+KEPT = {"stability__keep_every_tokens": 16 * STEP, "data__tokens": 64 * STEP}
+RUN = recipe(**KEPT)
+LOWER = recipe(**KEPT, hyperparameters__lr=0.002, schedule__decay="linear")
+
+
+@pytest.fixture(autouse=True)
+def in_order_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    in_order(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        in_order(patch)
+        torch.set_num_threads(1)
+        train(RUN, text(), folder)
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> RunFolder:
+    shutil.copytree(finished, tmp_path / "run")
+    return RunFolder(tmp_path / "run")
+
+
+def lines(run: RunFolder, key: str) -> list[float]:
+    return [line[key] for line in run.metrics()]
+
+
+def test_back_over_some_data_with_another_lr(run: RunFolder) -> None:
+    before = RunFolder(run.path).metrics()
+    back = Back(rewind_to=40 * STEP, skip_tokens=3 * STEP - 5)
+    summary = train(LOWER, text(), run.path, back=back)
+    assert summary.finished
+    assert summary.rollbacks == 0  # it did not go back by itself
+    after = run.metrics()
+    assert [line["step"] for line in after] == list(range(1, 65))
+    # One is due every 6.4 steps: the first after 16, 32 and 48 are kept, those of steps 20, 32 and 52.
+    at = 32
+    assert [line["loss"] for line in after[:at]] == [line["loss"] for line in before[:at]]
+    assert after[at]["loss"] != before[at]["loss"]
+    warmed_up = (at + 1 - 16) / (64 - 16)
+    assert after[at]["lr"] == pytest.approx(0.002 * (1 - 0.9 * warmed_up))
+    event = next(event for event in run.events() if event["event"] == "rewind")
+    assert (event["to_tokens"], event["skip_from"]) == (at * STEP, at * STEP)
+    assert event["skip_to"] == (at + 3) * STEP  # whole sequences
+    assert {change["path"]: change["before"] for change in event["changes"]} == {
+        "hyperparameters.lr": 0.01,
+        "schedule.decay": "cosine",
+    }
+    written = read_recipe(run.recipe_file)
+    assert written.hyperparameters.lr == 0.002
+    assert "before: 0.01" in written.why["hyperparameters.lr"]
+
+
+def test_the_same_command_again_goes_on_and_does_not_go_back(run: RunFolder) -> None:
+    back = Back(rewind_to=40 * STEP)
+    stopped = train(LOWER, text(), run.path, back=back, stop=lambda: len(run.metrics()) >= 45)
+    assert not stopped.finished
+    went_on = train(LOWER, text(), run.path, back=back)
+    assert went_on.finished
+    assert [event["event"] for event in run.events()].count("rewind") == 1
+    assert train(LOWER, text(), run.path, back=back) == went_on
+    assert train(LOWER, text(), run.path) == went_on
+    with pytest.raises(InputError, match=r"hyperparameters.lr 0.002 there, 0.01 here; .*--rewind-to"):
+        train(RUN, text(), run.path)
+
+
+def test_killed_before_the_recipe_is_written_the_return_holds(
+    run: RunFolder, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(by_hand, "write_recipe", kill)
+        with pytest.raises(Killed):
+            train(LOWER, text(), run.path, back=Back(40 * STEP))
+    assert read_recipe(run.recipe_file).hyperparameters.lr == 0.01
+    assert run.recipe().hyperparameters.lr == 0.002
+    assert train(LOWER, text(), run.path, back=Back(40 * STEP)).finished
+    assert lines(run, "lr")[32] < lines(run, "lr")[31] / 4
+
+
+def test_data_that_were_left_out_as_garbage_stay_left_out(tmp_path: Path) -> None:
+    longer, garbage = recipe(data__tokens=90 * STEP, stability__keep_every_tokens=9 * STEP), text(74, 3)
+    first = train(longer, garbage, tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    losses = lines(run, "loss")
+    assert first.rollbacks == 1
+    again = train(longer, garbage, run.path, back=Back(40 * STEP))
+    assert (again.rollbacks, again.loss) == (1, first.loss)
+    assert lines(run, "loss") == losses
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model__dropout": 0.1}, r"model.dropout 0.0 there, 0.1 here; a run can change \[schedule\]"),
+        ({"batch__tokens": 512}, r"batch.tokens 256 there, 512 here"),
+        ({"hyperparameters__init_std": 0.2}, r"hyperparameters.init_std 0.1 there, 0.2 here"),
+        ({"data__tokens": 99 * STEP}, r"data.tokens"),
+    ],
+)
+def test_what_cannot_change_on_the_way_is_refused_and_nothing_written(
+    finished: Path, change: dict[str, object], says: str
+) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=says):
+        check(recipe(**KEPT | change), finished, Back(40 * STEP))
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+def test_nowhere_to_go_back_to(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no run in"):
+        check(RUN, tmp_path / "none", Back(40 * STEP))
+    there = [tokens_of(path) for path in checkpoints(finished / "checkpoints")]
+    with pytest.raises(InputError, match=r"no whole checkpoint at or before it; there are those of .* tokens"):
+        check(RUN, finished, Back(min(there) - 1))

@@ -1,0 +1,215 @@
+"""Checkpoints: whole or not there, noticed when damaged, written beside the training, and which of them stay."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import leaven.training.checkpoint as module
+from leaven.training.checkpoint import (
+    Checkpoint,
+    Keeper,
+    Progress,
+    checkpoints,
+    read_checkpoint,
+    tokens_of,
+    write_checkpoint,
+)
+from leaven.training.rewind import Rewind
+
+
+def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    tensors = {"w": torch.randn(100, 100, generator=generator)}
+    state = {"guard": {"values": [0.1, 1 / 3], "since": None}}
+    return Checkpoint(Progress(step, step * 256, 1.0), tensors, {"exp_avg.w": tensors["w"] * 2}, state, rewinds)
+
+
+def steps(folder: Path) -> list[int]:
+    return [tokens_of(path) // 256 for path in checkpoints(folder)]
+
+
+def test_all_of_it_comes_back(tmp_path: Path) -> None:
+    rewinds = (Rewind(512, 512, 1024, lr=0.5, lr_tokens=100, attempt=1, found_step=4),)
+    written = checkpoint(3, rewinds)
+    assert write_checkpoint(tmp_path, written).name == "tokens-000000000000768"
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert not damaged
+    assert (found.progress, found.state, found.rewinds) == (written.progress, written.state, rewinds)
+    assert torch.equal(found.model["w"], written.model["w"])
+    assert torch.equal(found.optimizer["exp_avg.w"], written.optimizer["exp_avg.w"])
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "empty", "no json", "list", "other number"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    write_checkpoint(tmp_path, checkpoint(1))
+    newest = write_checkpoint(tmp_path, checkpoint(2))
+    tensors, state = newest / "model.safetensors", newest / "state.json"
+    match damage:
+        case "truncate":
+            tensors.write_bytes(tensors.read_bytes()[:20_000])
+        case "remove":
+            tensors.unlink()
+        case "empty":
+            state.write_bytes(b"")
+        case "no json":
+            state.write_bytes(state.read_bytes()[:-9])
+        case "list":
+            state.write_bytes(b"[1, 2]")
+        case "other number":
+            state.write_text(state.read_text().replace('"step": 2', '"step": 3'))
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert found.progress.step == 1
+    assert damaged == [newest]
+
+
+def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    newest = write_checkpoint(tmp_path, checkpoint(2))
+    draw = random.Random(0)
+    for _ in range(100):
+        file = draw.choice(sorted(newest.iterdir()))
+        content = bytearray(file.read_bytes())
+        at, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
+        content[at] ^= bit
+        file.write_bytes(content)
+        found, _ = read_checkpoint(tmp_path)
+        # Between the tokens of JSON a bit may turn a space into another, and all values stay what they were.
+        if found is not None:
+            assert file.name == "state.json"
+            assert chr(content[at]).isspace()
+        content[at] ^= bit
+        file.write_bytes(content)
+    assert read_checkpoint(tmp_path)[0] is not None
+
+
+def test_one_of_an_undone_past_does_not_count(tmp_path: Path) -> None:
+    back = Rewind(to_tokens=600, skip_from=600, skip_to=700)
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, checkpoint(step))
+    found, damaged = read_checkpoint(tmp_path, (back,))
+    assert found is not None
+    assert (found.progress.step, damaged) == (2, [])
+    write_checkpoint(tmp_path, checkpoint(3, (back,)))  # in the place of the undone one
+    found, _ = read_checkpoint(tmp_path, (back,))
+    assert found is not None
+    assert found.progress.step == 3
+    assert read_checkpoint(tmp_path, (back, Rewind(100, 0, 0)))[0] is None
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    made = Keeper(tmp_path, every_tokens=256, keep=2, keep_every_tokens=None)
+    yield made
+    made.close()
+
+
+def save(keeper: Keeper, step: int, good: int | None = None) -> None:
+    keeper.save(checkpoint(step), 256 * (step if good is None else good))
+    saved = keeper.outcome(wait=True)
+    assert saved is not None
+    assert saved.error is None
+
+
+def test_the_newest_stay_and_the_last_good_one(tmp_path: Path, keeper: Keeper) -> None:
+    for step in (1, 2, 3):
+        save(keeper, step)
+    assert steps(tmp_path) == [2, 3]
+    for step in (4, 5, 6):
+        save(keeper, step, good=3)  # suspicious since step 4
+    assert steps(tmp_path) == [3, 5, 6]
+    save(keeper, 7)
+    assert steps(tmp_path) == [6, 7]
+
+
+def test_the_first_one_in_every_so_many_tokens_stays_for_good(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path, every_tokens=256, keep=1, keep_every_tokens=3 * 256)
+    for step in (1, 2, 4, 5, 6, 7, 8, 11, 12):
+        save(keeper, step)
+    keeper.close()
+    assert steps(tmp_path) == [4, 6, 11, 12]
+
+
+def test_one_that_was_not_due_displaces_none(tmp_path: Path) -> None:
+    """As a stop writes it: steps 3 and 5 with one due every second step."""
+    keeper, there = Keeper(tmp_path, every_tokens=512, keep=2, keep_every_tokens=None), []
+    for step in (0, 2, 3, 4, 5, 6):
+        save(keeper, step)
+        there.append(steps(tmp_path))
+    keeper.close()
+    assert there == [[0], [0, 2], [0, 2, 3], [2, 4], [2, 4, 5], [4, 6]]
+
+
+def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: Keeper) -> None:
+    """The training goes on at once, and changes its tensors in place while a thread writes."""
+    go, write = threading.Event(), module.write_checkpoint
+
+    def slowly(folder: Path, checkpoint: Checkpoint) -> Path:
+        assert go.wait(60)
+        return write(folder, checkpoint)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "write_checkpoint", slowly)
+        one = checkpoint(1)
+        keeper.save(one, 256)
+        assert keeper.outcome(wait=False) is None
+        one.model["w"].zero_()
+        go.set()
+        saved = keeper.outcome(wait=True)
+    assert saved is not None
+    assert keeper.outcome(wait=True) is None  # it is told once
+    found, _ = read_checkpoint(tmp_path)
+    assert found is not None
+    assert torch.equal(found.model["w"], checkpoint(1).model["w"])
+
+
+def test_damaged_ones_are_moved_aside_and_undone_ones_dropped(tmp_path: Path, keeper: Keeper) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, checkpoint(step))
+    keeper.clear(256, damaged=[checkpoints(tmp_path)[-1]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "damaged-tokens-000000000000768",
+        "tokens-000000000000256",
+    ]
+
+
+FULL_DISK = """
+import resource, signal
+from pathlib import Path
+from leaven.training.checkpoint import Keeper, write_checkpoint
+from tests.training.test_checkpoint import checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = Path({folder!r})
+write_checkpoint(folder, checkpoint(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # less than the 40 kB of a file
+keeper = Keeper(folder, 256, 2, None)
+keeper.save(checkpoint(2), 512)
+print(keeper.outcome(wait=True).error)
+keeper.close()
+"""
+
+
+def test_no_room_for_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk: the write fails in the same place."""
+    script, root = FULL_DISK.format(folder=str(tmp_path)), Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
+    assert "File too large" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens-000000000000256"]
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert not damaged
+
+
+def test_a_state_is_plain_json(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, checkpoint(1))
+    state = json.loads((path / "state.json").read_text())
+    assert (state["step"], state["tokens"], state["format"]) == (1, 256, 2)
+    shutil.rmtree(path)

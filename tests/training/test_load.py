@@ -1,0 +1,144 @@
+"""A run's model, loaded: the weights it trained, the checkpoint that is whole, and what is said of the others."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import leaven
+from leaven.data.tokens import TokenSet, prepare
+from leaven.interop.adopt import adopt
+from leaven.interop.weights import read_plain, write_huggingface
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.training.checkpoint import read_checkpoint
+from leaven.training.load import load_run
+from leaven.training.trainer import Training, train
+
+
+@pytest.fixture
+def tokens(scaled_run: Path) -> TokenSet:
+    recipe = read_recipe(scaled_run / "recipe.toml")
+    return prepare(recipe.data, recipe.model.vocab_size)
+
+
+@pytest.fixture
+def run(scaled_run: Path, tmp_path: Path) -> Path:
+    """A copy to do harm to."""
+    return Path(shutil.copytree(scaled_run, tmp_path / "run"))
+
+
+def damage(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_model_is_the_one_that_was_trained(scaled_run: Path, tokens: TokenSet) -> None:
+    model, tokenizer = leaven.load(scaled_run)
+    recipe = read_recipe(scaled_run / "recipe.toml")
+    training = Training(recipe, tokens, device="cpu")
+    checkpoint, _ = read_checkpoint(scaled_run / "checkpoints")
+    assert checkpoint is not None
+    training.restore(checkpoint)
+    inputs = torch.from_numpy(training.validation[:2, :-1])
+    logits = model(inputs)
+    assert logits.shape == (2, 32, 320)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, training.model(inputs))
+    assert model.has_multipliers
+    assert not model.training
+    assert tokenizer.decode(tokenizer.encode("def é(x)").ids) == "def é(x)"
+
+
+def test_checkpoints_by_their_tokens(scaled_run: Path) -> None:
+    newest, earlier = load_run(scaled_run), load_run(scaled_run, 5_120)
+    assert (newest.tokens, earlier.tokens) == (10_240, 5_120)
+    name = "layers.0.mlp.in.weight"
+    assert not torch.equal(newest.model.get_parameter(name), earlier.model.get_parameter(name))
+    with pytest.raises(InputError, match=r"no checkpoint at 77 tokens; there are 5_120, 10_240"):
+        load_run(scaled_run, 77)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run: Path) -> None:
+    newest, before = sorted((run / "checkpoints").iterdir(), reverse=True)
+    damage(newest)
+    with pytest.warns(UserWarning, match=f"{newest.name} of .* is damaged and was passed over"):
+        model, _ = leaven.load(run)
+    assert torch.equal(model.embedding.weight, load_run(run, 5_120).model.embedding.weight)
+    with pytest.raises(InputError, match=f"no whole checkpoint: {newest.name} is damaged"):
+        leaven.load(run, tokens=10_240)
+    damage(before)
+    with pytest.raises(InputError, match=f"{newest.name}, {before.name} are damaged"):
+        leaven.load(run)
+
+
+def test_what_is_no_run_says_so(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent: no such folder; give the folder of a run"):
+        leaven.load(tmp_path / "absent")
+    with pytest.raises(InputError, match=r"holds no recipe.toml"):
+        leaven.load(tmp_path)
+    (run / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer.json: damaged"):
+        leaven.load(run)
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"holds no tokenizer.json"):
+        leaven.load(run)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(InputError, match=r"no checkpoint yet; leaven train writes one"):
+        leaven.load(run)
+
+
+@pytest.fixture
+def adopted(scaled_run: Path, tmp_path: Path) -> Recipe:
+    """A recipe that starts from the run's weights, exported."""
+    run = load_run(scaled_run)
+    folder = tmp_path / "exported"
+    weights, text = run.model.state_dict(), run.tokenizer_json
+    write_huggingface(
+        folder, run.recipe.model, run.table, weights, tokenizer=text, end_of_text=("<|endoftext|>", run.end_of_text)
+    )
+    recipe = adopt(read_plain(folder), "adopted", source=run.recipe.data.source, tokens=4_096)
+    return recipe.replace({"batch.tokens": 256, "evaluation.tokens": 1_024})
+
+
+def test_a_run_starts_from_weights_and_is_resumed(
+    scaled_run: Path, adopted: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    """Out, back in, and on: the first loss is that of the model that was exported."""
+    model, _ = leaven.load(scaled_run)
+    training = Training(adopted, tokens, device="cpu")
+    inputs = torch.from_numpy(training.validation[:, :-1])
+    torch.testing.assert_close(training.model(inputs), model(inputs), rtol=0, atol=1e-5)
+    scaling = {"width": 8, "depth": 1, "batch_tokens": 256, "tokens": 4_096, "d_head": 4}
+    for rule in ("complete-d-p", "completep"):  # the same function under a rule with multipliers
+        under = Training(adopted.replace({"scaling.base": scaling, "scaling.rule": rule}), tokens, device="cpu")
+        assert under.model.has_multipliers
+        torch.testing.assert_close(under.model(inputs), model(inputs), rtol=0, atol=1e-5)
+
+    recipe = adopted.replace({"stability.checkpoint_every_tokens": 1_024, "hyperparameters.lr": 1e-3})
+    whole = train(recipe, tokens, tmp_path / "whole")
+    before = training.evaluate()
+    assert whole.loss is not None
+    assert whole.loss < before + 0.05
+    lines = iter(range(5))
+    train(recipe, tokens, tmp_path / "parts", stop=lambda: next(lines, None) is None)
+    resumed = train(recipe, tokens, tmp_path / "parts")
+    assert resumed.loss == whole.loss
+
+
+def test_the_recipe_says_where_everything_is_from(adopted: Recipe, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    assert adopted.start.weights == str(folder)
+    assert adopted.data.tokenizer == str(folder / "tokenizer.json")
+    assert adopted.why["model.d_model"] == f"hidden_size of {folder}/config.json"
+    assert adopted.why["model.qk_norm"] == "what a Qwen3ForCausalLM is"
+    for path in ("data.tokens", "batch.tokens", "hyperparameters.lr", "hyperparameters.init_std", "start.weights"):
+        assert adopted.why[path]
+    assert adopted.hyperparameters.init_std == 0.02
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"no tokenizer.json; save the model's tokenizer there"):
+        adopt(read_plain(folder), "adopted", source="x")

@@ -1,0 +1,135 @@
+"""Curves in other places: TensorBoard through its own reader, trackers through modules that write down the calls."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.training.metrics import Curves, writers
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import train
+
+TRACKER = """
+import json
+from pathlib import Path
+
+def _say(*call):
+    with Path({path!r}).open("a") as file:
+        file.write(json.dumps(call) + "\\n")
+
+def init(**known): _say("init", known)
+def log(values, step):
+    {log}
+    _say("log", step, values)
+def finish(): _say("finish")
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    return prepare(tiny.data, tiny.model.vocab_size)
+
+
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log: str = "") -> Path:
+    """A module with the interface that W&B and trackio share; the file its calls are written to."""
+    calls = tmp_path / f"{name}.jsonl"
+    (tmp_path / f"{name}.py").write_text(TRACKER.format(path=str(calls), log=log))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_every_step_and_goes_on_after_a_stop(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls = tracker(tmp_path, monkeypatch, name)
+    folder = tmp_path / "run"
+    train(tiny, tokens, folder, log_to=[name], stop=lambda: len(RunFolder(folder).metrics()) >= 10)
+    train(tiny, tokens, folder, log_to=[name])
+    monkeypatch.delitem(sys.modules, name)
+    said = [json.loads(line) for line in calls.read_text().splitlines()]
+    first, second = (call[1] for call in said if call[0] == "init")
+    assert first == second
+    assert (first["project"], first["name"], first["resume"]) == ("tiny", "run", "allow")
+    assert first["config"]["hyperparameters"]["lr"] == 0.01
+    assert ("id" in first) is (name == "wandb")
+    assert [call[0] for call in said].count("finish") == 2
+    logged = [(call[1], call[2]) for call in said if call[0] == "log"]
+    lines = RunFolder(folder).metrics()
+    steps = [(step, values) for step, values in logged if "train/loss" in values]
+    assert [step for step, _ in steps] == [line["step"] for line in lines] == list(range(1, 41))
+    for (_, values), line in zip(steps, lines, strict=True):
+        assert values["tokens"] == line["tokens"]
+        for key in ("loss", "lr", "grad_norm", "tflops", "mfu", "memory_gib"):
+            assert values[f"train/{key}"] == line[key]
+        assert values["update_norm/mlp.out"] == line["modules"]["mlp.out"][0]
+    validations = [event for event in RunFolder(folder).events() if event["event"] == "validation"]
+    assert [(step, values["validation/bits_per_byte"]) for step, values in logged if "validation/loss" in values] == [
+        (event["step"], event["bits_per_byte"]) for event in validations
+    ]
+
+
+def test_a_tracker_that_fails_costs_its_curves_alone(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tracker(tmp_path, monkeypatch, "trackio", log="if step == 3: raise ConnectionError('no network')")
+    summary = train(tiny, tokens, tmp_path / "run", log_to=["trackio", "tensorboard"])
+    monkeypatch.delitem(sys.modules, "trackio")
+    assert summary.finished
+    (lost,) = [event for event in RunFolder(tmp_path / "run").events() if event["event"] == "curves_lost"]
+    # The third step is read when the fourth has been issued.
+    assert (lost["writer"], lost["why"], lost["step"]) == ("trackio", "ConnectionError: no network", 4)
+    assert len(calls.read_text().splitlines()) == 3  # init and two steps
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    reader.Reload()
+    assert len(reader.Scalars("train/loss")) == 40
+    assert reader.Scalars("validation/loss")[-1].value == pytest.approx(summary.loss)
+
+
+def test_a_disk_that_is_full_costs_the_curves_alone(tiny: Recipe, tmp_path: Path) -> None:
+    lost: list[tuple[str, str]] = []
+    curves = Curves(["tensorboard"], tmp_path, tiny, 0, lost=lambda *said: lost.append(said))
+    curves.validation(1, 10, {"loss": 3.0})
+    board: Any = curves._open["tensorboard"]
+    board._records._writer = _Full()
+    curves.validation(2, 20, {"loss": 2.0})
+    curves.validation(3, 30, {"loss": 1.0})
+    curves.close()
+    assert lost == [("tensorboard", "OSError: [Errno 28] No space left on device")]
+
+
+class _Full:
+    def write(self, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_writers_by_name() -> None:
+    assert writers(None) == ("tensorboard",)
+    assert writers([]) == ()
+    assert writers(["tensorboard", "tensorboard"]) == ("tensorboard",)
+    with pytest.raises(InputError, match="--log-to wandbb: there are tensorboard, wandb, trackio and none"):
+        writers(["wandbb"])
+
+
+def test_a_writer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leaven.training.metrics.find_spec", lambda name: None)
+    assert writers(None) == ()
+    with pytest.raises(InputError, match="wandb is not installed: pip install wandb"):
+        writers(["wandb"])

@@ -1,0 +1,292 @@
+"""The micro-batch: what fits, what is fastest, and that it changes nothing but the time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leaven.data.stream import Stream
+from leaven.data.tokens import TokenSet, prepare
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.training import micro_batch
+from leaven.training.bench import bench
+from leaven.training.engine import Training
+from leaven.training.micro_batch import GIB, by_thumb, choose, even, needed_memory, settle, sizes, trial_step
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import train
+
+LONG = {"data.tokens": 256 * micro_batch.TIMED_STEPS}
+RAMP = {"batch.ramp": dict(start_tokens=96, increment_tokens=32, over_tokens=1_000)}
+STAGES = {"batch.stages": [dict(from_tokens=0, tokens=160), dict(from_tokens=400, tokens=256)]}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    return prepare(tiny.data, tiny.model.vocab_size)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in RunFolder(folder).metrics()]
+
+
+@given(st.integers(1, 5_000), st.integers(1, 600))
+def test_a_batch_is_cut_evenly_into_as_few_forwards_as_fit(sequences: int, micro_batch: int) -> None:
+    size = even(sequences, micro_batch)
+    forwards = -(-sequences // size)
+    assert 1 <= size <= micro_batch
+    assert forwards == -(-sequences // micro_batch)
+    assert forwards * size - sequences < forwards  # less than one sequence of padding a forward
+
+
+def test_candidates_are_powers_of_two_evened_out() -> None:
+    assert sizes(1) == [1]
+    assert sizes(8) == [1, 2, 4, 8]
+    assert sizes(12) == [1, 2, 4, 6, 12]
+    assert sizes(100) == [1, 2, 4, 8, 15, 25, 50, 100]
+
+
+@pytest.mark.parametrize(
+    ("how", "batches"),
+    [
+        ({}, [256] * 8),
+        (RAMP, [96, 96, 96, 128, 160, 160, 192, 224]),
+        (STAGES, [160, 160, 160, 256, 256, 256, 256, 256]),
+    ],
+    ids=["static", "ramp", "stages"],
+)
+def test_losses_are_those_of_the_whole_batch_for_any_micro_batch(
+    tiny: Recipe, tokens: TokenSet, how: dict[str, Any], batches: list[int]
+) -> None:
+    """In float64: each loss against one plain forward over the windows that are due, the weights after eight steps
+    between micro-batches. 3 and 5 divide neither 8 sequences nor most of the ramp's batches."""
+    stream, ends = Stream(tokens.train, 32, 0), {}
+    for size in (1, 3, 5, 8):
+        training = Training(tiny.replace(how | {"batch.micro_batch": size}), tokens)
+        training.model.double()
+        done = 0
+        for batch in batches:
+            windows = torch.from_numpy(stream.batch(done // 32, batch // 32))
+            with torch.no_grad():
+                expected = F.cross_entropy(training.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+            step = training.step()
+            done += batch
+            assert (step.batch_tokens, step.tokens) == (batch, done)
+            assert step.loss == pytest.approx(expected.item(), rel=1e-6)  # the running sum is kept in fp32
+        ends[size] = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    for size, end in ends.items():
+        assert torch.allclose(end, ends[8], rtol=1e-9, atol=1e-11), size
+
+
+def test_a_choice_changes_nothing_but_the_micro_batch(tiny: Recipe, tokens: TokenSet) -> None:
+    """With dropout, after some steps: model, moments, rng and position are untouched, and what follows is the run
+    with the same number set by hand, bit for bit."""
+    recipe = tiny.replace(LONG | {"model.dropout": 0.1})
+    training = Training(recipe, tokens)
+    before = training.checkpoint()
+    state = {name: value.clone() for name, value in before.model.items()}
+    rng = torch.random.get_rng_state()
+    choice = settle(training)
+    assert torch.equal(torch.random.get_rng_state(), rng)
+    assert training.checkpoint().progress == before.progress
+    assert training.checkpoint().optimizer.keys() == before.optimizer.keys()
+    assert all(torch.equal(value, state[name]) for name, value in training.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    assert [timing.micro_batch for timing in choice.timings] == [1, 2, 4, 8]
+    assert choice.micro_batch == training.recipe.batch.micro_batch == training.micro_batch
+    assert training.recipe.why["batch.micro_batch"].startswith("auto: fastest of 1: ")
+    by_hand = Training(recipe.replace({"batch.micro_batch": choice.micro_batch}), tokens)
+    assert [training.step().loss for _ in range(4)] == [by_hand.step().loss for _ in range(4)]
+
+
+@pytest.fixture
+def at_speed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Seconds of a forward and backward by micro-batch, set by the test; what is not there runs out of memory."""
+    seconds: dict[int, float] = {}
+    monkeypatch.setattr(micro_batch, "trial_step", lambda training, size: seconds.get(size))
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({1: 1.0, 2: 1.9, 4: 3.4, 8: 8.0}, 4),  # the largest that fits is not the fastest
+        ({1: 1.0, 2: 1.5, 4: 2.5, 8: 4.9}, 4),  # 8 gains less than 2%: memory is kept
+        ({1: 1.0, 2: 1.5, 4: 2.5, 8: 4.0}, 8),
+        ({1: 1.0, 2: 1.5}, 2),
+    ],
+)
+def test_the_fastest_is_taken(
+    tiny: Recipe, tokens: TokenSet, at_speed: dict[int, float], seconds: dict[int, float], chosen: int
+) -> None:
+    at_speed.update(seconds)
+    choice = choose(Training(tiny.replace(LONG), tokens))
+    assert choice.micro_batch == chosen
+    assert {t.micro_batch: t.tokens_per_second for t in choice.timings} == {
+        size: pytest.approx(256 / (8 / size * second)) for size, second in seconds.items()
+    }
+    assert choice.too_large == (() if len(seconds) == 4 else (4,))
+
+
+def test_no_more_than_a_minute_is_spent(
+    tiny: Recipe, tokens: TokenSet, at_speed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At ten seconds a sequence 1 takes 40 s, and 2 would take 80 more."""
+    clock = [0.0]
+    at_speed.update({1: 10.0, 2: 20.0, 4: 40.0, 8: 80.0})
+
+    def trial(training: Training, size: int) -> float:
+        clock[0] += at_speed[size]
+        return at_speed[size]
+
+    monkeypatch.setattr(micro_batch, "trial_step", trial)
+    monkeypatch.setattr(micro_batch.time, "perf_counter", lambda: clock[0])
+    assert choose(Training(tiny.replace(LONG), tokens)).micro_batch == 1
+    assert clock[0] == 40.0
+
+
+@pytest.mark.parametrize("how", [{}, LONG], ids=["by rule of thumb", "timed"])
+def test_out_of_memory_is_caught_halved_and_said(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    _room_for(monkeypatch, 2)
+    said: list[tuple[str, dict[str, Any]]] = []
+    done: list[int] = []
+    train(
+        tiny.replace(how),
+        tokens,
+        tmp_path / "run",
+        on_event=lambda event, values: said.append((event, values)),
+        on_step=lambda step: done.append(step.step),
+        stop=lambda: len(done) >= 4,  # the step that was under way is read too
+    )
+    assert len(done) in {4, 5}
+    recipe = read_recipe(tmp_path / "run" / "recipe.toml")
+    assert recipe.batch.micro_batch in {1, 2}
+    largest = 8 if not how else 4
+    assert f"out of memory with {largest}" in recipe.why["batch.micro_batch"]
+    (event,) = [values for name, values in said if name == "micro_batch"]
+    assert event["micro_batch"] == recipe.batch.micro_batch
+    assert set(event["too_large"]) == ({8, 4} if not how else {4})
+
+
+def test_not_one_sequence_fits(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for how in ({}, LONG):
+        _room_for(monkeypatch, 0)
+        with pytest.raises(InputError, match="out of memory with a micro-batch of 1 on cpu"):
+            train(tiny.replace(how), tokens, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def _room_for(monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
+    """The device runs out of memory, in the middle of a forward, above so many sequences."""
+    loss = Training._loss
+
+    def limited(self: Training, chunk: tuple[torch.Tensor, torch.Tensor], factor: Any = 1.0) -> torch.Tensor:
+        made = loss(self, chunk, factor)
+        if len(chunk[0]) > sequences:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return made
+
+    monkeypatch.setattr(Training, "_loss", limited)
+
+
+def test_another_error_is_not_taken_for_memory(
+    tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("the weights are gone")
+
+    monkeypatch.setattr(Training, "_loss", broken)
+    with pytest.raises(RuntimeError, match="the weights are gone"):
+        trial_step(Training(tiny, tokens), 1)
+
+
+def test_a_cpu_is_not_asked_for_what_it_has_not(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system would end the process, so a closed form decides: only what fills 80% of the free memory is tried."""
+    monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 2, "cpu") / 0.79))
+    choice = choose(Training(tiny.replace(LONG), tokens))
+    assert [timing.micro_batch for timing in choice.timings] == [1, 2]
+    assert choice.too_large == (4, 8)
+    monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 1, "cpu")))
+    with pytest.raises(
+        InputError, match="with one sequence a forward, and 80% of the .* GiB that are free on cpu is"
+    ):
+        train(tiny, tokens, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five million million parameters: more than any machine has, and none of them is asked for."""
+    monkeypatch.setattr("leaven.training.trainer.Training", None)
+    huge = tiny.replace({"model.d_ff": 2**36})
+    with pytest.raises(InputError, match=r"training needs about \d.* GiB"):
+        train(huge, tokens, tmp_path / "run")
+    with pytest.raises(InputError, match=r"training needs about \d.* GiB"):
+        bench(huge, tokens, [1], [1], limit_seconds=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_closed_form_counts_states_and_activations(tiny: Recipe) -> None:
+    """By hand for fp32: gradients and two moments, 12 bytes a parameter, and for a sequence of 32 tokens what the
+    backward pass of two blocks needs (4 d in and out of norms, 2 (q + kv) twice for the norms of both, 4 d_ff), at 8
+    measured bytes each, with 5% for fragments; the logits of 32 tokens at 12 bytes."""
+    model = tiny.model
+    activations = 2 * 32 * 8 * (4 * 16 + 2 * (16 + 8) + (16 + 8) + 4 * 32)
+    logits = 12 * 32 * 320
+    one, two = (needed_memory(tiny, size, "cpu") for size in (1, 2))
+    assert two - one == pytest.approx(1.05 * activations + logits)
+    weights = 4 * model.params
+    assert one == pytest.approx(1.05 * (activations + 12 * model.params) + 0.05 * weights + logits + 4 * 320 * 16)
+    assert needed_memory(tiny.replace({"model.dropout": 0.1}), 1, "cpu") > one + 2 * 2 * 32 * 32 * 8
+    assert one < GIB
+
+
+def test_a_ramp_has_a_micro_batch_for_each_batch_and_a_resume_keeps_them(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, at_speed: dict[int, float]
+) -> None:
+    """Stopped in the middle of the ramp and gone on with when other sizes would be fastest: the losses are those of
+    the number set by hand."""
+    recipe = tiny.replace(LONG | RAMP)
+    at_speed.update({1: 1.0, 2: 1.9, 4: 3.0, 8: 8.0})
+    train(recipe, tokens, tmp_path / "run", stop=lambda: len(losses(tmp_path / "run")) >= 3)
+    at_speed.update({1: 0.1})
+    train(recipe, tokens, tmp_path / "run", stop=lambda: len(losses(tmp_path / "run")) >= 12)
+    by_hand = recipe.replace({"batch.micro_batch": 4})
+    train(by_hand, tokens, tmp_path / "hand", stop=lambda: len(losses(tmp_path / "hand")) >= 12)
+    assert losses(tmp_path / "run") == losses(tmp_path / "hand")
+    events = RunFolder(tmp_path / "run").events()
+    ramp = {event["batch_tokens"] // 32: event["micro_batch"] for event in events if event["event"] == "ramp"}
+    assert ramp == {4: 4, 6: 3, 7: 4, 8: 4}
+    (resumed,) = [event for event in events if event["event"] == "resume"]
+    assert (resumed["batch_tokens"], resumed["micro_batch"]) == (5 * 32, 3)
+    assert sum(event["event"] == "micro_batch" for event in events) == 1
+    why = json.dumps(read_recipe(tmp_path / "run" / "recipe.toml").why)
+    assert "auto: fastest of 1: 32, 2: 33.7, 4: 42.7, 8: 32 tokens/s" in why
+
+
+def test_runs_side_by_side_do_not_time_each_other(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    """The rule of thumb, also in a run long enough to be timed; a run that was begun with another number keeps it."""
+    recipe = tiny.replace(LONG | {"batch.tokens": 32 * 100, "data.tokens": 32 * 100 * micro_batch.TIMED_STEPS})
+    by_rule = by_thumb(recipe, tmp_path / "run")
+    assert by_rule.batch.micro_batch == 2_048 // 32
+    assert by_rule.why["batch.micro_batch"] == "auto: about 2,048 tokens a forward, not timed"
+    train(recipe.replace({"batch.micro_batch": 7}), tokens, tmp_path / "run", stop=lambda: True)
+    assert by_thumb(recipe, tmp_path / "run").batch.micro_batch == 7

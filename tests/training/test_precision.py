@@ -1,0 +1,138 @@
+"""fp16 under its loss scale, bf16, and steps that must not be done."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Diverged, Training
+from leaven.training.precision import GROW_AFTER, LossScale
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import train
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    torch.set_num_threads(1)
+    return prepare(tiny.data, tiny.model.vocab_size)
+
+
+def compute(recipe: Recipe, dtype: str) -> Recipe:
+    return recipe.replace({"precision.compute": dtype})
+
+
+def test_the_scale_halves_on_overflow_and_doubles_after_good_steps() -> None:
+    scale = LossScale.build(torch.device("cpu"))
+    first = float(scale.value)
+    scale.update(torch.tensor(False))
+    assert float(scale.value) == first / 2
+    for _ in range(GROW_AFTER):
+        assert float(scale.value) == first / 2
+        scale.update(torch.tensor(True))
+    assert float(scale.value) == first
+    for _ in range(40):
+        scale.update(torch.tensor(False))
+    assert float(scale.value) == 1
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_follows_fp32(dtype: str, tiny: Recipe, tokens: TokenSet) -> None:
+    runs = {}
+    for name in ("fp32", dtype):
+        training = Training(compute(tiny, name), tokens)
+        runs[name] = [training.step().loss for _ in range(15)]
+        assert all(parameter.dtype == torch.float32 for parameter in training.model.parameters())
+        assert all(state["exp_avg"].dtype == torch.float32 for state in training.optimiser.adam.state.values())
+    assert runs[dtype] != runs["fp32"]
+    assert max(abs(a - b) for a, b in zip(runs[dtype], runs["fp32"], strict=True)) < 0.03
+
+
+def test_an_overflow_skips_the_step_halves_the_scale_and_is_no_divergence(tiny: Recipe, tokens: TokenSet) -> None:
+    training = Training(compute(tiny, "fp16"), tokens)
+    assert training.loss_scale is not None
+    training.step()
+    training.loss_scale.value.fill_(2.0**40)
+    before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+    step = training.step()
+    assert step.skipped
+    assert not step.diverged
+    assert math.isfinite(step.loss)
+    assert (step.loss_scale, float(training.loss_scale.value)) == (2.0**40, 2.0**39)
+    assert step.update_norm == 0
+    assert all(torch.equal(before[name], p) for name, p in training.model.named_parameters())
+    training.loss_scale.value.fill_(2.0**10)
+    assert training.step().update_norm > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_loss_that_is_no_number_leaves_the_parameters(dtype: str, tiny: Recipe, tokens: TokenSet) -> None:
+    training = Training(compute(tiny, dtype), tokens)
+    training.step()
+    with torch.no_grad():
+        training.model.embedding.weight[:, 0] = torch.nan
+    before = training.model.layers[0].mlp["out"].weight.detach().clone()
+    with pytest.raises(Diverged, match="loss nan"):
+        training.step()
+    assert torch.equal(before, training.model.layers[0].mlp["out"].weight)
+
+
+def test_fp16_resumes_to_the_last_bit(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    recipe = compute(tiny.replace({"model.dropout": 0.1}), "fp16")
+    train(recipe, tokens, tmp_path / "whole")
+    steps = iter(range(100))
+    train(recipe, tokens, tmp_path / "halves", stop=lambda: next(steps) > 17)
+    assert train(recipe, tokens, tmp_path / "halves").finished
+    whole, halves = (RunFolder(tmp_path / name).metrics() for name in ("whole", "halves"))
+    exact = ("step", "loss", "grad_norm", "update_norm", "loss_scale")
+    assert [[line[key] for key in exact] for line in whole] == [[line[key] for key in exact] for line in halves]
+
+
+def test_steps_issued_ahead_are_the_same_steps(tiny: Recipe, tokens: TokenSet) -> None:
+    one, ahead = Training(tiny, tokens), Training(tiny, tokens)
+    losses = [one.step().loss for _ in range(6)]
+    issued = [ahead.issue()]
+    seen = []
+    for _ in range(5):
+        issued.append(ahead.issue())
+        seen.append(issued.pop(0).result())
+    seen.append(issued.pop().result())
+    assert [step.loss for step in seen] == losses
+    assert [step.step for step in seen] == [1, 2, 3, 4, 5, 6]
+    assert ahead.progress.seconds > 0
+
+
+def test_norms_of_the_modules_add_up(tiny: Recipe, tokens: TokenSet) -> None:
+    training = Training(tiny, tokens)
+    step = training.step()
+    assert set(step.modules) == set(tiny.model.modules)
+    updates, sizes = zip(*step.modules.values(), strict=True)
+    assert math.hypot(*updates) == pytest.approx(step.update_norm)
+    whole = sum(float(p.detach().pow(2).sum()) for p in training.model.parameters())
+    assert math.hypot(*sizes) ** 2 == pytest.approx(whole, rel=1e-5)
+    query = [p for name, p in training.model.named_parameters() if name.endswith("attention.query.weight")]
+    assert step.modules["attention.query"][1] == pytest.approx(float(torch.stack(query).detach().norm()), rel=1e-5)
+
+
+def test_a_batch_that_does_not_divide_is_filled_up_with_what_does_not_count(tiny: Recipe, tokens: TokenSet) -> None:
+    """Eight sequences in micro-batches of three, against eight at once."""
+    whole = Training(tiny.replace({"batch.micro_batch": 8}), tokens)
+    parts = Training(tiny.replace({"batch.micro_batch": 3}), tokens)
+    for _ in range(3):
+        a, b = whole.step(), parts.step()
+        assert a.loss == pytest.approx(b.loss, rel=1e-6)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+    assert whole.evaluate() == pytest.approx(parts.evaluate(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_same_losses(tiny: Recipe, tokens: TokenSet) -> None:
+    shallow = tiny.replace({"model.n_layers": 1})  # the compiler takes seconds a block
+    plain = Training(shallow, tokens)
+    compiled = Training(shallow.replace({"layout.compile": True}), tokens)
+    a, b = ([training.step().loss for _ in range(10)] for training in (plain, compiled))
+    assert a == pytest.approx(b, abs=1e-4)
+    assert plain.evaluate() == pytest.approx(compiled.evaluate(), abs=1e-4)
+    assert list(plain.checkpoint().model) == list(compiled.checkpoint().model)

@@ -1,0 +1,277 @@
+"""Planted trouble: caught, gone back from, passed; and kill -9 at any moment on the way."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.planted import STEP, in_order, recipe, text
+
+from leaven.data.tokens import TokenSet
+from leaven.recipe.recipe import Recipe
+from leaven.training.checkpoint import checkpoints, tokens_of
+from leaven.training.engine import Diverged, Issued, Step, Training
+from leaven.training.run_folder import RunFolder
+from leaven.training.spikes import Limits
+from leaven.training.trainer import Summary, train
+
+NOISE = 0.01  # nats
+SHARD, SCRAP = text(130, 12), text(130, 3)  # garbage for twelve steps, and for three
+
+
+@pytest.fixture(autouse=True)
+def in_order_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    in_order(monkeypatch)
+
+
+Result = tuple[float, RunFolder]
+
+
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TokenSet, int], Result]:
+    """The loss and folder of a run with all defaults, by text and seed."""
+    known: dict[tuple[str, int], Result] = {}
+
+    def result(tokens: TokenSet, seed: int = 0) -> Result:
+        key = (tokens.fingerprint, seed)
+        if key not in known:
+            known[key] = ended(recipe(data__seed=seed), tokens, tmp_path_factory.mktemp("run") / "run")[1:]
+        return known[key]
+
+    return result
+
+
+@pytest.fixture
+def calm(run_once: Callable[..., Result]) -> float:
+    """The loss of the run without trouble; NOISE is what it varies by from seed to seed, and a little."""
+    losses = [run_once(text(), seed)[0] for seed in range(3)]
+    assert max(losses) - min(losses) < NOISE
+    assert not events(run_once(text())[1], "rollback")
+    return losses[0]
+
+
+def ended(recipe: Recipe, tokens: TokenSet, folder: Path, **options: Any) -> tuple[Summary, float, RunFolder]:
+    summary = train(recipe, tokens, folder, **options)
+    assert summary.loss is not None
+    run = RunFolder(folder)
+    assert [line["step"] for line in run.metrics()] == list(range(1, 161))  # each step once, whatever was undone
+    return summary, summary.loss, run
+
+
+def events(run: RunFolder, name: str) -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["event"] == name]
+
+
+def decided(run: RunFolder) -> list[dict[str, Any]]:
+    return [{key: value for key, value in event.items() if key != "time"} for event in events(run, "rollback")]
+
+
+def test_a_shard_of_garbage_is_passed(calm: float, run_once: Callable[..., Result]) -> None:
+    loss, run = run_once(SHARD)
+    assert abs(loss - calm) < NOISE
+    first, second = decided(run)
+    assert (first["onset"], first["step"], first["attempt"]) == (131, 133, 1)
+    assert first["to_tokens"] == first["skip_from"] == 130 * STEP
+    assert first["numbers"]["loss"]["value"] > first["numbers"]["loss"]["median"] + 3
+    assert second["attempt"] == 2
+    # What was left out: the garbage, and what the attempts took before and after it.
+    assert second["skip_from"] < 130 * STEP < 142 * STEP < second["skip_to"]
+    assert max(line["loss"] for line in run.metrics()[100:]) < 2
+
+
+def test_without_the_guard_garbage_costs_more_than_noise(tmp_path: Path, calm: float) -> None:
+    summary, loss, _ = ended(recipe(stability__on_spike="off"), SHARD, tmp_path / "run")
+    assert summary.rollbacks == 0
+    assert loss > calm + 3 * NOISE
+
+
+def test_the_same_run_decides_the_same_though_stopped_and_robbed_of_a_checkpoint(
+    tmp_path: Path, run_once: Callable[..., Result]
+) -> None:
+    loss, whole = run_once(SHARD)
+    run = RunFolder(tmp_path / "run")
+    train(recipe(), SHARD, run.path, stop=lambda: len(run.metrics()) >= 129)
+    newest = checkpoints(run.checkpoints)[-1]
+    (newest / "model.safetensors").write_bytes(b"")
+    assert ended(recipe(), SHARD, run.path)[1] == loss
+    assert events(run, "resume")[0]["damaged_checkpoints"] == [newest.name]
+    assert decided(run) == decided(whole)
+    assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in whole.metrics()]
+
+
+def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]) -> None:
+    """Let the lr of a step be multiplied, behind the back of the schedule."""
+    issue = Training.issue
+
+    def jumping(self: Training, limits: Limits | None = None) -> Issued:
+        by, step = factor(self), self.optimiser.step
+        monkeypatch.setattr(
+            self.optimiser, "step", lambda multiplier, *rest, **more: step(multiplier * by, *rest, **more)
+        )
+        try:
+            return issue(self, limits)
+        finally:
+            monkeypatch.setattr(self.optimiser, "step", step)
+
+    monkeypatch.setattr(Training, "issue", jumping)
+
+
+def once(first: int, steps: int, factor: float) -> Callable[[Training], float]:
+    """For some steps, and not again when the run has gone back."""
+    last, over = 0, False
+
+    def by(training: Training) -> float:
+        nonlocal last, over
+        step = training.progress.step + 1
+        over, last = over or step <= last, step
+        return factor if first <= step < first + steps and not over else 1.0
+
+    return by
+
+
+@pytest.mark.parametrize("on_spike", ["rollback", "off"])
+def test_a_jump_of_the_lr_is_passed(
+    tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch, on_spike: str
+) -> None:
+    with_lr(monkeypatch, once(120, 20, 30.0))
+    summary, loss, run = ended(recipe(stability__on_spike=on_spike), text(), tmp_path / "run")
+    if on_spike == "rollback":
+        assert abs(loss - calm) < NOISE
+        assert summary.rollbacks == 1
+        assert decided(run)[0]["onset"] == 120
+        assert "update norm" in decided(run)[0]["why"]
+    else:
+        assert loss > calm + 3 * NOISE
+
+
+def test_a_lr_that_stays_too_high_stops_the_run_with_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_lr(monkeypatch, lambda training: 30.0 if training.progress.step >= 100 else 1.0)
+    with pytest.raises(Diverged, match="2 rollbacks did not pass it"):
+        train(recipe(stability__max_rollbacks=2), text(), tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    assert [event["attempt"] for event in decided(run)] == [1, 2]
+    assert run.events()[-1]["event"] == "stop"
+    # The last good checkpoint is there, and the same command comes to the same end.
+    assert tokens_of(checkpoints(run.checkpoints)[0]) <= 100 * STEP
+    with pytest.raises(Diverged, match="2 rollbacks did not pass it"):
+        train(recipe(stability__max_rollbacks=2), text(), tmp_path / "run")
+
+
+def test_a_weight_that_breaks_is_mended(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a fault of the memory: the loss is no number from there on, and nothing is applied."""
+    broken = once(101, 1, 2.0)
+    issue = Training.issue
+
+    def breaking(self: Training, limits: Limits | None = None) -> Issued:
+        if broken(self) > 1:
+            with torch.no_grad():
+                next(iter(self.model.parameters()))[0] = torch.nan
+        return issue(self, limits)
+
+    monkeypatch.setattr(Training, "issue", breaking)
+    _, loss, run = ended(recipe(), text(), tmp_path / "run")
+    assert [(event["onset"], event["step"]) for event in decided(run)] == [(101, 101)]
+    assert "loss nan" in decided(run)[0]["why"]
+    assert abs(loss - calm) < NOISE
+
+
+def test_a_lower_lr_after_a_rollback_rises_back(tmp_path: Path, run_once: Callable[..., Result]) -> None:
+    lower = recipe(stability__rollback_lr=0.25, stability__rollback_lr_tokens=10 * STEP)
+    _, _, run = ended(lower, SCRAP, tmp_path / "run")
+    usual = run_once(SCRAP)[1]
+    factors = [a["lr"] / b["lr"] for a, b in zip(run.metrics(), usual.metrics(), strict=True)]
+    assert factors[:130] == [1.0] * 130
+    assert factors[130:140] == pytest.approx([0.25 + 0.075 * n for n in range(1, 11)])
+    assert factors[140:] == [1.0] * 20
+
+
+def test_skip_leaves_the_garbage_out_step_by_step(tmp_path: Path, calm: float) -> None:
+    summary, loss, run = ended(recipe(stability__on_spike="skip"), SHARD, tmp_path / "run")
+    assert summary.rollbacks == 0
+    left_out = [event["step"] for event in events(run, "skip")]
+    assert set(range(131, 143)) <= set(left_out)
+    assert len(left_out) < 20
+    assert [line["step"] for line in run.metrics() if line["skipped"]] == left_out
+    assert all(run.metrics()[step - 1]["update_norm"] == 0 for step in left_out)
+    assert abs(loss - calm) < NOISE
+
+
+def test_stop_stops(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"loss .* deviations up, loss 1.* within 3 steps"):
+        train(recipe(stability__on_spike="stop"), SHARD, tmp_path / "run")
+    assert RunFolder(tmp_path / "run").events()[-1]["numbers"]["loss"]["sum"] >= 24
+
+
+def test_a_checkpoint_in_a_suspicious_stretch_does_not_displace_the_last_good_one(
+    tmp_path: Path, run_once: Callable[..., Result]
+) -> None:
+    """One every step, one kept: those of steps 131 and 132 are written before the verdict on 133."""
+    each = recipe(stability__checkpoint_every_tokens=STEP, stability__keep=1)
+    _, loss, run = ended(each, SCRAP, tmp_path / "run")
+    kinds = {"checkpoint": "saved", "rollback": "back"}
+    order = [(kinds[event["event"]], event["step"]) for event in run.events() if event["event"] in kinds]
+    at = order.index(("back", 133))
+    assert order[at - 2 : at + 2] == [("saved", 131), ("saved", 132), ("back", 133), ("saved", 131)]
+    assert loss == run_once(SCRAP)[0]  # from whatever checkpoint
+
+
+def test_killed_at_any_moment_it_comes_to_the_same_bits(tmp_path: Path) -> None:
+    """20 kills of a run with dropout, a ramp and a rollback; six more within the rollback."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.training.kills", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    document = json.loads(done.stdout)
+    runs, counts = document["runs"], document["counts"]
+    assert counts["kills"] == 20
+    assert counts["saving"] >= 5
+    # Two steps from checkpoint to checkpoint (four while the batch is small), and as many until one is written.
+    assert counts["lost"] <= 8
+    assert len(runs["whole"]["rollbacks"]) == 1
+    for name, run in runs.items():
+        assert run == runs["whole"], name
+
+
+def fill(ballast: Path) -> None:
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(1000)):
+            pass
+
+
+def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[..., Result]) -> None:
+    """On a file system that is full from step 40 to step 120, where one may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        ballast, told = disk / "ballast", []
+
+        def on_step(step: Step) -> None:
+            if step.step == 40:
+                fill(ballast)
+            if step.step == 120:
+                ballast.unlink()
+
+        def on_event(event: str, values: dict[str, Any]) -> None:
+            told.append((event, values["step"]))
+
+        _, loss, run = ended(recipe(), text(), disk / "run", on_step=on_step, on_event=on_event)
+        assert loss == run_once(text())[0]
+        failed = [step for event, step in told if event == "checkpoint_failed"]
+        assert failed[0] == 48
+        assert failed[-1] in {96, 112}
+        assert [event["step"] for event in events(run, "checkpoint_failed")] == failed  # written when there was room
+        assert [event["event"] for event in run.events()] == [event for event, _ in told if event != "unwritten"]
+        assert len([event for event, _ in told if event == "unwritten"]) == 1
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -1,0 +1,83 @@
+"""Where a run goes back to and what it leaves out, against sets of tokens."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leaven.data.stream import Stream
+from leaven.recipe.batch import BatchSchedule
+from leaven.recipe.recipe import Stability
+from leaven.training.rewind import Rewind, lr_factor, position, rollback, skipped, undone
+from leaven.training.spikes import WINDOW, Trouble
+
+STRETCHES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=5)
+
+
+def left_out(stretches: list[tuple[int, int]]) -> tuple[Rewind, ...]:
+    return tuple(Rewind(0, start, start + length) for start, length in stretches)
+
+
+@given(STRETCHES)
+def test_what_is_left_out_is_the_union_and_the_position_counts_the_rest(stretches: list[tuple[int, int]]) -> None:
+    rewinds = left_out(stretches)
+    gone = {token for start, length in stretches for token in range(start, start + length)}
+    assert [token for start, end in skipped(rewinds) for token in range(start, end)] == sorted(gone)
+    rest = [token for token in range(300) if token not in gone]
+    assert [position(rewinds, tokens) for tokens in range(100)] == rest[:100]
+
+
+@settings(deadline=None)
+@given(STRETCHES)
+def test_the_stream_passes_over_what_is_left_out(stretches: list[tuple[int, int]]) -> None:
+    rewinds = left_out(stretches)
+    stream = Stream(np.arange(97), 4, seed=3)
+    shorter = Stream(np.arange(97), 4, seed=3, skip=skipped(rewinds))
+    whole = stream.batch(0, 300)
+    assert np.array_equal(shorter.batch(0, 70), whole[[position(rewinds, n) for n in range(70)]])
+
+
+def trouble(onset: int, step: int) -> Trouble:
+    return Trouble(onset, step, "", {})
+
+
+STEADY = BatchSchedule(((0, 10),))
+
+
+def test_each_attempt_at_one_trouble_goes_back_further_and_leaves_out_more() -> None:
+    """Steps of ten tokens; the trouble shows in three steps each time, as soon as the data are not left out."""
+    stability = Stability(rollback_lr=0.5, rollback_lr_tokens=1_000)
+    # Steps 101 to 103 of the stream, and three more.
+    first = rollback((), trouble(101, 103), STEADY, stability, 0)
+    assert first == Rewind(1_000, 1_000, 1_060, 0.5, 1_000, attempt=1, found_step=103)
+    # Steps 101 to 103 are now 107 to 109 of the stream: 12 after them, 9 before.
+    second = rollback((first,), trouble(101, 103), STEADY, stability, 0)
+    assert second == Rewind(910, 910, 1_090 + 120, 0.5, 1_000, attempt=2, found_step=103)
+    # Steps 92 to 94 are 122 to 124 of the stream: 48 after them, 45 before.
+    third = rollback((first, second), trouble(92, 94), STEADY, stability, 0)
+    assert third == Rewind(460, 460, 1_240 + 480, 0.5, 1_000, attempt=3, found_step=94)
+    rewinds = (first, second, third)
+    assert rollback(rewinds, trouble(94 + WINDOW, 300), STEADY, stability, 0).attempt == 4
+    assert rollback(rewinds, trouble(94 + WINDOW + 1, 300), STEADY, stability, 0).attempt == 1
+    assert rollback((*rewinds, Rewind(0, 0, 0)), trouble(101, 103), STEADY, stability, 0).attempt == 1  # by hand
+    assert rollback((first,), trouble(101, 103), STEADY, stability, 990).to_tokens == 990
+
+
+def test_the_point_is_the_end_of_a_step_while_the_batch_grows() -> None:
+    ramp = BatchSchedule(((0, 10), (50, 20), (200, 40)))
+    rewind = rollback((), trouble(8, 9), ramp, Stability(), 0)
+    assert rewind.to_tokens == ramp.tokens_at_step(7) == 50 + 2 * 20
+    assert rewind.skip_to - rewind.skip_from == 2 * 20 + 2 * 20
+
+
+def test_the_lr_is_lowered_and_rises_back() -> None:
+    rewinds = (Rewind(100, 0, 0, lr=0.5, lr_tokens=100), Rewind(150, 0, 0, lr=0.5, lr_tokens=100))
+    assert [lr_factor(rewinds[:1], tokens) for tokens in (99, 100, 125, 150, 200, 900)] == [1, 1, 0.625, 0.75, 1, 1]
+    assert lr_factor(rewinds, 175) == 0.875 * 0.625
+    assert lr_factor((Rewind(100, 0, 0),), 120) == 1
+
+
+def test_what_was_reached_before_a_return_and_lies_behind_it_is_undone() -> None:
+    rewinds = (Rewind(100, 0, 0), Rewind(80, 0, 0))
+    assert [undone(rewinds, 0, tokens) for tokens in (80, 81, 100, 101)] == [False, True, True, True]
+    assert [undone(rewinds, 1, tokens) for tokens in (80, 81)] == [False, True]
+    assert not undone(rewinds, 2, 1_000)
