@@ -2,8 +2,12 @@
 
     leaven check coordinates llama:complete_d_p
     leaven check coordinates llama:standard        # fails, and should
+    leaven check gradients llama:complete_d_p
+    leaven check transfer llama:complete_d_p --run runs/lr --scales 64x2,128x4
+    leaven check equivalence llama:complete_d_p --run runs/batch --scale 64x2
 
-The model is built from a configuration; nothing is downloaded.
+The model is built from a configuration; nothing is downloaded. It is fed the text of Python's standard library, or of
+`--source`; a factory that returns a third thing, `batch(seed, step) -> (inputs, targets)`, feeds its own.
 """
 
 from functools import partial
@@ -14,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import leaven
 
 BASE_WIDTH, BASE_DEPTH, HEAD = 64, 2, 16
+BASE = leaven.Ratios()
 
 
 def llama(width: int, depth: int) -> LlamaForCausalLM:
@@ -24,15 +29,17 @@ def llama(width: int, depth: int) -> LlamaForCausalLM:
             num_hidden_layers=depth,
             num_attention_heads=width // HEAD,
             num_key_value_heads=width // HEAD,
-            vocab_size=256,
+            vocab_size=512,
             max_position_embeddings=128,
             tie_word_embeddings=False,
         )
     )
 
 
-def factory(width: int, depth: int, rule: str) -> tuple[Any, list[dict[str, Any]]]:
-    """The model of a width and depth, and its AdamW groups under the rule."""
+def factory(
+    width: int, depth: int, rule: str, seed: int = 0, ratios: leaven.Ratios = BASE
+) -> tuple[Any, list[dict[str, Any]]]:
+    """The model of a width and depth, and its AdamW groups under the rule, told how much larger the batch is."""
     model = llama(width, depth)
     std = BASE_WIDTH**-0.5
     groups = leaven.parametrize(
@@ -41,11 +48,15 @@ def factory(width: int, depth: int, rule: str) -> tuple[Any, list[dict[str, Any]
         hyperparameters={
             "lr": 0.01,
             "init_std": std,
-            # A residual stream of size 1 and logits that start at 0: where large models are, and slopes show at once.
-            "modules": {"embedding": {"init_std": 1 / std}, "unembedding": {"init_std": 0.0}},
+            # A stream of size 1, branches small beside it, a readout of 1 / width: where large models are, and slopes
+            # show at once. A readout of 0 would leave the first gradients 0, and nothing to judge them by.
+            "residual": 0.5,
+            "modules": {"embedding": {"init_std": 1 / std}, "unembedding": {"init_std": 1 / BASE_WIDTH / std}},
         },
+        ratios=ratios,
         rule=rule,
         initialise=True,
+        seed=seed,
     )
     return model, groups
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, Row, resolve
-from leaven.verification.family import RecipeFamily, calibrated, synthetic
+from leaven.verification.coordinates import START
+from leaven.verification.family import RecipeFamily, Start, calibrated
+from leaven.verification.samples import synthetic
 
 PROXY = Path(__file__).parents[2] / "src/leaven/demo/proxy.toml"
 WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
@@ -17,11 +19,12 @@ Fault = Callable[[Row, Recipe], Row]
 
 
 def family(
-    fault: Fault | None = None, *, hidden: float = 1.0, rule: str = "complete-d-p", **more: bool
+    fault: Fault | None = None, *, start: Start = START, rule: str = "complete-d-p", alpha: float = 1.0, **more: bool
 ) -> RecipeFamily:
     """The demo's proxy with a vocabulary of 256 and sequences of 32, with a fault in every row of its table."""
-    recipe = read_recipe(PROXY, ["model.vocab_size=256", "model.seq_len=32", f"scaling.rule={rule}"])
-    recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), hidden)
+    small = ["model.vocab_size=256", "model.seq_len=32"]
+    recipe = read_recipe(PROXY, [*small, f"scaling.rule={rule}", f"scaling.alpha={alpha}"])
+    recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), start)
 
     def planted(moved: Recipe) -> ParameterTable:
         table = resolve(moved)
@@ -59,6 +62,18 @@ def rule_applied_twice(row: Row, recipe: Recipe) -> Row:
         once, alone = getattr(row, name), getattr(base, name)
         squared[name] = once**2 / alone if alone else once
     return replace(row, **squared)
+
+
+def alpha_1_multiplier(row: Row, recipe: Recipe) -> Row:
+    """The branch's multiplier of alpha 1 beside lrs and eps of the recipe's own alpha."""
+    depth = recipe.model.n_layers / recipe.base.depth
+    ends = row.module in {"attention.out", "mlp.out"}
+    return replace(row, multiplier=row.multiplier * depth ** (recipe.scaling.alpha - 1)) if ends else row
+
+
+def hidden_lr_of_alpha_one_half(row: Row, recipe: Recipe) -> Row:
+    depth = recipe.model.n_layers / recipe.base.depth
+    return replace(row, lr=row.lr * depth**-0.5) if row.layer is not None else row
 
 
 def _base_row(row: Row, recipe: Recipe) -> Row:

@@ -11,13 +11,21 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(("rule", "code", "verdict"), [("complete_d_p", 0, "passed:"), ("standard", 1, "FAILED:")])
+@pytest.mark.parametrize("check", ["coordinates", "gradients"])
 def test_a_llama_under_a_rule(
-    rule: str, code: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    check: str,
+    rule: str,
+    code: int,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(EXAMPLES)
-    sizes = ["--widths", "64,128,256", "--depths", "2,4,8", "--seeds", "1"]
-    monkeypatch.setattr(sys, "argv", ["leaven", "check", "coordinates", f"llama:{rule}", *sizes])
+    sizes = ["--widths", "64,128,256", "--depths", "2,4,8", "--seeds", "1", "--source", "made-up"]
+    if check == "gradients":
+        sizes += ["--seeds", "2", "--steps", "1"]  # the last of an option counts
+    monkeypatch.setattr(sys, "argv", ["leaven", "check", check, f"llama:{rule}", *sizes])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert int(stopped.value.code or 0) == code

@@ -28,8 +28,13 @@ def test_shift_and_regret_of_two_valleys():
     assert found.octaves == pytest.approx(-1)
     assert found.low == pytest.approx(-1)
     assert found.high == pytest.approx(-1)
-    # Straight lines between the points of a parabola lie above it: 0.05 x (1 + 1/4), less the best of the grid.
-    assert found.regret == pytest.approx(0.05 * 1.25 - 0.05 * 0.25)
+    assert found.regret == pytest.approx(0.05)
+
+
+def test_a_valley_that_is_steeper_on_one_side_keeps_its_lowest_point():
+    # Slow on the way down, a cliff and then a plateau, as losses over lrs are; the lowest point is the fifth.
+    losses = dict(zip(LRS, ([loss] * 2 for loss in (4.58, 4.17, 3.81, 3.60, 3.49, 3.61, 3.65)), strict=True))
+    assert Valley.of(losses).optimum() == pytest.approx(np.log2(LRS[4]), abs=0.1)
 
 
 def test_the_interval_covers_a_shift_that_only_noise_made():

@@ -9,6 +9,7 @@ from tests.verification.families import DEPTHS, WIDTHS, family
 
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, resolve
+from leaven.verification import gradients as gradients_module
 from leaven.verification.coordinates import coordinates
 from leaven.verification.family import RecipeFamily
 from leaven.verification.gradients import gradients
@@ -44,9 +45,9 @@ def test_a_right_rule_passes_the_coordinate_check():
 
 
 def test_a_right_rule_passes_the_gradient_check():
-    verdict = gradient_check(family(hidden=0.5))
+    verdict = gradient_check(family(start=gradients_module.START))
     assert verdict.passed, verdict.failed
-    eps = {(row.module, row.axis): row.parts["eps"] for row in verdict.rows}
+    eps = {(row.module, row.axis): row.parts["eps"] for row in verdict.rows if "eps" in row.parts}
     assert eps["embedding", "width"] == pytest.approx(-1)
     assert eps["mlp.out", "depth"] == pytest.approx(-1)
     assert eps["unembedding", "width"] == pytest.approx(0, abs=1e-9)
@@ -59,8 +60,8 @@ def test_readout_lr_unscaled():
 
 
 def test_embedding_eps_unscaled():
-    verdict = gradient_check(family(families.embedding_eps_unscaled, hidden=0.5))
-    assert failing(verdict) == {("embedding", "width")}
+    verdict = gradient_check(family(families.embedding_eps_unscaled, start=gradients_module.START))
+    assert failing(verdict) == {("embedding", "width"), ("embedding", "bookkeeping")}
 
 
 def test_residual_multiplier_left_out():
@@ -76,9 +77,9 @@ def test_depth_in_the_init_on_top_of_the_multiplier():
 
 
 def test_weight_decay_unscaled_is_seen_by_the_bookkeeping_alone():
-    verdict = gradient_check(family(families.decay_unscaled, hidden=0.5))
-    assert {axis for _, axis in failing(verdict)} == {"width"}
-    rows = {row.module: row for row in verdict.failed}
+    verdict = gradient_check(family(families.decay_unscaled, start=gradients_module.START))
+    assert {axis for _, axis in failing(verdict)} == {"width", "bookkeeping"}
+    rows = {row.module: row for row in verdict.failed if row.axis == "width"}
     assert {"attention.query", "mlp.out", "unembedding"} <= rows.keys()
     assert "embedding" not in rows
     assert all("lr x decay FALLS" in row.note for row in rows.values())
@@ -92,7 +93,7 @@ def test_rule_applied_twice():
 
 def test_the_standard_rule_fails():
     verdict = coordinate_check(family(rule="standard"))
-    assert {axis for _, axis in failing(verdict)} == {"width", "depth"}
+    assert {axis for _, axis in failing(verdict)} == {"width", "depth", "width at depth 8"}
 
 
 @pytest.mark.parametrize("divided_by_d", [True, False])
@@ -108,3 +109,34 @@ def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool):
     assert verdict.passed is divided_by_d, verdict.failed
     if not divided_by_d:
         assert failing(verdict) == {("attention.logits", "width")}
+
+
+ALPHA = 0.5
+
+
+def test_alpha_one_half_passes_the_coordinate_check_and_fails_beside_a_multiplier_of_alpha_one():
+    """A block's own weights move as depth^(alpha-1), by the rule; what reads the stream has to be flat."""
+    verdict = coordinates(family(alpha=ALPHA), (64,), DEPTHS, seeds=1)
+    assert verdict.passed, verdict.failed
+    mixed = coordinates(family(families.alpha_1_multiplier, alpha=ALPHA), (64,), DEPTHS, seeds=1)
+    assert {"norm.mlp", "norm.key"} <= {module for module, _ in failing(mixed)}
+
+
+def test_alpha_one_half_passes_the_gradient_check_and_fails_beside_a_multiplier_of_alpha_one():
+    right = family(start=gradients_module.START, alpha=ALPHA)
+    verdict = gradients(right, (64,), DEPTHS, seeds=1)
+    assert verdict.passed, verdict.failed
+    rows = {row.module: row for row in verdict.rows}
+    assert rows["mlp.out"].parts["eps"] == pytest.approx(-0.5)
+    assert rows["mlp.out"].parts["decay"] == pytest.approx(-0.5)  # as the published rules leave it
+    mixed = family(families.alpha_1_multiplier, start=gradients_module.START, alpha=ALPHA)
+    faults = gradients(mixed, (64,), DEPTHS, seeds=1).failed
+    assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {row.module for row in faults}
+    assert all("eps GROWS against the gradient" in row.note for row in faults)
+
+
+def test_alpha_is_no_excuse_where_the_rule_has_none():
+    """A branch's own weights that move as depth^-1/2 are a fault under alpha 1."""
+    half = family(families.hidden_lr_of_alpha_one_half)
+    verdict = coordinates(half, (64,), DEPTHS, seeds=1)
+    assert {"mlp.out", "attention.out"} <= {module for module, _ in failing(verdict)}

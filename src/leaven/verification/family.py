@@ -1,43 +1,32 @@
 """Families: one model at any width and depth, with its optimiser and its data. Checks know nothing else of a model.
 
-A recipe is a family. So is any ``module:factory``, a function of yours::
-
-    def factory(width: int, depth: int):
-        model = MyModel(width, depth)                 # nn.Module: token ids (sequences, positions) -> logits
-        groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3})
-        return model, groups                          # groups for torch.optim.AdamW, or an optimiser
-
-The random state is seeded before each call. A third thing returned is a function ``batch(seed, step) -> (inputs,
-targets)``; without it the model is fed sequences with some structure to learn.
+A recipe is a family. So is a factory of yours, ``module:factory``; see :mod:`leaven.verification.foreign`.
 """
 
-import importlib
-import os
-import sys
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from hashlib import blake2b
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from leaven.data.stream import Stream
-from leaven.model.initialise import build_model, name_seed
+from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
+from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, resolve
 from leaven.scaling.transfer import transfer
 from leaven.training.optimiser import Optimiser
+from leaven.training.worker import Outcome, run_trial
 from leaven.verification.probe import tensor_of
-
-if TYPE_CHECKING:
-    from leaven.data.tokens import TokenSet
-
-Batch = tuple[Tensor, Tensor]
-Batches = Callable[[int, int], Batch]
-"""(seed, step) -> inputs and targets, token ids (sequences, positions)."""
+from leaven.verification.runs import Trial
+from leaven.verification.samples import Batch, Batches
 
 
 @dataclass(frozen=True)
@@ -51,25 +40,85 @@ class Member:
 
     def loss(self, step: int) -> Tensor:
         """Mean cross-entropy in nats of the batch of a step."""
-        inputs, targets = self.batch(step)
-        logits = tensor_of(self.model(inputs))
-        assert logits is not None, "the model gives no tensor"
-        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+        return self.loss_of(self.batch(step))
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy in nats of any batch."""
+        inputs, targets = batch
+        logits = self.logits(inputs)
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().to(logits.device))
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        found = tensor_of(self.model(inputs.to(next(self.model.parameters()).device)))
+        assert found is not None, "the model gives no tensor"
+        return found
 
     def scale_lr(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One whole run of a family. ``lr`` is in the family's unit, and ``batch`` a multiple of the family's own;
+    a run that is not ``ruled`` moves the batch and nothing with it."""
+
+    width: int
+    depth: int
+    lr: float
+    seed: int
+    batch: float = 1.0
+    ruled: bool = True
+
+
 class Family(Protocol):
+    """``alpha`` is the depth exponent of its rule, 1 where that has none. ``lr`` is the family's own in the unit of
+    :class:`Setting`, and ``lr_unit`` says which that is; ``tokens`` are those of a whole run, ``batch_tokens`` of a
+    step."""
+
     @property
     def name(self) -> str: ...
 
-    def build(self, width: int, depth: int, seed: int) -> Member:
-        """A fresh model of this width and depth.
+    @property
+    def rule(self) -> str | None: ...
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def lr_unit(self) -> str: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def batch_tokens(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def takes_ratios(self) -> bool:
+        """Whether it has members of another batch or duration."""
+        ...
+
+    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
+        """A fresh model of this width and depth, and its first batches; ``batch`` and ``tokens`` are multiples of the
+        family's own, for the optimiser.
 
         Raises:
             InputError: if the family has no such member.
+        """
+        ...
+
+    def trial(self, setting: Setting) -> Trial:
+        """A whole run, to be run anywhere.
+
+        Raises:
+            InputError: if the family has no such run.
         """
         ...
 
@@ -78,7 +127,7 @@ class Family(Protocol):
 class RecipeFamily:
     """A recipe and all its transfers in width and depth: wider by more heads, or by larger ones with ``grow_heads``.
 
-    ``table`` gives a recipe's parameter table.
+    ``table`` gives a recipe's parameter table; whole runs have the recipe's own, and its own batches.
     """
 
     recipe: Recipe
@@ -90,117 +139,122 @@ class RecipeFamily:
     def name(self) -> str:
         return self.recipe.name
 
-    def build(self, width: int, depth: int, seed: int) -> Member:
-        shape = self.recipe.model
-        moved = transfer(
-            self.recipe,
-            width=width,
-            depth=depth,
-            d_head=width // shape.n_heads if self.grow_heads else None,
-            n_kv_heads=shape.n_kv_heads if self.grow_heads else None,
-        )
+    @property
+    def rule(self) -> str:
+        return self.recipe.scaling.rule
+
+    @property
+    def alpha(self) -> float:
+        scaling = self.recipe.scaling
+        return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
+
+    @property
+    def lr(self) -> float:
+        return self.recipe.hyperparameters.lr
+
+    @property
+    def lr_unit(self) -> str:
+        return "base value"
+
+    @property
+    def tokens(self) -> int:
+        return self.recipe.data.tokens
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.recipe.batch.tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self.recipe.model.vocab_size
+
+    @property
+    def takes_ratios(self) -> bool:
+        return True
+
+    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
+        moved = self._moved(width, depth, round(self.recipe.batch.tokens * batch), round(self.tokens * tokens))
         table = self.table(moved)
         model = build_model(moved.model, table, seed)
         optimiser = Optimiser.build(model, table, moved.hyperparameters.optimizer)
         return Member(model, optimiser.adam, partial(self.batches, seed), _own_label)
 
+    def trial(self, setting: Setting) -> "RecipeTrial":
+        assert self.table is resolve, "a whole run has its recipe's own table"
+        recipe = self.recipe
+        moved = self._moved(setting.width, setting.depth, round(recipe.batch.tokens * setting.batch))
+        changes: dict[str, object] = {
+            "hyperparameters.lr": setting.lr,
+            "data.seed": recipe.data.seed + setting.seed,
+            "start": {},  # from scratch at every scale: weights to start from are of one shape
+        }
+        if not setting.ruled:
+            # With its own batch as base, nothing but the batch moves.
+            changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * setting.batch)
+        try:
+            return RecipeTrial(moved.replace(changes))
+        except ValidationError as error:
+            raise InputError(f"lr {setting.lr:g}: {explain(error)}") from None
+
+    def _moved(self, width: int, depth: int, batch_tokens: int, tokens: int | None = None) -> Recipe:
+        shape = self.recipe.model
+        return transfer(
+            self.recipe,
+            width=width,
+            depth=depth,
+            batch_tokens=batch_tokens,
+            tokens=tokens,
+            d_head=width // shape.n_heads if self.grow_heads else None,
+            n_kv_heads=shape.n_kv_heads if self.grow_heads else None,
+        )
+
 
 @dataclass(frozen=True)
-class ForeignFamily:
-    """A factory somebody else wrote; see the top of this file."""
+class RecipeTrial:
+    """A recipe as a whole run."""
 
-    name: str
-    factory: Callable[..., Any]
-    sequences: int = 8
-    seq_len: int = 64
+    recipe: Recipe
 
-    def build(self, width: int, depth: int, seed: int) -> Member:
-        torch.manual_seed(seed)
-        made = self.factory(width, depth)
-        if not (isinstance(made, tuple) and len(made) in {2, 3} and isinstance(made[0], nn.Module)):
-            raise InputError(f"{self.name}: it should return (model, groups or optimiser), or those and batches")
-        model, optimizer = made[:2]
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = torch.optim.AdamW(optimizer)
-        batches = made[2] if len(made) == 3 else self._batches(model)
-        return Member(model, optimizer, partial(batches, seed), plain_label)
+    @property
+    def key(self) -> str:
+        """The same for two recipes that compute the same losses: names, reasons and layout are left out."""
+        document = self.recipe.model_dump(mode="json", exclude={"name", "why", "layout"})
+        return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
-    def _batches(self, model: nn.Module) -> Batches:
-        sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-        if not sizes:
-            raise InputError(f"{self.name}: no torch.nn.Embedding to read the vocabulary off; return batches as well")
-        return synthetic(sizes[0], self.seq_len, self.sequences)
+    @property
+    def cost(self) -> float:
+        return self.recipe.model.params * self.recipe.data.tokens
+
+    def run(self) -> Outcome:
+        return run_trial(self.recipe)
 
 
-def calibrated(recipe: Recipe, width: int, depth: int, hidden: float) -> Recipe:
+@dataclass(frozen=True)
+class Start:
+    """Where a check of some steps starts: hidden weights at ``hidden`` / sqrt(width), branches times ``residual``."""
+
+    hidden: float
+    residual: float
+
+
+def calibrated(recipe: Recipe, width: int, depth: int, start: Start) -> Recipe:
     """The recipe with its base at a width and depth, and with initial values that are near the limit of large models.
 
-    Exponents depend on neither, but how soon they show does. Here the embedding starts at RMS 1, hidden weights at
-    ``hidden`` / sqrt(width) and the readout at 1/width. With a small embedding the stream at depth 2 is nearly all
-    branches, whose sum falls with depth as L^(1/2 - alpha), and the gradients inside the blocks are off by as much.
-    With a large readout the gain of the final norm has a gradient of order N^-2 first, and the logits stay initial
-    for longer.
+    Exponents depend on neither, but how soon they show does. Here the embedding starts at RMS 1 and the readout at
+    1/width. With a small embedding the stream at depth 2 is nearly all branches, whose sum falls with depth as
+    L^(1/2 - alpha), and the gradients inside the blocks are off by as much. With a large readout the gain of the
+    final norm has a gradient of order N^-2 first, and the logits stay initial for longer.
     """
-    std = hidden * width**-0.5
+    std = start.hidden * width**-0.5
     starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}
     changes: dict[str, object] = {
         f"hyperparameters.modules.{module}.init_std": starts.get(module, std) / std for module in recipe.model.modules
     }
     if recipe.model.tied_embeddings:
         changes["hyperparameters.modules.embedding.init_std"] = 1 / width / std
+    changes |= {"hyperparameters.init_std": std, "hyperparameters.residual": start.residual}
     base = {"width": width, "depth": depth, "batch_tokens": recipe.batch.tokens, "tokens": recipe.data.tokens}
-    return recipe.replace(changes | {"hyperparameters.init_std": std, "scaling.base": base})
-
-
-def foreign(entry: str) -> ForeignFamily:
-    """The family of ``module:factory``, looked up from the working directory as ``python -m`` does.
-
-    Raises:
-        InputError: if there is no such module or no such function in it.
-    """
-    module, _, name = entry.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name not in {module, module.partition(".")[0]}:
-            raise
-        raise InputError(f"{entry}: no module {module} from here; give module:factory, or a recipe file") from None
-    except AttributeError:
-        raise InputError(f"{entry}: {module} has no {name}; give module:factory") from None
-    return ForeignFamily(entry, factory)
-
-
-def corpus(recipe: Recipe, tokens: "TokenSet", batch_tokens: int) -> Batches:
-    """Batches of a recipe's own text, of about ``batch_tokens`` tokens each."""
-    seq_len = recipe.model.seq_len
-    count = max(batch_tokens // seq_len, 1)
-
-    def batch(seed: int, step: int) -> Batch:
-        windows = torch.from_numpy(Stream(tokens.train, seq_len, seed).batch(step * count, count))
-        return windows[:, :-1], windows[:, 1:]
-
-    return batch
-
-
-def synthetic(vocab_size: int, seq_len: int, sequences: int) -> Batches:
-    """Text of a chain: seven times in ten a token is followed by the one it always is, else by a Zipf-like one."""
-    chain = torch.Generator().manual_seed(name_seed(0, "chain"))
-    successor = torch.randperm(vocab_size, generator=chain)
-    zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
-
-    def batch(seed: int, step: int) -> Batch:
-        generator = torch.Generator().manual_seed(name_seed(seed, "text", step))
-        drawn = torch.multinomial(zipf, sequences * (seq_len + 1), replacement=True, generator=generator)
-        windows = drawn.view(sequences, seq_len + 1)
-        follows = torch.rand(windows.shape, generator=generator) < 0.7
-        for position in range(1, seq_len + 1):
-            expected = successor[windows[:, position - 1]]
-            windows[:, position] = torch.where(follows[:, position], expected, windows[:, position])
-        return windows[:, :-1], windows[:, 1:]
-
-    return batch
+    return recipe.replace(changes | {"hyperparameters.init": "rule", "scaling.base": base})
 
 
 def plain_label(name: str) -> str:

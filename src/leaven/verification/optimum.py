@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-POINTS = 5
-"""Points round the lowest that the parabola goes through: further off the valley is no parabola."""
+POINTS = 3
+"""Points round the lowest that the parabola goes through. Valleys are steeper on one side than on the other: with
+five points of a grid of octaves the vertex of one whose lowest point never moved seemed to drift by half an octave
+(docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,27 @@ class Valley:
         """Whether the lowest loss is the first or the last one: the optimum may lie outside."""
         return int(self.losses.mean(1).argmin()) in {0, len(self.octaves) - 1}
 
-    def optimum(self, losses: Array | None = None) -> float:
+    def optimum(self) -> float:
         """log2 of the best lr: the vertex of a parabola through the mean losses near the lowest."""
-        a, b, _ = self._parabola((self.losses if losses is None else losses).mean(1))
+        a, b, _ = self._parabola(self.losses.mean(1))
         low, high = self.octaves[0], self.octaves[-1]
         return float(np.clip(-b / (2 * a), low, high))
 
     def loss_at(self, octave: float) -> float:
-        """The loss at an lr, on straight lines between the means that were measured."""
-        return float(np.interp(octave, self.octaves, self.losses.mean(1)))
+        """The loss at an lr, on the parabola through the three means that were measured nearest to it."""
+        near = _around(int(np.abs(self.octaves - octave).argmin()), len(self.octaves))
+        return float(np.polyval(np.polyfit(self.octaves[near], self.losses.mean(1)[near], 2), octave))
 
     def resampled(self, random: np.random.Generator) -> Array:
-        """The losses with seeds drawn anew, with replacement, for each lr by itself."""
+        """The losses with seeds drawn anew, with replacement, for each lr by itself.
+
+        Drawn from n values, deviations from the mean are too small by sqrt((n - 1) / n), a third of the width of an
+        interval at two seeds: they are stretched by as much.
+        """
         count, seeds = self.losses.shape
-        drawn = random.integers(seeds, size=(count, seeds))
-        return np.take_along_axis(self.losses, drawn, axis=1)
+        drawn = np.take_along_axis(self.losses, random.integers(seeds, size=(count, seeds)), axis=1)
+        means = self.losses.mean(1, keepdims=True)
+        return np.asarray(means + (drawn - means) * np.sqrt(seeds / max(seeds - 1, 1)))
 
     def _parabola(self, means: Array) -> tuple[float, float, float]:
         near = _near(means)
@@ -64,31 +72,46 @@ class Valley:
 
 @dataclass(frozen=True)
 class Shift:
-    """The move of the optimum in octaves with its 95% interval over seeds, and the regret of not moving, in nats."""
+    """The move of the optimum in octaves and the regret of not moving in nats, each with its 95% interval over seeds.
+
+    Losses between seeds say nothing of one seed: its intervals have no width.
+    """
 
     octaves: float
     low: float
     high: float
     regret: float
+    regret_low: float
+    regret_high: float
 
 
 def shift(base: Valley, target: Valley, draws: int = 1000) -> Shift:
     """From the base's optimum to the target's, both lrs in the same coordinates.
 
-    ``regret`` is what the base's best lr costs at the target, against the best that was measured there.
+    ``regret`` is what the base's best lr costs at the target, against the target's own best.
     """
     random = np.random.default_rng(0)
-    moved = target.optimum() - base.optimum()
-    resampled = [
-        target.optimum(target.resampled(random)) - base.optimum(base.resampled(random)) for _ in range(draws)
+    moved, regret = _moved(base, target)
+    drawn = [
+        _moved(Valley(base.octaves, base.resampled(random)), Valley(target.octaves, target.resampled(random)))
+        for _ in range(draws)
     ]
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    regret = target.loss_at(base.optimum()) - float(target.losses.mean(1).min())
-    return Shift(moved, float(low), float(high), max(regret, 0.0))
+    (low, regret_low), (high, regret_high) = np.percentile(drawn, [2.5, 97.5], axis=0)
+    return Shift(moved, float(low), float(high), regret, float(regret_low), float(regret_high))
+
+
+def _moved(base: Valley, target: Valley) -> tuple[float, float]:
+    """The move and the regret of these very losses."""
+    best, own = base.optimum(), target.optimum()
+    return own - best, max(target.loss_at(best) - target.loss_at(own), 0.0)
 
 
 def _near(means: Array) -> slice:
-    """The lowest point and its neighbours, as many on both sides as there are."""
-    count = min(POINTS, len(means))
-    first = int(np.clip(int(means.argmin()) - count // 2, 0, len(means) - count))
+    return _around(int(means.argmin()), len(means))
+
+
+def _around(place: int, available: int) -> slice:
+    """A place and its neighbours, as many on both sides as there are."""
+    count = min(POINTS, available)
+    first = int(np.clip(place - count // 2, 0, available - count))
     return slice(first, first + count)

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from leaven.model.attention import causal_attention
+
 ROWS = 256
 """Positions kept of each output: their RMS is within a few percent of that of all, and they fit in memory."""
 
@@ -38,7 +40,8 @@ class Probe(TorchFunctionMode):
 
     ``label`` gives the name of a module's line, None for no line. Several modules of one name (the layers) and
     several calls of one module stand in one line, in the order they ran. A container that hands on its last child's
-    output is not recorded again; ``containers`` are the names of those that made something new of theirs, and
+    output is not recorded again; ``containers`` are the names of those that made something new of theirs,
+    ``matrices`` of those with a matrix of their own, ``trained`` of those whose output a gradient goes through, and
     ``head_sizes`` the head dimensions behind attention logits.
     """
 
@@ -49,14 +52,22 @@ class Probe(TorchFunctionMode):
         self._seen: list[Tensor] = []
         self._found: dict[str, list[Tensor]] = {}
         self.containers: set[str] = set()
+        self.trained: set[str] = set()
+        self.matrices = {
+            self._labels[module]
+            for module in self._labels
+            if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        }
         self.head_sizes: dict[str, int] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Probe":
         for module in self._labels:
-            # Before other hooks: what the module itself gives, not what a branch's multiplier makes of it.
+            # Before other hooks: what the module itself gives, not what a branch's multiplier makes of it. After
+            # them what it made is noted, so that a container that hands it on is known to make nothing new.
             end = module.register_forward_hook(self._end, prepend=True)
-            for handle in (module.register_forward_pre_hook(self._begin), end):
+            passed_on = module.register_forward_hook(self._passed_on)
+            for handle in (module.register_forward_pre_hook(self._begin), end, passed_on):
                 self._hooks.callback(handle.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -82,17 +93,25 @@ class Probe(TorchFunctionMode):
             return
         if len(self._seen) > seen_before:
             self.containers.add(name)
+        if tensor.requires_grad:
+            self.trained.add(name)
         self._seen.append(tensor)
         self._found.setdefault(name, []).append(_sample(tensor))
 
+    def _passed_on(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if (tensor := tensor_of(output)) is not None:
+            self._seen.append(tensor)
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and self._running:
+        if function in {F.scaled_dot_product_attention, causal_attention} and self._running:
             query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
             name = self._labels[self._running[-1][0]]
             if name is not None:
                 logits = _attention_logits(query, key, kwargs.get("scale"))
                 self._found.setdefault(f"{name}.{LOGITS}", []).append(logits)
+                if query.requires_grad or key.requires_grad:
+                    self.trained.add(f"{name}.{LOGITS}")
                 self.head_sizes[f"{name}.{LOGITS}"] = query.shape[-1]
         return function(*args, **kwargs)
 

@@ -9,45 +9,57 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from hashlib import blake2b
 from pathlib import Path
+from typing import Protocol
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.files import write_text
 from leaven.training.run_folder import held
-from leaven.training.worker import Outcome, Pool, run_trial
+from leaven.training.worker import Outcome, Pool
+from leaven.verification.verdict import Verdict
 
 LINES = "runs.jsonl"
+VERDICT = "check.json"
+
+
+class Trial(Protocol):
+    """A whole training run as plain data, which goes to a worker process and is known again by its key."""
+
+    @property
+    def key(self) -> str:
+        """The same for two trials that compute the same loss."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """How long it takes against others, in no unit."""
+        ...
+
+    def run(self) -> Outcome: ...
 
 
 class Stopped(Exception):
     """The runs were asked to stop before all had ended; those that had are kept."""
 
 
-def key(recipe: Recipe) -> str:
-    """The same for two recipes that compute the same losses: names, reasons and layout are left out."""
-    document = recipe.model_dump(mode="json", exclude={"name", "why", "layout"})
-    return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
 def run_all(
-    recipes: Iterable[Recipe],
+    trials: Iterable[Trial],
     folder: Path,
     workers: int,
     *,
     on_run: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
-) -> Callable[[Recipe], Outcome]:
-    """Train each recipe once, the longest first so that none runs alone at the end; outcomes are looked up after.
+) -> Callable[[Trial], Outcome]:
+    """Run each trial once, the longest first so that none runs alone at the end; outcomes are looked up after.
 
     Raises:
         InputError: if the folder is in use or cannot be made, or the process of a run dies twice.
         Stopped: if ``stop`` said so.
     """
-    wanted = {key(recipe): recipe for recipe in recipes}
+    wanted = {trial.key: trial for trial in trials}
     with held(folder, "--run"):
         ended = _read(folder / LINES)
-        missing = sorted(wanted.keys() - ended.keys(), key=lambda name: (-_cost(wanted[name]), name))
+        missing = sorted(wanted.keys() - ended.keys(), key=lambda name: (-wanted[name].cost, name))
         on_run(len(wanted) - len(missing), len(wanted))
         with Pool(workers) as pool:
             queue, died = list(reversed(missing)), set[str]()
@@ -55,7 +67,7 @@ def run_all(
             while (queue or pending) and not stop():
                 while queue and len(pending) < workers:
                     name = queue.pop()
-                    pending[pool.submit(run_trial, wanted[name])] = name
+                    pending[pool.submit(wanted[name].run)] = name
                 for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
                     name = pending.pop(future)
                     try:
@@ -70,11 +82,13 @@ def run_all(
                     on_run(len(wanted.keys() & ended.keys()), len(wanted))
     if wanted.keys() - ended.keys():
         raise Stopped(f"{len(wanted.keys() & ended.keys())} of {len(wanted)} runs have ended")
-    return lambda recipe: ended[key(recipe)]
+    return lambda trial: ended[trial.key]
 
 
-def _cost(recipe: Recipe) -> float:
-    return recipe.model.params * recipe.data.tokens
+def keep(verdict: Verdict, folder: Path) -> Verdict:
+    """The last verdict that was read from a folder's runs stands beside them, for ``leaven report``."""
+    write_text(folder / VERDICT, json.dumps(verdict.document(), indent=2) + "\n")
+    return verdict
 
 
 def _read(path: Path) -> dict[str, Outcome]:

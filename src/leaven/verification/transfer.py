@@ -4,32 +4,39 @@ The loss over a grid of lrs at two or more scales, some seeds each. An lr is giv
 true rule the valleys lie above each other. Three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486): how
 far the optimum moved in octaves with a bootstrap interval, what the small model's best lr costs the big one in nats,
 and the noise between seeds beside both. A flat valley moves easily at no cost, a steep one costs with little
-movement; so both are judged.
+movement; so both are judged, by the ends of their intervals, for noise is no pass:
+
+- passed: the regret is at most its limit even at the upper end; or the shift lies within its limit at both ends, and
+  the regret is not above its limit at the lower one;
+- failed: the regret is above its limit at the lower end too, or both ends of the shift lie beyond its limit;
+- undecided, which is no pass: anything else. More seeds make intervals narrower.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
-from leaven.scaling.transfer import transfer as moved
+from leaven.verification.family import Family, Setting
 from leaven.verification.optimum import Valley, shift
-from leaven.verification.runs import run_all
+from leaven.verification.runs import keep, run_all
 from leaven.verification.verdict import Curve, Row, Verdict, curve
 
+MODULE = "best lr, octaves"
 SHIFT_LIMIT = 0.5
 """Octaves, half of a grid step of a factor 2: less is not told apart from none on such a grid."""
 
 REGRET_LIMIT = 0.01
-"""Nats per token, or twice the noise of a mean over seeds where that is more. Losses of published scaling laws are
-given to a hundredth."""
+"""Nats per token. Losses of published scaling laws are given to a hundredth."""
 
 Scale = tuple[int, int]
 """Width and depth."""
 
 
 def transfer(
-    recipe: Recipe,
+    family: Family,
     scales: Sequence[Scale],
     lrs: Sequence[float],
     folder: Path,
@@ -39,7 +46,7 @@ def transfer(
     on_run: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Verdict:
-    """Run the check, or go on with it. The first scale is the base of the comparison.
+    """Run the check, or go on with it. The first scale is the base of the comparison; lrs are in the family's unit.
 
     Raises:
         InputError: if there are fewer than two scales or three lrs, a scale does not fit, or the folder is in use.
@@ -49,35 +56,36 @@ def transfer(
         raise InputError("a transfer check needs two scales (--scales 64x4,128x4) and three lrs (--lrs) at least")
     grid = sorted(set(lrs))
 
-    def member(scale: Scale, lr: float, seed: int) -> Recipe:
-        width, depth = scale
-        big = moved(recipe, width=width, depth=depth)
-        return big.replace({"hyperparameters.lr": lr, "data.seed": recipe.data.seed + seed})
-
-    every = {(s, lr, seed): member(s, lr, seed) for s in scales for lr in grid for seed in range(seeds)}
-    outcome = run_all(every.values(), folder, workers, on_run=on_run, stop=stop)
-    losses = {
-        scale: {lr: [outcome(every[scale, lr, seed]).loss for seed in range(seeds)] for lr in grid}
+    runs = {
+        (scale, lr, seed): family.trial(Setting(*scale, lr, seed))
         for scale in scales
+        for lr in grid
+        for seed in range(seeds)
+    }
+    outcome = run_all(runs.values(), folder, workers, on_run=on_run, stop=stop)
+    losses = {
+        scale: {lr: [outcome(runs[scale, lr, seed]).loss for seed in range(seeds)] for lr in grid} for scale in scales
     }
     valleys = {scale: Valley.of(losses[scale]) for scale in scales}
     rows: list[Row] = []
     for scale in scales[1:]:
-        rows += _rows(scales[0], scale, valleys[scales[0]], valleys[scale], seeds)
-    return Verdict(
+        rows.append(_row(scales[0], scale, valleys[scales[0]], valleys[scale]))
+    verdict = Verdict(
         check="transfer",
-        subject=recipe.name,
+        subject=family.name,
         quantity="shift of the best lr in octaves; regret of the base's best lr in nats per token",
         rows=tuple(rows),
         curves=tuple(_curve(scale, losses[scale], grid) for scale in scales),
         settings={
-            "rule": recipe.scaling.rule,
+            "rule": family.rule,
             "scales": [name(scale) for scale in scales],
             "lrs": grid,
+            "lr": family.lr_unit,
             "seeds": seeds,
-            "tokens": recipe.data.tokens,
+            "tokens": family.tokens,
         },
     )
+    return keep(verdict, folder)
 
 
 def name(scale: Scale) -> str:
@@ -88,16 +96,14 @@ def _curve(scale: Scale, losses: dict[float, list[float]], grid: Sequence[float]
     return curve(name(scale), "lr", "loss", grid, [losses[lr] for lr in grid])
 
 
-def _rows(base: Scale, target: Scale, small: Valley, big: Valley, seeds: int) -> list[Row]:
-    found = shift(small, big)
+def _row(base: Scale, target: Scale, small: Valley, big: Valley) -> Row:
     axis = f"{name(base)} -> {name(target)}"
-    edges = [name(scale) for scale, valley in ((base, small), (target, big)) if valley.at_the_edge]
-    outside = f"the best lr of {' and '.join(edges)} is at the edge of the grid: widen --lrs" if edges else ""
-    # An interval on both sides of 0 says that seeds alone would move the optimum as much.
-    certain = found.low > 0 or found.high < 0
-    far = abs(found.octaves) > SHIFT_LIMIT and certain
-    noise = big.noise
-    regret_limit = max(REGRET_LIMIT, 2 * noise / seeds**0.5) if noise is not None else REGRET_LIMIT
+    for scale, valley in ((base, small), (target, big)):
+        lost = 2 ** valley.octaves[~np.isfinite(valley.losses).all(1)]
+        if lost.size:
+            note = f"a loss of {name(scale)} is no number, at lr {lost[0]:.3g}"
+            return Row(MODULE, axis, None, SHIFT_LIMIT, False, {}, note, math.inf)
+    found = shift(small, big)
     parts = {
         "best lr, base": 2 ** small.optimum(),
         "best lr, target": 2 ** big.optimum(),
@@ -105,29 +111,25 @@ def _rows(base: Scale, target: Scale, small: Valley, big: Valley, seeds: int) ->
         "low": found.low,
         "high": found.high,
         "regret": found.regret,
-        "noise": noise,
+        "regret, low": found.regret_low,
+        "regret, high": found.regret_high,
+        "noise": big.noise,
     }
-    moved_note = f"the best lr moves by a factor of {2**found.octaves:.2g}" if far else ""
-    costly = found.regret > regret_limit
-    return [
-        Row(
-            "best lr, octaves",
-            axis,
-            found.octaves,
-            SHIFT_LIMIT,
-            not far and not edges,
-            parts,
-            outside or moved_note,
-            max(abs(found.octaves) - SHIFT_LIMIT, 0.0),
-        ),
-        Row(
-            "regret, nats",
-            axis,
-            found.regret,
-            regret_limit,
-            not costly,
-            parts,
-            "the base's best lr is not the target's" if costly else "",
-            max(found.regret - regret_limit, 0.0),
-        ),
-    ]
+    edges = [name(scale) for scale, valley in ((base, small), (target, big)) if valley.at_the_edge]
+    if edges:
+        note = f"undecided: the best lr of {' and '.join(edges)} is at the edge of the grid: widen --lrs"
+        return Row(MODULE, axis, found.octaves, SHIFT_LIMIT, False, parts, note, undecided=True)
+    if big.noise is None or small.noise is None:
+        note = "undecided: one seed has no interval; more --seeds"
+        return Row(MODULE, axis, found.octaves, SHIFT_LIMIT, False, parts, note, undecided=True)
+    costly, cheap = found.regret_low > REGRET_LIMIT, found.regret_high <= REGRET_LIMIT
+    near = found.low >= -SHIFT_LIMIT and found.high <= SHIFT_LIMIT
+    far = found.low > SHIFT_LIMIT or found.high < -SHIFT_LIMIT
+    if cheap or (near and not costly):
+        return Row(MODULE, axis, found.octaves, SHIFT_LIMIT, True, parts)
+    beyond = max(abs(found.octaves) - SHIFT_LIMIT, 0.0)
+    if costly or far:
+        note = f"the best lr moves by a factor of {2**found.octaves:.2g}, the base's costs {found.regret:.2g} nats"
+        return Row(MODULE, axis, found.octaves, SHIFT_LIMIT, False, parts, note, beyond)
+    note = "undecided: the noise between seeds hides it; more --seeds"
+    return Row(MODULE, axis, found.octaves, SHIFT_LIMIT, False, parts, note, beyond, undecided=True)

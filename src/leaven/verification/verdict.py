@@ -17,7 +17,7 @@ class Row:
     ``slope`` is the judged number that came closest to failing, or failed most: an exponent against ``axis``, or what
     ``quantity`` of the verdict says. ``parts`` are all numbers of the row by column. ``passed`` is None for what was
     measured and cannot be judged yet; ``note`` says why, or what may be wrong. ``beyond`` is how far ``slope`` lies
-    outside of what is allowed.
+    outside of what is allowed. ``undecided`` is a row that did not pass and, by what was measured, did not fail.
     """
 
     module: str
@@ -28,6 +28,7 @@ class Row:
     parts: Mapping[str, Number] = field(default_factory=dict)
     note: str = ""
     beyond: float = 0.0
+    undecided: bool = False
 
 
 @dataclass(frozen=True)

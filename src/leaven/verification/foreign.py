@@ -1,0 +1,262 @@
+"""Models of others as a family, from a function of theirs, ``module:factory``::
+
+    def factory(width: int, depth: int, seed: int = 0, ratios: leaven.Ratios = leaven.Ratios()):
+        model = MyModel(width, depth)                 # nn.Module: token ids (sequences, positions) -> logits
+        groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
+        return model, groups                          # groups for torch.optim.AdamW, or an optimiser
+
+``seed`` and ``ratios`` may be left out. torch's random state is seeded before each call; ``seed`` is for what draws
+its values elsewhere (``parametrize(..., initialise=True, seed=seed)``). ``ratios`` has the batch over the factory's
+own: the equivalence check needs it, for it asks what the rule makes of another batch.
+
+A third thing returned is a function ``batch(seed, step) -> (inputs, targets)``, which has to give the same at each
+call; the sequences of a seed are one stream, cut anew where the check moves the batch, and those of the seed
+:data:`leaven.verification.samples.HELD_OUT` are for the validation loss. Without it the model is fed text: its
+tokenizer is trained to the size of the model's first embedding.
+
+A whole run is as a recipe's: a warm-up over an eighth of the tokens, then a cosine to a tenth, of each group's lr;
+the mean loss on held-out text at the end; diverged where it is worse than a uniform guess. Nothing is clipped, for no
+rule moves a clip.
+"""
+
+import importlib
+import inspect
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import nn
+
+from leaven.data.tokens import prepare
+from leaven.recipe.data import Data
+from leaven.recipe.errors import InputError
+from leaven.recipe.schedule import Schedule
+from leaven.scaling.cells import Ratios
+from leaven.training.worker import Course, Outcome, hopeless
+from leaven.verification.family import Member, Setting, plain_label
+from leaven.verification.samples import HELD_OUT, Batches, corpus, synthetic, taken
+
+MADE_UP = "made-up"
+"""The source of a text that is drawn, not read: a chain with something to learn, endless and there at once."""
+
+SOURCE = "python-stdlib"
+LEAST_VOCABULARY = 257  # of bytes and an end of text
+SEQ_LEN = 64
+BATCH_TOKENS = 512
+TOKENS = 131_072
+VALIDATION_TOKENS = 32_768
+
+
+def text_of(source: str) -> Data:
+    """The text of a source; how much of it a trial takes is its own matter."""
+    return Data(source=source, tokens=1)
+
+
+@dataclass(frozen=True)
+class ForeignFamily:
+    """``name`` is ``module:factory``, and lrs are multiples of the factory's. ``source`` is None where the factory
+    gives its own batches; a batch has ``sequences`` of ``seq_len`` tokens."""
+
+    name: str
+    vocab_size: int
+    source: str | None
+    sequences: int
+    seq_len: int
+    tokens: int
+    alpha: float = 1.0
+    rule: None = field(default=None, init=False)
+    lr: float = field(default=1.0, init=False)
+    lr_unit: str = field(default="multiple of the factory's", init=False)
+    _states: dict[tuple[int, int, Ratios], str] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+    @property
+    def takes_ratios(self) -> bool:
+        return "ratios" in inspect.signature(_factory(self.name)).parameters
+
+    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
+        return self._member(width, depth, seed, Ratios(batch=batch, tokens=tokens))[0]
+
+    def trial(self, setting: Setting) -> "ForeignTrial":
+        """A whole run, known by what the member is at the start: a factory that was changed has other runs."""
+        if setting.batch * self.sequences % 1:
+            raise InputError(
+                f"{self.name}: a batch x {setting.batch:g} of {self.sequences} sequences is no whole number of them; "
+                "choose other --batch-ratios or a larger batch"
+            )
+        scale = setting.width, setting.depth, _ratios(setting)
+        if scale not in self._states:
+            self._states[scale] = self._state(*scale)
+        known = (self, self._states[scale], setting)
+        # A fresh one, without the text that this one holds: it goes to another process.
+        return ForeignTrial(replace(self), setting, blake2b(repr(known).encode(), digest_size=12).hexdigest())
+
+    def train(self, setting: Setting) -> Outcome:
+        """Train a member from the start and return its validation loss."""
+        began = time.perf_counter()
+        member, batches = self._member(setting.width, setting.depth, setting.seed, _ratios(setting))
+        count = round(setting.batch * self.sequences)
+        schedule, limit = Schedule(warmup_tokens=self.tokens // 8), hopeless(self.vocab_size)
+        peaks = [group["lr"] * setting.lr for group in member.optimizer.param_groups]
+        done, diverged, course = 0, False, Course(self.vocab_size, self.tokens)
+        while done < self.tokens and not diverged:
+            loss = member.loss_of(taken(batches, self.sequences, setting.seed, done // self.seq_len, count))
+            member.optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            done += count * self.seq_len
+            for peak, group in zip(peaks, member.optimizer.param_groups, strict=True):
+                group["lr"] = peak * schedule.multiplier(done, self.tokens)
+            member.optimizer.step()
+            diverged = course.lost(loss.item(), count * self.seq_len)
+        final = limit if diverged else self._validation_loss(member, batches)
+        diverged = diverged or not math.isfinite(final)
+        return Outcome(limit if diverged else final, diverged, done, time.perf_counter() - began, os.getpid())
+
+    @torch.no_grad()
+    def _validation_loss(self, member: Member, batches: Batches) -> float:
+        member.model.eval()
+        count = max(VALIDATION_TOKENS // (self.sequences * self.seq_len), 1)
+        return math.fsum(member.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
+
+    def _member(self, width: int, depth: int, seed: int, ratios: Ratios) -> tuple[Member, Batches]:
+        """A member, and the batches of all seeds."""
+        model, optimizer, own = _made(self.name, width, depth, seed, ratios)
+        batches = own or self._text
+        return Member(model, optimizer, partial(batches, seed), plain_label), batches
+
+    @cached_property
+    def _text(self) -> Batches:
+        assert self.source is not None
+        if self.source == MADE_UP:
+            return synthetic(self.vocab_size, self.seq_len, self.sequences)
+        return corpus(prepare(text_of(self.source), self.vocab_size), self.seq_len, self.sequences)
+
+    def _state(self, width: int, depth: int, ratios: Ratios) -> str:
+        """A hash of a member: its optimiser, its initial values, its first loss and gradient."""
+        member, _ = self._member(width, depth, 0, ratios)
+        loss = member.loss(0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found = [type(member.optimizer).__name__]
+        squares = 0.0
+        for group in member.optimizer.param_groups:
+            found.append(repr({name: value for name, value in group.items() if name != "params"}))
+            for parameter in group["params"]:
+                # Rounded, here and below: the order of a sum may differ in another process.
+                found.append(f"{tuple(parameter.shape)} {parameter.detach().norm().item():.4g}")
+                squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
+        found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
+        return blake2b(" ".join(found).encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True)
+class ForeignTrial:
+    """One whole run of a foreign family."""
+
+    family: ForeignFamily
+    setting: Setting
+    key: str
+
+    @property
+    def cost(self) -> float:
+        # Small batches take more steps, and a step of the optimiser is about a batch's work.
+        return self.setting.width**2 * self.setting.depth * (1 + 1 / self.setting.batch)
+
+    def run(self) -> Outcome:
+        return self.family.train(self.setting)
+
+
+def foreign(
+    entry: str,
+    width: int,
+    depth: int,
+    *,
+    source: str | None = None,
+    batch_tokens: int | None = None,
+    tokens: int | None = None,
+) -> ForeignFamily:
+    """The family of ``module:factory``, looked up from the working directory as ``python -m`` does.
+
+    Its member of one ``width`` and ``depth`` is made once, to see what it has to be fed: the text of a ``source``
+    (as ``data.source`` of a recipe, or :data:`MADE_UP`), unless the factory gives batches.
+
+    Raises:
+        InputError: if there is no such module or function, it returns something else, or is fed what it does not eat.
+    """
+    model, optimizer, own = _made(entry, width, depth, 0, Ratios())
+    tokens = tokens or TOKENS
+    if own is not None:
+        if source is not None or batch_tokens is not None:
+            raise InputError(f"{entry} gives its own batches; leave --source and --batch-tokens out")
+        inputs, targets = own(0, 0)
+        vocab_size = Member(model, optimizer, partial(own, 0), plain_label).logits(inputs).shape[-1]
+        return ForeignFamily(entry, vocab_size, None, len(targets), targets[0].numel(), tokens)
+    size = BATCH_TOKENS if batch_tokens is None else batch_tokens
+    if size % SEQ_LEN:
+        raise InputError(f"--batch-tokens {size}: give a whole number of sequences of {SEQ_LEN}")
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not sizes:
+        raise InputError(f"{entry}: no torch.nn.Embedding to read the vocabulary off; return batches as well")
+    source = source or SOURCE
+    if source != MADE_UP and sizes[0] < LEAST_VOCABULARY:
+        raise InputError(
+            f"{entry}: a vocabulary of {sizes[0]} is too small for text, which needs {LEAST_VOCABULARY}; "
+            f"enlarge it, return batches as well, or pass --source {MADE_UP}"
+        )
+    return ForeignFamily(entry, sizes[0], source, size // SEQ_LEN, SEQ_LEN, tokens)
+
+
+def _ratios(setting: Setting) -> Ratios:
+    """What the rule is told."""
+    return Ratios(batch=setting.batch) if setting.ruled else Ratios()
+
+
+def _made(
+    entry: str, width: int, depth: int, seed: int, ratios: Ratios
+) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
+    """What the factory gives, from the same random state at each call."""
+    factory = _factory(entry)
+    known = inspect.signature(factory).parameters
+    if ratios != Ratios() and "ratios" not in known:
+        raise InputError(
+            f"{entry} takes no ratios, so its rule cannot follow the batch; "
+            "add a parameter ratios=leaven.Ratios() and hand it to leaven.parametrize"
+        )
+    torch.manual_seed(seed)
+    made = factory(width, depth, **{k: v for k, v in (("seed", seed), ("ratios", ratios)) if k in known})
+    if not (isinstance(made, tuple) and len(made) in {2, 3} and isinstance(made[0], nn.Module)):
+        raise InputError(f"{entry}: it should return (model, groups or optimiser), or those and batches")
+    model, optimizer, batches = (*made, None)[:3]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = torch.optim.AdamW(optimizer)
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise InputError(f"{entry}: {name} is in no group of its optimiser; add it, or freeze it")
+    return model, optimizer, batches
+
+
+def _factory(entry: str) -> Callable[..., Any]:
+    module, _, name = entry.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name not in {module, module.partition(".")[0]}:
+            raise
+        raise InputError(f"{entry}: no module {module} from here; give module:factory, or a recipe file") from None
+    except AttributeError:
+        raise InputError(f"{entry}: {module} has no {name}; give module:factory") from None
+    if not callable(factory):
+        raise InputError(f"{entry} is no function; give module:factory, a function of width and depth")
+    return factory

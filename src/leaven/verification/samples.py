@@ -1,0 +1,60 @@
+"""What checks feed to a model: batches by seed and step, those of one seed a stream of sequences.
+
+One seed is held out: its batches are for the validation loss, and no model is trained on them.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from leaven.data.stream import Stream
+from leaven.model.initialise import name_seed
+
+if TYPE_CHECKING:
+    from leaven.data.tokens import TokenSet
+
+Batch = tuple[Tensor, Tensor]
+Batches = Callable[[int, int], Batch]
+"""(seed, step) -> inputs and targets, token ids (sequences, positions): the same of each call."""
+
+HELD_OUT = 1_000_000
+
+
+def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
+    """Batches of ``count`` sequences of a text; of its held-out split for the seed that is held out."""
+
+    def batch(seed: int, step: int) -> Batch:
+        split = tokens.validation if seed == HELD_OUT else tokens.train
+        windows = torch.from_numpy(Stream(split, seq_len, seed).batch(step * count, count))
+        return windows[:, :-1], windows[:, 1:]
+
+    return batch
+
+
+def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
+    """Text of a chain: seven times in ten a token is followed by the one it always is, else by a Zipf-like one."""
+    chain = torch.Generator().manual_seed(name_seed(0, "chain"))
+    successor = torch.randperm(vocab_size, generator=chain)
+    zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
+
+    def batch(seed: int, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(name_seed(seed, "text", step))
+        drawn = torch.multinomial(zipf, count * (seq_len + 1), replacement=True, generator=generator)
+        windows = drawn.view(count, seq_len + 1)
+        follows = torch.rand(windows.shape, generator=generator) < 0.7
+        for position in range(1, seq_len + 1):
+            expected = successor[windows[:, position - 1]]
+            windows[:, position] = torch.where(follows[:, position], expected, windows[:, position])
+        return windows[:, :-1], windows[:, 1:]
+
+    return batch
+
+
+def taken(batches: Batches, size: int, seed: int, first: int, count: int) -> Batch:
+    """Sequences ``first`` to ``first + count - 1`` of a seed's stream, whose batches have ``size`` of them."""
+    steps = range(first // size, -(-(first + count) // size))
+    inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
+    here = slice(first % size, first % size + count)
+    return torch.cat(inputs)[here], torch.cat(targets)[here]

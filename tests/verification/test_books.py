@@ -1,0 +1,99 @@
+"""The books: exact faults that no few steps show, each named by its column, and a right rule that balances."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from tests.verification.families import family
+
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import Role
+from leaven.scaling.table import Row, ratios
+from leaven.verification.books import audit, read
+from leaven.verification.verdict import Row as Judged
+
+
+def audited(fault: Callable[[Row, Recipe], Row] | None = None, **more: object) -> dict[str, Judged]:
+    checked = family(fault, **more)  # type: ignore[arg-type]
+    sizes = [(64, 2), (128, 2), (64, 4)]
+    return {row.module: row for row in audit(checked, {size: read(checked.build(*size, 0)) for size in sizes})}
+
+
+@pytest.mark.parametrize("more", [{}, {"alpha": 0.5}, {"grow_heads": True}])
+def test_a_right_rule_balances(more: dict[str, object]) -> None:
+    rows = audited(**more)
+    assert all(row.passed for row in rows.values()), rows
+    # With all of its columns: a gain has no decay, and everything else has all five.
+    assert {name for name, value in rows["norm.mlp"].parts.items() if value is None} == {"lr x decay x steps"}
+    assert None not in rows["mlp.out"].parts.values()
+
+
+def moved(module: str, **by: Callable[[Recipe], float]) -> Callable[[Row, Recipe], Row]:
+    """A fault of some modules: values times a function of the recipe."""
+    return lambda row, recipe: (
+        replace(row, **{name: getattr(row, name) * factor(recipe) for name, factor in by.items()})
+        if row.module.startswith(module)
+        else row
+    )
+
+
+def width(recipe: Recipe) -> float:
+    return ratios(recipe).width
+
+
+def depth(recipe: Recipe) -> float:
+    return ratios(recipe).depth
+
+
+FAULTS = {
+    "gains, lr with width": (moved("norm.mlp", lr=width), "norm.mlp", "lr x eps x entries", "width"),
+    "gains, lr against depth": (moved("norm.query", lr=lambda r: 1 / depth(r)), "norm.query", "lr x eps", "depth"),
+    "lr, the decay against it": (
+        moved("attention.value", lr=lambda r: width(r) ** 0.5, weight_decay=lambda r: width(r) ** -0.5),
+        "attention.value",
+        "lr x eps x entries",
+        "width",
+    ),
+    "readout lr": (moved("unembedding", lr=lambda r: width(r) ** 0.5), "unembedding", "lr x", "width"),
+    "lr where both grow": (
+        moved("mlp.in", lr=lambda r: 2.0 if width(r) > 1 < depth(r) else 1.0),
+        "mlp.in",
+        "lr x",
+        "width and depth",
+    ),
+    "beta1": (lambda row, r: replace(row, beta1=row.beta1 ** width(r)), "embedding", "beta1", "width"),
+    "beta2": (lambda row, r: replace(row, beta2=1 - (1 - row.beta2) / width(r) ** 2), "mlp.out", "beta2", "width"),
+    "lr up with duration": (
+        moved("mlp.in", lr=lambda r: ratios(r).tokens, eps=lambda r: 1 / ratios(r).tokens),
+        "mlp.in",
+        "lr",
+        "tokens",
+    ),
+    "decay gone": (moved("mlp.in", weight_decay=lambda r: 0.0 + (width(r) == 1)), "mlp.in", "lr x decay", "width"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name: str) -> None:
+    fault, module, column, axis = FAULTS[name]
+    row = audited(fault)[module]
+    assert row.passed is False
+    assert row.note.startswith(column)
+    assert f"moves with {axis}  <-" in row.note
+
+
+def test_without_decay_the_lr_is_held_all_the_same() -> None:
+    def fault(row: Row, recipe: Recipe) -> Row:
+        hidden = row.role is Role.HIDDEN_WEIGHT
+        return replace(row, weight_decay=0.0, lr=row.lr * depth(recipe) ** 0.5 if hidden else row.lr)
+
+    rows = audited(fault)
+    assert rows["embedding"].passed
+    assert rows["mlp.in"].passed is False
+
+
+def test_a_rule_that_says_nothing_of_a_ratio_is_not_judged_by_it() -> None:
+    rows = audited(rule="completep")
+    assert rows["mlp.in"].passed
+    assert rows["mlp.in"].parts["lr"] is None
+    assert rows["batch"].passed is rows["tokens"].passed is None

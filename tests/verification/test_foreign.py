@@ -1,0 +1,300 @@
+"""Foreign models: a factory is a family. Its outputs are found by hooks, its parameters by their names, and its whole
+runs are those of a loop written by hand."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leaven.cli import main
+from leaven.data.stream import Stream
+from leaven.interop.hooks import ScaleOutput
+from leaven.recipe.errors import InputError
+from leaven.scaling.cells import Ratios
+from leaven.training.worker import Outcome
+from leaven.verification import equivalence as equivalence_module
+from leaven.verification import foreign as foreign_module
+from leaven.verification.equivalence import equivalence
+from leaven.verification.family import Setting
+from leaven.verification.foreign import MADE_UP, SOURCE, ForeignFamily, foreign
+from leaven.verification.probe import Probe
+from leaven.verification.runs import Trial
+from leaven.verification.samples import HELD_OUT, corpus, synthetic, taken
+
+FACTORY = """
+import leaven
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width, scale):
+        super().__init__()
+        self.norm, self.up, self.scale = nn.RMSNorm(width), nn.Linear(width, width, bias=False), scale
+    def forward(self, x):
+        return x + self.scale * torch.relu(self.up(self.norm(x)))
+
+def factory(width, depth, right=True):
+    blocks = nn.Sequential(*(Block(width, 2 / depth if right else 1.0) for _ in range(depth)))
+    model = nn.Sequential(nn.Embedding(64, width), blocks, nn.RMSNorm(width), nn.Linear(width, 64, bias=False))
+    nn.init.normal_(model[3].weight, std=1 / width)
+    for block in blocks:
+        nn.init.normal_(block.up.weight, std=width ** -0.5)
+    lr = 0.004
+    hidden = [block.up.weight for block in blocks] + [model[3].weight]
+    rest = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    return model, [{"params": rest, "lr": lr}, {"params": hidden, "lr": lr * 32 / width if right else lr}]
+
+def wrong(width, depth):
+    return factory(width, depth, right=False)
+
+def nothing(width, depth):
+    return None
+
+def short_of_a_group(width, depth):
+    model, groups = factory(width, depth)
+    return model, groups[1:]
+
+def no_embedding(width, depth):
+    model = nn.Linear(width, width)
+    return model, model.parameters()
+
+def plain(width, depth, seed=0, ratios=leaven.Ratios(), lr=0.01, rule=True):
+    # Its lr falls with the width and rises as the root of the batch.
+    model = nn.Sequential(nn.Embedding(64, width), nn.Linear(width, 64))
+    lr *= ratios.batch ** 0.5 * (16 / width if rule else 1)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+def eager(width, depth):
+    return plain(width, depth, lr=0.02)
+
+def wild(width, depth):
+    return plain(width, depth, lr=1e9)
+
+def feeding(width, depth, ratios=leaven.Ratios()):
+    def batch(seed, step):
+        drawn = torch.Generator().manual_seed(1000 * seed + step)
+        tokens = torch.randint(0, 64, (4, 9), generator=drawn)
+        return tokens[:, :-1], tokens[:, 1:]
+    return *plain(width, depth, ratios=ratios), batch
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "their_model.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(foreign_module, "VALIDATION_TOKENS", 1024)
+    sys.modules.pop("their_model", None)
+    return tmp_path
+
+
+def cli(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["leaven", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return int(exit_.value.code or 0)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    return cli(monkeypatch, "check", "coordinates", *arguments)
+
+
+SIZES = ("--widths", "32,64,128", "--depths", "2,4", "--seeds", "1", "--source", "made-up")
+
+
+def test_a_foreign_model_passes_or_fails_by_its_factory(here: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    page = here / "check.html"
+    assert run(monkeypatch, "their_model:factory", *SIZES, "-o", str(page)) == 0
+    assert "passed: " in capsys.readouterr().out
+    assert "their_model:factory" in page.read_text()
+    assert run(monkeypatch, "their_model:wrong", *SIZES, "-o", str(page)) == 1
+    assert "FAILED: " in capsys.readouterr().out
+    assert "GROWS with" in page.read_text()
+
+
+def test_what_is_wrong_with_an_entry_is_said(here: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    assert run(monkeypatch, "no_such_module:factory", *SIZES) == 2
+    assert run(monkeypatch, "their_model:factory", "--widths", "32", "--depths", "2") == 2
+    assert run(monkeypatch, "their_model:factory", "--widths", "32,x") == 2
+    with pytest.raises(InputError, match="has no factori"):
+        foreign("their_model:factori", 32, 2)
+    with pytest.raises(InputError, match="should return"):
+        foreign("their_model:nothing", 32, 2)
+    with pytest.raises(InputError, match="0.weight is in no group of its optimiser"):
+        foreign("their_model:short_of_a_group", 32, 2)
+    with pytest.raises(InputError, match="no torch.nn.Embedding"):
+        foreign("their_model:no_embedding", 32, 2)
+    with pytest.raises(InputError, match="vocabulary of 64 is too small for text, which needs 257.*made-up"):
+        foreign("their_model:factory", 32, 2)
+    with pytest.raises(InputError, match="whole number of sequences of 64"):
+        foreign("their_model:factory", 32, 2, source=MADE_UP, batch_tokens=100)
+    with pytest.raises(InputError, match="gives its own batches"):
+        foreign("their_model:feeding", 32, 2, source=SOURCE)
+
+
+def test_a_branch_that_is_multiplied_is_no_line_of_its_own() -> None:
+    """A hook scales what ends a branch: the line is the module's own output, and its container hands on the rest."""
+    end = nn.Linear(4, 4)
+    branch = nn.Sequential(nn.Linear(4, 4), end)
+    end.register_forward_hook(ScaleOutput(0.5))
+    with Probe(branch, lambda name: name or "branch") as probe:
+        given = branch(torch.ones(2, 4))
+        found = probe.take()
+    assert list(found) == ["0", "1"]
+    torch.testing.assert_close(found["1"][0], 2 * given)
+    assert probe.containers == set()
+
+
+def theirs(name: str, tokens: int = 4096) -> ForeignFamily:
+    """A batch is two sequences."""
+    return foreign(f"their_model:{name}", 16, 1, source=MADE_UP, batch_tokens=128, tokens=tokens)
+
+
+def by_hand(seed: int, lr: float, batch: int, tokens: int) -> float:
+    """The validation loss of ``plain`` at width 16, with what a check promises written out."""
+    text = synthetic(64, 64, 2)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
+    optimiser = torch.optim.AdamW(model.parameters())
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(inputs).transpose(1, 2), targets)
+
+    warm = tokens // 8
+    for step in range(tokens // (64 * batch)):
+        parts = [text(seed, batch // 2 * step + i) for i in range(batch // 2)]
+        optimiser.zero_grad()
+        loss(*map(torch.cat, zip(*parts, strict=True))).backward()  # type: ignore[arg-type, no-untyped-call]
+        done = (step + 1) * 64 * batch
+        cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * (done - warm) / (tokens - warm))) / 2
+        optimiser.param_groups[0]["lr"] = lr * (done / warm if done < warm else cosine)
+        optimiser.step()
+    with torch.no_grad():
+        held_out = [loss(*text(HELD_OUT, step)).item() for step in range(1024 // 128)]
+    return sum(held_out) / len(held_out)
+
+
+def test_a_whole_run_is_that_of_a_loop_by_hand(here: Path) -> None:
+    plain = theirs("plain")
+    first = plain.train(Setting(16, 1, 1.0, seed=3))
+    assert (first.loss, first.diverged, first.tokens) == (pytest.approx(by_hand(3, 0.01, 2, 4096)), False, 4096)
+    # lrs are multiples of the factory's, and the rule is told of another batch, or is not.
+    assert plain.train(Setting(16, 1, 2.0, seed=3)).loss == theirs("eager").train(Setting(16, 1, 1.0, seed=3)).loss
+    ruled, blind = (plain.train(Setting(16, 1, 1.0, 3, batch=4.0, ruled=ruled)).loss for ruled in (True, False))
+    assert ruled == pytest.approx(by_hand(3, 0.02, 8, 4096))
+    assert blind == pytest.approx(by_hand(3, 0.01, 8, 4096))
+    gone = theirs("wild").train(Setting(16, 1, 1.0, seed=0))
+    assert (gone.loss, gone.diverged) == (pytest.approx(math.log(64) + 1), True)
+
+
+def test_the_batches_of_a_factory_are_one_stream_a_seed(here: Path) -> None:
+    family = foreign("their_model:feeding", 16, 1, tokens=512)
+    assert (family.vocab_size, family.source, family.sequences, family.seq_len) == (64, None, 4, 8)
+    batches = family._member(16, 1, 0, Ratios())[1]
+    whole = [torch.cat(side) for side in zip(*(batches(2, step) for step in range(3)), strict=True)]
+    for first, count in ((0, 4), (4, 4), (0, 12), (1, 2), (3, 6)):
+        for cut, side in zip(taken(batches, 4, 2, first, count), whole, strict=True):
+            assert torch.equal(cut, side[first : first + count])
+    half, double = (family.train(Setting(16, 1, 1.0, 0, batch=batch)) for batch in (0.5, 2.0))
+    assert half.loss != double.loss
+    assert (half.tokens, double.tokens) == (512, 512)
+    with pytest.raises(InputError, match=r"batch x 0.1 of 4 sequences is no whole number"):
+        family.trial(Setting(16, 1, 1.0, 0, batch=0.1))
+
+
+def test_no_model_is_trained_on_what_is_held_out() -> None:
+    split = SimpleNamespace(train=np.arange(100), validation=np.arange(1000, 1100))
+    batches = corpus(split, seq_len=9, count=4)  # type: ignore[arg-type]
+    inputs, targets = batches(0, 1)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(torch.from_numpy(Stream(split.train, 9, 0).batch(4, 4))[:, :-1], inputs)
+    assert all(batches(seed, step)[1].max() < 1000 for seed in range(3) for step in range(9))
+    assert all(batches(HELD_OUT, step)[0].min() >= 1000 for step in range(9))
+
+
+def test_a_run_is_known_again_until_its_factory_changes(here: Path) -> None:
+    def keys(tokens: int = 4096) -> list[str]:
+        family = theirs("plain", tokens)
+        return [family.trial(Setting(width, 1, lr, 0)).key for width in (16, 32) for lr in (1.0, 2.0)]
+
+    before = keys()
+    assert len(set(before)) == 4
+    assert keys() == before
+    assert not set(keys(8192)) & set(before)
+    text = (here / "their_model.py").read_text()
+    (here / "their_model.py").write_text(text.replace("rule=True):", "rule=False):  # nothing moves with the width"))
+    sys.modules.pop("their_model")
+    after = keys()
+    assert after[:2] == before[:2]  # at the base the two are the same
+    assert not set(after[2:]) & set(before)
+
+
+def test_equivalence_wants_a_rule_that_can_follow(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: dict[str, Outcome] = {}
+
+    def run_all(trials: Iterable[Trial], folder: Path, workers: int, **more: Any) -> Callable[[Trial], Outcome]:
+        ran.update({trial.key: trial.run() for trial in trials})
+        return lambda trial: ran[trial.key]
+
+    monkeypatch.setattr(equivalence_module, "run_all", run_all)
+    monkeypatch.setattr(equivalence_module, "LEAST_STEPS", 1)  # what is run is asked here, not what comes out
+    verdict = equivalence(theirs("plain"), (16, 1), [4.0], here, seeds=2)
+    told, untold = verdict.rows
+    assert len(ran) == 6  # two seeds, at batch x 1 once for both arms
+    assert 0 == told.parts["x1"] == untold.parts["x1"] != told.parts["x4"] != untold.parts["x4"]
+    assert json.loads((here / "check.json").read_text())["subject"] == "their_model:plain"
+    with pytest.raises(InputError, match="their_model:eager takes no ratios"):
+        equivalence(theirs("eager"), (16, 1), [4.0], here)
+
+
+def test_transfer_from_the_command_line_goes_on_and_is_reported(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = ("--lrs", "0.25,1,4", "--seeds", "1", "--tokens", "2k", "--source", MADE_UP, "--workers", "1")
+    check = ("check", "transfer", "their_model:plain", "--run", "runs", "--scales", "16x1,32x1", *tiny)
+    code = cli(monkeypatch, *check, "-o", "there.html")
+    assert code in {0, 1}
+    kept = Path("runs/runs.jsonl").read_text()
+    assert kept.count('"key"') == 6
+    assert cli(monkeypatch, *check) == code
+    assert Path("runs/runs.jsonl").read_text() == kept
+    assert cli(monkeypatch, "report", "runs", "-o", "here.html") == 0
+    assert Path("here.html").read_bytes() == Path("there.html").read_bytes()
+    Path("runs/check.json").unlink()
+    assert cli(monkeypatch, "report", "runs") == 2
+    assert "a check that has not ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("equivalence their_model:plain --run runs", "say which member, e.g. --scale 64x4"),
+        ("equivalence their_model:plain --run runs --scale 16", "--scale 16: write a scale as WIDTHxDEPTH"),
+        ("transfer their_model:plain --run runs --scales 16x1,32x1 --set data.seed=1", "--set is for recipes"),
+        ("transfer RECIPE --run runs --scales 16x2,32x2 --source made-up", "--source is for module:factory"),
+        ("transfer RECIPE --run runs --scales 16x2,32x2 --tokens 1k", "--tokens is for module:factory"),
+        ("gradients RECIPE --alpha 0.5", "--alpha is for module:factory"),
+    ],
+)
+def test_what_belongs_to_recipes_or_to_factories_is_said(
+    here: Path,
+    tiny_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    says: str,
+) -> None:
+    assert cli(monkeypatch, "check", *arguments.replace("RECIPE", str(tiny_file)).split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert says in err
+    assert not Path("runs").exists()

@@ -1,0 +1,78 @@
+"""What does not move passes no check, everywhere or at some sizes only."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from tests.verification.families import family
+
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import Role
+from leaven.scaling.table import Row, ratios
+from leaven.verification import gradients as gradients_module
+from leaven.verification.coordinates import coordinates
+from leaven.verification.gradients import gradients
+
+
+def wide(recipe: Recipe) -> bool:
+    return ratios(recipe).width > 1
+
+
+FAULTS: dict[str, tuple[Callable[[Row, Recipe], Row], str]] = {
+    "nothing is trained": (lambda row, recipe: replace(row, lr=0.0), "embedding"),
+    "nothing is trained when wide": (lambda row, recipe: replace(row, lr=0.0) if wide(recipe) else row, "embedding"),
+    "no hidden weight is trained": (
+        lambda row, recipe: replace(row, lr=0.0) if row.role is Role.HIDDEN_WEIGHT else row,
+        "mlp.in",
+    ),
+    "one gain is not": (lambda row, recipe: replace(row, lr=0.0) if row.module == "norm.mlp" else row, "norm.mlp"),
+    "a readout of 0 that stays": (
+        lambda row, recipe: replace(row, lr=0.0, init_std=0.0) if row.module == "unembedding" else row,
+        "unembedding",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_no_check_passes_what_stands_still(name: str) -> None:
+    fault, module = FAULTS[name]
+    of = (64, 128), (2,)
+    for verdict in (
+        coordinates(family(fault), *of, seeds=1),
+        gradients(family(fault, start=gradients_module.START), *of, seeds=1, steps=2),
+    ):
+        assert not verdict.passed
+        assert "never move" in {row.module: row.note for row in verdict.failed if row.axis == "width"}[module]
+
+
+def test_an_output_or_decay_that_is_0_at_some_sizes_only() -> None:
+    def value(row: Row, recipe: Recipe) -> Row:
+        return replace(row, init_std=0.0) if row.module == "attention.value" and wide(recipe) else row
+
+    def undecayed(row: Row, recipe: Recipe) -> Row:
+        return replace(row, weight_decay=0.0) if wide(recipe) else row
+
+    rows = {row.module: row for row in coordinates(family(value), (64, 128), (2,), seeds=1).failed}
+    assert rows["attention.value"].note == "start is 0 at some sizes only"
+    checked = family(undecayed, start=gradients_module.START)
+    found = {(row.module, row.axis): row for row in gradients(checked, (64, 128), (2,), seeds=1, steps=2).failed}
+    assert found["mlp.in", "width"].note == "lr x decay is 0 at some sizes only"
+
+
+def test_a_gain_that_moves_with_width_alone() -> None:
+    def fault(row: Row, recipe: Recipe) -> Row:
+        return replace(row, lr=row.lr * ratios(recipe).width) if row.module == "norm.mlp" else row
+
+    checked = family(fault, start=gradients_module.START)
+    found = {(row.module, row.axis): row for row in gradients(checked, (64, 128), (2,), seeds=1, steps=4).failed}
+    assert found["norm.mlp", "width"].note.startswith("its move GROWS with width")
+
+
+def test_a_fault_where_width_and_depth_both_grow() -> None:
+    def fault(row: Row, recipe: Recipe) -> Row:
+        both = wide(recipe) and ratios(recipe).depth > 1
+        return replace(row, multiplier=4 * row.multiplier) if row.module == "mlp.out" and both else row
+
+    verdict = coordinates(family(fault), (64, 256), (2, 8), seeds=1)
+    assert {row.axis for row in verdict.failed} == {"width at depth 8"}
+    assert verdict.fault == "residual"
