@@ -23,6 +23,14 @@ def test_spaces_lie_around_the_recipe(tiny: Recipe) -> None:
     assert listed.paths == ("hyperparameters.lr", "hyperparameters.modules.mlp.in.init_std")
 
 
+def test_a_named_init_leaves_no_init_std_to_search(tiny: Recipe) -> None:
+    named = tiny.replace({"hyperparameters.init": "mitchell", "hyperparameters.init_std": None})
+    assert set(space(tiny, "global").paths) - set(space(named, "global").paths) == {"hyperparameters.init_std"}
+    assert space(named, "hyperparameters.modules.mlp.in.init_std").dimensions[0].centre == 1.0
+    with pytest.raises(InputError, match='init = "mitchell" sets every standard deviation itself'):
+        space(named, "hyperparameters.init_std")
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -30,13 +38,18 @@ def test_spaces_lie_around_the_recipe(tiny: Recipe) -> None:
         "model.d_model",
         "hyperparameters.modules.mlp.inn.lr",
         "hyperparameters.beta1",
-        "hyperparameters.modules.embedding.residual",
         "",
     ],
 )
 def test_what_cannot_be_searched_is_refused(tiny: Recipe, path: str) -> None:
     with pytest.raises(InputError, match="not a value to search; there are hyperparameters.lr"):
         space(tiny, path)
+
+
+@pytest.mark.parametrize("path", ["embedding.residual", "norm.mlp.init_std", "norm.mlp.weight_decay"])
+def test_what_multiplies_nothing_is_not_searched(tiny: Recipe, path: str) -> None:
+    with pytest.raises(InputError, match="has no|is not decayed"):
+        space(tiny, f"hyperparameters.modules.{path}")
 
 
 def test_the_betas_of_a_module_and_the_residual_of_a_branch_can_be_searched(tiny: Recipe) -> None:

@@ -171,7 +171,7 @@ def test_a_second_study_in_the_folder_is_refused_while_the_first_works(tiny_file
 
 @pytest.fixture
 def tokens(tiny: Recipe) -> TokenSet:
-    return prepare(tiny.data.source, tiny.data.tokenizer, tiny.model.vocab_size)
+    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 def test_divergence_is_a_finite_result_and_no_best(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from leaven.recipe.errors import InputError
 from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, split_path
-from leaven.recipe.shape import BRANCH_ENDS
 
 # Octaves to either side of the centre. The landscape is flat near the optimum (half an octave of lr costs about 0.1%
 # of the loss) and falls off a cliff far above it, so the box is wide and the search starts in its middle.
@@ -51,7 +50,7 @@ def space(recipe: Recipe, which: str) -> Space:
     Raises:
         InputError: if a path is no searchable value of the recipe, or is 0, around which there are no octaves.
     """
-    paths = [f"hyperparameters.{name}" for name in _GLOBAL]
+    paths = [f"hyperparameters.{name}" for name in _GLOBAL if getattr(recipe.hyperparameters, name) is not None]
     if which == "per-module":
         paths += [f"hyperparameters.modules.{module}.lr" for module in recipe.model.modules]
     elif which != "global":
@@ -63,11 +62,21 @@ def _dimension(recipe: Recipe, path: str) -> Dimension:
     keys = split_path(path)
     centre: float | None = None
     if keys[:2] == ["hyperparameters", "modules"] and len(keys) == 4 and keys[2] in recipe.model.modules:
-        if keys[3] != "residual" or keys[2] in BRANCH_ENDS:
-            centre = getattr(recipe.hyperparameters.modules.get(keys[2], Multipliers()), keys[3], None)
+        centre = getattr(recipe.hyperparameters.modules.get(keys[2], Multipliers()), keys[3], None)
     elif keys[0] == "hyperparameters" and keys[-1] not in _MODULES_ONLY and len(keys) == 2:
         centre = getattr(recipe.hyperparameters, keys[1], None)
     reach = _REACH.get(keys[-1])
+    if path == "hyperparameters.init_std" and centre is None:
+        raise InputError(
+            f'--space {path}: init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
+            "hyperparameters.modules.MODULE.init_std, or write an init_std"
+        )
+    if len(keys) == 4 and centre is not None:
+        probe = {keys[2]: Multipliers.model_validate({keys[3]: 2.0})}
+        try:
+            recipe.hyperparameters.model_copy(update={"modules": probe}).require_modules(recipe.model.roles)
+        except ValueError as error:
+            raise InputError(f"--space {path}: {error}") from None
     if centre is None or reach is None:
         known = ", ".join(f"hyperparameters.{name}" for name in _REACH if name not in _MODULES_ONLY)
         raise InputError(

@@ -24,9 +24,9 @@ from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
+from leaven.training.engine import check_trainable
 from leaven.training.run_folder import LOCK, held
 from leaven.training.study_file import Best, StudyState, Trial
-from leaven.training.trainer import check_trainable
 from leaven.training.worker import Outcome, Pool, hopeless, run_trial
 from leaven.tuning.space import Space, moved
 from leaven.tuning.trust_region import sampler
@@ -157,7 +157,7 @@ class Study:
             recipe = moved(self.recipe, values)
         except ValueError:
             future: Future[Outcome] = Future()
-            future.set_result(Outcome(hopeless(self.recipe), True, 0, 0.0, 0))
+            future.set_result(Outcome(hopeless(self.recipe.model.vocab_size), True, 0, 0.0, 0))
             return future
         return pool.submit(run_trial, recipe)
 
