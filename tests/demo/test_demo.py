@@ -96,6 +96,7 @@ def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(corpus: Path, t
     while not (folder / "study" / "study.json").exists():
         assert process.poll() is None
         time.sleep(0.01)
+    assert (folder / "demo.json").exists()  # killed here, the folder would still be known as a demo's
     second = subprocess.run(demo(folder, corpus), capture_output=True, text=True, check=False)
     assert second.returncode == 2
     assert "in use by another process" in second.stderr

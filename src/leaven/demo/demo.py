@@ -23,9 +23,9 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.report.page import write_page
 from leaven.scaling.transfer import transfer
+from leaven.training.engine import Training
 from leaven.training.machine import machine
 from leaven.training.run_folder import LOCK, held
-from leaven.training.trainer import Training
 from leaven.training.worker import Pool, run_in
 from leaven.tuning.space import space
 from leaven.tuning.study import FINALISTS, SEEDS, Study
@@ -119,6 +119,7 @@ class Demo:
         tokens = self._text()  # before anything is written: a source without text leaves no folder
         with held(self.folder, "demo folder"):
             self._holds = True
+            self._save()  # before the study: killed in the middle of it, the folder is known as a demo's
             best = self._tune(tokens)
             target = self._transfer(best)
             self._train(target)
@@ -142,7 +143,7 @@ class Demo:
             return
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"--run {self.folder}: a file; give a folder")
-        if self.folder.exists() and any(entry.name != LOCK for entry in self.folder.iterdir()):
+        if self.folder.exists() and any(not _left_by_a_start(entry.name) for entry in self.folder.iterdir()):
             raise InputError(f"{self.folder} is not empty and holds no demo; use another --run")
         self.state = {"name": "leaven demo", **what, "parts": [], "machine": machine()}
 
@@ -189,7 +190,7 @@ class Demo:
             self._part("text", f"{data.source}, byte-level BPE of {vocab_size:,} tokens"),
             self.watcher.text() as text,
         ):
-            tokens = prepare(data.source, data.tokenizer, vocab_size, progress=text.update)
+            tokens = prepare(data, vocab_size, progress=text.update)
             self.state["proxy_tokens_per_second"] = measure_speed(self.proxy, tokens)
         self.state["corpus"] = {
             "source": data.source,
@@ -267,6 +268,11 @@ class Demo:
             path = write_page(self.folder, self.folder / "report.html")
         # Once more, so that the page knows how long it took itself.
         return write_page(self.folder, path)
+
+
+def _left_by_a_start(name: str) -> bool:
+    """A file that a demo killed before its demo.json was whole leaves behind."""
+    return name == LOCK or name.startswith(".demo.json.")
 
 
 def measure_speed(recipe: Recipe, tokens: TokenSet) -> float:
