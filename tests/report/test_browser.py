@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 from chromium import BINARY, Browser
-from written import HOSTILE, write_demo
+from written import HOSTILE, slopes_check, write_demo, write_losses_check
 
+from leaven.report.checks import write_check
 from leaven.report.page import write_page
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
@@ -36,6 +37,8 @@ def pages(demo_folder, real_demo, tmp_path_factory):
         "demo": write_page(demo_folder, folder / "demo.html"),
         "study": write_page(demo_folder / "proxy", folder / "study.html"),
         "run": write_page(demo_folder / "runs/copied", folder / "run.html"),
+        "check of slopes": write_check(slopes_check(), folder / "slopes.html"),
+        "check of runs": write_page(write_losses_check(folder / "check"), folder / "losses.html"),
     }
 
 
@@ -50,7 +53,11 @@ def browser(tmp_path_factory):
     [
         ("real", 1280),
         ("real", 390),
-        *((kind, width) for kind in ("demo", "study", "run") for width in (1600, 390)),
+        *(
+            (kind, width)
+            for kind in ("demo", "study", "run", "check of slopes", "check of runs")
+            for width in (1600, 390)
+        ),
     ],
 )
 def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[str, Path], kind: str, width: int):

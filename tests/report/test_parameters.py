@@ -49,7 +49,7 @@ def test_a_reason_names_the_cell_and_its_value():
     assert "sqrt of variance factor m_in^-1 = 0.577" in reason(recipe, table, row, "init_std")
     assert reason(recipe, table, table["layers.0.mlp.out.weight"], "multiplier") == "m_L^-alpha = 0.707"
     assert reason(recipe, table, row, "multiplier") == "does not move with scale"
-    assert reason(recipe, table, table["norm.final.weight"], "weight_decay") == "switched off for this role"
+    assert reason(recipe, table, table["norm.final.weight"], "weight_decay").startswith("gains and biases are not")
 
 
 @pytest.mark.parametrize("quantity", ["lr", "weight_decay", "eps", "init_std", "multiplier"])
@@ -64,3 +64,12 @@ def test_reasons_are_what_the_table_did(quantity):
             assert float(told.rpartition(" = ")[2]) == pytest.approx(mine / base, rel=6e-3)
         elif base:
             assert mine == base
+
+
+def test_the_reason_of_a_named_init_is_its_formula():
+    changes = {"hyperparameters.init": "gpt2", "hyperparameters.init_std": None}
+    recipe = proxy().replace(changes | {"scaling.rule": "standard"})
+    table = resolve(recipe)
+    assert reason(recipe, table, table["layers.0.mlp.in.weight"], "init_std") == "gpt2: 0.02"
+    assert reason(recipe, table, table["layers.0.mlp.out.weight"], "init_std") == "gpt2: 0.02 / sqrt(2 L)"
+    assert reason(recipe, table, table["norm.final.weight"], "init_std") == "does not move with scale"

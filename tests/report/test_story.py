@@ -4,10 +4,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from written import write_losses_check
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
-from leaven.report.folders import read_demo, read_run, read_story, read_study
+from leaven.report.folders import CheckFile, read_demo, read_run, read_story, read_study
+from leaven.report.page import write_page
 from leaven.report.story import Demo, Run, Study
 from leaven.training.study_file import StudyState
 
@@ -18,7 +20,8 @@ def folder(demo_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo_folder, tmp_path / "demo"))
 
 
-def test_the_kind_of_a_folder_is_known_by_what_lies_in_it(demo_folder):
+def test_the_kind_of_a_folder_is_known_by_what_lies_in_it(demo_folder, tmp_path):
+    assert isinstance(read_story(write_losses_check(tmp_path / "check")), CheckFile)
     assert isinstance(read_story(demo_folder), Demo)
     assert isinstance(read_story(demo_folder / "proxy"), Study)
     assert isinstance(read_story(demo_folder / "runs/copied"), Run)
@@ -72,6 +75,25 @@ def test_time_between_a_crash_and_its_resume_is_no_cost(folder):
     assert not read.finished
 
 
+def test_a_return_undoes_the_validation_behind_it_and_is_told(folder, tmp_path):
+    run = folder / "runs/transferred"
+    back = {"to_tokens": 30_000, "skip_from": 30_000, "skip_to": 34_000, "tokens": 50_000, "step": 9, "time": 1e9}
+    lines = [
+        {"event": "validation", "tokens": 20_000, "loss": 3.5},
+        {"event": "validation", "tokens": 40_000, "loss": 7.0},
+        {"event": "rollback", "why": "loss 9.1 deviations up", **back},
+        {"event": "validation", "tokens": 60_000, "loss": 3.2},
+        {"event": "rewind", **back | {"to_tokens": 10_000}},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
+    assert read_run(run).validation == ((20_000, 3.5), (60_000, 3.2))
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(run).validation == ()
+    told = write_page(run, tmp_path / "page.html").read_text()
+    assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in told
+    assert "1 of 2 by itself" in told
+
+
 def test_a_run_that_broke_off_has_no_final_loss_to_compare(folder):
     run = folder / "runs/copied"
     lines = [line for line in (run / "events.jsonl").read_text().splitlines() if '"finish"' not in line]
@@ -100,7 +122,9 @@ def test_a_loss_that_is_no_number_is_a_gap(folder):
         (shutil.rmtree, "no such folder"),
         (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "empty; give the folder"),
         (lambda folder: (shutil.rmtree(folder), folder.write_text("")), "a file; give the folder"),
-        (lambda folder: (folder / "demo.json").unlink(), "no run (metrics.jsonl), study (study.json) or demo"),
+        (lambda folder: (folder / "demo.json").unlink(), "no run (metrics.jsonl), study (study.json), check (check"),
+        (lambda folder: (folder / "demo.json").rename(folder / "check.json"), "check.json: check is missing"),
+        (lambda folder: (folder / "demo.json").rename(folder / "runs.jsonl"), "a check that has not ended"),
         (lambda folder: (folder / "demo.json").write_text("{"), "demo.json: not JSON"),
         (lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name is missing"),
         (lambda folder: (folder / "demo.json").write_text('{"name": "x"}'), "neither a study nor a run"),

@@ -9,6 +9,8 @@ from typing import Any
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
+from leaven.verification.runs import keep
+from leaven.verification.verdict import Row, Verdict, curve
 
 HOSTILE = "</script><script>window.owned=1</script><img src=http://evil.example/x onerror=window.owned=1>%{x}"
 SPACE = ("hyperparameters.lr", "hyperparameters.init_std", "hyperparameters.weight_decay", "hyperparameters.residual")
@@ -235,4 +237,41 @@ def write_demo(folder: Path, hostile: str = "") -> Path:
         },
     }
     (folder / "demo.json").write_text(json.dumps(document))
+    return folder
+
+
+def slopes_check() -> dict[str, Any]:
+    """A coordinate check with a fault, one line that is always 0, and a hostile name."""
+    sizes = {"width": (64, 128, 256, 512), "depth": (2, 4, 8)}
+    rows, curves = [], []
+    for axis, x in sizes.items():
+        for module, power in (("embedding", 0.0), ("unembedding", 0.9), (HOSTILE, -0.02)):
+            passed, note = abs(power) < 0.1, "" if abs(power) < 0.1 else f"GROWS with {axis}"
+            rows.append(Row(module, axis, power, 0.1, passed, {"start": power, "end": power, "change": power}, note))
+            curves += [
+                curve(module, axis, quantity, x, [[n**power * 0.9, n**power] for n in x])
+                for quantity in ("start", "end", "change")
+            ]
+        rows.append(Row("rotary", axis, None, 0.1, None, {"start": 0.0, "end": 0.0, "change": None}, "always 0"))
+        curves.append(curve("rotary", axis, "change", x, [[0.0, 0.0] for _ in x]))
+    settings = {"rule": None, "widths": sizes["width"], "depths": sizes["depth"], "steps": 3, "seeds": 2}
+    return Verdict("coordinates", f"mine:{HOSTILE}", "slope", tuple(rows), tuple(curves), settings).document()
+
+
+def write_losses_check(folder: Path) -> Path:
+    """The folder of a transfer check, as :func:`leaven.verification.runs.keep` leaves it."""
+    lrs = (0.25, 0.5, 1.0, 2.0, 4.0)
+    parts = {"best lr, base": 1.0, "best lr, target": 0.5, "shift": -1.0, "regret": 0.03, "noise": None}
+    rows = (
+        Row(
+            "best lr, octaves", "64x2 -> 256x2", -1.0, 0.5, False, parts, "the best lr moves by a factor of 0.5", 0.5
+        ),
+        Row("regret, nats", "64x2 -> 256x2", 0.03, 0.05, True, parts),
+    )
+    losses = {scale: [[4 + 0.1 * math.log2(lr / best) ** 2 + seed / 50 for seed in (0, 1)] for lr in lrs]
+              for scale, best in (("64x2", 1.0), ("256x2", 0.5))}  # fmt: skip
+    curves = tuple(curve(scale, "lr", "loss", lrs, by_seed) for scale, by_seed in losses.items())
+    settings = {"rule": None, "scales": list(losses), "lrs": lrs, "lr": "multiple of the factory's", "seeds": 2}
+    folder.mkdir(parents=True)
+    keep(Verdict("transfer", "mine:model", "shift of the best lr", rows, curves, settings), folder)
     return folder

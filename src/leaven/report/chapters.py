@@ -57,6 +57,24 @@ def curves(made: Sheet, runs: list[Run]) -> None:
     )
 
 
+def returns(made: Sheet, run: Run) -> None:
+    """Where the run went back, if it did; the curves show what it came to in the end."""
+    if not run.returns:
+        return
+    pairs = []
+    for back in run.returns:
+        said = f"{back.why}: rolled" if back.event == "rollback" and back.why else "by hand: taken"
+        skipped = numbers.quantity(back.skip_to - back.skip_from)
+        said += f" back to {numbers.quantity(back.to_tokens)} tokens, leaving out {skipped} tokens of the data"
+        pairs.append((f"{numbers.quantity(back.tokens)} tokens", said))
+    count = sum(back.event == "rollback" for back in run.returns)
+    told = (
+        f"{count} of {len(pairs)} by itself. The curves show what was trained in the end; what was undone is in "
+        "events.jsonl, with the numbers."
+    )
+    made.section("Where the run went back", told, tables.facts(pairs))
+
+
 def searched(made: Sheet, study: Study) -> None:
     told = f"{len(study.trials)} trials in the order they began; the line is the best so far."
     lost, beyond = study.count("diverged") + study.count("failed"), searches.beyond(study)

@@ -3,7 +3,6 @@
 Both are made of the check's document, the plain data of ``leaven check --json``.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rich.text import Text
 from leaven.recipe.files import write_text
 from leaven.report import chapters, figures, numbers
 from leaven.report.html import element, join
-from leaven.report.page import document as whole_page
+from leaven.report.shell import document
 
 Check = Mapping[str, Any]
 
@@ -22,11 +21,11 @@ _SLOPES = ("coordinates", "gradients")
 _LINES = ("var(--transferred)", "var(--copied)", "var(--published)", "var(--other)")
 
 
-def _columns(check: Check) -> dict[str, str]:
-    """The heads of the number columns by part, in order."""
+def _columns(check: Check, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The heads of a table's number columns by part, in order."""
     steps = check["settings"].get("steps")
     known = {"start": "at step 0", "end": f"at step {steps}", "decay": "lr x decay"}
-    parts = {part: known.get(part, part) for row in check["rows"] for part in row["parts"]}
+    parts = {part: known.get(part, part) for row in rows for part in row["parts"]}
     return parts
 
 
@@ -39,6 +38,11 @@ def _axes(check: Check) -> dict[str, list[Mapping[str, Any]]]:
 
 def _title(check: Check, axis: str, rows: Sequence[Mapping[str, Any]]) -> str:
     settings = check["settings"]
+    if axis == "bookkeeping":
+        return (
+            "exponents that have to be 0, read off the optimiser without a step: the worst over width, depth, both, "
+            "batch and tokens (lr: that it has in batch or tokens)"
+        )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
     against = f" against {axis}" if check["check"] in _SLOPES else f", {axis}"
     limits = sorted({row["limit"] for row in rows if row["limit"] is not None})
@@ -63,8 +67,9 @@ def _verdict(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def terminal(check: Check) -> list[Table]:
     """A table an axis."""
-    slopes, columns, made = check["check"] in _SLOPES, _columns(check), []
+    slopes, made = check["check"] in _SLOPES, []
     for axis, rows in _axes(check).items():
+        columns = _columns(check, rows)
         table = Table(
             title=_title(check, axis, rows),
             title_justify="left",
@@ -93,6 +98,8 @@ def conclusion(check: Check) -> str:
         return "FAILED: nothing could be judged"
     if not failed:
         return f"passed: {len(judged)} of {len(judged)} lines"
+    if all(row.get("undecided") for row in failed):
+        return f"UNDECIDED: {len(failed)} of {len(judged)} lines, {failed[0]['axis']} first; that is no pass"
     rule = check["settings"].get("rule")
     advice = f'. The rule in the recipe is "{rule}"' if rule else ""
     if rule not in {None, "complete-d-p"}:
@@ -106,6 +113,12 @@ def write_check(check: Check, out: Path) -> Path:
     Raises:
         InputError: if plotly is missing, or the file cannot be written.
     """
+    write_text(out, page(check))
+    return out
+
+
+def page(check: Check) -> str:
+    """The HTML of a check; plotly has to be there."""
     figures.plotly()
     made = chapters.Sheet()
     name = f"{check['check']} of {check['subject']}"
@@ -115,14 +128,17 @@ def write_check(check: Check, out: Path) -> Path:
     draw(made, check)
     for axis, rows in _axes(check).items():
         made.section(axis.capitalize(), _title(check, axis, rows), _html_table(check, rows), class_="broad")
-    settings = shlex.join(f"{key}={value}" for key, value in check["settings"].items())
+    settings = "\n".join(f"{key} = {_told(value)}" for key, value in check["settings"].items() if value is not None)
     made.section("Settings", None, element("pre", element("code", settings), class_="scroll", tabindex="0"))
-    write_text(out, whole_page(f"{name} · leaven check", element("main", header, *made.sections), made.charts))
-    return out
+    return document(f"{name} · leaven check", element("main", header, *made.sections), made.charts)
+
+
+def _told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _html_table(check: Check, rows: Sequence[Mapping[str, Any]]) -> Any:
-    slopes, columns = check["check"] in _SLOPES, _columns(check)
+    slopes, columns = check["check"] in _SLOPES, _columns(check, rows)
     heads = [element("th", head) for head in ("module", *columns.values(), "verdict")]
     styles = {True: "good", False: "bad", None: None}
     body = [
@@ -150,6 +166,8 @@ def _slopes(made: chapters.Sheet, check: Check) -> None:
     for axis, rows in _axes(check).items():
         failed = {row["module"] for row in rows if row["passed"] is False}
         curves = {(c["module"], c["quantity"]): c for c in check["curves"] if c["axis"] == axis}
+        if not curves:  # a table alone
+            continue
         boxes = []
         for quantity in wanted:
             chart = figures.figure(axis, "multiple of the smallest model's")
@@ -184,9 +202,8 @@ def _relative(curve: Mapping[str, Any], eps: Mapping[str, Any] | None) -> list[f
 def _losses(made: chapters.Sheet, check: Check) -> None:
     """Loss over lr or batch, a line a scale or arm; bars from the best seed to the worst."""
     axis = check["curves"][0]["axis"]
-    chart = figures.figure(
-        {"lr": "lr, base value", "batch": "batch, multiple of the recipe's"}[axis], "final loss, nats"
-    )
+    told = {"lr": f"lr, {check['settings'].get('lr', 'base value')}", "batch": "batch, multiple of its own"}[axis]
+    chart = figures.figure(told, "final loss, nats")
     for curve, colour in zip(check["curves"], _cycle(len(check["curves"])), strict=True):
         bars = {
             "type": "data",

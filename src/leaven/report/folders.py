@@ -1,43 +1,47 @@
-"""From a folder of a run, a study or a demo to a story. Errors name the file and say what to do."""
+"""From a folder of a run, a study, a check or a demo to a story. Errors name the file and say what to do."""
 
 import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.report.story import Arm, Corpus, Demo, Entry, Machine, Number, Part, Run, Step, Story, Study
-from leaven.training.run_folder import RunFolder
+from leaven.report.story import Arm, Corpus, Demo, Entry, Machine, Number, Part, Return, Run, Step, Story, Study
+from leaven.training.run_folder import RETURNS, RunFolder
 from leaven.training.study_file import StudyState
 
 Kind = TypeVar("Kind")
 
 
-def read_story(folder: Path) -> Story:
+def read_story(folder: Path) -> "Story | CheckFile":
     """What the folder holds.
 
     Raises:
-        InputError: if it is no run, study or demo folder, holds nothing yet, or one of its files is broken.
+        InputError: if it is no run, study, check or demo folder, holds nothing yet, or one of its files is broken.
     """
     if not folder.exists():
         raise InputError(f"{folder}: no such folder")
     if not folder.is_dir():
-        raise InputError(f"{folder}: a file; give the folder of a run, a study or a demo")
+        raise InputError(f"{folder}: a file; give the folder of a run, a study, a check or a demo")
     if (folder / "demo.json").exists():
         return read_demo(folder)
     if (folder / "study.json").exists():
         return read_study(folder)
     if (folder / "metrics.jsonl").exists():
         return read_run(folder)
+    if (folder / "check.json").exists():
+        return _document(folder / "check.json", CheckFile.model_validate)
+    if (folder / "runs.jsonl").exists():
+        raise InputError(f"{folder}: runs of a check that has not ended; the same leaven check goes on with them")
     if not any(folder.iterdir()):
-        raise InputError(f"{folder}: empty; give the folder of a run, a study or a demo")
+        raise InputError(f"{folder}: empty; give the folder of a run, a study, a check or a demo")
     raise InputError(
-        f"{folder}: no run (metrics.jsonl), study (study.json) or demo (demo.json) in it; "
-        f"give the folder that leaven train --run, leaven tune --study or leaven demo wrote"
+        f"{folder}: no run (metrics.jsonl), study (study.json), check (check.json) or demo (demo.json) in it; "
+        f"give the folder that leaven train --run, leaven tune --study, leaven check --run or leaven demo wrote"
     )
 
 
@@ -47,10 +51,15 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
     steps = [_valid(Step.model_validate, line, folder / "metrics.jsonl") for line in written.metrics()]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first, or give another folder")
-    events = [_valid(_Event.model_validate, line, folder / "events.jsonl") for line in written.events()]
-    validation = {
-        event.tokens: event.loss for event in events if event.event == "validation" and event.loss is not None
-    }
+    path, lines = folder / "events.jsonl", written.events()
+    events = [_valid(_Event.model_validate, line, path) for line in lines]
+    returns = [_valid(Return.model_validate, line, path) for line in lines if line["event"] in RETURNS]
+    validation: dict[int, float] = {}
+    for event in events:
+        if event.event == "validation" and event.loss is not None:
+            validation[event.tokens] = event.loss
+        elif event.to_tokens is not None:  # what lies behind it is undone
+            validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event.to_tokens}
     end = written.finish()
     finish = _valid(_Event.model_validate, end, folder / "events.jsonl") if end else None
     stop = events[-1].why if events and events[-1].event == "stop" else None
@@ -65,6 +74,7 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
         seconds=finish.seconds if finish and finish.seconds is not None else _elapsed(events),
         finished=finish is not None,
         stopped=None if finish else stop,
+        returns=tuple(returns),
         key=key,
     )
 
@@ -76,6 +86,7 @@ class _Event(Entry):
     loss: Number = None
     seconds: Number = None
     why: str | None = None
+    to_tokens: int | None = None
 
 
 def _elapsed(events: list[_Event]) -> float | None:
@@ -103,6 +114,38 @@ def read_study(folder: Path) -> Study:
         centre=read_recipe(folder / "centre.toml"),
         best_recipe=read_recipe(best) if best.exists() else None,
     )
+
+
+class _CheckRow(Entry):
+    module: str
+    axis: str
+    limit: Number = None
+    passed: bool | None
+    parts: dict[str, Number]
+    note: str = ""
+    undecided: bool = False
+
+
+class _CheckCurve(Entry):
+    module: str
+    axis: Literal["lr", "batch"]
+    quantity: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+class CheckFile(Entry):
+    """What a check of whole runs keeps beside them, as far as it is drawn: what ``leaven check --json`` prints."""
+
+    check: Literal["transfer", "equivalence"]
+    subject: str
+    quantity: str
+    fault: str | None = None
+    rows: tuple[_CheckRow, ...]
+    curves: tuple[_CheckCurve, ...]
+    settings: dict[str, Any]
 
 
 class _ArmLink(Entry):

@@ -1,20 +1,14 @@
-"""One self-contained HTML page about a run, a study or a demo. It asks no other host for anything."""
+"""One self-contained HTML page about a run, a study, a check or a demo."""
 
-import base64
-import gzip
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from leaven.recipe.files import write_text
-from leaven.report import chapters, figures, numbers, tables
-from leaven.report.folders import read_story
-from leaven.report.html import Html, element, join, script_json
+from leaven.report import chapters, checks, figures, numbers, tables
+from leaven.report.folders import CheckFile, read_story
+from leaven.report.html import Html, element, join
 from leaven.report.parameters import at_base
+from leaven.report.shell import document
 from leaven.report.story import Demo, Run, Story, Study
-
-# Scripts and styles stand in the page itself; with this no browser fetches anything, whatever a text in it says.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def write_page(folder: Path, out: Path) -> Path:
@@ -28,8 +22,10 @@ def write_page(folder: Path, out: Path) -> Path:
     return out
 
 
-def page(story: Story) -> str:
+def page(story: Story | CheckFile) -> str:
     """The HTML of a story."""
+    if isinstance(story, CheckFile):
+        return checks.page(story.model_dump())
     made = chapters.Sheet()
     if isinstance(story, Demo):
         kind, head = "demo", _demo(made, story)
@@ -41,33 +37,6 @@ def page(story: Story) -> str:
     header = element("header", element("p", f"leaven · {kind}", class_="kicker"), element("h1", name), head)
     body = element("main", header, *made.sections)
     return document(f"{name} · leaven {kind}", body, made.charts)
-
-
-def document(title: str, body: Html, charts: dict[str, Any]) -> str:
-    """A whole page: what is in ``body``, and the charts that its boxes name."""
-    from plotly.offline import get_plotlyjs
-
-    # Plain, plotly.js alone is nearly 5 MB; no time stamp, so that the same folder makes the same file.
-    library = base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
-    ours = files("leaven.report")
-    css, script = (Html(ours.joinpath(name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
-    head = element(
-        "head",
-        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
-        Html('<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'),
-        element("title", title),
-        element("style", css),
-    )
-    tail = join(
-        element(
-            "noscript", element("p", "The charts need JavaScript; texts, tables and numbers do not.", class_="told")
-        ),
-        element("script", script_json(charts), type="application/json", id="charts"),
-        element("script", Html(library), type="text/plain", id="plotly"),
-        element("script", script),
-    )
-    return f"<!doctype html>\n{element('html', head, element('body', body, tail), lang='en')}\n"
 
 
 def _numbers(*entries: tuple[str, str, str, str]) -> Html:
@@ -195,6 +164,7 @@ def _run(made: chapters.Sheet, run: Run) -> Html:
         ("cost", numbers.seconds(run.seconds), f"{numbers.quantity(len(run.steps))} steps", ""),
     )
     chapters.curves(made, [run])
+    chapters.returns(made, run)
     chapters.parameters(made, run.recipe, at_base(run.recipe), ("base", "target"))
     chapters.provenance(made, run.recipe)
     chapters.commands(made, ["leaven train recipe.toml --run .", "leaven report . -o report.html"])

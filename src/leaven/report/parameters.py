@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from leaven.recipe.errors import InputError
+from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import BRANCH_ENDS
+from leaven.recipe.shape import BRANCH_ENDS, Parameter
 from leaven.report.numbers import value
 from leaven.scaling.cells import Cell
 from leaven.scaling.rules import Rule
@@ -101,13 +102,17 @@ def reason(recipe: Recipe, table: ParameterTable, row: Row, quantity: str) -> st
 
     m_in, m_out, m_L, m_B and m_D are target / base of the tensor's fan in and fan out, depth, batch and tokens.
     """
+    init = recipe.hyperparameters.init
+    if quantity == "init_std" and init != "rule" and row.init_std:
+        parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
+        return f"{init}: {INITS[init].formula(parameter, recipe.model.gated).text}"
     cells = _cells(table.rule, row, quantity)
     factor = math.prod(cell.factor(row.ratios, exponents(recipe.scaling)) for cell in cells)
+    if quantity == "weight_decay" and not (row.role.is_matrix or recipe.hyperparameters.decay_norm_and_bias):
+        return "gains and biases are not decayed (decay_norm_and_bias)"
     moving = [cell.text for cell in cells if cell.text != "1"]
     if not moving:
         return "does not move with scale"
-    if "0" in moving:
-        return "switched off for this role"
     formula = re.sub(r"\b[IOHLBD]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
     if quantity == "init_std":
         return f"sqrt of variance factor {formula} = {value(factor**0.5)}"

@@ -62,6 +62,18 @@ class Machine(Entry):
     leaven: str | None = None
 
 
+class Return(Entry):
+    """A return of a run to an earlier point: found at ``tokens``, back to ``to_tokens``, from where on ``skip_from``
+    to ``skip_to`` of the stream is left out (tokens). ``event`` is ``rollback``, or ``rewind`` for one by hand."""
+
+    event: str
+    tokens: int
+    to_tokens: int
+    skip_from: int
+    skip_to: int
+    why: str | None = None
+
+
 @dataclass(frozen=True)
 class Run:
     """A training run. ``loss`` is the last validation loss, ``validation`` all of them as (tokens, loss).
@@ -77,6 +89,7 @@ class Run:
     seconds: float | None
     finished: bool
     stopped: str | None = None
+    returns: tuple[Return, ...] = ()
     key: str = "run"
 
     @property

@@ -19,7 +19,7 @@ from leaven.report import numbers
 from leaven.report.folders import read_demo
 from leaven.report.parameters import QUANTITIES, groups
 from leaven.report.story import Demo
-from leaven.scaling.table import ParameterTable, clip_reason
+from leaven.scaling.table import ParameterTable, clip_reason, optimizer_reason
 
 LEAST = 30  # free text of fewer characters than this says too little to be worth its column
 
@@ -210,9 +210,13 @@ def parameter_table(table: ParameterTable, recipe: Recipe) -> Group:
 
 
 def parameter_notes(table: ParameterTable, recipe: Recipe) -> Facts:
-    """What belongs to no parameter: the scale of the attention logits, and how gradients are clipped."""
+    """What belongs to no parameter: where they start if not as the table says, the scale of the attention logits, the
+    optimizer's way with decay, and clipping."""
     scale = f"query . key x {numbers.value(table.attention_scale)}"
-    return Facts([("attention", (scale,)), ("clip", (clip_reason(recipe),))])
+    weights = recipe.start.weights
+    start = [("start", (f"from the weights in {weights}, not from init std",))] if weights else []
+    choices = [("optimizer", (optimizer_reason(recipe),)), ("clip", (clip_reason(recipe),))]
+    return Facts([*start, ("attention", (scale,)), *choices])
 
 
 def demo_summary(folder: Path, report: Path | None = None) -> list[str]:
