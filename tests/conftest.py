@@ -77,6 +77,25 @@ def tiny(tiny_text: str) -> Recipe:
     return parse_recipe(tiny_text, "tiny.toml")
 
 
+@pytest.fixture(scope="session")
+def scaled_run(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run in bf16 with two checkpoints, at twice the width and depth of its base; not to be changed."""
+    from leaven.data.tokens import prepare
+    from leaven.training.trainer import train
+
+    recipe = parse_recipe(TINY.replace("SOURCE", f"{corpus}/*.txt"), "tiny.toml").replace(
+        {
+            "scaling.base": {"width": 8, "depth": 1, "batch_tokens": 256, "tokens": 10_240, "d_head": 4},
+            "hyperparameters.residual": 0.7,
+            "stability.checkpoint_every_tokens": 5_120,
+            "precision.compute": "bf16",
+        }
+    )
+    folder = tmp_path_factory.mktemp("runs") / "scaled"
+    train(recipe, prepare(recipe.data, recipe.model.vocab_size), folder)
+    return folder
+
+
 @pytest.fixture
 def tiny_file(tiny_text: str, tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"

@@ -1,6 +1,7 @@
 """leaven: tune a little model, train the big one.
 
-``load`` reads a recipe, ``train`` trains it, and ``parametrize`` puts somebody else's torch model under a rule.
+``read_recipe`` reads a recipe, ``train`` trains it, ``load`` gives model and tokenizer of a run, and ``parametrize``
+puts somebody else's torch model under a rule.
 """
 
 from importlib import import_module
@@ -8,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from leaven.interop.torch_models import parametrize
-    from leaven.recipe.files import read_recipe as load
+    from leaven.recipe.files import read_recipe
     from leaven.recipe.hyperparameters import Hyperparameters
     from leaven.scaling.cells import Ratios
+    from leaven.training.load import load
     from leaven.training.trainer import train
 
 __version__ = "0.1.0"
-__all__ = ["Hyperparameters", "Ratios", "load", "parametrize", "train"]
+__all__ = ["Hyperparameters", "Ratios", "load", "parametrize", "read_recipe", "train"]
 
 # Imported when first asked for, so that `import leaven` stays light and needs no torch.
 _WHERE = {
     "Hyperparameters": ("leaven.recipe.hyperparameters", "Hyperparameters"),
     "Ratios": ("leaven.scaling.cells", "Ratios"),
-    "load": ("leaven.recipe.files", "read_recipe"),
+    "load": ("leaven.training.load", "load"),
     "parametrize": ("leaven.interop.torch_models", "parametrize"),
+    "read_recipe": ("leaven.recipe.files", "read_recipe"),
     "train": ("leaven.training.trainer", "train"),
 }
 

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from io import StringIO
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from leaven.catalogue.runs import load_runs
 from leaven.cli import _common, _screens, main
 from leaven.cli._screens import TrainScreen, TuneScreen, changes
 from leaven.recipe.files import read_recipe
+from leaven.recipe.init_std import INITS
 from leaven.report.terminal import Column, Columns, Facts, at_point
 
 Read = Callable[..., list[str]]
@@ -112,6 +114,26 @@ def test_a_parameter_table_keeps_every_number(read: Read, width: int, tiny_file:
     assert set(read_recipe(tiny_file).model.modules) <= {row.split()[0] for row in rows}
 
 
+@widths
+def test_the_inits_stand_side_by_side_whatever_the_width(read: Read, width: int, tiny_file: Path) -> None:
+    lines = read(width, "show", tiny_file)
+    start = next(n for n, line in enumerate(lines) if line.startswith("init "))
+    head = next(n for n, line in enumerate(lines) if line.startswith("std of"))
+    end = next(n for n, line in enumerate(lines) if line.startswith("formulas "))
+    assert "rule: init_std 0.1 at the base, moved by complete-d-p" in lines[start]
+    assert " ".join(lines[head].split()) == "std of layers this gpt2 small mt-nlg wang mitchell depth"
+    assert all(len(re.findall(r"(?<= )[\d.]+(?:e-\d+)?(?= |$)", line[20:])) == 7 for line in lines[head + 2 : end])
+    flowing = " ".join(" ".join(lines[end:]).split())
+    assert all(init.text in flowing for init in INITS.values())
+
+
+@widths
+def test_the_optimizer_says_what_it_does_with_decay(read: Read, width: int, tiny_file: Path) -> None:
+    for name, said in (("adamw", "decoupled decay"), ("adam", "L2 in the loss")):
+        lines = read(width, "show", tiny_file, "--set", f"hyperparameters.optimizer={name}")
+        assert any(line.startswith(f"optimizer  {name}: {said}") for line in lines)
+
+
 def test_what_all_rows_share_is_told_once_where_even_narrow_gaps_do_not_do() -> None:
     columns = [Column(name, align="point") for name in ("one", "two", "three")]
     table = Columns(columns, [("1", "0.25", "0.9"), ("2", "0.25", "0.95")])
@@ -155,7 +177,7 @@ def test_without_a_terminal_output_is_120_wide_and_plain(monkeypatch: pytest.Mon
 
 
 QUANTITY = "is not a quantity; write for example 7B, 2.5T, 500M, 64k or 32_768"
-VERBS = "laws, show, transfer, plan, tune, train, report, demo, recipes, check"
+VERBS = "laws, new, show, transfer, plan, tune, train, sample, bench, report, demo, recipes, check, export"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +209,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Console:
     return console
 
 
-def test_rows_of_training_stand_under_their_headers(seen: Console, tiny_file: Path) -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_rows_of_training_stand_under_their_headers(
+    seen: Console, tiny_file: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     step = SimpleNamespace(
         step=1,
         tokens=1_310_000_000,
@@ -197,14 +222,21 @@ def test_rows_of_training_stand_under_their_headers(seen: Console, tiny_file: Pa
         update_norm=0.0031,
         batch_tokens=393_216,
         tokens_per_second=6_412.3,
+        tflops=406.2,
         mfu=0.411,
+        memory_gib=50.81,
     )
-    with TrainScreen(read_recipe(tiny_file)) as screen:
+    wide = width >= 120
+    monkeypatch.setattr(seen, "width", width)
+    with TrainScreen(read_recipe(tiny_file), log_every=7) as screen:
         screen.event("start", {"tokens": 0})
         screen.step(step)
         screen.event("validation", {"tokens": 1, "loss": 3.4})
-    head, row = seen.export_text().splitlines()
-    assert max(len(head), len(row)) <= 80
+        screen.step(SimpleNamespace(**vars(step) | {"step": 2}))
+        screen.step(SimpleNamespace(**vars(step) | {"step": 14}))
+    head, row, again = seen.export_text().splitlines()
+    assert again == row.replace("3.4000", " " * 6)
+    assert max(len(head), len(row)) <= width
     ends = [match.end() for match in re.finditer(r"\S+", head)]
     assert [row[:end].split("  ")[-1].strip() for end in ends] == [
         "1.31 B",
@@ -216,7 +248,26 @@ def test_rows_of_training_stand_under_their_headers(seen: Console, tiny_file: Pa
         "393 k",
         "6.41 k",
         "41.1%",
+        *(["50.8 GiB", "406", "done"] if wide else []),
     ]
+
+
+def test_on_a_terminal_every_step_is_seen(monkeypatch: pytest.MonkeyPatch, tiny_file: Path) -> None:
+    """In a row that changes: below the header stand the steps as they come, and nothing of them stays."""
+    screen_text = StringIO()
+    console = Console(width=80, file=screen_text, force_terminal=True, color_system=None)
+    monkeypatch.setattr(_screens, "errors", console)
+    values = dict(
+        lr=1e-3, grad_norm=1.0, update_norm=0.1, batch_tokens=256, tokens_per_second=9e3, tflops=0.1, mfu=0.1
+    )
+    with TrainScreen(read_recipe(tiny_file)) as screen:
+        for number in (1, 2):
+            step = SimpleNamespace(step=number, tokens=256 * number, loss=6.0 - number, memory_gib=0.5, **values)
+            screen.step(step)
+            screen._progress.refresh()
+            assert f"    {256 * number}   {6 - number}.000  " in screen_text.getvalue()
+    lines = [line for line in screen_text.getvalue().split("\n") if "tokens" in line]
+    assert len(lines) == 1
 
 
 def test_a_trial_is_a_line_however_much_it_changes(seen: Console) -> None:

@@ -44,6 +44,19 @@ def test_show(leaven: Verb, tiny_file: Path) -> None:
         assert module in out
 
 
+def test_show_of_a_named_init_and_of_one_that_is_too_large(leaven: Verb, tiny_file: Path) -> None:
+    named = ("--set", "hyperparameters.init=wang", "--set", "hyperparameters.init_std=")
+    shown = document(leaven("show", tiny_file, *named, "--json"))
+    assert (shown["init"]["name"], shown["warnings"]) == ("wang", [])
+    assert shown["optimizer"]["name"] == "adamw"
+    code, _, err = leaven("show", tiny_file, "--set", "hyperparameters.init_std=0.5")
+    assert code == 0
+    assert "warning: init std 0.5 of attention.query is 3.5 x sqrt(1 / (3 d)) = 0.144" in err
+    code, _, err = leaven("show", tiny_file, "--set", "hyperparameters.init=wang")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--set hyperparameters.init_std=" in err
+
+
 def test_transfer_writes_the_big_recipe_with_comments_kept(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
     big = tmp_path / "big.toml"
     scale = ("--width", "32", "--depth", "4", "--batch-tokens", "512", "--tokens", "1M")
@@ -74,6 +87,16 @@ def test_transfer_warns_with_numbers_where_it_leaves_tested_ground(leaven: Verb,
     near = leaven("transfer", tiny_file, "--width", "32", "--json")
     assert json.loads(near[1])["warnings"] == []
     assert near[2] == ""
+
+
+def test_transfer_warns_of_a_ramp_it_drops_and_of_adam(leaven: Verb, tiny_file: Path) -> None:
+    ramp = "batch.ramp={start_tokens = 128, increment_tokens = 64, over_tokens = 2_000}"
+    changes = ("--set", ramp, "--set", "hyperparameters.optimizer=adam")
+    code, out, err = leaven("transfer", tiny_file, "--batch-tokens", "32", "--width", "32", *changes, "--json")
+    assert code == 0
+    assert {"ramp", "optimizer"} <= {warning["about"] for warning in json.loads(out)["warnings"]}
+    assert "warning: the batch ramp is dropped: a batch of one sequence" in err
+    assert "warning: complete-d-p multiplies the weight decay of" in err
 
 
 @pytest.mark.parametrize("name", ["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"])
@@ -136,10 +159,61 @@ def test_plan(leaven: Verb, tiny_file: Path) -> None:
 
 def test_train_prints_one_document(tiny_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run"), "--json"]
+    base = "scaling.base={width = 16, depth = 2, batch_tokens = 256, tokens = 10_240, d_ff = 16}"
+    command += ["--set", "hyperparameters.optimizer=adam", "--set", base]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "warning: complete-d-p multiplies the weight decay of" in done.stderr
     summary = json.loads(done.stdout)
-    assert set(summary) == {"loss", "tokens", "steps", "seconds", "mfu", "rollbacks"}
+    assert set(summary) >= {
+        "loss",
+        "tokens",
+        "steps",
+        "seconds",
+        "mfu",
+        "rollbacks",
+        "bits_per_byte",
+        "mfu_causal",
+        "hfu",
+    }
     assert (summary["tokens"], summary["steps"]) == (10_240, 40)
+    assert summary["mfu"] > summary["mfu_causal"] > 0
+    assert "matmul measured here" in summary["mfu_convention"]
+    assert "measured here" in done.stderr
+
+
+def test_bench_is_one_document_and_writes_nothing(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    sizes = ("--micro-batch", "1,4", "--global-batch", "2,8", "--share", "0.5")
+    found = document(leaven("bench", tiny_file, *sizes, "--json"))
+    assert [(row["global_batch"], row["micro_batch"]) for row in found["rows"]] == [(2, 1), (8, 1), (8, 4)]
+    assert found["rows"][0].keys() >= {"micro_batch", "global_batch", "tokens_per_second", "mfu", "peak_gib"}
+    peak = max(row["tokens_per_second"] for row in found["rows"])
+    start = found["choose"]["ramp_start"]
+    assert start["batch_tokens"] == 32 * start["global_batch"]
+    assert start["share_of_peak"] >= 0.5
+    assert all(
+        row["tokens_per_second"] < 0.5 * peak for row in found["rows"] if row["global_batch"] < start["global_batch"]
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+    code, _, err = leaven("bench", tiny_file, "--micro-batch", "1,x")
+    assert code == 2
+    assert err == "error: --micro-batch 1,x: write sequences with commas, for example 1,2,4,8\n"
+    code, _, err = leaven("bench", tiny_file, "--micro-batch", "16")
+    assert code == 2
+    assert "give --micro-batch 1" in err
+
+
+def test_curves_go_where_they_are_told(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, _, err = leaven("train", tiny_file, "--run", run, "--log-to", "tensorbord")
+    assert (code, err) == (2, "error: --log-to tensorbord: there are tensorboard, wandb, trackio and none\n")
+    assert not run.exists()
+    code, out, err = leaven("train", tiny_file, "--run", run, "--log-to", "none", "--log-every", "10")
+    assert code == 0
+    assert not (run / "tensorboard").exists()
+    assert "bits per byte" in out
+    shown = [line.split()[:2] for line in err.splitlines()]
+    assert all([tokens, "k"] in shown for tokens in ("2.56", "5.12", "7.68", "10.2"))
 
 
 def bad(case: str, *arguments: str, says: str) -> Any:
@@ -188,7 +262,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_written(
 def test_a_tokenizer_larger_than_the_vocabulary(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
     from leaven.data.tokens import prepare
 
-    large = prepare(read_recipe(tiny_file).data.source, "bpe", 400).tokenizer_path
+    large = prepare(read_recipe(tiny_file).data, 400).tokenizer_path
     code, _, err = leaven("train", tiny_file, "--run", tmp_path / "out", "--set", f"data.tokenizer={large}")
     assert code == 2
     assert "400" in err
@@ -221,6 +295,16 @@ def test_files_that_are_no_recipe(leaven: Verb, tmp_path: Path) -> None:
         ("tune RECIPE --study OUT --space speed", "not a value to search"),
         ("tune RECIPE --study OUT --method best", "trust-region, random, tpe"),
         ("train RECIPE --run RECIPE", "a file"),
+        ("train RECIPE --run OUT --set start.weights=/absent", "/absent: no such folder"),
+        ("export weights /absent OUT", "/absent: no such folder"),
+        ("export weights . OUT", "holds no recipe.toml"),
+        ("sample /absent Once", "leaven train RECIPE --run DIR"),
+        ("new RECIPE --from-weights .", "there is something already"),
+        ("new OUT --from-weights /absent", "/absent: no such folder"),
+        ("new OUT", "--from-weights is missing; type: leaven new OUT.toml --from-weights DIR"),
+        ("train RECIPE --skip-tokens 5k", "--skip-tokens goes with --rewind-to"),
+        ("train RECIPE --run OUT --rewind-to 5k", "there is no run in"),
+        ("train RECIPE --set stability.rollback_lr=0.5", "rollback_lr_tokens go together"),
         ("demo --run RECIPE", "a file"),
         ("demo --run OUT --size tiny --source /absent/*.txt", "/absent"),
         ("demo --run OUT --size huge", "full, tiny"),
@@ -297,11 +381,12 @@ def test_what_leaven_exports_is_imported_when_asked_for() -> None:
     script = """
 import sys, leaven
 assert not [name for name in sys.modules if name.startswith("leaven.")], sorted(sys.modules)
-leaven.load, leaven.Ratios(batch=8, tokens=40), leaven.Hyperparameters(lr=0.01, init_std=0.1)
+leaven.read_recipe, leaven.Ratios(batch=8, tokens=40), leaven.Hyperparameters(lr=0.01, init_std=0.1)
 assert "torch" not in sys.modules
 assert leaven.parametrize.__module__ == "leaven.interop.torch_models"
 assert "torch" in sys.modules
 assert leaven.train.__module__ == "leaven.training.trainer"
+assert leaven.load.__module__ == "leaven.training.load"
 assert not hasattr(leaven, "parametrise")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

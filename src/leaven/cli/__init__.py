@@ -6,7 +6,22 @@ import sys
 import typer
 from rich.text import Text
 
-from leaven.cli import check, demo, laws, plan, recipes, report, show, train, transfer, tune
+from leaven.cli import (
+    bench,
+    check,
+    demo,
+    export,
+    laws,
+    new,
+    plan,
+    recipes,
+    report,
+    sample,
+    show,
+    train,
+    transfer,
+    tune,
+)
 from leaven.cli._common import errors
 from leaven.cli._usage import mended
 from leaven.recipe.errors import InputError
@@ -19,12 +34,16 @@ app = typer.Typer(
 )
 app.add_typer(recipes.app, name="recipes")
 app.command("laws")(laws.laws)
+app.command("new")(new.new)
 app.command("show")(show.show)
 app.command("transfer")(transfer.transfer_)
 app.command("plan")(plan.plan)
 app.add_typer(check.app, name="check")
 app.command("tune")(tune.tune)
 app.command("train")(train.train_)
+app.command("sample")(sample.sample_)
+app.add_typer(export.app, name="export")
+app.command("bench")(bench.bench_)
 app.command("report")(report.report)
 app.command("demo")(demo.demo)
 

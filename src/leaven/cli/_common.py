@@ -3,7 +3,7 @@
 import json
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from leaven.planning.tested_ground import Caution
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -33,6 +35,7 @@ console = _console(stderr=False)
 errors = _console(stderr=True)
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a value, e.g. --set hyperparameters.lr=0.002."),
@@ -52,6 +55,16 @@ def _count(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+TokensOption = Annotated[int | None, count_option("The checkpoint at this many tokens (the newest whole one).")]
+
+
+def say_damaged(names: Iterable[str]) -> None:
+    for name in names:
+        errors.print(
+            Text.assemble(("warning: ", "bold yellow"), f"checkpoint {name} is damaged; the one before it is used")
+        )
+
+
 def load(recipe: Path, overrides: list[str] | None) -> Recipe:
     return read_recipe(recipe, overrides or ())
 
@@ -59,6 +72,11 @@ def load(recipe: Path, overrides: list[str] | None) -> Recipe:
 def emit_json(document: Any) -> None:
     """One JSON document on standard output; what is not a finite number becomes null."""
     typer.echo(json.dumps(_finite(document), indent=2, ensure_ascii=False, default=str))
+
+
+def warn(found: Iterable[Caution]) -> None:
+    for warning in found:
+        errors.print(Text.assemble(("warning: ", "bold yellow"), warning.message))
 
 
 @contextmanager

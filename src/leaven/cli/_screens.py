@@ -4,11 +4,12 @@ Everything goes to standard error. Without a terminal the same rows are printed 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
@@ -19,9 +20,22 @@ from leaven.report.numbers import value
 from leaven.report.terminal import cut, learning_rate
 
 if TYPE_CHECKING:
+    from leaven.data.tokens import TokenSet
+    from leaven.training.engine import Step
     from leaven.training.study_file import StudyState, Trial
-    from leaven.training.trainer import Step, Summary
+    from leaven.training.trainer import Summary
     from leaven.tuning.study import Study
+
+
+class Bars(Progress):
+    """Bars below a row that changes."""
+
+    row = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.row:
+            yield Text(self.row, style="dim")
+        yield from super().get_renderables()
 
 
 class Screen:
@@ -29,7 +43,7 @@ class Screen:
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(32), TextColumn("{task.fields[left]}"))
-        self._progress = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+        self._progress = Bars(*columns, console=errors, transient=True, disable=not errors.is_terminal)
         self._began = time.monotonic()
 
     def __enter__(self) -> Any:
@@ -67,6 +81,11 @@ class TextScreen(Screen):
         share = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
         self._progress.update(self._stages[stage], completed=done, total=total, left=share)
 
+    def notes(self, tokens: "TokenSet") -> None:
+        """What was skipped, and what had to be made again."""
+        for note in tokens.notes:
+            self.row(f"  {note}")
+
 
 class CountScreen(Screen):
     """A bar of things that are done one by one."""
@@ -84,9 +103,12 @@ class CountScreen(Screen):
 
 
 class TrainScreen(Screen):
-    """A row each validation, at least one a minute, and one each event."""
+    """A row each validation, one every ``log_every`` steps if that is set, at least one a minute, and one each event.
 
-    # 78 characters in all, so that a row is a line on the narrowest terminal.
+    On a terminal every step is seen too, in a row that changes above the bar.
+    """
+
+    # The first nine, 78 characters in all, are a line on the narrowest terminal; the others where there is room.
     COLUMNS = (
         ("tokens", 7),
         ("loss", 6),
@@ -97,44 +119,92 @@ class TrainScreen(Screen):
         ("batch", 6),
         ("tok/s", 6),
         ("MFU", 5),
+        ("memory", 8),
+        ("TFLOP/s", 7),
+        ("left", 11),
     )
+    ALWAYS = 9
     LONGEST_SILENCE = 60.0  # seconds
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
         super().__init__()
         self._recipe = recipe
+        self._log_every = log_every
         self._task = self._progress.add_task(recipe.name, total=recipe.data.tokens, left="")
         self._already: int | None = None
         self._last: Step | None = None
         self._spoken = time.monotonic()
+        room = errors.width - sum(width + 2 for _, width in self.COLUMNS[: self.ALWAYS]) + 2
+        self._columns = self.COLUMNS[: self.ALWAYS]
+        for column in self.COLUMNS[self.ALWAYS :]:
+            if (room := room - 2 - column[1]) >= 0:
+                self._columns += (column,)
 
     def step(self, step: "Step") -> None:
-        total = self._recipe.data.tokens
         if self._already is None:
             self._already = step.tokens - step.batch_tokens
+            self.row(self._cells([title for title, _ in self._columns]))
         self._last = step
-        left = self._left(step.tokens, total, self._already)
-        self._progress.update(self._task, completed=step.tokens, left=left)
-        if time.monotonic() - self._spoken > self.LONGEST_SILENCE:
+        self._progress.row = self._row(step, "")
+        self._progress.update(self._task, completed=step.tokens, left=self._time_left(step))
+        asked = self._log_every is not None and step.step % self._log_every == 0
+        if asked or time.monotonic() - self._spoken > self.LONGEST_SILENCE:
             self._say(step, "")
 
     def event(self, event: str, values: dict[str, Any]) -> None:
         at = f"at {format_quantity(values['tokens'])} tokens"
         match event:
             case "start" | "resume":
-                if event == "resume":
-                    self.row(f"  resumed {at}")
-                self._cells([title for title, _ in self.COLUMNS])
+                self._begin(event, at, values)
+            case "micro_batch":
+                self.row(f"  micro-batch {values['micro_batch']}, {values['why']}")
             case "validation" if self._last is not None:
                 self._say(self._last, f"{values['loss']:.4f}")
+            case "rollback":
+                skipped = values["skip_to"] - values["skip_from"]
+                lower = f", lr x{values['lr']:g}" if values["lr"] < 1 else ""
+                self.row(f"  trouble {at}: {values['why']}")
+                self.row(
+                    f"  rolled back to {format_quantity(values['from_tokens'])} tokens, leaving out "
+                    f"{format_quantity(skipped)} tokens from {format_quantity(values['to_tokens'])} on{lower}, "
+                    f"attempt {values['attempt']} of {values['attempts']}"
+                )
+            case "skip":
+                self.row(
+                    f"  step {values['step']:,} left out {at}: loss {values['loss']:.3f}, "
+                    f"gradient norm {value(values['grad_norm'])}"
+                )
+            case "checkpoint_failed":
+                self.row(f"  checkpoint {at} is not saved: {values['why']}; the run goes on, older ones stay")
+            case "unwritten":
+                self.row(f"  nothing can be written {at}: {values['why']}; the run goes on and writes it later")
             case "ramp" if values["batch_tokens"] == self._recipe.batch.tokens:
-                self.row(f"  batch is at its full {format_quantity(values['batch_tokens'])} tokens {at}")
+                self.row(
+                    f"  batch is at its full {format_quantity(values['batch_tokens'])} tokens {at}, "
+                    f"micro-batch {values['micro_batch']}"
+                )
+            case "curves_lost":
+                self.row(f"  curves of {values['writer']} end {at}: {values['why']}")
         for name in values.get("damaged_checkpoints", ()):
             self.row(f"  checkpoint {name} is damaged and was passed over")
 
+    def _begin(self, event: str, at: str, values: dict[str, Any]) -> None:
+        if event == "resume":
+            self.row(f"  resumed {at}")
+        for source, epochs in values.get("epochs", {}).items():
+            self.row(f"  {epochs:.3g} epochs of {source}")
+        if values.get("mfu_convention"):
+            self.row(f"  MFU: {values['mfu_convention']}")
+
     def _say(self, step: "Step", validation: str) -> None:
         self._spoken = time.monotonic()
-        self._cells(
+        self.row(self._row(step, validation))
+
+    def _time_left(self, step: "Step") -> str:
+        return self._left(step.tokens, self._recipe.data.tokens, self._already or 0)
+
+    def _row(self, step: "Step", validation: str) -> str:
+        return self._cells(
             (
                 format_quantity(step.tokens),
                 _fixed(step.loss, 3),
@@ -145,11 +215,14 @@ class TrainScreen(Screen):
                 format_quantity(step.batch_tokens),
                 format_quantity(step.tokens_per_second),
                 f"{step.mfu:.1%}" if step.mfu is not None else "-",
+                f"{step.memory_gib:.3g} GiB",
+                f"{step.tflops:.3g}",
+                self._time_left(step).removesuffix(" left"),
             )
         )
 
-    def _cells(self, cells: Sequence[str]) -> None:
-        self.row("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, self.COLUMNS, strict=True)))
+    def _cells(self, cells: Sequence[str]) -> str:
+        return "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, self._columns, strict=False))
 
 
 class RunsScreen(Screen):
@@ -282,8 +355,29 @@ def best_lines(state: "StudyState", folder: Path) -> list[str]:
     ]
 
 
+def advice(folder: Path) -> str:
+    """What to do about a run that stopped in trouble: its rollbacks, and the command to take it back by hand."""
+    from leaven.training.run_folder import RunFolder
+
+    run = RunFolder(folder)
+    lines = [
+        f"  rolled back at {format_quantity(event['tokens'])} tokens, data left out from "
+        f"{format_quantity(event['skip_from'])} to {format_quantity(event['skip_to'])}: {event['why']}"
+        for event in run.events()
+        if event["event"] == "rollback"
+    ]
+    there = sorted(int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("tokens-*"))
+    if there:
+        lines.append(
+            f"the last checkpoints are at {', '.join(f'{tokens:,}' for tokens in there)} tokens; to go on from one "
+            f"with a lower lr: --rewind-to {there[0]} --set hyperparameters.lr=..."
+        )
+    return "\n".join(lines)
+
+
 def summary_line(summary: "Summary", folder: Path) -> str:
+    bits = f" ({summary.bits_per_byte:.4f} bits per byte)" if summary.bits_per_byte is not None else ""
     return (
-        f"{summary.loss:.4f} nats per token on validation after {format_quantity(summary.tokens)} tokens, "
+        f"{summary.loss:.4f} nats per token{bits} on validation after {format_quantity(summary.tokens)} tokens, "
         f"{summary.steps:,} steps, {format_seconds(summary.seconds)}\nrun folder {folder}"
     )

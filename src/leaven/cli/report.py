@@ -1,4 +1,4 @@
-"""``leaven report``: one self-contained page about a run, a study or a demo."""
+"""``leaven report``: one self-contained page about a run, a study, a check or a demo."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +10,11 @@ from leaven.report.page import write_page
 
 
 def report(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run, a study or a demo.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run, a study, a check or a demo.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     json_output: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML page about a run, a study or a demo."""
+    """Write one self-contained HTML page about a run, a study, a check or a demo."""
     written = write_page(path, output)
     if json_output:
         emit_json({"path": str(written)})

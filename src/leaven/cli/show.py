@@ -1,17 +1,22 @@
 """leaven show RECIPE, leaven show --rule NAME"""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
+from leaven.cli._common import JsonOption, SetOption, console, emit_json, load, warn
 from leaven.planning.flops import flops_per_token
+from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
 from leaven.report.rules import rule_table
+from leaven.report.starts import init_table
 from leaven.report.terminal import parameter_notes, parameter_table
+from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import describe, resolve
+from leaven.scaling.table import resolve
 
 
 def show(
@@ -24,18 +29,29 @@ def show(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Print what every parameter gets: shape, role, init std, lr, weight decay, betas, eps, multiplier."""
+    """Print what every parameter gets: shape, role, init std, lr, weight decay, betas, eps, multiplier.
+
+    Then the initialisation that applies beside the published ones, and what the optimizer does with weight decay.
+    """
     if rule is not None:
         _show_rule(rule, json_output)
     elif recipe is None:
         raise InputError("leaven show takes a recipe file, or --rule NAME for a scaling rule")
-    elif json_output:
-        loaded = load(recipe, overrides)
-        emit_json(describe(loaded, flops_per_token(loaded.model)))
     else:
-        loaded = load(recipe, overrides)
-        console.print(parameter_table(resolve(loaded), loaded))
-        console.print(parameter_notes(resolve(loaded), loaded))
+        _show_recipe(load(recipe, overrides), json_output)
+
+
+def _show_recipe(recipe: Recipe, json_output: bool) -> None:
+    table, found = resolve(recipe), warnings(recipe)
+    warn(found)
+    if json_output:
+        emit_json(
+            describe(recipe, flops_per_token(recipe.model)) | {"warnings": [asdict(warning) for warning in found]}
+        )
+        return
+    console.print(parameter_table(table, recipe))
+    console.print(parameter_notes(table, recipe))
+    console.print(init_table(table, recipe))
 
 
 def _show_rule(name: str, json_output: bool) -> None:

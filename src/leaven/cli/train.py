@@ -6,35 +6,92 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, emit_json, errors, load, stopping
-from leaven.cli._screens import TextScreen, TrainScreen, summary_line
+from leaven.cli._common import (
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    console,
+    count_option,
+    emit_json,
+    errors,
+    load,
+    stopping,
+    warn,
+)
+from leaven.cli._screens import TextScreen, TrainScreen, advice, summary_line
+from leaven.planning.tested_ground import warnings
+from leaven.recipe.errors import InputError
 
 
 def train_(
     recipe: RecipeArgument,
     run: Annotated[Path | None, typer.Option(help="The run's folder (runs/NAME).", show_default=False)] = None,
+    log_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Curves to tensorboard, wandb, trackio (with commas) or none; TensorBoard if it is installed.",
+            show_default=False,
+        ),
+    ] = None,
+    log_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            help="A line every so many steps (each validation, and each minute).",
+            show_default=False,
+        ),
+    ] = None,
+    rewind_to: Annotated[
+        int | None, count_option("Go back to the newest checkpoint at or before this many tokens; later ones go.")
+    ] = None,
+    skip_tokens: Annotated[
+        int | None, count_option("Leave out this much of the data from there on (with --rewind-to).")
+    ] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Train a recipe. The same command again resumes it, with the same losses to the last bit."""
+    """Train a recipe. The same command again resumes it, with the same losses to the last bit.
+
+    With --rewind-to, --set may change schedule, stability, evaluation, lr, weight decay, betas, eps and clipping.
+    """
+    if skip_tokens is not None and rewind_to is None:
+        raise InputError("--skip-tokens goes with --rewind-to: say from where the data are left out")
     loaded = load(recipe, overrides)
     folder = run or Path("runs") / loaded.name
 
     from leaven.data.tokens import prepare
-    from leaven.training.run_folder import RunFolder
-    from leaven.training.trainer import Diverged, require_one_device, resolved, train
+    from leaven.interop.weights import require_start
+    from leaven.training.by_hand import Back
+    from leaven.training.engine import Diverged, require_one_device
+    from leaven.training.metrics import writers
+    from leaven.training.trainer import check, train
 
     require_one_device(loaded)
-    RunFolder(folder).check(resolved(loaded, folder))
+    if loaded.start.folder is not None:  # before hours of tokenising
+        require_start(loaded.model, loaded.start.folder)
+    curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
+    back = Back(rewind_to, skip_tokens or 0) if rewind_to is not None else None
+    check(loaded, folder, back)
     with TextScreen() as text:
-        tokens = prepare(loaded.data.source, loaded.data.tokenizer, loaded.model.vocab_size, progress=text.update)
-    with stopping() as stop, TrainScreen(loaded) as screen:
+        tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
+        text.notes(tokens)
+    warn(warnings(loaded))
+    with stopping() as stop, TrainScreen(loaded, log_every) as screen:
         try:
             summary = train(
-                loaded, tokens, folder, on_step=screen.step, on_event=screen.event, stop=stop, tensorboard=True
+                loaded,
+                tokens,
+                folder,
+                on_step=screen.step,
+                on_event=screen.event,
+                stop=stop,
+                log_to=curves,
+                back=back,
             )
         except Diverged as error:
-            errors.print(f"stopped: {error}; the last checkpoint is whole. A lower lr or a longer warm-up may help")
+            errors.print(f"stopped: {error}\n{advice(folder)}")
             raise typer.Exit(1) from None
     if json_output:
         emit_json({key: value for key, value in asdict(summary).items() if key != "finished"})

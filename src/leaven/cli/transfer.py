@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, errors, load
+from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load, warn
 from leaven.planning.flops import flops_per_token
-from leaven.planning.tested_ground import warnings
+from leaven.planning.tested_ground import dropped, warnings
 from leaven.recipe.files import read_text, write_recipe
 from leaven.report.terminal import parameter_table
-from leaven.scaling.table import describe, resolve
+from leaven.scaling.describe import describe
+from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
 
@@ -41,9 +41,8 @@ def transfer_(
         d_head=d_head,
         n_kv_heads=kv_heads,
     )
-    found = warnings(big)
-    for warning in found:
-        errors.print(Text.assemble(("warning: ", "bold yellow"), warning.message))
+    found = [*dropped(small, big), *warnings(big)]
+    warn(found)
     if output is not None:
         write_recipe(big, output, template=read_text(recipe))
     if json_output:

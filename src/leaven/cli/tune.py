@@ -29,7 +29,8 @@ def tune(
 
     searched = space_of(loaded, space)
     with TextScreen() as text:
-        tokens = prepare(loaded.data.source, loaded.data.tokenizer, loaded.model.vocab_size, progress=text.update)
+        tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
+        text.notes(tokens)
     with stopping() as stop, Study(study, loaded, searched, method, tokens) as opened:
         with TuneScreen(opened, trials) as screen:
             state = opened.run(trials, workers or cores(), on_trial=screen.trial, on_rerun=screen.rerun, stop=stop)

@@ -1,0 +1,144 @@
+"""leaven bench RECIPE"""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, emit_json, errors, load, stopping
+from leaven.cli._screens import CountScreen, TextScreen
+from leaven.recipe.errors import InputError
+from leaven.recipe.units import format_quantity
+from leaven.report.terminal import Column, Columns, Facts
+
+if TYPE_CHECKING:
+    from leaven.training.bench import Bench
+
+
+SIZES = "N,N,..."
+
+
+def bench_(
+    recipe: RecipeArgument,
+    micro_batch: Annotated[
+        str | None, typer.Option(metavar=SIZES, help="Sequences a forward (powers of two).", show_default=False)
+    ] = None,
+    global_batch: Annotated[
+        str | None,
+        typer.Option(metavar=SIZES, help="Sequences a step (the recipe's batch, halved).", show_default=False),
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of the peak that the first batch of a ramp should have.")
+    ] = 0.9,
+    seconds: Annotated[float, typer.Option(min=0, help="After so long no further measurement is begun.")] = 300,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Tokens/s, MFU and memory over micro-batch and global batch; where a ramp should start. Writes nothing."""
+    loaded = load(recipe, overrides)
+    micro_batches, global_batches = _sizes("--micro-batch", micro_batch), _sizes("--global-batch", global_batch)
+
+    from leaven.data.tokens import prepare
+    from leaven.training.bench import batches_of, bench, micro_batches_of
+    from leaven.training.engine import check_trainable
+
+    with TextScreen() as text:
+        tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
+        text.notes(tokens)
+    check_trainable(loaded, tokens)
+    with stopping() as stop, CountScreen("measuring") as screen:
+        found = bench(
+            loaded,
+            tokens,
+            micro_batches or micro_batches_of(loaded),
+            global_batches or batches_of(loaded),
+            limit_seconds=seconds,
+            on_row=screen.update,
+            stop=stop,
+        )
+        interrupted = stop()
+    if json_output:
+        emit_json(document(found, share))
+    elif found.rows:
+        _show(found, share)
+    if interrupted:
+        errors.print("stopped before everything was measured; nothing is written, the same command begins anew")
+        raise typer.Exit(75)
+    if not found.rows:
+        raise InputError("no micro-batch is as small as a global batch or fits in memory; give --micro-batch 1")
+
+
+def _sizes(option: str, text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        sizes = sorted({int(size) for size in text.split(",")})
+    except ValueError:
+        sizes = []
+    if not sizes or sizes[0] < 1:
+        raise InputError(f"{option} {text}: write sequences with commas, for example 1,2,4,8")
+    return sizes
+
+
+def document(found: "Bench", share: float) -> dict[str, Any]:
+    """The contract of ``leaven bench --json``."""
+    return {
+        "rows": [vars(row) | vars(found.utilisation(row)) for row in found.rows],
+        "choose": found.choose(share) if found.rows else None,
+        "too_large": found.too_large,
+        "whole": found.whole,
+        "mfu_convention": found.convention,
+    }
+
+
+COLUMNS = (
+    Column("global batch", "sequences"),
+    Column("", "tokens"),
+    Column("micro-batch", "sequences"),
+    Column("tok/s"),
+    Column("of peak", "(best)"),
+    Column("TFLOP/s", drop=1),
+    Column("MFU"),
+    Column("memory", "GiB"),
+)
+
+
+def _show(found: "Bench", share: float) -> None:
+    recipe, chosen = found.recipe, found.choose(share)
+    peak = max(row.tokens_per_second for row in found.rows)
+    rows, before = [], 0
+    for row in found.rows:
+        batch = ("", "")
+        if row.global_batch != before:
+            batch = (str(row.global_batch), format_quantity(row.global_batch * recipe.model.seq_len))
+        best = row == found.best(row.global_batch)
+        rows.append(
+            (
+                *batch,
+                str(row.micro_batch),
+                format_quantity(row.tokens_per_second),
+                f"{row.tokens_per_second / peak:.0%}" if best else "",
+                f"{row.tflops:.3g}",
+                f"{row.mfu:.1%}",
+                f"{row.peak_gib:.3g}",
+            )
+        )
+        before = row.global_batch
+    console.print(Columns(COLUMNS, rows))
+    start = chosen["ramp_start"]
+    facts = [
+        ("MFU", (found.convention,)),
+        ("micro-batch", (f"{chosen['micro_batch']} is fastest at a batch of {before} sequences",)),
+        (
+            "ramp",
+            (
+                f"start at {start['batch_tokens']:,} tokens ({start['global_batch']} sequences): "
+                f"{start['share_of_peak']:.0%} of full speed with micro-batch {start['micro_batch']}, "
+                f"the smallest batch above {share:.0%}",
+            ),
+        ),
+    ]
+    if found.too_large:
+        facts.append(("memory", (f"micro-batches that do not fit: {', '.join(map(str, found.too_large))}",)))
+    if not found.whole:
+        facts.append(("left out", ("the larger batches were not measured (stopped, or --seconds passed)",)))
+    console.print(Facts(facts))

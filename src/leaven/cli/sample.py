@@ -1,0 +1,64 @@
+"""leaven sample RUN TEXT"""
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from leaven.cli._common import JsonOption, RunArgument, TokensOption, console, emit_json, errors, say_damaged
+
+
+def sample_(
+    run: RunArgument,
+    text: Annotated[str, typer.Argument(metavar="[TEXT]", help="What the text begins with.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at most; an end of text ends it before.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Divides the logits; 0 takes the likeliest token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens (0: from all).")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="... and of these from the likeliest share p.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    tokens: TokensOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Let a run's model go on with a text. It sees the last seq_len tokens, and computes them anew for each."""
+    import torch
+
+    from leaven.model.generate import Sampling
+    from leaven.training.load import load_run
+    from leaven.training.sample import sample
+
+    loaded = load_run(run, tokens)
+    say_damaged(loaded.damaged)
+    loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    drawn, began = [], time.perf_counter()
+    for number in range(samples):
+        if not json_output:
+            if samples > 1:
+                console.print(f"{number + 1} of {samples}", style="dim")
+            console.print(Text(text, style="bold"), end="")
+        drawn.append(
+            sample(
+                loaded,
+                text,
+                sampling=Sampling(temperature, top_k, top_p),
+                max_tokens=max_tokens,
+                seed=seed,
+                number=number,
+                on_text=lambda piece: None if json_output else typer.echo(piece, nl=False),
+            )
+        )
+        if not json_output:
+            typer.echo()
+    seconds = time.perf_counter() - began
+    if json_output:
+        emit_json(
+            {"run": str(run), "tokens": loaded.tokens, "prompt": text, "samples": [asdict(each) for each in drawn]}
+        )
+        return
+    count = sum(each.tokens for each in drawn)
+    errors.print(
+        f"{count:,} tokens, {count / seconds:.0f} a second; checkpoint at {loaded.tokens:,} tokens, seed {seed}",
+        style="dim",
+    )

@@ -1,0 +1,146 @@
+"""export weights, new --from-weights and sample, as a user meets them."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import leaven as package
+from leaven.cli import main
+from leaven.recipe.files import read_recipe
+
+Verb = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return run
+
+
+def test_out_to_transformers_and_back_into_a_run(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
+    out, recipe, again = (tmp_path / name for name in ("out", "next one.toml", "again"))
+    code, said, err = leaven("export", "weights", scaled_run, "--to", "huggingface", out, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(said) == {"path": str(out), "architecture": "Qwen3ForCausalLM", "tokens": 10_240}
+    model, tokenizer = package.load(scaled_run)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokens = torch.tensor([tokenizer.encode("def function_3(x):").ids])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)
+
+    code, said, _ = leaven("new", recipe, "--from-weights", out, "--tokens", "4k", "--json")
+    assert code == 0
+    told = json.loads(said)
+    assert told == {
+        "path": str(recipe),
+        "architecture": "Qwen3ForCausalLM",
+        "params": model.shape.params,
+        "tokens": 4_000,
+    }
+    written = read_recipe(recipe)
+    assert written.name == "next-one"
+    assert written.model == model.shape
+    source = read_recipe(scaled_run / "recipe.toml").data.source
+    settings = [f"data.source={source}", "batch.tokens=256", "evaluation.tokens=1024", "hyperparameters.lr=0.001"]
+    command = ["train", recipe, "--run", again, "--json", *(word for each in settings for word in ("--set", each))]
+    trained = json.loads(leaven(*command)[1])
+    first = json.loads((again / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    last = json.loads((scaled_run / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    assert first == pytest.approx(last, abs=0.3)  # of a run from scratch it is log 320 = 5.8
+    assert trained["loss"] < first + 0.1
+    shown = leaven("show", recipe)[1]
+    assert f"from the weights in {out}, not from init std" in " ".join(shown.split())
+    moved = tmp_path / "wide.toml"
+    assert leaven("transfer", recipe, "--width", 32, "-o", moved)[0] == 0
+    wide = read_recipe(moved)
+    assert wide.start.weights is None
+    assert wide.why["start.weights"] == "left out: those weights are of another shape"
+
+
+def test_a_person_reads_what_was_written(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
+    code, said, _ = leaven("export", "weights", scaled_run, tmp_path / "out", "--dtype", "bf16", "--tokens", "5_120")
+    assert code == 0
+    assert "Qwen3ForCausalLM, " in said
+    assert "in bf16, from the checkpoint at 5,120 tokens" in said
+    code, said, _ = leaven("new", tmp_path / "x.toml", "--from-weights", tmp_path / "out")
+    assert code == 0
+    assert said.splitlines()[0].startswith("shape      L 2  d 16  heads 2x8  d_ff 32  vocab 320 ")
+    assert said.splitlines()[-1].startswith(f"wrote {tmp_path}/x.toml (")
+
+
+def test_sample_continues_a_text(leaven: Verb, scaled_run: Path) -> None:
+    asked = ("sample", scaled_run, "def fun", "--max-tokens", "12", "--seed", "1", "--samples", "2")
+    code, said, err = leaven(*asked, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(said)
+    assert (told["run"], told["tokens"], told["prompt"]) == (str(scaled_run), 10_240, "def fun")
+    assert [set(each) for each in told["samples"]] == [{"text", "tokens", "ended"}] * 2
+    assert told["samples"][0] != told["samples"][1]
+    code, said, err = leaven(*asked)
+    assert code == 0
+    first, second = (f"def fun{each['text']}\n" for each in told["samples"])
+    assert said == f"1 of 2\n{first}2 of 2\n{second}"
+    assert "checkpoint at 10,240 tokens, seed 1" in err
+
+
+@pytest.fixture
+def run(scaled_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(scaled_run, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("verb", ["sample RUN x --max-tokens 1", "export weights RUN OUT"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    leaven: Verb, run: Path, tmp_path: Path, verb: str
+) -> None:
+    arguments = verb.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
+    newest = max((run / "checkpoints").iterdir())
+    (newest / "model.safetensors").write_bytes(b"torn")
+    code, _, err = leaven(*arguments)
+    assert code == 0
+    assert err.startswith(f"warning: checkpoint {newest.name} is damaged; the one before it is used")
+    shutil.rmtree(run / "checkpoints")
+    code, out, err = leaven(*arguments)
+    assert (code, out) == (2, "")
+    assert (
+        err
+        == f"error: {run}: no checkpoint yet; leaven train writes one every tenth of the run, or when it is stopped\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("verb", "says"),
+    [
+        ("export weights RUN RUN", "there is something already; give a new or an empty folder"),
+        ("export weights RUN RUN/recipe.toml", "there is something already"),
+        ("export weights RUN OUT --to megatron", "--to megatron: there is huggingface"),
+        ("export weights RUN OUT --dtype fp8", "--dtype fp8: there are fp32, bf16, fp16"),
+        ("export weights RUN OUT --tokens 1k", "no checkpoint at 1,000 tokens; there are 5_120, 10_240"),
+        ("export weights RUN RUN/recipe.toml/out", "there is a file where a folder should be"),
+        ("sample RUN x --top-p 2", "--top-p"),
+        ("sample RUN x --tokens 77", "no checkpoint at 77 tokens"),
+        ("new OUT --from-weights RUN", "config.json: no such file"),
+    ],
+)
+def test_refusals_are_one_line_and_leave_nothing(
+    leaven: Verb, scaled_run: Path, tmp_path: Path, verb: str, says: str
+) -> None:
+    before = sorted(scaled_run.rglob("*"))
+    code, out, err = leaven(*verb.replace("RUN", str(scaled_run)).replace("OUT", str(tmp_path / "out")).split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert len(err.splitlines()) == 1
+    assert sorted(scaled_run.rglob("*")) == before
+    assert not list(tmp_path.iterdir())
