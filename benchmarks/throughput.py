@@ -1,0 +1,406 @@
+"""How fast leaven trains beside its peers, on this machine: `python benchmarks/throughput.py`.
+
+The same shape, dtype, batch and optimiser (fused AdamW, clipping by the global norm, fp32 master weights) trained by
+leaven's engine, by a Llama of `transformers` in a plain loop under autocast, and by litgpt's GPT with its own loss in
+the same loop, eager and compiled. Peers that are not installed are said to be missing. Each arm is a process of its
+own, so that its peak memory is its own; the arms take turns in short rounds, so that whatever else the machine does
+meets all of them; beside them runs the best square matmul of the same dtype, which speed is given as a share of.
+FLOPs are 6 a matmul weight and token, the unembedding counted, and attention over the full matrix
+(planning/flops.py).
+
+Numbers are medians of the rounds, with the least and the most. `--clock processor` counts processor time over
+threads: on a machine that others use too, wall time measures them. Memory is what a process grew by since its
+imports; a compiled arm's holds the compiler too. `--tiny` proves in seconds that it works.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from leaven.planning.flops import flops_per_token
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
+
+# In the order of the table. The second has the logits of a micro-batch as one tensor, for the memory of the loss.
+ARMS = ("leaven", "leaven, whole logits", "transformers", "litgpt")
+MODULES = {"transformers": "transformers", "litgpt": "litgpt"}
+
+
+def llama(n_layers: int, d_model: int, seq_len: int, vocab_size: int, d_head: int = 64) -> ModelShape:
+    """A Llama: d_ff is 8/3 d_model, up to the next multiple of 32."""
+    return ModelShape(
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=d_model // d_head,
+        n_kv_heads=d_model // d_head,
+        d_head=d_head,
+        d_ff=-(-d_model * 8 // 3 // 32) * 32,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+    )
+
+
+# Shape and sequences of a micro-batch.
+CASES = {
+    "d128": (llama(4, 128, 256, 4_096), 16),
+    "d256": (llama(6, 256, 256, 4_096), 16),
+    "d512": (llama(8, 512, 512, 8_192), 4),
+    "vocabulary": (llama(4, 256, 1_024, 50_304), 4),
+    "350m": (llama(24, 1_024, 2_048, 50_304), 16),
+    "tiny": (llama(1, 64, 32, 128, d_head=32), 2),
+}
+DEFAULT_CASES = {"cpu": "d128,d256,d512", "cuda": "350m"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process does; it goes to it as JSON."""
+
+    arm: str
+    case: str
+    compiled: bool
+    dtype: str
+    device: str
+    threads: int
+    accumulate: int
+    clock: str
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}, compiled" if self.compiled else self.arm
+
+
+# ---- one arm: a function that does steps and returns when the device has done them
+
+
+def leaven_steps(task: Task) -> tuple[Callable[[int], None], int]:
+    import numpy as np
+    import torch.nn.functional as F
+
+    from leaven.data.shards import ShardedTokens, Shards
+    from leaven.data.tokens import TokenSet
+    from leaven.training import engine
+
+    if task.arm == "leaven, whole logits":
+
+        def whole(hidden: Any, weight: Any, targets: Any, *, multiplier: float, factor: Any, compute: Any) -> Any:
+            logits = F.linear(hidden.to(compute or hidden.dtype), weight.to(compute or weight.dtype)).float()
+            return F.cross_entropy(logits * multiplier, targets, reduction="sum") * factor
+
+        engine.cross_entropy = whole
+    shape, micro_batch = CASES[task.case]
+    recipe = Recipe.model_validate(
+        {
+            "name": task.case,
+            "model": shape,
+            "data": {"source": "random", "tokens": 10**12},
+            "batch": {"tokens": micro_batch * task.accumulate * shape.seq_len, "micro_batch": micro_batch},
+            "schedule": {"warmup_tokens": 0, "decay": "constant"},
+            "hyperparameters": {"lr": 1e-4, "init_std": 0.02},
+            "precision": {"compute": task.dtype},
+            "layout": {"compile": task.compiled},
+        }
+    )
+    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 64 * (shape.seq_len + 1))
+    split = ShardedTokens([tokens])
+    shards = Shards(split, split, 0, 0, "random", ())
+    texts = TokenSet(("random",), (Fraction(1),), (shards,), shape.vocab_size, 0, "random", Path())
+    training = engine.Training(recipe, texts, task.device)
+
+    def steps(count: int) -> None:
+        before = training.issue()  # one ahead, as the device is never waited for
+        for _ in range(count - 1):
+            ahead = training.issue()
+            before.result()
+            before = ahead
+        before.result()
+
+    return steps, sum(parameter.numel() for parameter in training.model.parameters())
+
+
+def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:
+    import torch
+    import torch.nn.functional as F
+
+    shape, micro_batch = CASES[task.case]
+    loss_of: Callable[..., Any]
+    if task.arm == "transformers":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.d_model,
+            intermediate_size=shape.d_ff,
+            num_hidden_layers=shape.n_layers,
+            num_attention_heads=shape.n_heads,
+            max_position_embeddings=shape.seq_len,
+            tie_word_embeddings=False,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+        model, loss_of = LlamaForCausalLM(config), F.cross_entropy
+    else:
+        from litgpt.config import Config
+        from litgpt.model import GPT
+        from litgpt.utils import chunked_cross_entropy
+
+        config = Config(
+            n_layer=shape.n_layers,
+            n_embd=shape.d_model,
+            n_head=shape.n_heads,
+            intermediate_size=shape.d_ff,
+            block_size=shape.seq_len,
+            vocab_size=shape.vocab_size,
+            padded_vocab_size=shape.vocab_size,
+            norm_class_name="RMSNorm",
+            mlp_class_name="LLaMAMLP",
+            rotary_percentage=1.0,
+            parallel_residual=False,
+            bias=False,
+        )
+        model, loss_of = GPT(config), chunked_cross_entropy
+    model.to(task.device).train()
+    params = sum(parameter.numel() for parameter in model.parameters())
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[task.dtype]
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    forward = torch.compile(model) if task.compiled else model
+    generator = torch.Generator().manual_seed(0)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for _ in range(task.accumulate):
+                tokens = torch.randint(shape.vocab_size, (micro_batch, shape.seq_len + 1), generator=generator)
+                tokens = tokens.to(task.device)
+                with torch.autocast(task.device, dtype, enabled=dtype != torch.float32):
+                    logits = forward(tokens[:, :-1])
+                    logits = logits.logits if task.arm == "transformers" else logits
+                    loss = loss_of(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+                (loss / task.accumulate).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adam.step()
+            adam.zero_grad(set_to_none=True)
+
+    return steps, params
+
+
+def matmul_steps(task: Task) -> tuple[Callable[[int], None], int]:
+    """Products of the size that is fastest; what it returns as its parameters is the FLOPs of one."""
+    import torch
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[task.dtype]
+    sizes = [64] if task.case == "tiny" else [512, 1_024, 2_048] if task.device == "cpu" else [4_096, 8_192, 16_384]
+
+    def product(size: int) -> Callable[[int], None]:
+        a, b = (torch.randn(size, size, device=task.device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+
+        return steps
+
+    def speed(size: int) -> float:
+        steps = product(size)
+        timed(task, steps, 1)
+        return size**3 / min(timed(task, steps, 1) for _ in range(10))
+
+    best = max(sizes, key=speed)
+    return product(best), 2 * best**3
+
+
+def timed(task: Task, steps: Callable[[int], None], count: int) -> float:
+    """Seconds for ``count`` steps by the task's clock, the device's work included."""
+    import torch
+
+    wait = torch.cuda.synchronize if task.device == "cuda" else lambda: None
+    clock = time.perf_counter if task.clock == "wall" else lambda: time.process_time() / task.threads
+    wait()
+    began = clock()
+    steps(count)
+    wait()
+    return clock() - began
+
+
+def arm(task: Task) -> None:
+    """A child process: build, warm up, then a round for every line that comes in."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(**values: float) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(task.threads)
+    build = {"matmul": matmul_steps, "transformers": peer_steps, "litgpt": peer_steps}.get(task.arm, leaven_steps)
+    for module in (MODULES.get(task.arm), "leaven.training.engine", "torch._dynamo" if task.compiled else None):
+        if module:
+            __import__(module)
+    imported = _peak_bytes("cpu")
+    steps, params = build(task)
+    timed(task, steps, 3)  # compiles, makes the optimiser's state
+    count = max(1, round(task.seconds / max(timed(task, steps, 1), 1e-9)))
+    answer(params=params)
+    for _ in sys.stdin:
+        seconds = timed(task, steps, count)
+        peak = _peak_bytes(task.device) - (imported if task.device == "cpu" else 0)
+        answer(step_seconds=seconds / count, peak_mib=peak / 2**20)
+
+
+def _peak_bytes(device: str) -> int:
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ---- the race
+
+
+class Racer:
+    """The parent's end of an arm."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        command = [sys.executable, __file__, "--arm", json.dumps(vars(task))]
+        environment = os.environ | {"OMP_NUM_THREADS": str(task.threads)}
+        self.process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment)
+        self.params = self._read()["params"]
+        self.rounds: list[dict[str, float]] = []
+
+    def go(self) -> None:
+        assert self.process.stdin
+        print(file=self.process.stdin, flush=True)
+        self.rounds.append(self._read())
+
+    def close(self) -> None:
+        self.process.communicate()
+
+    def _read(self) -> dict[str, float]:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.task.name} ended with exit code {self.process.wait()}")
+        values: dict[str, float] = json.loads(line)
+        return values
+
+    def medians(self, key: str) -> tuple[float, float, float]:
+        """Median, least and most over the rounds."""
+        values = sorted(values[key] for values in self.rounds)
+        return statistics.median(values), values[0], values[-1]
+
+
+def race(tasks: list[Task], repeats: int) -> dict[str, Any]:
+    """All arms of one case, in turns, the last round's first arm being the next one's last."""
+    racers = [Racer(task) for task in tasks]
+    for number in range(repeats):
+        for place in range(len(racers)):
+            racers[(number + place) % len(racers)].go()
+    for racer in racers:
+        racer.close()
+    matmul, *racers = racers
+    assert len({racer.params for racer in racers}) == 1, {racer.task.name: racer.params for racer in racers}
+    task = tasks[0]
+    shape, micro_batch = CASES[task.case]
+    tokens = micro_batch * task.accumulate * shape.seq_len
+    best = matmul.params / matmul.medians("step_seconds")[0]
+    rows = []
+    for racer in racers:
+        median, least, most = racer.medians("step_seconds")
+        # By the round: a slow minute is slow for the matmul too.
+        pairs = zip(racer.rounds, matmul.rounds, strict=True)
+        shares = [
+            flops_per_token(shape) * tokens / own["step_seconds"] / (matmul.params / product["step_seconds"])
+            for own, product in pairs
+        ]
+        rows.append(
+            {
+                "arm": racer.task.name,
+                "tokens_per_second": [tokens / median, tokens / most, tokens / least],
+                "gflops": flops_per_token(shape) * tokens / median / 1e9,
+                "share_of_matmul": statistics.median(shares),
+                "peak_mib": racer.rounds[-1]["peak_mib"],
+            }
+        )
+    return {"case": task.case, "params": racers[0].params, "matmul_gflops": best / 1e9, "rows": rows}
+
+
+def print_case(result: dict[str, Any], args: argparse.Namespace) -> None:
+    shape, micro_batch = CASES[result["case"]]
+    print(
+        f"\n{result['case']}: L {shape.n_layers}  d {shape.d_model}  d_ff {shape.d_ff}  T {shape.seq_len}  "
+        f"V {shape.vocab_size:,}  micro-batch {micro_batch} x {args.accumulate}  {args.dtype}  "
+        f"{result['params'] / 1e6:.1f} M parameters  best matmul {result['matmul_gflops']:,.0f} GFLOP/s"
+    )
+    print(f"{'':<32}{'tokens/s':>10}{'least .. most':>20}{'best peer':>11}{'GFLOP/s':>10}{'matmul':>8}{'MiB':>9}")
+    peers = [row for row in result["rows"] if not row["arm"].startswith("leaven")]
+    for row in result["rows"]:
+        median, least, most = row["tokens_per_second"]
+        against = f"{median / max(peer['tokens_per_second'][0] for peer in peers):.2f}x" if peers else "-"
+        print(
+            f"{row['arm']:<32}{median:>10,.0f}{f'{least:,.0f} .. {most:,.0f}':>20}{against:>11}"
+            f"{row['gflops']:>10,.0f}{row['share_of_matmul']:>8.0%}{row['peak_mib']:>9,.0f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", help=f"of {', '.join(CASES)}, with commas")
+    parser.add_argument("--arms", default="leaven;transformers;litgpt", help=f"of {'; '.join(ARMS)}")
+    parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of an arm in a round, about")
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
+    parser.add_argument("--tiny", action="store_true", help="prove in seconds that it works")
+    parser.add_argument("--json", type=Path, help="also write the numbers there")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.arm:
+        return arm(Task(**json.loads(args.arm)))
+    if args.tiny:
+        args.cases, args.modes, args.threads, args.repeats, args.seconds = "tiny", "eager", 1, 2, 0.0
+    arms = [name.strip() for name in args.arms.split(";")]
+    missing = [name for name in arms if name in MODULES and find_spec(MODULES[name]) is None]
+    print(
+        f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else 'cpu'}, "
+        f"{args.threads} threads, {args.clock} time, medians of {args.repeats} rounds of about {args.seconds:g} s"
+        + "".join(f"; {name} is not installed" for name in missing)
+    )
+    results = []
+    for case in (args.cases or DEFAULT_CASES[args.device]).split(","):
+        common = dict(case=case, dtype=args.dtype, device=args.device, threads=args.threads)
+        common |= dict(accumulate=args.accumulate, clock=args.clock, seconds=args.seconds)
+        tasks = [Task(arm="matmul", compiled=False, **common)]
+        modes = [mode == "compiled" for mode in args.modes.split(",")]
+        tasks += [Task(arm=name, compiled=mode, **common) for name in arms if name not in missing for mode in modes]
+        results.append(race(tasks, args.repeats))
+        print_case(results[-1], args)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

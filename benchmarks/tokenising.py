@@ -1,0 +1,94 @@
+"""How fast text becomes tokens, and in how much memory: `python benchmarks/tokenising.py [--mb 200] [--repeats 3]`.
+
+The text is a .jsonl of runs of lines drawn from Python's standard library, so that every machine makes the same kind.
+Each way is a process of its own, ways take turns, and medians are printed with the lowest and the highest. One way is
+this process with as many threads as there are cores, as small corpora are encoded.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from leaven.data.corpus import open_corpora
+from leaven.data.tokens import prepare
+from leaven.recipe.data import Data, Source
+
+VOCAB_SIZE = 32_768
+WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0)}
+"""(processes, threads of the tokenizer; 0 for as many as there are cores)."""
+
+
+def generate(path: Path, n_bytes: int) -> None:
+    """Documents of 20 to 400 consecutive lines of the standard library, in no order."""
+    chance = random.Random(0)
+    (corpus,) = open_corpora([Source(source="python-stdlib")], 0.0)
+    texts = [document.text.splitlines(keepends=True) for document in corpus.documents()]
+    weights = [len(lines) for lines in texts]
+    written = 0
+    with path.open("w") as file:
+        while written < n_bytes:
+            (lines,) = chance.choices(texts, weights)
+            first = chance.randrange(len(lines))
+            text = "".join(lines[first : first + chance.randint(20, 400)])
+            written += file.write(json.dumps({"text": text}) + "\n")
+
+
+def measure(source: str, tokenizer: str, cache: Path, processes: int) -> None:
+    """One way, in this process: prints tokens, seconds (reading included), of all processors, and GiB at the most."""
+    began = time.perf_counter()
+    found = prepare(Data(source=source, tokenizer=tokenizer, tokens=1), VOCAB_SIZE, cache, processes=processes)
+    seconds = time.perf_counter() - began
+    here, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    result = {
+        "tokens": len(found.train) + len(found.validation),
+        "seconds": seconds,
+        "processor_seconds": sum(use.ru_utime + use.ru_stime for use in (here, children)),
+        "self_gib": here.ru_maxrss / 2**20,
+        "largest_child_gib": children.ru_maxrss / 2**20,
+    }
+    print(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--way", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way:
+        source, tokenizer, cache, processes = options.way
+        measure(source, tokenizer, Path(cache), int(processes))
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "generated.jsonl")
+        generate(path, options.mb * 10**6)
+        trained = prepare(Data(tokens=1), VOCAB_SIZE, Path(folder, "tokenizer"))
+        results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for repeat in range(options.repeats):
+            for way, (processes, threads) in WAYS.items():
+                cache = Path(folder, f"{way} {repeat}")
+                command = [sys.executable, __file__, "--way", str(path), str(trained.tokenizer_path), str(cache)]
+                environment = os.environ | ({"RAYON_NUM_THREADS": str(threads)} if threads else {})
+                run = subprocess.run([*command, str(processes)], check=True, capture_output=True, env=environment)
+                results[way].append(json.loads(run.stdout))
+        size = path.stat().st_size / 1e6
+        print(f"{size:.0f} MB of .jsonl, vocabulary {trained.vocab_size:,}, medians of {options.repeats} (range)")
+        print(f"{'':12} {'k tokens/s':>20} {'MB/s':>6} {'processor s':>12} {'GiB here':>9} {'largest child':>14}")
+        for way, runs in results.items():
+            speeds = sorted(run["tokens"] / run["seconds"] / 1e3 for run in runs)
+            keys = ("seconds", "processor_seconds", "self_gib", "largest_child_gib")
+            seconds, busy, here, child = (statistics.median(run[key] for run in runs) for key in keys)
+            speed = f"{statistics.median(speeds):,.0f} ({speeds[0]:,.0f} to {speeds[-1]:,.0f})"
+            print(f"{way:12} {speed:>20} {size / seconds:6.1f} {busy:12.0f} {here:9.2f} {child:14.2f}")
+
+
+if __name__ == "__main__":
+    main()
