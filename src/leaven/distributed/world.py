@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from leaven.recipe.layout import Layout
 
@@ -32,7 +33,7 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
-    store: dist.Store | None = None
+    store: dist.TCPStore | None = None
 
     @property
     def first(self) -> bool:
@@ -86,7 +87,7 @@ def joined(layout: Layout, device: torch.device, timeout: timedelta) -> Iterator
     if layout.ranks == 1:
         yield ALONE
         return
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
