@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
+from leaven.distributed.pieces import whole
 from leaven.interop.weights import SHARD_BYTES, read_plain, start_from, write_huggingface
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
@@ -104,13 +105,13 @@ def test_transformers_loads_what_goes_out_and_it_comes_back(
     assert plain.shape == mine.model_copy(update={"bias": True} if always_biased else {})
     back = recipe.replace({"model": plain.shape.model_dump(), "scaling.base": None, "hyperparameters.residual": 1.0})
     again = Transformer(back.model)
-    start_from(again, back.model, resolve(back), folder)
+    start_from(whole(again), back.model, resolve(back), folder)
     assert_same_function(again, model)
     if not always_biased:  # and under the rule that the weights were folded from
         unfolded = random_model(recipe, table).requires_grad_(False)
         for parameter in unfolded.parameters():
             parameter.zero_()
-        start_from(unfolded, recipe.model, table, folder)
+        start_from(whole(unfolded), recipe.model, table, folder)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(unfolded.get_parameter(name), parameter.data, rtol=1e-6, atol=0)
 
@@ -194,7 +195,7 @@ def test_a_model_of_theirs_is_the_same_function_here(tiny: Recipe, tmp_path: Pat
         recipe = tiny.replace({"model": shape.model_dump(), "scaling.base": base, "scaling.rule": "completep"})
         model = random_model(recipe, resolve(recipe))
         assert model.has_multipliers is (base is not None)
-        start_from(model, recipe.model, resolve(recipe), tmp_path)
+        start_from(whole(model), recipe.model, resolve(recipe), tmp_path)
         assert_same_function(model, theirs)
 
 
@@ -207,7 +208,7 @@ def test_what_older_versions_wrote(tiny: Recipe, tmp_path: Path) -> None:
     save_file(bare, tmp_path / "model.safetensors")
     recipe = tiny.replace({"model": read_plain(tmp_path).shape.model_dump()})
     model = random_model(recipe, resolve(recipe))
-    start_from(model, recipe.model, resolve(recipe), tmp_path)
+    start_from(whole(model), recipe.model, resolve(recipe), tmp_path)
     assert_same_function(model, theirs)
 
     config = change(tmp_path / "llama", "llama", rope_parameters=None, rope_theta=500.0, num_key_value_heads=6)
@@ -332,8 +333,8 @@ def test_weights_of_another_shape_are_refused_as_a_start(tiny: Recipe, tmp_path:
     ):
         recipe = tiny.replace({"model": shape.model_dump() | changes})
         with pytest.raises(InputError, match=says):
-            start_from(random_model(recipe, resolve(recipe)), recipe.model, resolve(recipe), tmp_path)
+            start_from(whole(random_model(recipe, resolve(recipe))), recipe.model, resolve(recipe), tmp_path)
     foreign("llama", tmp_path / "rope")
     longer = read_plain(tmp_path / "rope").shape.model_dump() | {"seq_len": 64, "rope_theta": 1e6, "dropout": 0.1}
     recipe = tiny.replace({"model": longer})
-    start_from(random_model(recipe, resolve(recipe)), recipe.model, resolve(recipe), tmp_path / "rope")
+    start_from(whole(random_model(recipe, resolve(recipe))), recipe.model, resolve(recipe), tmp_path / "rope")

@@ -92,10 +92,10 @@ def test_documents_and_targets_of_a_window() -> None:
     assert documents.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
     x = IGNORED
     assert targets.tolist() == [[9, x, 3, 9, x, x, 5], [x, 2, 3, 4, 5, 6, 9]]
-    rows = places(documents, 7)
+    rows = places(documents, documents)
     assert isinstance(rows, torch.Tensor)
     assert rows.tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
-    assert places(None, 7) == slice(7)
+    assert places(None, documents).tolist() == list(range(7))
 
 
 def test_rotations_begin_anew_in_each_document() -> None:

@@ -32,7 +32,7 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 def trained(recipe: Recipe, steps: int, dtype: torch.dtype = torch.float32) -> tuple[Transformer, list[float]]:
     table = resolve(recipe)
     model = build_model(recipe.model, table, 0).to(dtype)
-    optimiser = Optimiser.build(model, table, "adamw")
+    optimiser = Optimiser.build(dict(model.named_parameters()), table.rows, "adamw")
     losses = []
     for windows in batches(recipe, steps):
         loss = loss_of(model, windows)

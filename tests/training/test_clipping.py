@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leaven.data.tokens import TokenSet, prepare
-from leaven.model.initialise import build_model
+from leaven.distributed.sharded import ShardedModel
 from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
@@ -28,8 +28,9 @@ def tokens(tiny: Recipe) -> TokenSet:
 def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float, Gradients, Gradients]]:
     """A step a size: (norm told, gradients before, gradients after), in float64."""
     table = resolve(recipe)
-    model = build_model(recipe.model, table, 0).double()
-    clipper = Clipper.build(clip, model, table)
+    sharded = ShardedModel(recipe.model, table, 0, torch.float32, torch.device("cpu"), recipe.layout)
+    model = sharded.stages[0].model.double()
+    clipper = Clipper.build(clip, sharded, table)
     generator = torch.Generator().manual_seed(0)
     steps = []
     for size in sizes:

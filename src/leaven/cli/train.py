@@ -62,13 +62,14 @@ def train_(
     folder = run or Path("runs") / loaded.name
 
     from leaven.data.tokens import prepare
+    from leaven.distributed.world import require_ranks, world_size
     from leaven.interop.weights import require_start
     from leaven.training.by_hand import Back
-    from leaven.training.engine import Diverged, require_one_device
+    from leaven.training.engine import Diverged
     from leaven.training.metrics import writers
     from leaven.training.trainer import check, train
 
-    require_one_device(loaded)
+    require_ranks(loaded.layout, world_size())
     if loaded.start.folder is not None:  # before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))

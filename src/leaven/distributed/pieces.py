@@ -6,7 +6,7 @@ Norms are sums over what is owned, and checkpoints are made of it: no layout cou
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from leaven.distributed.compat import local_place
@@ -38,6 +38,11 @@ def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
     first = all(place == 0 for place, how in zip(coordinate, placements, strict=True) if isinstance(how, Replicate))
     _, offset = local_place(tensor)
     return Piece(name, tensor.to_local(), tuple(tensor.shape), offset, owned and first)
+
+
+def whole(model: nn.Module) -> list[Piece]:
+    """The parameters of a model, or what this process holds of them."""
+    return [piece_of(name, parameter) for name, parameter in model.named_parameters()]
 
 
 def cut(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from leaven.distributed.pieces import piece_of
 from leaven.interop.anatomy import Anatomy, Site, counterparts, depth_ratio, dissect
 from leaven.interop.hooks import multipliers, rescale_attention
 from leaven.interop.roles import Claim, Classifier
@@ -327,12 +327,5 @@ def _initialise(anatomy: Anatomy, rows: list[Row], seed: int) -> None:
 
 
 def _fill(site: Site, row: Row, seed: int) -> None:
-    parameter = site.parameter
-    if not isinstance(parameter, DTensor):
-        fill(parameter, row.name, row.init_mean, row.init_std, seed)
-        return
-    # Every rank draws the whole, for it is a function of name and seed, and keeps its part.
-    local = parameter.to_local()
-    whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
-    fill(whole, row.name, row.init_mean, row.init_std, seed)
-    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+    piece = piece_of(row.name, site.parameter)
+    fill(piece.local, row.name, row.init_mean, row.init_std, seed, piece.shape, piece.offset)

@@ -6,7 +6,7 @@ on either side of this file it is the same function.
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from leaven.distributed.pieces import Piece, cut
 from leaven.interop.architectures import Architecture, Stored
 from leaven.interop.families import holding, named
 from leaven.recipe.errors import InputError
@@ -194,14 +195,14 @@ def require_start(shape: ModelShape, folder: Path) -> Plain:
 
 
 @torch.no_grad()
-def start_from(model: nn.Module, shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Give a model the weights in a folder, so that it computes what they did there.
+def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
+    """Give what is held of a model's parameters the weights in a folder, so that it computes what they did there.
 
     Raises:
         InputError: as :func:`require_start`, or if they cannot be read.
     """
     plain = require_start(shape, folder)
-    parameters, factors = dict(model.named_parameters()), folding(shape, table)
+    pieces, factors = {piece.name: piece for piece in held}, folding(shape, table)
     with _opened(plain) as tensors:
         for stored in plain.architecture.tensors(shape):
             try:
@@ -209,8 +210,11 @@ def start_from(model: nn.Module, shape: ModelShape, table: ParameterTable, folde
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{folder}: {stored.name} cannot be read: {error}") from None
             for name, part in zip(stored.parts, stored.split(found), strict=True):
-                parameters.pop(name).copy_(part.to(torch.float32) / factors.get(name, 1.0))
-    assert not parameters, f"no weights for {sorted(parameters)}"
+                piece = pieces.pop(name, None)
+                if piece is not None:
+                    mine = cut(part, piece.offset, piece.local.shape)
+                    piece.local.copy_(mine.to(torch.float32) / factors.get(name, 1.0))
+    assert not pieces, f"no weights for {sorted(pieces)}"
 
 
 @dataclass(frozen=True)

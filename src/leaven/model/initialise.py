@@ -5,6 +5,7 @@ the run has a say. A parameter is drawn in blocks of rows, each from its own see
 without the rest.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
@@ -38,15 +39,31 @@ def initialise(model: Transformer, table: ParameterTable, seed: int) -> None:
     assert not parameters, f"no rows for {sorted(parameters)}"
 
 
-def fill(parameter: Tensor, name: str, mean: float, std: float, seed: int) -> None:
-    """``mean`` plus a normal of ``std``, drawn in fp32 whatever the parameter's dtype, so that dtypes agree too."""
+def fill(
+    piece: Tensor,
+    name: str,
+    mean: float,
+    std: float,
+    seed: int,
+    shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+) -> None:
+    """Give a parameter, or of one of ``shape`` the block from ``offset`` on, its initial values: ``mean`` plus a
+    normal of ``std``, drawn in fp32 whatever the parameter's dtype, so that dtypes agree too."""
     if std == 0:
-        parameter.fill_(mean)
+        piece.fill_(mean)
         return
-    for block, first in enumerate(range(0, parameter.shape[0], BLOCK_ROWS)):
-        rows = parameter[first : first + BLOCK_ROWS]
-        generator = torch.Generator().manual_seed(name_seed(seed, name, block))
-        rows.copy_(torch.empty(rows.shape, dtype=torch.float32).normal_(mean, std, generator=generator))
+    shape, offset = shape or piece.shape, offset or (0,) * piece.dim()
+    end = offset[0] + len(piece)
+    for first in range(offset[0] // BLOCK_ROWS * BLOCK_ROWS, end if piece.numel() else 0, BLOCK_ROWS):
+        generator = torch.Generator().manual_seed(name_seed(seed, name, first // BLOCK_ROWS))
+        rows = torch.empty((min(BLOCK_ROWS, shape[0] - first), *shape[1:]), dtype=torch.float32)
+        rows.normal_(mean, std, generator=generator)
+        low, high = max(first, offset[0]), min(first + BLOCK_ROWS, end)
+        rows = rows[low - first : high - first]
+        for dim in range(1, piece.dim()):
+            rows = rows.narrow(dim, offset[dim], piece.shape[dim])
+        piece[low - offset[0] : high - offset[0]].copy_(rows)
 
 
 def name_seed(seed: int, *path: str | int) -> int:

@@ -25,7 +25,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if x.is_cpu and not torch.compiler.is_compiling():
+        if x.is_cpu and type(x) is Tensor and not torch.compiler.is_compiling():
             return rms_norm(x, self.weight, self.eps or 0.0, dtype)
         return super().forward(x.to(self.weight.dtype)).to(dtype)
 
@@ -180,17 +180,25 @@ class Transformer(nn.Module):
         With the number of each token's document, which only grows along T, documents do not see each other and each
         begins at position 0: it comes out as it does alone.
         """
-        x_BTD = self.embedding(tokens_BT)
+        x_BTD = self.through_layers(self.embed(tokens_BT, documents_BT), tokens_BT.shape[1], documents_BT)
+        hidden_BTD: Tensor = self.norm["final"](x_BTD)
+        return hidden_BTD
+
+    def embed(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """What the first block reads, (B, T, D)."""
+        x_BTD: Tensor = self.embedding(tokens_BT)
         if "embedding" in self.norm:
             x_BTD = self.norm["embedding"](x_BTD)
         if self.shape.positions == "learned":
-            x_BTD = x_BTD + self.positions.weight[places(documents_BT, tokens_BT.shape[1])]
-        x_BTD = F.dropout(x_BTD, self.shape.dropout, self.training)
-        positions = Positions(self.shape, tokens_BT.shape[1], x_BTD, documents_BT)
-        for block in self.layers:
+            x_BTD = x_BTD + self.positions(places(documents_BT, tokens_BT))
+        return F.dropout(x_BTD, self.shape.dropout, self.training)
+
+    def through_layers(self, x_BTD: Tensor, length: int, documents_BT: Tensor | None = None) -> Tensor:
+        """What the final norm reads, (B, T, D), of sequences of ``length`` tokens."""
+        positions = Positions(self.shape, length, x_BTD, documents_BT)
+        for block in self.layers.children():
             x_BTD = block(x_BTD, positions)
-        hidden_BTD: Tensor = self.norm["final"](x_BTD)
-        return hidden_BTD
+        return x_BTD
 
 
 class Positions:
@@ -219,7 +227,7 @@ class Positions:
     def _isolate(self, documents_BT: Tensor) -> None:
         apart_B1TT = documents_BT[:, None, :, None] != documents_BT[:, None, None, :]
         if self.cos_TE is not None and self.sin_TE is not None:
-            within_BT = places(documents_BT, documents_BT.shape[1])
+            within_BT = places(documents_BT, documents_BT)
             self.cos_TE, self.sin_TE = self.cos_TE[within_BT], self.sin_TE[within_BT]
         if self.bias_HTT is None:
             self.bias_HTT = (~apart_B1TT).tril()
@@ -233,11 +241,11 @@ class Positions:
         return rotate(x_BTHE, self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype))
 
 
-def places(documents_BT: Tensor | None, length: int) -> Tensor | slice:
-    """Which rows of a table of positions tokens get: the first ones, or counted from 0 (B, T) in each document."""
+def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
+    """Where tokens stand in their sequence (T,), or in their document (B, T), from 0."""
+    place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
-        return slice(length)
-    place_T = torch.arange(length, device=documents_BT.device)
+        return place_T
     first_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0
     return place_T - torch.where(first_BT, place_T, 0).cummax(1).values
 

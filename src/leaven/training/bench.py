@@ -150,7 +150,7 @@ def _measure(training: Training, micro_batch: int, batch: int) -> Row | None:
         assert step.mfu is not None
         held = peak_memory(training.device) / GIB
         return Row(micro_batch, batch, step.tokens_per_second, step.tflops, step.mfu, held)
-    training.optimiser.adam.zero_grad(set_to_none=True)
+    training.sharded.drop_gradients()
     if training.device.type == "cuda":
         torch.cuda.empty_cache()
     return None

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from leaven.model.kernels import multiply_, norms
+from leaven.distributed.sharded import ShardedModel
+from leaven.model.kernels import multiply_
 from leaven.recipe.hyperparameters import Clip
 from leaven.scaling.table import ParameterTable
 
@@ -40,35 +41,35 @@ class RunningNorm:
 class Clipper:
     """Scales gradients down in place, without a look at any value from outside the device.
 
-    ``parts`` is there in mode ``per-module`` only: for each parameter the number of its module in its block,
+    ``parts`` is there in mode ``per-module`` only: for each row of the table the number of its module in its block,
     whose norm is limited. ``running`` is there in mode ``running`` only: the limit is then in units of it.
     """
 
     limit: float
-    parameters: list[nn.Parameter]
+    model: ShardedModel
     parts: Tensor | None = None
     running: RunningNorm | None = None
 
     @classmethod
-    def build(cls, clip: Clip, model: nn.Module, table: ParameterTable) -> "Clipper":
-        parameters = dict(model.named_parameters())
-        device = next(iter(parameters.values())).device
-        parts = None
+    def build(cls, clip: Clip, model: ShardedModel, table: ParameterTable) -> "Clipper":
+        device, parts = model.device, None
         if clip.mode == "per-module":
             owners = [(row.module, row.layer) for row in table.rows]
             parts = torch.tensor([owners.index(owner) for owner in owners], device=device)
         state = torch.zeros(2, dtype=torch.float64, device=device)
         running = RunningNorm(table.beta2, state) if clip.mode == "running" else None
-        return cls(clip.limit or torch.inf, [parameters[row.name] for row in table.rows], parts, running)
+        return cls(clip.limit or torch.inf, model, parts, running)
 
     def __call__(self, scale: Tensor | None = None) -> Tensor:
         """Divide the gradients there are by ``scale`` and clip them; the global norm that they had in between, ().
 
         A limit is kept to a millionth, as torch does: limit / (norm + 1e-6).
         """
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        assert len(gradients) == len(self.parameters)
-        sizes = norms(gradients) if scale is None else norms(gradients) / scale
+        gradients = [leaf.grad for leaf in self.model.leaves if leaf.grad is not None]
+        assert len(gradients) == len(self.model.leaves)
+        sizes = self.model.norms(gradients)
+        if scale is not None:
+            sizes = sizes / scale
         norm: Tensor = torch.linalg.vector_norm(sizes)
         if self.limit == torch.inf and scale is None:
             return norm
@@ -79,6 +80,8 @@ class Clipper:
         if self.running is not None:
             limit = limit * self.running.value
         factors = (limit / (part_norms + 1e-6)).clamp(max=1.0).to(sizes.dtype)
+        if factors.dim():
+            factors = factors[self.model.of_held]
         multiply_(gradients, factors if scale is None else factors / scale)
         if self.running is not None:
             # What the optimiser saw: a spike that was clipped must not raise the limit for the next one.

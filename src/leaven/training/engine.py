@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leaven.data.documents import isolated
+from leaven.distributed.pipeline import MicroBatch
+from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.world import ALONE, World, require_ranks
 from leaven.interop.weights import require_start, start_from
-from leaven.model.initialise import build_model, name_seed
-from leaven.model.kernels import norms, subtract_
-from leaven.model.loss import IGNORED, cross_entropy
+from leaven.model.initialise import name_seed
+from leaven.model.kernels import subtract_
+from leaven.model.loss import IGNORED
+from leaven.model.transformer import Transformer
 from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.checkpoint import Checkpoint, Progress
@@ -33,10 +36,6 @@ from leaven.training.throughput import known_peak, peak_memory
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
-
-
-MicroBatch = tuple[Tensor, Tensor, Tensor | None]
-"""Inputs, targets and, where documents do not see each other, the document of each input: (sequences, seq_len)."""
 
 
 class Diverged(RuntimeError):
@@ -98,23 +97,26 @@ class Issued:
 
 
 class Training:
-    """Model, optimiser and position in the stream of one run on one device."""
+    """Model, optimiser and position in the stream of one run: on one device, or this process's share of it."""
 
-    def __init__(self, recipe: Recipe, tokens: "TokenSet", device: str | None = None) -> None:
-        check_trainable(recipe, tokens)
+    def __init__(self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, world: World = ALONE) -> None:
+        check_trainable(recipe, tokens, world)
         self.recipe = recipe
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cpu":
             keep_freed_memory()
+        self.world, self.dtype = world, DTYPES[recipe.precision.compute]
         table = resolve(recipe)
-        self.model = build_model(recipe.model, table, recipe.data.seed, self.device)
+        self.sharded = ShardedModel(
+            recipe.model, table, recipe.data.seed, self.dtype, self.device, recipe.layout, world
+        )
         if recipe.start.folder is not None:
-            start_from(self.model, recipe.model, table, recipe.start.folder)
-        self.optimiser = Optimiser.build(self.model, table, recipe.hyperparameters.optimizer)
+            start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
+        leaves = {held.row.name: held.leaf for held in self.sharded.held}
+        self.optimiser = Optimiser.build(leaves, self.sharded.rows, recipe.hyperparameters.optimizer)
         self.text = tokens.fingerprint
         self.epochs = tokens.epochs(recipe.data.tokens)
-        self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.model, table)
-        self.dtype = DTYPES[recipe.precision.compute]
+        self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.stream = tokens.stream(recipe.model.seq_len, recipe.data.seed)
         self.validation = tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)
@@ -125,15 +127,15 @@ class Training:
         self.peak = known_peak(self.device, recipe.precision.compute)
         self._flops_per_token = flops_per_token(recipe.model)
         self._shown_lr = table["layers.0.mlp.out.weight"].lr
-        # In the order of the table, as the clipper has them.
-        self._parameters = self.clipper.parameters
         self._modules = list(dict.fromkeys(row.module for row in table.rows))
         owners = [self._modules.index(row.module) for row in table.rows]
         self._owners = torch.tensor(owners, device=self.device)
         self._read_at = time.perf_counter()
-        if recipe.layout.compile:
-            for block in self.model.layers:
-                block.compile()
+
+    @property
+    def model(self) -> Transformer:
+        """Of one device."""
+        return self.sharded.stages[0].model
 
     @property
     def finished(self) -> bool:
@@ -159,32 +161,27 @@ class Training:
         seq_len = recipe.model.seq_len
         batch_tokens = recipe.batches.batch_at(done.tokens)
         tokens = done.tokens + batch_tokens
-        windows = torch.from_numpy(self.stream.batch(done.tokens // seq_len, batch_tokens // seq_len))
+        micro_batches, counted = self._of_batch(done.tokens // seq_len, batch_tokens // seq_len)
         if recipe.model.dropout:
-            # Masks are a function of (seed, step): a resumed run draws the same ones.
-            torch.manual_seed(name_seed(recipe.data.seed, "dropout", done.step))
+            # Masks are a function of (seed, step): a resumed run draws the same ones. No two processes share one.
+            torch.manual_seed(name_seed(recipe.data.seed, "dropout", done.step, *self.world.distinct))
         scale = None if self.loss_scale is None else self.loss_scale.value
-        counted = self._counted(windows)
         share = 1 / counted if scale is None else scale / counted
-        loss = torch.zeros((), device=self.device)
-        for chunk in self._micro_batches(windows):
-            part = self._loss(chunk, share)
-            part.backward()  # type: ignore[no-untyped-call]
-            loss += part.detach()
+        loss = self.sharded.total(self.sharded.forward_backward(micro_batches, share))
         if scale is not None:
             loss /= scale
         grad_norm = self.clipper(scale)
         finite = loss.isfinite() & grad_norm.isfinite()
         limits = limits or Limits()
         applied = (loss < limits.loss) & (grad_norm < limits.grad_norm)  # false of what is no number
-        before = [parameter.detach().clone() for parameter in self._parameters]
+        before = [leaf.detach().clone() for leaf in self.sharded.leaves]
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
         self.optimiser.step(multiplier, skip=~applied)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         with torch.no_grad():
-            subtract_(before, self._parameters)
-            updates, sizes = self._per_module(norms(before)), self._per_module(norms(self._parameters))
+            subtract_(before, self.sharded.leaves)
+            updates, sizes = (self._per_module(self.sharded.norms(of)) for of in (before, self.sharded.leaves))
         shown_scale = torch.ones_like(loss) if scale is None else scale
         head = torch.stack([value.double() for value in (loss, grad_norm, updates.norm(), applied, shown_scale)])
         self.progress = Progress(done.step + 1, tokens, done.seconds)
@@ -251,35 +248,55 @@ class Training:
         """2-norms by module from those by parameter."""
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean validation loss in nats per token, over the same windows at every call."""
         began = time.perf_counter()
-        self.model.eval()
-        windows = torch.from_numpy(self.validation)
-        total = math.fsum(float(self._loss(chunk)) for chunk in self._micro_batches(windows))
-        self.model.train()
+        micro_batches, counted = self._of_windows(torch.from_numpy(self.validation))
+        loss = self.sharded.total(self.sharded.forward(micro_batches))
         self.progress = replace(self.progress, seconds=self.progress.seconds + time.perf_counter() - began)
-        return total / self._counted(windows)
+        return float(loss) / counted
 
     def validation_targets(self) -> NDArray[np.int64]:
         """The tokens that the validation loss is the mean over, (targets,)."""
         targets, inputs = self.validation[:, 1:], self.validation[:, :-1]
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
-    def _counted(self, windows: Tensor) -> int:
-        """The targets of windows that count in the loss: not those that another document begins with."""
-        inputs = windows[:, :-1]
-        return inputs.numel() - (0 if self._end_of_text is None else int((inputs == self._end_of_text).sum()))
+    def _counted(self, windows: Tensor, sequences: int) -> int:
+        """The targets of a batch of so many sequences that count in the loss, of which this process has ``windows``: not
+        those that another document begins with."""
+        if self._end_of_text is None:
+            return sequences * self.recipe.model.seq_len
+        mine = int((windows[:, :-1] != self._end_of_text).sum())
+        return int(self.world.sum_(torch.tensor(float(mine if self.world.reads_first else 0), dtype=torch.float64)))
 
-    def _micro_batches(self, windows: Tensor) -> Iterator["MicroBatch"]:
-        """What each forward gets. All have one size: the last is filled up with sequences whose targets do not
-        count."""
-        size = self.forward_size(len(windows))
-        for chunk in torch.split(windows, size):
-            missing = size - len(chunk)
-            filled = torch.cat((chunk, chunk[:1].expand(missing, -1))) if missing else chunk
-            yield self.micro_batch_of(filled, len(chunk))
+    def _of_batch(self, first: int, sequences: int) -> tuple[list[MicroBatch], int]:
+        """What this process feeds to the model of samples ``first`` to ``first + sequences - 1``, and how many targets
+        count in the whole batch. It reads no others."""
+        start, count = self._slice(sequences)
+        windows = torch.from_numpy(self.stream.batch(first + start, max(count, 1)))
+        return self._micro_batches(windows, count, sequences), self._counted(windows[:count], sequences)
+
+    def _of_windows(self, windows: Tensor) -> tuple[list[MicroBatch], int]:
+        """As :meth:`_of_batch`, of windows that are there."""
+        start, count = self._slice(len(windows))
+        mine = windows[start : start + max(count, 1)] if count else windows[:1]
+        return self._micro_batches(mine, count, len(windows)), self._counted(mine[:count], len(windows))
+
+    def _slice(self, sequences: int) -> tuple[int, int]:
+        """Which of a batch's sequences are this process's: first and number. The last ones may have fewer, or none."""
+        each = -(-sequences // self.world.dp)
+        start = min(self.world.dp_rank * each, sequences)
+        return start, min(each, sequences - start)
+
+    def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> list[MicroBatch]:
+        """What each forward gets of the first ``count`` windows. All have one size, and all processes as many: they are
+        filled up with sequences whose targets do not count."""
+        size, forwards = self.forwards(sequences)
+        filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
+        return [
+            self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
+            for number, chunk in enumerate(filled.split(size))
+        ]
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
         """On the device; only targets of the first ``count`` windows (sequences, seq_len + 1) count."""
@@ -290,32 +307,17 @@ class Training:
         targets[count:] = IGNORED
         return self._on_device(inputs), self._on_device(targets), documents
 
-    def forward_size(self, sequences: int) -> int:
-        """Sequences of each forward of a batch. A compiled model sees one size wherever it can: a new one costs more
-        than the padding."""
-        if self.recipe.layout.compile:
-            return min(self.micro_batch, sequences)
-        return even(sequences, self.micro_batch)
+    def forwards(self, sequences: int) -> tuple[int, int]:
+        """Sequences of each forward of a batch of so many, and forwards. A compiled model sees one size wherever it
+        can: a new one costs more than the padding."""
+        each = -(-sequences // self.world.dp)
+        size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
+        return size, self.sharded.schedulable(-(-each // size))
 
     def _on_device(self, tokens: Tensor) -> Tensor:
         if self.device.type == "cuda":
             return tokens.contiguous().pin_memory().to(self.device, non_blocking=True)
         return tokens
-
-    def _loss(self, micro_batch: "MicroBatch", factor: Tensor | float = 1.0) -> Tensor:
-        """Cross-entropy in nats, summed over the targets that count, times a factor."""
-        inputs, targets, documents = micro_batch
-        lower = self.dtype != torch.float32
-        with torch.autocast(self.device.type, self.dtype, enabled=lower):
-            hidden = self.model.hidden(inputs, documents)
-        return cross_entropy(
-            hidden.flatten(0, 1),
-            self.model.readout,
-            targets.flatten(),
-            multiplier=self.model.logit_multiplier,
-            factor=factor,
-            compute=self.dtype if lower else None,
-        )
 
     def checkpoint(self) -> Checkpoint:
         optimizer = self.optimiser.state_dict() | self.clipper.state_dict()
@@ -339,20 +341,10 @@ class Training:
         self.stream = replace(self.stream, skip=skip)
 
 
-def check_trainable(recipe: Recipe, tokens: "TokenSet") -> None:
+def check_trainable(recipe: Recipe, tokens: "TokenSet", world: World = ALONE) -> None:
     """Raise InputError for what would stop a training before its first step."""
-    require_one_device(recipe)
+    require_ranks(recipe.layout, world.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)
     tokens.stream(recipe.model.seq_len, recipe.data.seed)
     tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)
-
-
-def require_one_device(recipe: Recipe) -> None:
-    """Raise InputError if the recipe's layout is not one device."""
-    layout = recipe.layout
-    if layout.ranks > 1 or layout.zero or layout.recompute != "none":
-        raise InputError(
-            '[layout] training runs on one device so far: set dp = tp = pp = 1, zero = 0, recompute = "none" '
-            "(leaven plan takes any layout)"
-        )

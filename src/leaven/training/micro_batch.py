@@ -267,7 +267,7 @@ def trial_step(training: "Training", size: int) -> float | None:
             torch.compiler.set_stance("force_eager"),
         ):
             moments = _moments_to_come(training)
-            training._loss(training.micro_batch_of(numbers, size), scale / (size * seq_len)).backward()  # type: ignore[no-untyped-call]
+            training.sharded.forward_backward([training.micro_batch_of(numbers, size)], scale / (size * seq_len))
             wait(device)
             del moments
         return time.perf_counter() - began
@@ -275,7 +275,7 @@ def trial_step(training: "Training", size: int) -> float | None:
         if not out_of_memory(error):
             raise
     finally:
-        training.optimiser.adam.zero_grad(set_to_none=True)
+        training.sharded.drop_gradients()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return None
@@ -285,7 +285,7 @@ def _moments_to_come(training: "Training") -> torch.Tensor | None:
     """Room for what the optimiser will hold from its first step on."""
     if training.device.type != "cuda" or training.optimiser.adam.state:
         return None
-    n_parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)
     return torch.empty(2 * n_parameters, device=training.device)
 
 

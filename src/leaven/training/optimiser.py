@@ -1,32 +1,30 @@
 """The optimiser, from the parameter table: one group for each set of values, every parameter in exactly one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from leaven.model.kernels import gate
-from leaven.scaling.table import ParameterTable, optimiser_groups
+from leaven.scaling.table import Row, optimiser_groups
 
 Moments = Mapping[str, Tensor]
 
 
-def parameter_groups(model: nn.Module, table: ParameterTable) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Groups for ``torch.optim``: module, param_names, params, peak_lr, lr, betas, eps, weight_decay.
 
     Raises:
-        ValueError: naming the parameters that the table misses, or those that the model does.
+        ValueError: naming the parameters that no row is for, or the rows without a parameter.
     """
-    parameters = dict(model.named_parameters())
-    rows = {row.name: row for row in table.rows}
-    if len(rows) != len(table.rows):
+    names = {row.name for row in rows}
+    if len(names) != len(rows):
         raise ValueError("the parameter table claims a parameter twice")
-    if parameters.keys() != rows.keys():
-        odd = sorted(parameters.keys() ^ rows.keys())
-        raise ValueError(f"model and parameter table differ in {', '.join(odd)}")
-    groups = optimiser_groups(table.rows)
+    if parameters.keys() != names:
+        raise ValueError(f"model and parameter table differ in {', '.join(sorted(parameters.keys() ^ names))}")
+    groups = optimiser_groups(rows)
     for group in groups:
         group["params"] = [parameters[name] for name in group["param_names"]]
     return groups
@@ -39,10 +37,10 @@ class Optimiser:
     adam: torch.optim.Adam
 
     @classmethod
-    def build(cls, model: nn.Module, table: ParameterTable, kind: str) -> "Optimiser":
+    def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[Row], kind: str) -> "Optimiser":
         """``adamw`` decouples the decay; ``adam`` adds it to the gradient (L2 in the loss)."""
         algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
-        return cls(algorithm(parameter_groups(model, table), fused=True))
+        return cls(algorithm(parameter_groups(parameters, rows), fused=True))
 
     def step(self, multiplier: float, skip: Tensor | None = None) -> None:
         """One update at ``multiplier`` times every group's peak lr, none at all where ``skip`` is true on the device;

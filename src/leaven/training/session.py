@@ -182,7 +182,7 @@ class Session:
         return self.training.recipe.batches.batch_at(self.training.progress.tokens)
 
     def _batch(self) -> dict[str, int]:
-        size = self.training.forward_size(self._batch_tokens // self.training.recipe.model.seq_len)
+        size, _ = self.training.forwards(self._batch_tokens // self.training.recipe.model.seq_len)
         return {"batch_tokens": self._batch_tokens, "micro_batch": size}
 
     def _curves_lost(self, writer: str, why: str) -> None:

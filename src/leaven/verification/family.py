@@ -176,7 +176,7 @@ class RecipeFamily:
         moved = self._moved(width, depth, round(self.recipe.batch.tokens * batch), round(self.tokens * tokens))
         table = self.table(moved)
         model = build_model(moved.model, table, seed)
-        optimiser = Optimiser.build(model, table, moved.hyperparameters.optimizer)
+        optimiser = Optimiser.build(dict(model.named_parameters()), table.rows, moved.hyperparameters.optimizer)
         return Member(model, optimiser.adam, partial(self.batches, seed), _own_label)
 
     def trial(self, setting: Setting) -> "RecipeTrial":

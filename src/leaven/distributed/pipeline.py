@@ -1,0 +1,128 @@
+"""A batch through the stages of a pipeline, by torch's schedules.
+
+Every process reads the samples of its data-parallel rank from the stream by number, so that only what the blocks pass
+on travels: the first stage takes tokens, the last one targets, all of them the documents.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from leaven.distributed.stage import Stage
+from leaven.distributed.world import World
+from leaven.recipe.layout import Layout
+
+SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+}
+
+MicroBatch = tuple[Tensor, Tensor, Tensor | None]
+"""Inputs, targets and, where documents do not see each other, the document of each input: (sequences, seq_len)."""
+
+
+def stage_numbers(layout: Layout, rank: int) -> list[int]:
+    """The stages of a pipeline rank, in order: r, r + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    return [rank + layout.pp * turn for turn in range(layout.stages_per_rank)]
+
+
+class Pipeline:
+    """The stages that this process has, and its wires to the others."""
+
+    def __init__(self, stages: Sequence[Stage], layout: Layout, world: World, device: torch.device) -> None:
+        assert world.mesh is not None
+        self.stages, self.layout, self.device = stages, layout, device
+        self.rank = world.place("pp")
+        self.count = layout.pp * layout.stages_per_rank
+        self.numbers = stage_numbers(layout, self.rank)
+        self.group = world.mesh.get_group("pp")
+        self._tp = layout.tp
+        self._for: tuple[int, torch.Size] | None = None
+        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
+
+    def schedulable(self, micro_batches: int) -> int:
+        """1F1B fills the pipeline before it empties it; where ranks have several stages, whole rounds go through."""
+        if self.layout.schedule == "gpipe":
+            return micro_batches
+        if self.layout.schedule == "1f1b":
+            return max(micro_batches, self.count)
+        return -(-micro_batches // self.layout.pp) * self.layout.pp
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Add to the gradients; the sum of the losses where the last stage is, else 0, ()."""
+        inputs, targets, documents = (
+            None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
+            for parts in zip(*micro_batches, strict=True)
+        )
+        assert inputs is not None and targets is not None
+        losses: list[Tensor] = []
+        schedule = self._of(len(micro_batches), micro_batches[0][0].shape)
+        arguments = {"targets_BT": targets} | ({} if documents is None else {"documents_BT": documents})
+        tokens = [inputs] if 0 in self.numbers else []
+        target = targets if self.count - 1 in self.numbers else None
+        schedule.step(*tokens, target=target, losses=losses, return_outputs=False, **arguments)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._nothing()
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """As :meth:`forward_backward`, forward only. The schedules have one of their own, but it changes what they
+        have noted down for training."""
+        total = self._nothing()
+        for inputs, targets, documents in micro_batches:
+            x = inputs
+            for number in range(self.count):
+                owner, before = number % self.layout.pp, (number - 1) % self.layout.pp
+                if owner != self.rank:
+                    continue
+                if number and before != self.rank:
+                    x = torch.empty(self._passed_on(inputs.shape), device=self.device)
+                    dist.recv(x, group=self.group, group_src=before)
+                x = self.stages[self.numbers.index(number)](x, targets, documents)
+                if number == self.count - 1:
+                    total += x[0]
+                elif (number + 1) % self.layout.pp != self.rank:
+                    dist.send(x.contiguous(), group=self.group, group_dst=(number + 1) % self.layout.pp)
+        return total
+
+    def _of(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        """The schedule for so many micro-batches of a shape. A schedule writes on its stages what it needs of them, so
+        there is one at a time: two on the same stages would lose gradients without a word."""
+        if self._for != (count, shape):
+            passed_on = torch.empty(self._passed_on(shape), device="meta")
+            tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
+            stages = [
+                PipelineStage(
+                    stage,
+                    number,
+                    self.count,
+                    self.device,
+                    input_args=tokens if stage.begins else passed_on.requires_grad_(),
+                    output_args=loss.requires_grad_() if stage.ends else passed_on.requires_grad_(),
+                    group=self.group,
+                )
+                for number, stage in zip(self.numbers, self.stages, strict=True)
+            ]
+            schedule = SCHEDULES[self.layout.schedule]
+            alone = issubclass(schedule, PipelineScheduleSingle)
+            self._schedule = schedule(
+                stages[0] if alone else stages,
+                n_microbatches=count,
+                loss_fn=lambda loss, _: loss.sum(),
+                scale_grads=False,
+            )
+            self._for = count, shape
+        assert self._schedule is not None
+        return self._schedule
+
+    def _passed_on(self, shape: torch.Size) -> tuple[int, int, int]:
+        """(B, T of this tensor rank, D)."""
+        return shape[0], shape[1] // self._tp, self.stages[0].model.shape.d_model
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros((), device=self.device)

@@ -1,0 +1,168 @@
+"""A model over the processes of a run, as the training sees it: the same in every layout.
+
+Optimiser, clipping and norms work on the pieces that a process holds, as plain tensors. A norm is the root of a sum of
+squares over pieces that are owned, over all processes: each element counts once, and every process gets the same bits,
+so that what is decided by them is decided alike everywhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from leaven.distributed.parallelise import build_stage, initialise, pieces, units
+from leaven.distributed.pieces import Piece
+from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
+from leaven.distributed.world import ALONE, World
+from leaven.model.kernels import norms
+from leaven.planning.memory import stage_layers
+from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+from leaven.scaling.table import ParameterTable, Row
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of which this process holds a piece. ``parameter`` is the model's, ``leaf`` its local memory as a
+    parameter of its own; without other processes they are one."""
+
+    row: Row
+    piece: Piece
+    parameter: nn.Parameter
+    leaf: nn.Parameter
+
+
+class ShardedModel:
+    """Stages, their parameters in the order of the table, and what is done to all of them together."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        table: ParameterTable,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: Layout,
+        world: World = ALONE,
+    ) -> None:
+        self.layout, self.world, self.device = layout, world, device
+        layers = stage_layers(shape.n_layers, layout.pp * layout.stages_per_rank)
+        self.stages = [
+            build_stage(shape, table, (sum(layers[:number]), sum(layers[: number + 1])), layout, dtype, device, world)
+            for number in stage_numbers(layout, world.place("pp"))
+        ]
+        self.held = list(self._take_hold(table))
+        initialise(self.pieces, table, seed)
+        self.rows = [held.row for held in self.held]
+        self.leaves = [held.leaf for held in self.held]
+        self._table_rows = len(table.rows)
+        place = {row.name: number for number, row in enumerate(table.rows)}
+        self.of_held = torch.tensor([place[row.name] for row in self.rows], device=device)
+        self._owned = torch.tensor([held.piece.owned for held in self.held], device=device)
+        self._pipeline = Pipeline(self.stages, layout, world, device) if layout.pp > 1 else None
+        self._both_ends = _both_ends(world) if layout.pp > 1 and shape.tied_embeddings else None
+        # Of the processes that have the same loss, one counts it.
+        self._tells_loss = self.stages[-1].ends and world.place("tp") == 0
+
+    def _take_hold(self, table: ParameterTable) -> "list[Held]":
+        found = {}
+        for stage in self.stages:
+            parameters = dict(stage.model.named_parameters())
+            for piece in pieces(stage):
+                parameter = parameters[piece.name]
+                leaf = parameter if piece.local is parameter else nn.Parameter(piece.local)
+                row = table[piece.name]
+                # A rank with both ends of a tied pipeline would have the embedding twice.
+                assert piece.name not in found
+                found[piece.name] = Held(row, piece, parameter, leaf)
+        return [found[row.name] for row in table.rows if row.name in found]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [held.piece for held in self.held]
+
+    def schedulable(self, micro_batches: int) -> int:
+        """As many micro-batches, or the next larger number that the pipeline's schedule can do."""
+        return self._pipeline.schedulable(micro_batches) if self._pipeline else micro_batches
+
+    def train(self, mode: bool) -> None:
+        for stage in self.stages:
+            stage.train(mode)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
+        """Add to the gradients; ``factor`` x the sum of the losses of this process, (), as :meth:`total` wants it."""
+        for stage in self.stages:
+            stage.factor = factor
+        if self._pipeline:
+            loss = self._pipeline.forward_backward(micro_batches)
+        else:
+            stage, loss = self.stages[0], torch.zeros((), device=self.device)
+            for number, (inputs, targets, documents) in enumerate(micro_batches, 1):
+                self._expect(last=number == len(micro_batches))
+                part = stage(inputs, targets, documents)[0]
+                part.backward()
+                loss += part.detach()
+        self._gather_gradients()
+        return loss
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """The sum of the losses of this process in nats, ()."""
+        self.train(False)
+        for stage in self.stages:
+            stage.factor = 1.0
+        if self._pipeline:
+            loss = self._pipeline.forward(micro_batches)
+        else:
+            losses = [self.stages[0](*micro_batch)[0].double() for micro_batch in micro_batches]
+            loss = torch.stack(losses).sum()
+        self.train(True)
+        return loss
+
+    def total(self, loss: Tensor) -> Tensor:
+        """The sum over all processes of a loss that each has of its own samples, ()."""
+        return loss if self.world is ALONE else self.world.sum_(loss if self._tells_loss else torch.zeros_like(loss))
+
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """2-norms by row of the table, over all processes, of what goes with the leaves."""
+        mine = norms(tensors)
+        if self.world is ALONE:
+            return mine
+        squares = torch.where(self._owned, mine.double() ** 2, 0)
+        by_row = squares.new_zeros(self._table_rows).index_copy_(0, self.of_held, squares)
+        return self.world.sum_(by_row).sqrt().to(mine.dtype)
+
+    def drop_gradients(self) -> None:
+        for held in self.held:
+            held.parameter.grad = held.leaf.grad = None
+
+    def _expect(self, last: bool) -> None:
+        """Of the micro-batches of a step ZeRO 0 and 1 exchange gradients after the last only; below 3, parameters stay
+        until then."""
+        zero, stage = self.layout.zero, self.stages[0]
+        if units(stage):
+            stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]
+            stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
+
+    def _gather_gradients(self) -> None:
+        """Gradients of pieces to their leaves; those of a tied embedding from both ends of the pipeline."""
+        for held in self.held:
+            if held.leaf is not held.parameter:
+                grad = held.parameter.grad
+                assert isinstance(grad, DTensor), f"no gradient of {held.row.name}"
+                held.leaf.grad, held.parameter.grad = grad.to_local(), None
+        tied = next((held for held in self.held if held.row.name == "embedding.weight"), None)
+        if self._both_ends is not None and tied is not None:
+            dist.all_reduce(tied.leaf.grad, group=self._both_ends)
+
+
+def _both_ends(world: World) -> dist.ProcessGroup | None:
+    """This process and the one at the other end of its pipeline; None between the ends."""
+    assert world.mesh is not None
+    ranks = world.mesh.mesh
+    pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)
+    mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(pairs.tolist())[0]
+    return mine

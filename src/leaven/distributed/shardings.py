@@ -1,0 +1,127 @@
+"""How each module is laid out over the tensor ranks: the table beside the parameter table.
+
+Tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv
+2205.05198): products into heads and into d_ff are cut by columns, those out of them by rows, the vocabulary by rows of
+its two matrices, and between the products every rank has its own stretch of positions. A layer's forward pass has two
+all-gathers (into attention, into the MLP) and two reduce-scatters (out of them), its backward pass the same turned
+round.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from leaven.distributed.loss import sharded_cross_entropy
+from leaven.distributed.stage import Stage
+
+SEQUENCE, HEADS = 1, 2  # dimensions of (B, T, D) and (B, T, H, E)
+
+
+class PositionTable(ParallelStyle):
+    """A table of learned positions that every rank has whole, and its rows of this rank's stretch of positions."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+        def stretch(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+            return output.redistribute(mesh, [Shard(output.dim() - 2)]).to_local()
+
+        return distribute_module(module, mesh, input_fn=whole, output_fn=stretch)  # type: ignore[arg-type]
+
+
+class GainsByHead(ParallelStyle):
+    """A norm with gains of its own for every head: each rank has those of its heads."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def cut(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+        def heads(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, [Shard(HEADS)], run_check=False)
+
+        def local(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        return distribute_module(module, mesh, cut, heads, local)  # type: ignore[arg-type]
+
+
+def _gathered_first(arguments: int) -> ParallelStyle:
+    """The first argument comes as stretches of positions and is wanted whole."""
+    rest = (None,) * (arguments - 1)
+    return PrepareModuleInput(
+        input_layouts=(Shard(SEQUENCE), *rest),
+        desired_input_layouts=(Replicate(), *rest),
+    )
+
+
+BLOCK: dict[str, Callable[[], ParallelStyle]] = {
+    "norm.attention": SequenceParallel,
+    "attention": lambda: _gathered_first(3),
+    "attention.query": ColwiseParallel,
+    "attention.key": ColwiseParallel,
+    "attention.value": ColwiseParallel,
+    "attention.out": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+    "norm.query": lambda: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    "norm.key": lambda: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    "norm.mlp": SequenceParallel,
+    "mlp": lambda: _gathered_first(1),
+    "mlp.gate": ColwiseParallel,
+    "mlp.in": ColwiseParallel,
+    "mlp.out": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+}
+
+ENDS: dict[str, Callable[[], ParallelStyle]] = {
+    "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
+    "positions": PositionTable,
+    "norm.embedding": lambda: SequenceParallel(use_local_output=True),
+    "norm.final": lambda: SequenceParallel(use_local_output=True),
+    "unembedding": ColwiseParallel,  # its rows, the vocabulary; the loss reads them
+}
+
+
+def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
+    """Lay a stage on the meta device out over tensor ranks, every module as the tables say."""
+    model = stage.model
+    by_head = {"norm.query": GainsByHead, "norm.key": GainsByHead} if model.shape.qk_norm_per_head else {}
+    for block in stage.layers:
+        _apply(block, mesh, BLOCK | by_head)
+        if model.shape.positions == "alibi":
+            _slice_bias(block, mesh)
+    _apply(model, mesh, ENDS)
+    group = mesh.get_group()
+
+    def loss(hidden_BtD: Tensor, weight_VD: Tensor, targets_BT: Tensor, **how: Any) -> Tensor:
+        return sharded_cross_entropy(hidden_BtD, weight_VD, targets_BT, group, **how)
+
+    stage.loss, stage.readout = loss, lambda weight: weight.to_local()  # type: ignore[attr-defined]
+
+
+def _apply(module: nn.Module, mesh: DeviceMesh, table: dict[str, Callable[[], ParallelStyle]]) -> None:
+    there = dict(module.named_modules())
+    parallelize_module(module, mesh, {name: style() for name, style in table.items() if name in there})
+
+
+def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
+    """ALiBi's bias has a slice for each head; a rank's attention gets those of its own."""
+
+    def mine(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, norm, positions = arguments
+        sliced = copy(positions)
+        sliced.bias_HTT = positions.bias_HTT.chunk(mesh.size(), dim=-3)[mesh.get_local_rank()]
+        return x, norm, sliced
+
+    block.attention.register_forward_pre_hook(mine)  # type: ignore[union-attr, operator]

@@ -1,0 +1,61 @@
+"""What ranks do in the tests."""
+
+from contextlib import contextmanager
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from leaven.distributed.world import joined
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Training
+from leaven.data.tokens import TokenSet
+
+
+@contextmanager
+def dtype_of(name: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") -> dict[str, Any]:
+    """Steps and a validation; what this process owns of the parameters in the end."""
+    with dtype_of(dtype), joined(recipe.layout, torch.device("cpu"), timedelta(seconds=60)) as world:
+        training = Training(recipe, tokens, device="cpu", world=world)
+        done = [training.step() for _ in range(steps)]
+        validation = training.evaluate()
+        done.append(training.step())
+        pieces = [
+            (piece.name, piece.shape, piece.offset, piece.local.detach().numpy().copy())
+            for piece in training.sharded.pieces
+            if piece.owned
+        ]
+    return {
+        "losses": [step.loss for step in done],
+        "grad_norms": [step.grad_norm for step in done],
+        "update_norms": [step.update_norm for step in done],
+        "modules": [step.modules for step in done],
+        "validation": validation,
+        "pieces": pieces,
+    }
+
+
+def assembled(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Parameters from their pieces; every element from exactly one process."""
+    whole: dict[str, np.ndarray] = {}
+    times: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        for name, shape, offset, values in rank["pieces"]:
+            target = whole.setdefault(name, np.zeros(shape))
+            count = times.setdefault(name, np.zeros(shape, dtype=int))
+            there = tuple(slice(start, start + length) for start, length in zip(offset, values.shape, strict=True))
+            target[there] = values
+            count[there] += 1
+    assert all((count == 1).all() for count in times.values()), "owned twice or not at all"
+    return whole
