@@ -1,8 +1,37 @@
 """The names of torch.distributed that it does not promise to keep, in one place; tests/distributed/test_compat.py
 tests each."""
 
+import warnings
+
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+# Every rank's tensors one after the other, and their sums cut up again; torch 2.13 has other names for them.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors (N, ...) of all ranks one after the other, (ranks x N, ...)."""
+    everyone = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
+    _gather(everyone, mine.contiguous(), group=group)
+    return everyone
+
+
+def scattered_sum(everyone: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part (N, ...) of the sum of all ranks' (ranks x N, ...)."""
+    mine = everyone.new_empty((len(everyone) // dist.get_world_size(group), *everyone.shape[1:]))
+    _scatter(mine, everyone, group=group)
+    return mine
+
+
+def quiet_about_views() -> None:
+    """A tensor-parallel module's output is a view of a DTensor. FSDP warns of in-place operations on views at each of
+    them; there are none in the model."""
+    warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor")
 
 
 def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from leaven.distributed.compat import gathered, scattered_sum
 from leaven.model.loss import CHUNK_ELEMENTS, IGNORED
 
 
@@ -51,7 +52,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         weight = torch.as_tensor(factor, dtype=wide)
         learns = hidden_BtD.requires_grad or weight_VD.requires_grad
         # Ranks have their stretches of positions one after the other, so the gathered order is (rank, B, t).
-        hidden_ND = _gathered(hidden_BtD.flatten(0, 1), group)
+        hidden_ND = gathered(hidden_BtD.flatten(0, 1), group)
         length, size = hidden_BtD.shape[1], dist.get_world_size(group)
         targets_N = targets_BT.unflatten(1, (size, length)).transpose(0, 1).flatten()
         first = dist.get_rank(group) * len(weight_VD)
@@ -83,9 +84,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
             grad_weight_VD += g_nV.T @ h_nD
         grad_hidden_BtD = None
-        if grad_hidden_ND is not None:  # a rank's slice of the vocabulary is a part of every token's gradient
-            grad_hidden_BtD = torch.empty_like(hidden_BtD, memory_format=torch.contiguous_format)
-            dist.reduce_scatter_tensor(grad_hidden_BtD.flatten(0, 1), grad_hidden_ND, group=group)
+        if grad_hidden_ND is not None:  # a rank's slice of the vocabulary gives a part of every token's gradient
+            grad_hidden_BtD = scattered_sum(grad_hidden_ND, group).view(hidden_BtD.shape)
         ctx.save_for_backward(grad_hidden_BtD, grad_weight_VD)
         return total * factor
 
@@ -94,10 +94,3 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_BtD, grad_weight_VD = ctx.saved_tensors
         return grad_hidden_BtD * grad, grad_weight_VD.mul_(grad), None, None, None, None, None
-
-
-def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Of all ranks, one after the other."""
-    everyone = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
-    dist.all_gather_into_tensor(everyone, mine.contiguous(), group=group)
-    return everyone

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from leaven.distributed.compat import quiet_about_views
 from leaven.distributed.loss import sharded_cross_entropy
 from leaven.distributed.stage import Stage
 
@@ -95,6 +96,7 @@ ENDS: dict[str, Callable[[], ParallelStyle]] = {
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
     """Lay a stage on the meta device out over tensor ranks, every module as the tables say."""
+    quiet_about_views()
     model = stage.model
     by_head = {"norm.query": GainsByHead, "norm.key": GainsByHead} if model.shape.qk_norm_per_head else {}
     for block in stage.layers:

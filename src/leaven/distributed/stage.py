@@ -44,7 +44,8 @@ class Stage(nn.Module):
             if not first <= layer < last:
                 model.layers[layer] = None  # type: ignore[assignment]  # children() passes it over
         if not self.begins:
-            model.norm.pop("embedding", None)  # type: ignore[call-arg]
+            if shape.embedding_norm:
+                del model.norm["embedding"]
             if shape.positions == "learned":
                 del model.positions
             if not (self.ends and shape.tied_embeddings):
