@@ -1,17 +1,17 @@
 """What ranks do in the tests."""
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 
+from leaven.data.tokens import TokenSet
 from leaven.distributed.world import joined
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.data.tokens import TokenSet
 
 
 @contextmanager

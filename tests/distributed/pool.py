@@ -87,7 +87,7 @@ def _work(connection: Connection) -> None:
             os.environ.update(environment)
             try:
                 answer = True, function(*arguments)
-            except BaseException:  # noqa: BLE001 (told, whatever it is)
+            except BaseException:
                 answer = False, traceback.format_exc()
             if dist.is_initialized():
                 dist.destroy_process_group()

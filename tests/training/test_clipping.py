@@ -28,7 +28,9 @@ def tokens(tiny: Recipe) -> TokenSet:
 def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float, Gradients, Gradients]]:
     """A step a size: (norm told, gradients before, gradients after), in float64."""
     table = resolve(recipe)
-    sharded = ShardedModel(recipe.model, table, 0, torch.float32, torch.device("cpu"), recipe.layout)
+    sharded = ShardedModel(
+        recipe.model, table, seed=0, dtype=torch.float32, device=torch.device("cpu"), layout=recipe.layout
+    )
     model = sharded.stages[0].model.double()
     clipper = Clipper.build(clip, sharded, table)
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,5 @@
 """One step of each group against the formula, in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 

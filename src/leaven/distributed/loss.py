@@ -1,8 +1,8 @@
 """Unembedding and cross-entropy where each tensor rank has a slice of the vocabulary and of the sequence.
 
-As :mod:`leaven.model.loss`, some tokens at a time: no rank ever has the logits of more than a chunk, and of those only
-its own slice. What the ranks exchange of a chunk is three numbers a token. Shapes: B sequences, T positions of all
-ranks together, D d_model, V vocabulary of this rank, n tokens of a chunk.
+As :mod:`leaven.model.loss`, some tokens at a time: no rank ever has the logits of more than a chunk, and of those
+only its own slice. What the ranks exchange of a chunk is three numbers a token. Shapes: B sequences, T positions of
+all ranks together, D d_model, V vocabulary of this rank, n tokens of a chunk.
 """
 
 from typing import Any
@@ -26,10 +26,12 @@ def sharded_cross_entropy(
     multiplier: float = 1.0,
     factor: Tensor | float = 1.0,
     compute: torch.dtype | None = None,
+    repeatable: bool = False,
 ) -> Tensor:
-    """``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden . weight)[target], in nats,
-    (); the same on every rank. ``hidden_BtD`` is this rank's stretch of positions, ``targets_BT`` are all of them."""
-    arguments = hidden_BtD, weight_VD, targets_BT, group, multiplier, factor, compute
+    """``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden . weight)[target], in
+    nats, (); the same on every rank. ``hidden_BtD`` is this rank's stretch of positions, ``targets_BT`` are all of
+    them."""
+    arguments = hidden_BtD, weight_VD, targets_BT, group, multiplier, factor, compute, repeatable
     total: Tensor = _ShardedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return total
 
@@ -45,6 +47,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         multiplier: float,
         factor: Tensor | float,
         compute: torch.dtype | None,
+        repeatable: bool,
     ) -> Tensor:
         compute = compute or hidden_BtD.dtype
         wide = torch.promote_types(compute, torch.float32)
@@ -54,7 +57,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         # Ranks have their stretches of positions one after the other, so the gathered order is (rank, B, t).
         hidden_ND = gathered(hidden_BtD.flatten(0, 1), group)
         length, size = hidden_BtD.shape[1], dist.get_world_size(group)
-        targets_N = targets_BT.unflatten(1, (size, length)).transpose(0, 1).flatten()
+        targets_N = targets_BT.view(len(targets_BT), size, length).transpose(0, 1).flatten()
         first = dist.get_rank(group) * len(weight_VD)
         grad_hidden_ND = torch.empty_like(hidden_ND) if learns else None
         grad_weight_VD = torch.zeros_like(weight_VD) if learns else None
@@ -86,6 +89,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         grad_hidden_BtD = None
         if grad_hidden_ND is not None:  # a rank's slice of the vocabulary gives a part of every token's gradient
             grad_hidden_BtD = scattered_sum(grad_hidden_ND, group).view(hidden_BtD.shape)
+        ctx.repeatable = repeatable
         ctx.save_for_backward(grad_hidden_BtD, grad_weight_VD)
         return total * factor
 
@@ -93,4 +97,5 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_BtD, grad_weight_VD = ctx.saved_tensors
-        return grad_hidden_BtD * grad, grad_weight_VD.mul_(grad), None, None, None, None, None
+        grad_weight_VD = grad_weight_VD * grad if ctx.repeatable else grad_weight_VD.mul_(grad)
+        return grad_hidden_BtD * grad, grad_weight_VD, None, None, None, None, None, None

@@ -29,21 +29,25 @@ def build_stage(
     shape: ModelShape,
     table: ParameterTable,
     layers: tuple[int, int],
+    *,
     layout: Layout,
     dtype: torch.dtype,
     device: torch.device,
     world: World = ALONE,
 ) -> Stage:
     """The layers from the first to before the second number, laid out over the ranks; without values."""
+    first, last = layers
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
-        stage = Stage(Transformer(shape, multipliers, table.attention_scale), *layers, dtype)
+        stage = Stage(
+            Transformer(shape, multipliers, table.attention_scale), *layers, dtype, layout.schedule == "zero-bubble"
+        )
     if layout.tp > 1:
         assert world.mesh is not None
         shard_tensors(stage, world.mesh["tp"])
     if layout.recompute == "full":
         for block in stage.layers:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if layout.compile:
         for block in stage.layers:
             block.compile()
@@ -98,4 +102,4 @@ def initialise(held: list[Piece], table: ParameterTable, seed: int) -> None:
     """Give what this process holds the values that the rows say: those that one process would give them."""
     for piece in held:
         row = table[piece.name]
-        fill(piece.local, row.name, row.init_mean, row.init_std, seed, piece.shape, piece.offset)
+        fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

@@ -5,6 +5,7 @@ on travels: the first stage takes tokens, the last one targets, all of them the 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,13 +58,15 @@ class Pipeline:
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Add to the gradients; the sum of the losses where the last stage is, else 0, ()."""
         inputs, targets, documents = (
-            None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
-            for parts in zip(*micro_batches, strict=True)
+            None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )
-        assert inputs is not None and targets is not None
+        assert inputs is not None
+        assert targets is not None
         losses: list[Tensor] = []
         schedule = self._of(len(micro_batches), micro_batches[0][0].shape)
-        arguments = {"targets_BT": targets} | ({} if documents is None else {"documents_BT": documents})
+        arguments: dict[str, Any] = {"targets_BT": targets}
+        if documents is not None:
+            arguments["documents_BT"] = documents
         tokens = [inputs] if 0 in self.numbers else []
         target = targets if self.count - 1 in self.numbers else None
         schedule.step(*tokens, target=target, losses=losses, return_outputs=False, **arguments)
@@ -91,8 +94,8 @@ class Pipeline:
         return total
 
     def _of(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """The schedule for so many micro-batches of a shape. A schedule writes on its stages what it needs of them, so
-        there is one at a time: two on the same stages would lose gradients without a word."""
+        """The schedule for so many micro-batches of a shape. A schedule writes on its stages what it needs of them,
+        so there is one at a time: two on the same stages would lose gradients without a word."""
         if self._for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")
             tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")

@@ -1,8 +1,8 @@
 """A model over the processes of a run, as the training sees it: the same in every layout.
 
-Optimiser, clipping and norms work on the pieces that a process holds, as plain tensors. A norm is the root of a sum of
-squares over pieces that are owned, over all processes: each element counts once, and every process gets the same bits,
-so that what is decided by them is decided alike everywhere.
+Optimiser, clipping and norms work on the pieces that a process holds, as plain tensors. A norm is the root of a sum
+of squares over pieces that are owned, over all processes: each element counts once, and every process gets the same
+bits, so that what is decided by them is decided alike everywhere.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,7 @@ class ShardedModel:
         self,
         shape: ModelShape,
         table: ParameterTable,
+        *,
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -51,10 +52,18 @@ class ShardedModel:
         self.layout, self.world, self.device = layout, world, device
         layers = stage_layers(shape.n_layers, layout.pp * layout.stages_per_rank)
         self.stages = [
-            build_stage(shape, table, (sum(layers[:number]), sum(layers[: number + 1])), layout, dtype, device, world)
+            build_stage(
+                shape,
+                table,
+                (sum(layers[:number]), sum(layers[: number + 1])),
+                layout=layout,
+                dtype=dtype,
+                device=device,
+                world=world,
+            )
             for number in stage_numbers(layout, world.place("pp"))
         ]
-        self.held = list(self._take_hold(table))
+        self.held = self._take_hold(table)
         initialise(self.pieces, table, seed)
         self.rows = [held.row for held in self.held]
         self.leaves = [held.leaf for held in self.held]
@@ -67,8 +76,8 @@ class ShardedModel:
         # Of the processes that have the same loss, one counts it.
         self._tells_loss = self.stages[-1].ends and world.place("tp") == 0
 
-    def _take_hold(self, table: ParameterTable) -> "list[Held]":
-        found = {}
+    def _take_hold(self, table: ParameterTable) -> list[Held]:
+        found: dict[str, Held] = {}
         for stage in self.stages:
             parameters = dict(stage.model.named_parameters())
             for piece in pieces(stage):
@@ -140,8 +149,8 @@ class ShardedModel:
             held.parameter.grad = held.leaf.grad = None
 
     def _expect(self, last: bool) -> None:
-        """Of the micro-batches of a step ZeRO 0 and 1 exchange gradients after the last only; below 3, parameters stay
-        until then."""
+        """Of the micro-batches of a step ZeRO 0 and 1 exchange gradients after the last only; below 3, parameters
+        stay until then."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]
@@ -164,5 +173,7 @@ def _both_ends(world: World) -> dist.ProcessGroup | None:
     assert world.mesh is not None
     ranks = world.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)
-    mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(pairs.tolist())[0]
+    mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        pairs.tolist()
+    )[0]
     return mine

@@ -1,10 +1,10 @@
 """How each module is laid out over the tensor ranks: the table beside the parameter table.
 
 Tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv
-2205.05198): products into heads and into d_ff are cut by columns, those out of them by rows, the vocabulary by rows of
-its two matrices, and between the products every rank has its own stretch of positions. A layer's forward pass has two
-all-gathers (into attention, into the MLP) and two reduce-scatters (out of them), its backward pass the same turned
-round.
+2205.05198): products into heads and into d_ff are cut by columns, those out of them by rows, the vocabulary by rows
+of its two matrices, and between the products every rank has its own stretch of positions. A layer's forward pass has
+two all-gathers (into attention, into the MLP) and two reduce-scatters (out of them), its backward pass the same
+turned round.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class PositionTable(ParallelStyle):
         def stretch(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.redistribute(mesh, [Shard(output.dim() - 2)]).to_local()
 
-        return distribute_module(module, mesh, input_fn=whole, output_fn=stretch)  # type: ignore[arg-type]
+        return distribute_module(module, mesh, input_fn=whole, output_fn=stretch)
 
 
 class GainsByHead(ParallelStyle):
@@ -57,7 +57,7 @@ class GainsByHead(ParallelStyle):
         def local(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.to_local()
 
-        return distribute_module(module, mesh, cut, heads, local)  # type: ignore[arg-type]
+        return distribute_module(module, mesh, cut, heads, local)
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
@@ -106,7 +106,7 @@ def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
     _apply(model, mesh, ENDS)
     group = mesh.get_group()
 
-    def loss(hidden_BtD: Tensor, weight_VD: Tensor, targets_BT: Tensor, **how: Any) -> Tensor:
+    def loss(hidden_BtD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor:
         return sharded_cross_entropy(hidden_BtD, weight_VD, targets_BT, group, **how)
 
     stage.loss, stage.readout = loss, lambda weight: weight.to_local()  # type: ignore[attr-defined]
@@ -126,4 +126,4 @@ def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
         sliced.bias_HTT = positions.bias_HTT.chunk(mesh.size(), dim=-3)[mesh.get_local_rank()]
         return x, norm, sliced
 
-    block.attention.register_forward_pre_hook(mine)  # type: ignore[union-attr, operator]
+    block.attention.register_forward_pre_hook(mine)  # type: ignore[union-attr]

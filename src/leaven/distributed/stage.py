@@ -1,7 +1,7 @@
 """The stretch of a model that a rank runs in one go. Without a pipeline it is the whole model."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,31 +13,26 @@ from leaven.model.transformer import Transformer
 class Loss(Protocol):
     """As :func:`leaven.model.loss.cross_entropy`, of hidden (B, T, D) and targets (B, T)."""
 
-    def __call__(
-        self,
-        hidden_BTD: Tensor,
-        weight_VD: Tensor,
-        targets_BT: Tensor,
-        *,
-        multiplier: float,
-        factor: Tensor | float,
-        compute: torch.dtype | None,
-    ) -> Tensor: ...
+    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor: ...
 
 
-def whole_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, **how: object) -> Tensor:
-    return cross_entropy(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), **how)  # type: ignore[arg-type]
+def whole_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor:
+    return cross_entropy(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), **how)
 
 
 class Stage(nn.Module):
     """Layers ``first`` to before ``last`` of a model, with the embedding before and the loss after if they are at its
     ends. Parameters keep the names that they have in the whole model, after ``model.``.
 
-    ``dtype`` is that of the products. ``factor`` multiplies the loss: set it before a forward.
+    ``dtype`` is that of the products. ``factor`` multiplies the loss: set it before a forward. ``splits_backward``:
+    the gradients of inputs and of parameters are computed apart.
     """
 
-    def __init__(self, model: Transformer, first: int, last: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Transformer, first: int, last: int, dtype: torch.dtype, *, splits_backward: bool = False
+    ) -> None:
         super().__init__()
+        self.splits_backward = splits_backward
         shape = model.shape
         self.begins, self.ends = first == 0, last == shape.n_layers
         for layer in range(shape.n_layers):
@@ -82,5 +77,6 @@ class Stage(nn.Module):
             multiplier=model.logit_multiplier,
             factor=self.factor,
             compute=self.dtype if lower else None,
+            repeatable=self.splits_backward,
         )
         return torch.stack((loss,))  # and no view: hooks on a stage want its output to themselves

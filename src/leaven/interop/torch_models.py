@@ -328,4 +328,4 @@ def _initialise(anatomy: Anatomy, rows: list[Row], seed: int) -> None:
 
 def _fill(site: Site, row: Row, seed: int) -> None:
     piece = piece_of(row.name, site.parameter)
-    fill(piece.local, row.name, row.init_mean, row.init_std, seed, piece.shape, piece.offset)
+    fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

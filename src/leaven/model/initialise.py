@@ -45,6 +45,7 @@ def fill(
     mean: float,
     std: float,
     seed: int,
+    *,
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> None:

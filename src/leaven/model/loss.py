@@ -27,13 +27,16 @@ def cross_entropy(
     multiplier: float = 1.0,
     factor: Tensor | float = 1.0,
     compute: torch.dtype | None = None,
+    repeatable: bool = False,
 ) -> Tensor:
     """``factor`` x the sum over tokens of -log softmax(multiplier x hidden . weight)[target], in nats, ().
 
     Products are computed in ``compute`` (the dtype of hidden, if none), everything else in fp32 or wider. ``factor``
-    is applied before gradients are rounded to ``compute``, as a loss scale must be.
+    is applied before gradients are rounded to ``compute``, as a loss scale must be. A ``repeatable`` backward pass
+    may run twice, as one that gives the gradients of inputs and of weights apart does; it needs memory for another
+    gradient of the weight.
     """
-    arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute
+    arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute, repeatable
     total: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return total
 
@@ -48,6 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
         multiplier: float,
         factor: Tensor | float,
         compute: torch.dtype | None,
+        repeatable: bool,
     ) -> Tensor:
         compute = compute or hidden_ND.dtype
         wide = torch.promote_types(compute, torch.float32)
@@ -75,6 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
             g_nV = torch.mul(g_nV, (counts_n * weight)[:, None], out=logits_nV)
             grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
             grad_weight_VD += g_nV.T @ h_nD
+        ctx.repeatable = repeatable
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         return total * factor
 
@@ -82,4 +87,5 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        return grad_hidden_ND * grad, grad_weight_VD.mul_(grad), None, None, None, None
+        grad_weight_VD = grad_weight_VD * grad if ctx.repeatable else grad_weight_VD.mul_(grad)
+        return grad_hidden_ND * grad, grad_weight_VD, None, None, None, None, None

@@ -108,7 +108,13 @@ class Training:
         self.world, self.dtype = world, DTYPES[recipe.precision.compute]
         table = resolve(recipe)
         self.sharded = ShardedModel(
-            recipe.model, table, recipe.data.seed, self.dtype, self.device, recipe.layout, world
+            recipe.model,
+            table,
+            seed=recipe.data.seed,
+            dtype=self.dtype,
+            device=self.device,
+            layout=recipe.layout,
+            world=world,
         )
         if recipe.start.folder is not None:
             start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
@@ -262,16 +268,16 @@ class Training:
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
     def _counted(self, windows: Tensor, sequences: int) -> int:
-        """The targets of a batch of so many sequences that count in the loss, of which this process has ``windows``: not
-        those that another document begins with."""
+        """The targets of a batch of so many sequences that count in the loss, of which this process has ``windows``:
+        not those that another document begins with."""
         if self._end_of_text is None:
             return sequences * self.recipe.model.seq_len
         mine = int((windows[:, :-1] != self._end_of_text).sum())
         return int(self.world.sum_(torch.tensor(float(mine if self.world.reads_first else 0), dtype=torch.float64)))
 
     def _of_batch(self, first: int, sequences: int) -> tuple[list[MicroBatch], int]:
-        """What this process feeds to the model of samples ``first`` to ``first + sequences - 1``, and how many targets
-        count in the whole batch. It reads no others."""
+        """What this process feeds to the model of samples ``first`` to ``first + sequences - 1``, and how many
+        targets count in the whole batch. It reads no others."""
         start, count = self._slice(sequences)
         windows = torch.from_numpy(self.stream.batch(first + start, max(count, 1)))
         return self._micro_batches(windows, count, sequences), self._counted(windows[:count], sequences)
@@ -283,19 +289,20 @@ class Training:
         return self._micro_batches(mine, count, len(windows)), self._counted(mine[:count], len(windows))
 
     def _slice(self, sequences: int) -> tuple[int, int]:
-        """Which of a batch's sequences are this process's: first and number. The last ones may have fewer, or none."""
+        """Which of a batch's sequences are this process's: first and number. The last processes may have fewer, or
+        none."""
         each = -(-sequences // self.world.dp)
         start = min(self.world.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> list[MicroBatch]:
-        """What each forward gets of the first ``count`` windows. All have one size, and all processes as many: they are
-        filled up with sequences whose targets do not count."""
+        """What each forward gets of the first ``count`` windows. All have one size, and all processes as many: they
+        are filled up with sequences whose targets do not count."""
         size, forwards = self.forwards(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
         return [
             self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
-            for number, chunk in enumerate(filled.split(size))
+            for number, chunk in enumerate(torch.split(filled, size))
         ]
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
