@@ -39,9 +39,8 @@ def build_stage(
     first, last = layers
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
-        stage = Stage(
-            Transformer(shape, multipliers, table.attention_scale), *layers, dtype, layout.schedule == "zero-bubble"
-        )
+        model = Transformer(shape, multipliers, table.attention_scale)
+        stage = Stage(model, first, last, dtype, splits_backward=layout.schedule == "zero-bubble")
     if layout.tp > 1:
         assert world.mesh is not None
         shard_tensors(stage, world.mesh["tp"])
