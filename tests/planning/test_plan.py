@@ -58,8 +58,8 @@ def test_a_wrong_layout_is_told_what_would_work(text: str, message: str) -> None
 @pytest.mark.parametrize(
     ("layout", "gpus", "message"),
     [
-        (Layout(tp=8), 8, r"12 heads, .* do not divide by 8; tp of 1, 2 or 4 works"),
-        (Layout(pp=16), 16, r"there are only 12 layers; pp of at most 12 works"),
+        (Layout(tp=8), 8, r"12 heads, .* do not all divide by 8; tp of 1, 2 or 4 works"),
+        (Layout(pp=16), 16, r"there are only 12 layers; at most 12 stages work"),
         (Layout(dp=4), 8, r"4 ranks, the cluster has 8 GPUs; make the product 8"),
         (Layout(dp=48), 48, r"a batch of 64 sequences does not divide over dp 48; a batch of 49,152 tokens would"),
     ],

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from leaven.data.tokens import TokenSet, prepare
+from leaven.distributed.stage import Stage
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.training.bench import Bench, Row, batches_of, bench, micro_batches_of
-from leaven.training.engine import Training
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +55,14 @@ def test_a_ramp_starts_where_bloom_had_a_share_of_its_speed(tiny: Recipe) -> Non
 def test_out_of_memory_leaves_out_what_is_larger(
     tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = Training._loss
+    forward = Stage.forward
 
-    def limited(self: Training, chunk: tuple[torch.Tensor, torch.Tensor], factor: Any = 1.0) -> torch.Tensor:
-        if len(chunk[0]) > 2:
+    def limited(self: Stage, *arguments: Any) -> torch.Tensor:
+        if len(arguments[0]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return loss(self, chunk, factor)
+        return forward(self, *arguments)
 
-    monkeypatch.setattr(Training, "_loss", limited)
+    monkeypatch.setattr(Stage, "forward", limited)
     found = bench(tiny, tokens, [1, 2, 4, 8], [8], limit_seconds=600)
     assert [row.micro_batch for row in found.rows] == [1, 2]
     assert found.too_large == (4, 8)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from leaven.data.stream import Stream
 from leaven.data.tokens import TokenSet, prepare
+from leaven.distributed.stage import Stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -193,15 +194,15 @@ def test_not_one_sequence_fits(
 
 def _room_for(monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
     """The device runs out of memory, in the middle of a forward, above so many sequences."""
-    loss = Training._loss
+    forward = Stage.forward
 
-    def limited(self: Training, chunk: tuple[torch.Tensor, torch.Tensor], factor: Any = 1.0) -> torch.Tensor:
-        made = loss(self, chunk, factor)
-        if len(chunk[0]) > sequences:
+    def limited(self: Stage, *arguments: Any) -> torch.Tensor:
+        made = forward(self, *arguments)
+        if len(arguments[0]) > sequences:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return made
 
-    monkeypatch.setattr(Training, "_loss", limited)
+    monkeypatch.setattr(Stage, "forward", limited)
 
 
 def test_another_error_is_not_taken_for_memory(
@@ -210,7 +211,7 @@ def test_another_error_is_not_taken_for_memory(
     def broken(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("the weights are gone")
 
-    monkeypatch.setattr(Training, "_loss", broken)
+    monkeypatch.setattr(Stage, "forward", broken)
     with pytest.raises(RuntimeError, match="the weights are gone"):
         trial_step(Training(tiny, tokens), 1)
 

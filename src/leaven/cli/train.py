@@ -20,6 +20,7 @@ from leaven.cli._common import (
 )
 from leaven.cli._screens import TextScreen, TrainScreen, advice, summary_line
 from leaven.planning.tested_ground import warnings
+from leaven.planning.trainable import layout_cautions, require_trainable
 from leaven.recipe.errors import InputError
 
 
@@ -62,14 +63,14 @@ def train_(
     folder = run or Path("runs") / loaded.name
 
     from leaven.data.tokens import prepare
-    from leaven.distributed.world import require_ranks, world_size
+    from leaven.distributed.world import world_size
     from leaven.interop.weights import require_start
     from leaven.training.by_hand import Back
     from leaven.training.engine import Diverged
     from leaven.training.metrics import writers
     from leaven.training.trainer import check, train
 
-    require_ranks(loaded.layout, world_size())
+    require_trainable(loaded, world_size())
     if loaded.start.folder is not None:  # before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
@@ -78,7 +79,7 @@ def train_(
     with TextScreen() as text:
         tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
         text.notes(tokens)
-    warn(warnings(loaded))
+    warn([*warnings(loaded), *layout_cautions(loaded)])
     with stopping() as stop, TrainScreen(loaded, log_every) as screen:
         try:
             summary = train(

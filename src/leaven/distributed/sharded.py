@@ -50,7 +50,7 @@ class ShardedModel:
         world: World = ALONE,
     ) -> None:
         self.layout, self.world, self.device = layout, world, device
-        layers = stage_layers(shape.n_layers, layout.pp * layout.stages_per_rank)
+        layers = stage_layers(shape, layout.pp * layout.stages_per_rank)
         self.stages = [
             build_stage(
                 shape,

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -112,16 +111,6 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
     sizes = (layout.pp, replicas, layout.dp // replicas, layout.tp)
     return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-
-
-def require_ranks(layout: Layout, processes: int) -> None:
-    """Raise InputError if a layout is not one of so many processes."""
-    if layout.ranks != processes:
-        raise InputError(
-            f"[layout] dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, and there "
-            f"{'is one process' if processes == 1 else f'are {processes} processes'}; start "
-            f"torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or --set layout.dp and the like"
-        )
 
 
 def world_size() -> int:

@@ -76,12 +76,10 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
 
 
 def tensor_degrees(shape: ModelShape) -> list[int]:
-    """The tensor-parallel degrees that cut heads, key-value heads and the MLP into whole parts."""
-    return [
-        tp
-        for tp in range(1, shape.n_kv_heads + 1)
-        if not shape.n_heads % tp and not shape.n_kv_heads % tp and not shape.d_ff % tp
-    ]
+    """The tensor-parallel degrees that cut heads, key-value heads, the MLP, the vocabulary and, between products, the
+    sequence into whole parts."""
+    whole = shape.n_heads, shape.n_kv_heads, shape.d_ff, shape.vocab_size, shape.seq_len
+    return [tp for tp in range(1, shape.n_kv_heads + 1) if not any(size % tp for size in whole)]
 
 
 def check_layout(shape: ModelShape, layout: Layout, cluster: Cluster) -> None:
@@ -95,17 +93,26 @@ def check_layout(shape: ModelShape, layout: Layout, cluster: Cluster) -> None:
             f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, "
             f"the cluster has {cluster.gpus} GPUs; make the product {cluster.gpus}"
         )
+    refusal = shape_refusal(shape, layout)
+    if refusal is not None:
+        raise InputError(f"layout {refusal}")
+
+
+def shape_refusal(shape: ModelShape, layout: Layout) -> str | None:
+    """Why a model cannot be laid out like this, and what would work; None if it can."""
+    tp, stages = layout.tp, layout.pp * layout.stages_per_rank
     degrees = tensor_degrees(shape)
-    if layout.tp not in degrees:
+    if tp not in degrees:
         *most, last = map(str, degrees)
-        raise InputError(
-            f"layout tp={layout.tp}: {shape.n_heads} heads, {shape.n_kv_heads} kv heads and d_ff {shape.d_ff} "
-            f"do not divide by {layout.tp}; tp of {', '.join(most)}{' or ' if most else ''}{last} works"
+        return (
+            f"tp={tp}: {shape.n_heads} heads, {shape.n_kv_heads} kv heads, d_ff {shape.d_ff}, a vocabulary of "
+            f"{shape.vocab_size} and seq_len {shape.seq_len} do not all divide by {tp}; "
+            f"tp of {', '.join(most)}{' or ' if most else ''}{last} works"
         )
-    if layout.pp > shape.n_layers:
-        raise InputError(
-            f"layout pp={layout.pp}: there are only {shape.n_layers} layers; pp of at most {shape.n_layers} works"
-        )
+    if stages > shape.n_layers:
+        what = f"pp={layout.pp}" + (f" x stages_per_rank={stages // layout.pp}" if stages > layout.pp else "")
+        return f"{what}: there are only {shape.n_layers} layers; at most {shape.n_layers} stages work"
+    return None
 
 
 def arrangements(shape: ModelShape, layout: Layout, batch_tokens: int, micro_batch: int | None) -> list[Arrangement]:

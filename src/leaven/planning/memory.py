@@ -26,7 +26,8 @@ class Implementation:
     ``weights``, ``grads``, ``optimizer``: bytes a parameter. ``compute_copy``: bytes a parameter of the copy that
     the matmuls read, where the weights are kept in fp32. ``element``: bytes of an activation. ``logit``: bytes a
     logit at the peak of an unfused cross-entropy: bf16 and fp32 logits, their log-softmax, and a gradient.
-    ``fixed_gib``: context, NCCL, kernels. ``slack``: share of everything else lost to fragmentation.
+    ``even_stages``: a pipeline's blocks in equal numbers, whatever the ends weigh. ``fixed_gib``: context, NCCL,
+    kernels. ``slack``: share of everything else lost to fragmentation.
     """
 
     weights: int = 4
@@ -37,6 +38,7 @@ class Implementation:
     logit: int = 14
     flash_attention: bool = True
     sequence_parallel: bool = False
+    even_stages: bool = False
     fixed_gib: float = 2.0
     slack: float = 0.05
 
@@ -97,22 +99,43 @@ def parameter_counts(shape: ModelShape) -> ParameterCounts:
     )
 
 
-def stage_layers(n_layers: int, pp: int) -> tuple[int, ...]:
-    """Blocks of each pipeline stage. What does not divide goes to the middle: the ends hold the embeddings.
+@cache
+def stage_layers(shape: ModelShape, stages: int, even: bool = False) -> tuple[int, ...]:
+    """Blocks of each pipeline stage, so that the most loaded has the least, one block at least.
 
-    >>> stage_layers(70, 12)
-    (5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5)
+    The embedding weighs on the first stage and the unembedding on the last, each as many blocks as it has parameters
+    of one: a block's memory and, of the unembedding, its FLOPs too go by its matrices. ``even`` stages differ by one
+    block at most, what does not divide in the middle: how BLOOM and others were laid out.
     """
-    base, more = divmod(n_layers, pp)
-    middle_first = [*range(1, pp - 1), 0, pp - 1]
-    longer = set(middle_first[:more])
-    return tuple(base + (stage in longer) for stage in range(pp))
+    if stages == 1:
+        return (shape.n_layers,)
+    if even:
+        base, more = divmod(shape.n_layers, stages)
+        longer = {*[*range(1, stages - 1), 0, stages - 1][:more]}
+        return tuple(base + (stage in longer) for stage in range(stages))
+    count, middle = parameter_counts(shape), stages - 2
+    ends = count.embedding / count.layer_matrices, count.unembedding / count.layer_matrices
+
+    def load(layers: tuple[int, ...]) -> tuple[float, float]:
+        loads = [layers[0] + ends[0], *layers[1:-1], layers[-1] + ends[1]]
+        return max(loads), sum(stage**2 for stage in loads)
+
+    def split(first: int, last: int) -> tuple[int, ...] | None:
+        rest = shape.n_layers - first - last
+        if rest < middle or (not middle and rest):
+            return None
+        base, more = divmod(rest, middle) if middle else (0, 0)
+        return (first, *(base + (stage < more) for stage in range(middle)), last)
+
+    sizes = range(1, -(-shape.n_layers // stages) + 2)
+    splits = [found for first in sizes for last in sizes if (found := split(first, last)) is not None]
+    return min(splits, key=load)
 
 
-def stage_parameters(shape: ModelShape, layout: Layout, stage: int) -> float:
+def stage_parameters(shape: ModelShape, layout: Layout, stage: int, code: Implementation = LEAVEN_BF16) -> float:
     """Parameters on one tensor-parallel rank of a stage. Tied embeddings are on both ends."""
     count, t = parameter_counts(shape), layout.tp
-    layers = stage_layers(shape.n_layers, layout.pp)[stage]
+    layers = stage_layers(shape, layout.pp, code.even_stages)[stage]
     parameters = layers * (count.layer_matrices / t + count.layer_vectors)
     first, last = stage == 0, stage == layout.pp - 1
     if first:
@@ -147,7 +170,7 @@ def stage_memory(shape: ModelShape, how: Arrangement, stage: int, code: Implemen
     input of every block and the working set of one.
     """
     layout, d = how.layout, how.layout.dp
-    parameters = stage_parameters(shape, layout, stage)
+    parameters = stage_parameters(shape, layout, stage, code)
     weights, grads, optimizer = (
         parameters * size / (d if layout.zero >= sharded_from else 1)
         for size, sharded_from in ((code.weights, 3), (code.grads, 2), (code.optimizer, 1))
@@ -160,7 +183,7 @@ def stage_memory(shape: ModelShape, how: Arrangement, stage: int, code: Implemen
         weights += parameters * code.compute_copy
     kept, working_set = _kept_and_working_set(shape, how, code)
     in_flight = min(how.grad_accumulation, layout.pp - stage)
-    activations = in_flight * stage_layers(shape.n_layers, layout.pp)[stage] * kept + working_set
+    activations = in_flight * stage_layers(shape, layout.pp, code.even_stages)[stage] * kept + working_set
     if shape.embedding_norm and stage == 0:  # its input
         activations += in_flight * code.element * how.micro_batch * shape.seq_len * shape.d_model
     logits = 0.0

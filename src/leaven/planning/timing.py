@@ -93,7 +93,7 @@ def step_time(shape: ModelShape, how: Arrangement, cluster: Cluster, code: Imple
         3 * tokens * forward_flops(shape).unembedding / layout.tp / (cluster.accelerator.matmul_flops * SUSTAINED)
     )
     # The slowest stage: the last with the logits, or one of more blocks in the middle.
-    layers = stage_layers(shape.n_layers, p)
+    layers = stage_layers(shape, p, code.even_stages)
     seconds = block.forward + block.backward + block.all_reduce
     last_is_slowest = layers[-1] * seconds + logits >= max(layers) * seconds
     n, extra = (layers[-1], logits) if last_is_slowest else (max(layers), 0.0)
@@ -101,7 +101,7 @@ def step_time(shape: ModelShape, how: Arrangement, cluster: Cluster, code: Imple
     hop = code.element * tokens * shape.d_model / layout.tp / _bandwidth(cluster, layout.ranks, layout.ranks)
     transfer = 2 * hop if p > 1 else 0.0
     states = code.weights + code.grads + code.optimizer
-    own = stage_parameters(shape, layout, 0) / (layout.dp if layout.zero else 1)
+    own = stage_parameters(shape, layout, 0, code) / (layout.dp if layout.zero else 1)
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * reduce,
@@ -121,7 +121,7 @@ def _exposed_data_parallel(
         return 0.0
     backward = 2 * forward
     bandwidth = _bandwidth(cluster, layout.tp * layout.dp, layout.tp)
-    parameters = stage_parameters(shape, layout, 0)
+    parameters = stage_parameters(shape, layout, 0, code)
     scatter = _ring(parameters * code.grads, layout.dp, bandwidth)
     gather = _ring(parameters * code.weights, layout.dp, bandwidth)
     if layout.zero == 0:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from leaven.recipe.base import Part
 
@@ -28,6 +28,28 @@ class Layout(Part):
     stages_per_rank: int = Field(default=1, gt=0)
     recompute: Recompute = "none"
     compile: bool = False
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> "Layout":
+        if self.dp % self.dp_replicate:
+            raise ValueError(f"dp_replicate = {self.dp_replicate} does not divide dp = {self.dp}; take a divisor")
+        if self.zero == 0 and self.dp_replicate > 1:
+            raise ValueError(
+                "zero = 0 replicates everything, so dp_replicate says nothing; leave it out, or set zero"
+            )
+        if self.pp == 1 and (self.schedule != "1f1b" or self.stages_per_rank > 1):
+            raise ValueError("pp = 1 has no pipeline; leave out schedule and stages_per_rank, or set pp")
+        if self.stages_per_rank > 1 and self.schedule in {"gpipe", "1f1b"}:
+            raise ValueError(
+                f'schedule = "{self.schedule}" has one stage on a rank; set schedule = "interleaved", or '
+                "stages_per_rank = 1"
+            )
+        if self.schedule == "interleaved" and self.stages_per_rank == 1:
+            raise ValueError('schedule = "interleaved" needs stages_per_rank = 2 or more; with one it is "1f1b"')
+        if self.schedule == "zero-bubble" and self.zero == 3:
+            # torch (2.13): gathered parameters are gone when the weights' gradients are computed; wrong, not refused.
+            raise ValueError('schedule = "zero-bubble" computes wrong gradients with zero = 3; set zero = 1 or 2')
+        return self
 
     @property
     def ranks(self) -> int:

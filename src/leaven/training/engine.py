@@ -14,7 +14,7 @@ from torch import Tensor
 from leaven.data.documents import isolated
 from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.sharded import ShardedModel
-from leaven.distributed.world import ALONE, World, require_ranks
+from leaven.distributed.world import ALONE, World
 from leaven.interop.weights import require_start, start_from
 from leaven.model.initialise import name_seed
 from leaven.model.kernels import subtract_
@@ -22,6 +22,7 @@ from leaven.model.loss import IGNORED
 from leaven.model.transformer import Transformer
 from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB
+from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.checkpoint import Checkpoint, Progress
@@ -350,7 +351,7 @@ class Training:
 
 def check_trainable(recipe: Recipe, tokens: "TokenSet", world: World = ALONE) -> None:
     """Raise InputError for what would stop a training before its first step."""
-    require_ranks(recipe.layout, world.size)
+    require_trainable(recipe, world.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)
     tokens.stream(recipe.model.seq_len, recipe.data.seed)

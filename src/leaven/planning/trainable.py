@@ -1,0 +1,96 @@
+"""What a layout asks of the model, the batch and the processes: said before anything is started."""
+
+from leaven.planning.arrangement import shape_refusal
+from leaven.planning.tested_ground import Caution
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
+
+
+def require_trainable(recipe: Recipe, processes: int) -> None:
+    """That a recipe can be trained as it is laid out on so many processes.
+
+    Raises:
+        InputError: saying what would work.
+    """
+    require_ranks(recipe.layout, processes)
+    for refusal in (shape_refusal(recipe.model, recipe.layout), _batch_refusal(recipe)):
+        if refusal is not None:
+            raise InputError(f"[layout] {refusal}")
+
+
+def require_ranks(layout: Layout, processes: int) -> None:
+    """Raise InputError if a layout is not one of so many processes; it names the nearest that are."""
+    if layout.ranks == processes:
+        return
+    there = "there is one process" if processes == 1 else f"there are {processes} processes"
+    said = f"[layout] dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, and {there}"
+    if processes == 1:
+        raise InputError(
+            f"{said}; start it with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one device "
+            "with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
+        )
+    near = [f"dp={dp} tp={tp} pp={pp}" for dp, tp, pp in nearest(layout, processes)]
+    raise InputError(f"{said}; {' or '.join(near)} would do")
+
+
+def nearest(layout: Layout, processes: int) -> list[tuple[int, int, int]]:
+    """(dp, tp, pp) of so many ranks, at most two, the ones that change the fewest and least degrees first; dp is what
+    gives most easily."""
+    degrees = [
+        (processes // tp // pp, tp, pp)
+        for tp in range(1, processes + 1)
+        if processes % tp == 0
+        for pp in range(1, processes // tp + 1)
+        if processes // tp % pp == 0
+    ]
+
+    def distance(degree: tuple[int, int, int]) -> tuple[int, float]:
+        dp, tp, pp = degree
+        changed = (tp != layout.tp) + (pp != layout.pp)
+        return changed, max(tp / layout.tp, layout.tp / tp) * max(pp / layout.pp, layout.pp / pp) + dp / processes
+
+    return sorted(degrees, key=distance)[:2]
+
+
+def micro_batches(recipe: Recipe, batch_tokens: int, micro_batch: int) -> int:
+    """Forwards of a rank in a step."""
+    share = -(-batch_tokens // recipe.model.seq_len // recipe.layout.dp)
+    return -(-share // micro_batch)
+
+
+def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
+    """Share of a step that a rank of a pipeline stands still: (p - 1) / (v m + p - 1), of p ranks with v stages each
+    and m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
+
+
+def _batch_refusal(recipe: Recipe) -> str | None:
+    layout = recipe.layout
+    smallest = min(tokens for _, tokens in recipe.batch.sizes)
+    size = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
+    forwards = micro_batches(recipe, smallest, size)
+    if forwards >= layout.pp:
+        return None
+    sequences = smallest // recipe.model.seq_len
+    enough = layout.pp * layout.dp * recipe.model.seq_len
+    return (
+        f"pp={layout.pp}: the smallest batch of {sequences:,} sequences is {forwards} micro-batches a rank, fewer "
+        f"than stages: {bubble(forwards, layout.pp):.0%} of a step would be bubble; "
+        + (f"lower [batch] micro_batch from {size}, or " if micro_batches(recipe, smallest, 1) >= layout.pp else "")
+        + f"begin with a batch of {enough:,} tokens or more"
+    )
+
+
+def layout_cautions(recipe: Recipe) -> list[Caution]:
+    """What is allowed and hardly meant."""
+    layout = recipe.layout
+    found = []
+    if layout.zero and layout.dp == 1:
+        said = f"[layout] zero = {layout.zero} shards over dp ranks, and dp = 1: it shards nothing"
+        found.append(Caution("zero", layout.zero, 0, said))
+    smallest = min(tokens for _, tokens in recipe.batch.sizes) // recipe.model.seq_len
+    if smallest < layout.dp:
+        said = f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none"
+        found.append(Caution("dp", layout.dp, smallest, said))
+    return found
