@@ -1,0 +1,31 @@
+"""Ranks for the tests of this folder, started once, and the run of one process that every layout is held against."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from tests.distributed.cases import train
+from tests.distributed.pool import Pool
+
+from leaven.data.tokens import prepare
+from leaven.recipe.recipe import Recipe
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def alone() -> Any:
+    """What one process gets of a recipe in so many steps, once for all the layouts that ask."""
+
+    @cache
+    def trained(recipe_json: str, steps: int, dtype: str) -> dict[str, Any]:
+        recipe = Recipe.model_validate_json(recipe_json)
+        return train(recipe, prepare(recipe.data, recipe.model.vocab_size), steps, dtype)
+
+    return lambda recipe, steps, dtype: trained(recipe.model_dump_json(), steps, dtype)

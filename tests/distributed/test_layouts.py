@@ -1,0 +1,143 @@
+"""The layout is not part of the model: losses, norms and parameters are those of one process, in every layout."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.distributed.cases import assembled, train
+from tests.distributed.pool import Pool
+
+from leaven.data.tokens import prepare
+from leaven.recipe.recipe import Recipe
+
+Alone = Callable[[Recipe, int, str], dict[str, Any]]
+
+# Batches of 4, 6, 8 and 8 sequences of which three ranks, or micro-batches of 3, leave rests; every module but a few
+# has values of its own; the clip acts in every step.
+COMMON: dict[str, Any] = {
+    "model.n_layers": 4,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 2,
+    "model.d_head": 4,
+    "model.seq_len": 16,
+    "batch.tokens": 128,
+    "batch.micro_batch": 3,
+    "batch.ramp": {"start_tokens": 64, "increment_tokens": 32, "over_tokens": 128},
+    "schedule.warmup_tokens": 64,
+    "hyperparameters.grad_clip": 0.5,
+    "hyperparameters.weight_decay": 0.1,
+    "hyperparameters.modules": {"embedding": {"lr": 2.0}, "attention.query": {"lr": 0.5, "beta2": 2.0}},
+    "hyperparameters.depth": {"lr": [1.0, 0.5]},
+    "evaluation.tokens": 160,
+}
+TIED = {"model.tied_embeddings": True}
+GPT = TIED | {
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.positions": "learned",
+    "model.bias": True,
+    "model.qk_norm": False,
+    "model.n_kv_heads": 4,
+}
+BLOOM = GPT | {"model.positions": "alibi", "model.embedding_norm": True}
+PER_MODULE = {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.1}}
+RUNNING = {"hyperparameters.grad_clip": {"mode": "running", "limit": 0.9}}
+ISOLATED = {"data.documents": "isolated"}
+FULL = {"layout.recompute": "full"}
+ONE = {"batch.micro_batch": 1}  # as many micro-batches as a pipeline of two needs
+
+
+def layout(dp: int = 1, tp: int = 1, pp: int = 1, zero: int = 0, **more: Any) -> dict[str, Any]:
+    values = {"dp": dp, "tp": tp, "pp": pp, "zero": zero} | more
+    return {f"layout.{key}": value for key, value in values.items()}
+
+
+def differences(
+    ranks: Pool, alone: Alone, recipe: Recipe, changes: dict[str, Any], steps: int = 4, dtype: str = "float64"
+) -> dict[str, float]:
+    """The largest difference from one process in losses and validation (nats), norms (relative), parameters."""
+    plain = {key: value for key, value in changes.items() if not key.startswith("layout.")}
+    one = alone(recipe.replace(COMMON | plain), steps, dtype)
+    laid_out = recipe.replace(COMMON | changes)
+    tokens = prepare(laid_out.data, laid_out.model.vocab_size)
+    many = ranks(laid_out.layout.ranks, train, laid_out, tokens, steps, dtype)
+    for rank in many[1:]:  # the same bits everywhere: what is decided by them is decided alike
+        assert all(rank[key] == many[0][key] for key in ("losses", "grad_norms", "update_norms", "modules"))
+        assert rank["validation"] == many[0]["validation"]
+    first, expected = many[0], assembled([one])
+    found = assembled(many)
+    assert found.keys() == expected.keys()
+    norms = [(first[key], one[key]) for key in ("grad_norms", "update_norms")]
+    return {
+        "loss": float(np.abs(np.subtract(first["losses"], one["losses"])).max()),
+        "validation": abs(first["validation"] - one["validation"]),
+        "norm": max(float(np.abs(np.divide(mine, theirs) - 1).max()) for mine, theirs in norms),
+        "parameter": max(float(np.abs(found[name] - expected[name]).max()) for name in found),
+    }
+
+
+CASES = {
+    "dp2": layout(dp=2),
+    "dp2 zero1": layout(dp=2, zero=1) | PER_MODULE,
+    "dp2 zero2": layout(dp=2, zero=2) | RUNNING,
+    "dp2 zero3": layout(dp=2, zero=3) | GPT,
+    "dp3 zero1": layout(dp=3, zero=1) | ISOLATED,
+    "dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2),
+    "tp2": layout(tp=2),
+    "tp2 gpt": layout(tp=2) | GPT | FULL,
+    "tp2 bloom": layout(tp=2) | BLOOM,
+    "tp2 gains by head": layout(tp=2) | {"model.qk_norm_per_head": True} | ISOLATED,
+    "tp4": layout(tp=4) | GPT,
+    "pp2": layout(pp=2),
+    "pp2 gpipe": layout(pp=2, schedule="gpipe") | GPT,
+    "pp2 interleaved": layout(pp=2, schedule="interleaved", stages_per_rank=2) | TIED,
+    "pp2 zero-bubble": layout(pp=2, schedule="zero-bubble", stages_per_rank=2),
+    "pp4": layout(pp=4) | TIED | ISOLATED | ONE,
+    "dp2 pp2 zero1": layout(dp=2, pp=2, zero=1) | TIED | PER_MODULE | ONE,
+    "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, schedule="zero-bubble", stages_per_rank=2) | ONE,
+    "dp2 pp2 zero3": layout(dp=2, pp=2, zero=3) | FULL | ONE,
+    "dp2 tp2 zero0": layout(dp=2, tp=2),
+    "dp2 tp2 zero2": layout(dp=2, tp=2, zero=2) | TIED,
+    "dp2 tp2 zero3": layout(dp=2, tp=2, zero=3) | BLOOM | {"model.n_layers": 2},
+    "tp2 pp2": layout(tp=2, pp=2) | GPT | {"model.n_layers": 2},
+    "dp2 tp2 pp2 zero1": layout(dp=2, tp=2, pp=2, zero=1) | TIED | PER_MODULE | {"model.n_layers": 2} | ONE,
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+def test_losses_norms_and_parameters_are_those_of_one_process(
+    changes: dict[str, Any], ranks: Pool, alone: Alone, tiny: Recipe
+) -> None:
+    # Parameters amplify: Adam divides gradients that are nearly 0 by their own size.
+    found = differences(ranks, alone, tiny, changes, steps=3 if changes.get("layout.tp", 1) > 1 else 4)
+    assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
+    assert found["parameter"] < 1e-10, found
+
+
+EVERYTHING = layout(dp=2, tp=2, pp=2, zero=2) | ONE | {"model.n_layers": 2}
+
+
+# What rounding makes of it in 3 steps, stated: partial sums of tensor ranks are rounded to the compute dtype.
+@pytest.mark.parametrize(("compute", "limit"), [("fp32", 1e-5), ("bf16", 2e-2), ("fp16", 2e-2)])
+def test_lower_precision_differs_by_its_rounding(
+    compute: str, limit: float, ranks: Pool, alone: Alone, tiny: Recipe
+) -> None:
+    changes = EVERYTHING | {"precision.compute": compute}
+    found = differences(ranks, alone, tiny, changes, steps=2, dtype="float32")
+    assert found["loss"] < limit, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "tied", "gpt", "bloom"])
+@pytest.mark.parametrize(
+    "degrees", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str
+)
+def test_every_product_of_degrees(
+    degrees: tuple[int, int, int], family: str, zero: int, ranks: Pool, alone: Alone, tiny: Recipe
+) -> None:
+    changes = {"llama": {}, "tied": TIED, "gpt": GPT, "bloom": BLOOM}[family] | layout(*degrees, zero) | ONE
+    found = differences(ranks, alone, tiny, changes)
+    assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
+    assert found["parameter"] < 1e-10, found
