@@ -198,8 +198,8 @@ def twice(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     [
         (shifted(1, 1), "w: a part of it is owned by nobody"),
         (shifted(0, 4), "w: a part of it is owned by nobody"),
-        (shifted(2, 1), r"w: \(4, 100\) from \(9, 0\) on is not within \(12, 100\)"),
-        (shifted(0, -1), r"w: \(4, 100\) from \(-1, 0\) on is not within"),
+        (shifted(2, 1), r"w: a block of it, \(\(9, 13\), \(0, 100\)\), is not within \(12, 100\)"),
+        (shifted(0, -1), r"w: a block of it, \(\(-1, 3\), \(0, 100\)\), is not within"),
         (twice, "step.w: a part of it is owned twice"),
         (without_number, "step.w: owned by nobody; rank 0 holds it for others"),
         (doubled, r"w: its blocks are of different tensors, float32 \(12, 100\) and float64"),

@@ -23,7 +23,7 @@ from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.world import ALONE, World
 from leaven.training.rewind import Rewind, undone
-from leaven.training.saved_tensors import Block, Layout, Tensors, dtype_name, merged
+from leaven.training.saved_tensors import Block, SavedTensor, Tensors, dtype_name, merged
 
 FORMAT, FORMAT_OF_MANY = 2, 3
 """Of what one process writes, and of what several do: there ``state.json`` says which part of a tensor is where."""
@@ -134,7 +134,9 @@ def _write_part(folder: Path, checkpoint: Checkpoint, world: World) -> dict[str,
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
             place = checkpoint.places.get(name, Place(shape, (0,) * len(shape)))
-            part[kind][name] = Layout(dtype_name(tensor), place.shape, (Block(file, place.offset, shape),)).to_json()
+            part[kind][name] = SavedTensor(
+                dtype_name(tensor), place.shape, (Block(file, place.offset, shape),)
+            ).to_json()
         held -= tensors.keys()
     return part | {"of_others": sorted(held)}
 
@@ -160,7 +162,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
                 raise OSError(f"rank {rank}: {name} is not what rank 0 finds; all ranks must write to one folder")
         files |= part["files"]
     whole = {
-        kind: merged([{name: Layout.from_json(each) for name, each in part[kind].items()} for part in parts])
+        kind: merged([{name: SavedTensor.from_json(each) for name, each in part[kind].items()} for part in parts])
         for kind in _KINDS
     }
     for rank, part in enumerate(parts):
@@ -174,8 +176,8 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         "files": files,
     }
     if len(parts) > 1:
-        layouts = {kind: {name: each.to_json() for name, each in tensors.items()} for kind, tensors in whole.items()}
-        state |= {"format": FORMAT_OF_MANY, "tensors": layouts}
+        where = {kind: {name: each.to_json() for name, each in tensors.items()} for kind, tensors in whole.items()}
+        state |= {"format": FORMAT_OF_MANY, "tensors": where}
     with (temporary / "state.json").open("w", encoding="utf-8") as file:
         # A line a number is for people, and slow: not for a table of every block.
         json.dump(state | {"blake2b": _digest_of(state)}, file, indent=1 if len(parts) == 1 else None)
@@ -231,8 +233,10 @@ def _read(folder: Path, world: World) -> Found:
         if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")
     if "tensors" in state:
-        layouts = [{name: Layout.from_json(each) for name, each in state["tensors"][kind].items()} for kind in _KINDS]
-        model, optimizer = (Tensors(folder, each) for each in layouts)
+        model, optimizer = (
+            Tensors(folder, {name: SavedTensor.from_json(each) for name, each in state["tensors"][kind].items()})
+            for kind in _KINDS
+        )
     else:
         model, optimizer = (Tensors.of_file(folder / f"{kind}.safetensors") for kind in _KINDS)
     progress = Progress(state["step"], state["tokens"], state["seconds"])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SavedTensor:
     """Where a tensor is. ``dtype`` is torch's name for it."""
 
     dtype: str
@@ -41,38 +42,47 @@ class Layout:
         return {"dtype": self.dtype, "shape": self.shape, "blocks": blocks}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Layout":
+    def from_json(cls, values: Mapping[str, Any]) -> "SavedTensor":
         blocks = tuple(Block(file, tuple(offset), tuple(shape)) for file, offset, shape in values["blocks"])
         return cls(values["dtype"], tuple(values["shape"]), blocks)
 
 
-def merged(parts: Sequence[Mapping[str, Layout]]) -> dict[str, Layout]:
-    """Layouts of whole tensors from those of what each process has written.
+def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
+    """Whole tensors from what each process has written of them.
 
     Raises:
         ValueError: naming a tensor of which an element is in no file, or in two, or whose blocks are of different
             tensors.
     """
-    found: dict[str, list[Layout]] = {}
+    found: dict[str, list[SavedTensor]] = {}
     for part in parts:
-        for name, layout in part.items():
-            found.setdefault(name, []).append(layout)
+        for name, saved in part.items():
+            found.setdefault(name, []).append(saved)
     whole = {}
-    for name, layouts in found.items():
-        first, *others = layouts
+    for name, pieces in found.items():
+        first, *others = pieces
         for other in others:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 there = " and ".join(f"{each.dtype} {each.shape}" for each in (first, other))
                 raise ValueError(f"{name}: its blocks are of different tensors, {there}")
-        blocks = tuple(block for layout in layouts for block in layout.blocks)
-        for block in blocks:
-            if len(block.shape) != len(first.shape) or _common(block.spans, _spans_of(first.shape)) != block.spans:
-                raise ValueError(f"{name}: {block.shape} from {block.offset} on is not within {first.shape}")
-        times = _times([block.spans for block in blocks], first.shape)
-        if not times <= {1}:
-            raise ValueError(f"{name}: a part of it is owned {'by nobody' if 0 in times else 'twice'}")
+        blocks = tuple(block for each in pieces for block in each.blocks)
+        fault = _fault(tuple(block.spans for block in blocks), first.shape)
+        if fault:
+            raise ValueError(f"{name}: {fault}")
         whole[name] = replace(first, blocks=blocks)
     return whole
+
+
+@lru_cache(1024)  # many tensors are cut alike
+def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
+    """Why blocks do not make up a tensor."""
+    for block in blocks:
+        if len(block) != len(shape) or not all(
+            0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
+        ):
+            return f"a block of it, {block}, is not within {shape}"
+    times = _times(blocks, shape)
+    return None if times <= {1} else f"a part of it is owned {'by nobody' if 0 in times else 'twice'}"
 
 
 def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
@@ -92,55 +102,54 @@ class Tensors(Mapping[str, Tensor]):
     """Tensors by name, read when they are asked for. What is given may be a view of a file: copy it before writing
     to it. Files are opened when something of them is needed, and stay readable from then on, though deleted."""
 
-    def __init__(self, folder: Path, layouts: Mapping[str, Layout]) -> None:
-        self._folder, self._layouts = folder, layouts
+    def __init__(self, folder: Path, saved: Mapping[str, SavedTensor]) -> None:
+        self._folder, self._saved = folder, saved
         self._files: dict[str, Any] = {}
 
     @classmethod
     def of_file(cls, path: Path) -> "Tensors":
         """All that are in a file, whole."""
-        layouts: dict[str, Layout] = {}
-        tensors = cls(path.parent, layouts)
+        saved: dict[str, SavedTensor] = {}
+        tensors = cls(path.parent, saved)
         file = tensors._opened(path.name)
         for name in file.keys():  # noqa: SIM118  # no mapping
             tensor = file.get_tensor(name)
             shape = tuple(tensor.shape)
-            layouts[name] = Layout(dtype_name(tensor), shape, (Block(path.name, (0,) * len(shape), shape),))
+            saved[name] = SavedTensor(dtype_name(tensor), shape, (Block(path.name, (0,) * len(shape), shape),))
         return tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        shape = self._layouts[name].shape
+        shape = self._saved[name].shape
         return self.piece(name, (0,) * len(shape), shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._layouts)
+        return iter(self._saved)
 
     def __len__(self) -> int:
-        return len(self._layouts)
+        return len(self._saved)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._layouts  # that of Mapping would read it
+        return name in self._saved  # that of Mapping would read it
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return self._layouts[name].shape
+        return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The block of ``shape`` from ``offset`` on; nothing else is read, nor held in memory."""
-        layout, wanted = self._layouts[name], _spans(offset, shape)
-        assert len(wanted) == len(layout.shape), f"{name} is {layout.shape}, not {tuple(shape)}"
-        assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, layout.shape, strict=True))
-        found = None
-        for block in layout.blocks:
-            common = _common(wanted, block.spans)
+        saved, wanted = self._saved[name], _spans(offset, shape)
+        assert len(wanted) == len(saved.shape), f"{name} is {saved.shape}, not {tuple(shape)}"
+        assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, saved.shape, strict=True))
+        parts = [(block, _common(wanted, block.spans)) for block in saved.blocks]
+        for block, common in parts:
             if common == wanted:
                 return self._read(name, block, common)
+        found = torch.empty(tuple(shape), dtype=getattr(torch, saved.dtype))
+        for block, common in parts:
             if _size(common):
-                if found is None:
-                    found = torch.empty(tuple(shape), dtype=getattr(torch, layout.dtype))
                 at = tuple(start - first for (start, _), (first, _) in zip(common, wanted, strict=True))
                 cut(found, at, tuple(end - start for start, end in common)).copy_(self._read(name, block, common))
-        return torch.empty(tuple(shape), dtype=getattr(torch, layout.dtype)) if found is None else found
+        return found
 
     def _read(self, name: str, block: Block, spans: Sequence[Span]) -> Tensor:
         file = self._opened(block.file)
@@ -163,11 +172,6 @@ def dtype_name(tensor: Tensor) -> str:
 
 def _spans(offset: Sequence[int], shape: Sequence[int]) -> tuple[Span, ...]:
     return tuple((start, start + length) for start, length in zip(offset, shape, strict=True))
-
-
-def _spans_of(shape: Sequence[int]) -> tuple[Span, ...]:
-    """Of a whole tensor."""
-    return _spans((0,) * len(shape), shape)
 
 
 def _common(one: Sequence[Span], other: Sequence[Span]) -> tuple[Span, ...]:
