@@ -20,7 +20,7 @@ from tests.distributed.in_threads import together
 from torch import Tensor
 
 import leaven.training.checkpoint as module
-from leaven.distributed.exchange import Exchange
+from leaven.distributed.exchange import Exchange, Unheard
 from leaven.distributed.pieces import Place, cut
 from leaven.distributed.world import World
 from leaven.training.checkpoint import (
@@ -358,7 +358,9 @@ def test_others_hear_of_it_when_the_old_ones_are_gone(tmp_path: Path) -> None:
     assert together(3, body) == [1, 1, 1]
 
 
-def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path) -> None:
+def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear, cleared = Keeper._clear, []
+    monkeypatch.setattr(Keeper, "_clear", lambda keeper, *rest: (cleared.append(1), clear(keeper, *rest)))
     for step in (1, 2):
         write_all(tmp_path, step, 2)
     write_checkpoint(tmp_path, rows(3, 0, 1))  # of one process: all of them go the same way
@@ -375,18 +377,36 @@ def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path) -> None:
         return steps(tmp_path)
 
     assert together(2, body) == [[1], [1]]
+    assert len(cleared) == 1
     assert names(tmp_path) == ["tokens-000000000000256"]
 
 
 def test_what_a_killed_attempt_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    whole = write_all(tmp_path, 2, 2)
-    leftover = tmp_path / f".{whole.name}.0badcafe-0.tmp"
-    whole.rename(leftover)
-    (leftover / "state.json").unlink()  # killed between the files and it
+    """Killed between the files and state.json; the next start has fewer processes."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(*arguments: Any) -> None:
+        raise Killed
+
+    def killed(world: World) -> None:
+        exchange = Exchange(world)
+        if not world.first:
+            exchange.hurry(0)
+        with pytest.raises(Killed if world.first else Unheard):
+            write_checkpoint(tmp_path, rows(2, world.rank, 3), exchange)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_commit", die)
+        together(3, killed)
+    (leftover,) = names(tmp_path)
+    assert len(names(tmp_path / leftover)) == 6
     assert read_checkpoint(tmp_path) == (None, [])
-    path = write_all(tmp_path, 2, 3)
-    assert len(names(path)) == 7
-    assert read_checkpoint(tmp_path)[0] is not None
+    assert len(names(write_all(tmp_path, 2, 2))) == 5
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert not damaged
 
 
 KILLED = """

@@ -108,13 +108,12 @@ def write_checkpoint(
         try:
             _commit(temporary, final, checkpoint, _all_well(parts))
         except (OSError, ValueError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             failed = _said(error)
         else:
             tidy()
     failed = exchange.decided(failed)
     if failed is not None:
-        shutil.rmtree(temporary, ignore_errors=True)  # what came too late to be heard of
+        shutil.rmtree(temporary, ignore_errors=True)  # by all: one may have come too late to be heard of
         raise NotSaved(failed)
     return final
 
