@@ -7,21 +7,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-import leaven.training.checkpoint as module
+import leaven.training.keeper as module
 from leaven.training.checkpoint import (
     Checkpoint,
-    Keeper,
     Progress,
     checkpoints,
     read_checkpoint,
     tokens_of,
     write_checkpoint,
 )
+from leaven.training.keeper import Keeper
 from leaven.training.rewind import Rewind
 
 
@@ -152,9 +155,9 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: Keeper
     """The training goes on at once, and changes its tensors in place while a thread writes."""
     go, write = threading.Event(), module.write_checkpoint
 
-    def slowly(folder: Path, checkpoint: Checkpoint) -> Path:
+    def slowly(*arguments: Any) -> Path:
         assert go.wait(60)
-        return write(folder, checkpoint)
+        return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "write_checkpoint", slowly)
@@ -174,6 +177,7 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: Keeper
 def test_damaged_ones_are_moved_aside_and_undone_ones_dropped(tmp_path: Path, keeper: Keeper) -> None:
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
+    (tmp_path / ".tokens-000000000000999.0badcafe-1.tmp").mkdir()  # of a run that was killed
     keeper.clear(256, damaged=[checkpoints(tmp_path)[-1]])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "damaged-tokens-000000000000768",
@@ -184,7 +188,8 @@ def test_damaged_ones_are_moved_aside_and_undone_ones_dropped(tmp_path: Path, ke
 FULL_DISK = """
 import resource, signal
 from pathlib import Path
-from leaven.training.checkpoint import Keeper, write_checkpoint
+from leaven.training.checkpoint import write_checkpoint
+from leaven.training.keeper import Keeper
 from tests.training.test_checkpoint import checkpoint
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path({folder!r})
@@ -208,8 +213,45 @@ def test_no_room_for_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
     assert not damaged
 
 
-def test_a_state_is_plain_json(tmp_path: Path) -> None:
+def test_what_one_process_writes(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, checkpoint(1))
+    assert sorted(file.name for file in path.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
     state = json.loads((path / "state.json").read_text())
+    assert list(state) == ["step", "tokens", "seconds", "format", "rewinds", "state", "files", "blake2b"]
     assert (state["step"], state["tokens"], state["format"]) == (1, 256, 2)
+
+
+def test_one_that_was_written_by_hand_is_read(tmp_path: Path) -> None:
+    """As the first version wrote it: the format does not change with the code."""
+    folder = tmp_path / "tokens-000000000000512"
+    folder.mkdir()
+    tensors = {"model": {"w": torch.arange(6.0).view(2, 3)}, "optimizer": {"step.w": torch.tensor(2.0)}}
+    state: dict[str, Any] = {"step": 2, "tokens": 512, "seconds": 0.5, "format": 2, "rewinds": [], "state": {}}
+    state["files"] = {}
+    for kind, those in tensors.items():
+        file = folder / f"{kind}.safetensors"
+        save_file(those, file)
+        digest = blake2b(file.read_bytes(), digest_size=16).hexdigest()
+        state["files"][file.name] = {"bytes": file.stat().st_size, "blake2b": digest}
+    digest = blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+    (folder / "state.json").write_text(json.dumps(state | {"blake2b": digest}, indent=1))
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert not damaged
+    assert found.progress == Progress(2, 512, 0.5)
+    assert dict(found.model).keys() == {"w"}
+    assert torch.equal(found.model["w"], tensors["model"]["w"])
+    assert torch.equal(found.model.piece("w", (1, 1), (1, 2)), torch.tensor([[4.0, 5.0]]))
+    assert float(found.optimizer["step.w"]) == 2
+
+
+def test_what_was_read_stays_readable_when_the_checkpoint_is_dropped(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, checkpoint(1))
+    found, _ = read_checkpoint(tmp_path)
+    assert found is not None
     shutil.rmtree(path)
+    assert torch.equal(found.model["w"], checkpoint(1).model["w"])

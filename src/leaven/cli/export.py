@@ -41,7 +41,7 @@ def weights(
         folder,
         loaded.recipe.model,
         loaded.table,
-        loaded.model.state_dict(),
+        loaded.weights,
         tokenizer=loaded.tokenizer_json,
         end_of_text=(str(loaded.tokenizer.id_to_token(loaded.end_of_text)), loaded.end_of_text),
         dtype=dtype,

@@ -13,6 +13,14 @@ from leaven.distributed.compat import local_place
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a block lies: from ``offset`` on in a tensor of ``shape``."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Piece:
     """A block of a tensor of ``shape`` from ``offset`` on. ``local`` shares its memory with what the model computes
     with; ``owned``: no other process counts or saves it."""
@@ -26,6 +34,10 @@ class Piece:
     @property
     def whole(self) -> bool:
         return tuple(self.local.shape) == self.shape
+
+    @property
+    def place(self) -> Place:
+        return Place(self.shape, self.offset)
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:

@@ -33,7 +33,7 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
-    store: "dist.TCPStore | None" = None  # type: ignore[name-defined]
+    store: "dist.Store | None" = None  # type: ignore[name-defined]
 
     @property
     def first(self) -> bool:

@@ -1,30 +1,35 @@
-"""Checkpoints: a folder that is either whole or not there.
+"""Checkpoints: a folder that is either whole or not there, of one format for any number of processes.
 
 Files are written to a temporary folder beside it, synced, and renamed into place. ``state.json`` is written last: it
 holds the length and digest of every file and of itself, so that a damaged checkpoint is noticed and the one before it
-is used.
+is used. Several processes write a file each of the tensors, or parts of tensors, that they own; the first one checks
+that these are whole tensors and does the rest.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from leaven.distributed.exchange import Exchange
+from leaven.distributed.pieces import Place
+from leaven.distributed.world import ALONE, World
 from leaven.training.rewind import Rewind, undone
+from leaven.training.saved_tensors import Block, SavedTensor, Tensors, dtype_name, merged
 
-FORMAT = 2
-_FILES = ("model.safetensors", "optimizer.safetensors")
-_NAME = "tokens-*"  # with a dot before it one that is being written, with "damaged-" one that was passed over
+FORMAT, FORMAT_OF_MANY = 2, 3
+"""Of what one process writes, and of what several do: there ``state.json`` says which part of a tensor is where."""
+_KINDS = ("model", "optimizer")
+_NAME = "tokens-*"  # with "damaged-" before it one that was passed over
+UNFINISHED = ".tokens-*.tmp"
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,20 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run is made of at a step. ``state`` is what is no tensor, for JSON: the spike guard; ``rewinds`` are
-    the returns of the run up to then."""
+    """All that a run is made of at a step; of the tensors, what this process owns of them.
+
+    ``places`` says of tensors by name, the model's and the optimiser's, where in the whole that lies; one that is
+    not in it is whole. A name that is only in it is of a tensor that others own. ``state`` is what is no tensor, for
+    JSON: the spike guard; ``rewinds`` are the returns of the run up to then. Those, and ``progress``, are saved as
+    the first process has them.
+    """
 
     progress: Progress
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     state: Mapping[str, Any] = field(default_factory=dict)
     rewinds: tuple[Rewind, ...] = ()
+    places: Mapping[str, Place] = field(default_factory=dict)
 
     def copied(self) -> "Checkpoint":
         """In memory of the host that no training step writes to."""
@@ -56,58 +67,148 @@ class Checkpoint:
         return replace(self, model=model, optimizer=optimizer)
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+@dataclass(frozen=True)
+class Found(Checkpoint):
+    """One on the disk: of its tensors, all of which are whole, any part is read when it is asked for, whichever way
+    they were cut when they were saved."""
+
+    model: Tensors
+    optimizer: Tensors
+
+
+class NotSaved(Exception):
+    """Why a checkpoint is not there. Nothing of it is left, and all others are untouched."""
+
+
+def write_checkpoint(
+    folder: Path,
+    checkpoint: Checkpoint,
+    exchange: Exchange | None = None,
+    tidy: Callable[[], None] = lambda: None,
+) -> Path:
     """Save into ``folder/tokens-NNN``, replacing one that is there.
 
+    All processes of the exchange call it, from any thread, and it ends in the same way for all. The first one calls
+    ``tidy`` when the checkpoint is there, before the others hear of it.
+
     Raises:
-        OSError, SafetensorError: if the disk is full or not writable; nothing of it is left and all others are
-            untouched.
+        NotSaved: if the disk of one of them is full or not writable, one is not heard of, or what they own does not
+            make whole tensors.
     """
+    exchange = exchange or Exchange()
     final = folder / f"tokens-{checkpoint.progress.tokens:015d}"
-    temporary = folder / f".{final.name}.tmp"
+    temporary = folder / f".{final.name}.{exchange.name}.tmp"
+    mine: dict[str, Any]
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for name, tensors in zip(_FILES, (checkpoint.model, checkpoint.optimizer), strict=True):
-            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary / name)
-        state = asdict(checkpoint.progress) | {
-            "format": FORMAT,
-            "rewinds": [asdict(rewind) for rewind in checkpoint.rewinds],
-            "state": checkpoint.state,
-            "files": {name: _synced(temporary / name) for name in _FILES},
-        }
-        with (temporary / "state.json").open("w", encoding="utf-8") as file:
-            json.dump(state | {"blake2b": _digest_of(state)}, file, indent=1)
-        _synced(temporary / "state.json")
-        _sync_folder(temporary)
-        if final.exists():  # undone since, or damaged: a run does not come twice to a whole one
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync_folder(folder)
-    except (OSError, SafetensorError):
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        mine = _write_part(temporary, checkpoint, exchange.world)
+    except (OSError, SafetensorError) as error:
+        mine = {"error": _said(error)}
+    parts, failed = exchange.gathered(mine), None
+    if exchange.world.first:
+        try:
+            _commit(temporary, final, checkpoint, _all_well(parts))
+        except (OSError, ValueError) as error:
+            failed = _said(error)
+        else:
+            tidy()
+    failed = exchange.decided(failed)
+    if failed is not None:
+        shutil.rmtree(temporary, ignore_errors=True)  # by all: one may have come too late to be heard of
+        raise NotSaved(failed)
     return final
 
 
+def _write_part(folder: Path, checkpoint: Checkpoint, world: World) -> dict[str, Any]:
+    """Write what a process owns; the lengths and digests of its files, and where in the whole its tensors lie."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part: dict[str, Any] = {"files": {}}
+    held = set(checkpoint.places)
+    for kind, tensors in zip(_KINDS, (checkpoint.model, checkpoint.optimizer), strict=True):
+        file = f"{kind}.safetensors"
+        if world.size > 1:
+            file = f"{kind}-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / file)
+        part["files"][file] = _synced(folder / file)
+        part[kind] = {}
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            place = checkpoint.places.get(name, Place(shape, (0,) * len(shape)))
+            part[kind][name] = SavedTensor(
+                dtype_name(tensor), place.shape, (Block(file, place.offset, shape),)
+            ).to_json()
+        held -= tensors.keys()
+    return part | {"of_others": sorted(held)}
+
+
+def _all_well(parts: Sequence[Any]) -> Sequence[dict[str, Any]]:
+    """Raise OSError for those that could not write, or have told nothing."""
+    errors = [
+        (f"rank {rank}: " if len(parts) > 1 else "") + ("nothing heard of it" if part is None else part["error"])
+        for rank, part in enumerate(parts)
+        if part is None or "error" in part
+    ]
+    if errors:
+        raise OSError("; ".join(errors))
+    return parts
+
+
+def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[dict[str, Any]]) -> None:
+    """Make a checkpoint of what all processes have written."""
+    files: dict[str, Any] = {}
+    for rank, part in enumerate(parts):
+        for name, written in part["files"].items():
+            if not (temporary / name).exists() or (temporary / name).stat().st_size != written["bytes"]:
+                raise OSError(f"rank {rank}: {name} is not what rank 0 finds; all ranks must write to one folder")
+        files |= part["files"]
+    whole = {
+        kind: merged([{name: SavedTensor.from_json(each) for name, each in part[kind].items()} for part in parts])
+        for kind in _KINDS
+    }
+    for rank, part in enumerate(parts):
+        for name in part["of_others"]:
+            if not any(name in tensors for tensors in whole.values()):
+                raise ValueError(f"{name}: owned by nobody; rank {rank} holds it for others")
+    state = asdict(checkpoint.progress) | {
+        "format": FORMAT,
+        "rewinds": [asdict(rewind) for rewind in checkpoint.rewinds],
+        "state": checkpoint.state,
+        "files": files,
+    }
+    if len(parts) > 1:
+        where = {kind: {name: each.to_json() for name, each in tensors.items()} for kind, tensors in whole.items()}
+        state |= {"format": FORMAT_OF_MANY, "tensors": where}
+    with (temporary / "state.json").open("w", encoding="utf-8") as file:
+        # A line a number is for people, and slow: not for a table of every block.
+        json.dump(state | {"blake2b": _digest_of(state)}, file, indent=1 if len(parts) == 1 else None)
+    _synced(temporary / "state.json")
+    _sync_folder(temporary)
+    if final.exists():  # undone since, or damaged: a run does not come twice to a whole one
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync_folder(final.parent)
+
+
 def read_checkpoint(
-    folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None
-) -> tuple[Checkpoint | None, list[Path]]:
+    folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, world: World = ALONE
+) -> tuple[Found | None, list[Path]]:
     """The newest whole checkpoint (None if there is none), and the damaged ones that were passed over; with
     ``tokens``, of those at that many tokens only.
 
-    One of a past that the run's ``rewinds`` have undone does not count.
+    One of a past that the run's ``rewinds`` have undone does not count. All processes of a world call it, with the
+    same ``rewinds``, share the files to look at, and find the same.
     """
     damaged: list[Path] = []
-    for candidate in reversed(checkpoints(folder)):
+    for candidate in reversed(world.shared(checkpoints(folder))):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
         try:
-            found = _read(candidate)
+            found = _read(candidate, world)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+            found = None
+        anywhere = world.any(found is None)
+        if found is None or anywhere:
             damaged.append(candidate)
-            continue
-        if not undone(rewinds, len(found.rewinds), found.progress.tokens):
+        elif not undone(rewinds, len(found.rewinds), found.progress.tokens):
             return found, damaged
     return None, damaged
 
@@ -122,93 +223,28 @@ def tokens_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def _read(folder: Path) -> Checkpoint:
+def _read(folder: Path, world: World) -> Found:
+    """A checkpoint whose files have been looked at, this process's share of them."""
     state = json.loads((folder / "state.json").read_bytes())
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")
-    for name, expected in state["files"].items():
-        if _fingerprint(folder / name) != expected:
+    for name in sorted(state["files"])[world.rank :: world.size]:
+        if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")
-    model, optimizer = (load_file(folder / name) for name in _FILES)
+    if "tensors" in state:
+        model, optimizer = (
+            Tensors(folder, {name: SavedTensor.from_json(each) for name, each in state["tensors"][kind].items()})
+            for kind in _KINDS
+        )
+    else:
+        model, optimizer = (Tensors.of_file(folder / f"{kind}.safetensors") for kind in _KINDS)
     progress = Progress(state["step"], state["tokens"], state["seconds"])
     rewinds = tuple(Rewind(**rewind) for rewind in state["rewinds"])
-    return Checkpoint(progress, model, optimizer, state["state"], rewinds)
+    return Found(progress, model, optimizer, state["state"], rewinds)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What became of a checkpoint. ``error`` says why it is not there."""
-
-    progress: Progress
-    path: Path | None = None
-    error: str | None = None
-
-
-class Keeper:
-    """Writes checkpoints while the training goes on, one at a time, and drops those that are no longer needed.
-
-    ``keep`` counts those that are due, the first in each ``every_tokens``: one that a stop has added comes and goes
-    without displacing any, so that a run that was stopped can go back as far as one that was not.
-    """
-
-    def __init__(self, folder: Path, every_tokens: int, keep: int, keep_every_tokens: int | None) -> None:
-        self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[Saved] | None = None
-
-    def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Begin to write; the state may change as soon as this returns. The newest checkpoint of at most
-        ``good_tokens`` stays, whatever comes after it."""
-        assert self._writing is None, "ask outcome() first"
-        self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
-
-    def outcome(self, wait: bool) -> Saved | None:
-        """What became of the last one, once; None if there is nothing to tell, or not yet."""
-        if self._writing is None or not (wait or self._writing.done()):
-            return None
-        saved, self._writing = self._writing.result(), None
-        return saved
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
-        """Before a run goes on from ``after_tokens`` trained: move damaged checkpoints out of the way, and drop the
-        whole ones after it, whose past has been undone."""
-        for path in damaged:
-            with suppress(OSError):
-                path.replace(path.with_name(f"damaged-{path.name}"))
-        for path in checkpoints(self._folder):
-            if tokens_of(path) > after_tokens and path not in damaged:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
-        try:
-            path = write_checkpoint(self._folder, checkpoint)
-        except (OSError, SafetensorError) as error:
-            said = getattr(error, "strerror", None) or str(error)
-            return Saved(checkpoint.progress, error=said)
-        for old in self._superfluous(good_tokens):
-            shutil.rmtree(old, ignore_errors=True)
-        return Saved(checkpoint.progress, path)
-
-    def _superfluous(self, good_tokens: int) -> list[Path]:
-        there = checkpoints(self._folder)
-        good = [path for path in there if tokens_of(path) <= good_tokens]
-        stay = {*there[-1:], *good[-1:], *_firsts(there, self._every, -1)[-self._keep :]}
-        if self._keep_every is not None:
-            stay |= {*_firsts(there, self._keep_every, 0)}
-        return [path for path in there if path not in stay]
-
-
-def _firsts(paths: Sequence[Path], every_tokens: int, last: int) -> list[Path]:
-    """Of checkpoints, the first in each ``every_tokens``, after the ``last`` stretch."""
-    found = []
-    for path in paths:
-        if tokens_of(path) // every_tokens > last:
-            found.append(path)
-            last = tokens_of(path) // every_tokens
-    return found
+def _said(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _digest_of(state: Mapping[str, Any]) -> str:

@@ -1,11 +1,14 @@
 """A run's model, ready to use."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from leaven.data.tokenizer import Encoder
 from leaven.model.transformer import Transformer
@@ -22,15 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run at one of its checkpoints. ``damaged`` are the newer ones that were passed over."""
+    """A run at one of its checkpoints. ``weights`` are read from it one by one, when they are asked for; ``damaged``
+    are the newer ones that were passed over."""
 
     recipe: Recipe
     table: ParameterTable
-    model: Transformer
+    weights: Mapping[str, Tensor]
     tokenizer: "Tokenizer"
     tokenizer_json: str
     tokens: int
     damaged: tuple[str, ...]
+
+    @cached_property
+    def model(self) -> Transformer:
+        """On the CPU, in fp32 and in evaluation mode."""
+        with torch.device("meta"):
+            multipliers = {row.name: row.multiplier for row in self.table.rows}
+            model = Transformer(self.recipe.model, multipliers, self.table.attention_scale)
+        model.load_state_dict(self.weights, assign=True)
+        return model.eval()
 
     @property
     def end_of_text(self) -> int:
@@ -71,15 +84,11 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         raise InputError(
             f"{run}: holds no tokenizer.json (runs of older versions do not); copy the one it was trained with there"
         )
-    table = resolve(recipe)
-    with torch.device("meta"):
-        model = Transformer(recipe.model, {row.name: row.multiplier for row in table.rows}, table.attention_scale)
-    model.load_state_dict(checkpoint.model, assign=True)
     tokenizer_json = read_text(folder.tokenizer_file)
     return LoadedRun(
         recipe=recipe,
-        table=table,
-        model=model.eval(),
+        table=resolve(recipe),
+        weights=checkpoint.model,
         tokenizer=_tokenizer(tokenizer_json, folder.tokenizer_file),
         tokenizer_json=tokenizer_json,
         tokens=checkpoint.progress.tokens,

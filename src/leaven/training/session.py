@@ -5,9 +5,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from leaven.distributed.world import ALONE, World
 from leaven.recipe.errors import InputError
-from leaven.training.checkpoint import Checkpoint, Keeper, checkpoints, read_checkpoint, tokens_of
+from leaven.training.checkpoint import Checkpoint, checkpoints, read_checkpoint, tokens_of
 from leaven.training.engine import Diverged, Issued, Step, Training
+from leaven.training.keeper import Keeper
 from leaven.training.metrics import Curves
 from leaven.training.rewind import rollback
 from leaven.training.run_folder import RunFolder
@@ -31,14 +33,16 @@ class Session:
         *,
         log_to: Sequence[str],
         bits_per_byte_factor: float | None,
+        world: World = ALONE,
     ) -> None:
+        self._world = world
         self.run, self.training, self._on_step, self._on_event = run, training, on_step, on_event
         recipe = training.recipe
         tenth = max(recipe.data.tokens // 10, 1)
         self._save_every = recipe.stability.checkpoint_every_tokens or tenth
         self._evaluate_every = recipe.evaluation.every_tokens or tenth
         keep, keep_every = recipe.stability.keep, recipe.stability.keep_every_tokens
-        self._keeper = Keeper(run.checkpoints, self._save_every, keep, keep_every)
+        self._keeper = Keeper(run.checkpoints, self._save_every, keep, keep_every, world=world)
         self._rewinds = run.rewinds()
         self._guard: Guard | None = None
         self._ahead: Issued | None = None
@@ -69,6 +73,7 @@ class Session:
                 break
         self._hear(None)
         ended = self._evaluate() if self.training.finished else None
+        self._checkpoint_written(wait=True)  # all processes come to the same: each has heard what became of it
         if self.training.progress.step != self._saved_step:
             self._save()
         error = self._checkpoint_written(wait=True)
@@ -130,7 +135,7 @@ class Session:
     def _decide(self, trouble: Trouble) -> None:
         """Go back, or stop."""
         self._checkpoint_written(wait=True)
-        recipe, saved = self.training.recipe, checkpoints(self.run.checkpoints)
+        recipe, saved = self.training.recipe, self._world.shared(checkpoints(self.run.checkpoints))
         oldest = tokens_of(saved[0]) if saved else 0
         rewind = rollback(self._rewinds, trouble, recipe.batches, recipe.stability, oldest)
         tokens, limit = recipe.batches.tokens_at_step(trouble.step), recipe.stability.max_rollbacks
@@ -160,7 +165,7 @@ class Session:
     def _take_up(self) -> tuple[Checkpoint | None, list[Path]]:
         """Be where the newest whole checkpoint is that has not been undone, in memory and in the folder."""
         training, on_spike = self.training, self.training.recipe.stability.on_spike
-        found, damaged = read_checkpoint(self.run.checkpoints, self._rewinds)
+        found, damaged = read_checkpoint(self.run.checkpoints, self._rewinds, world=self._world)
         self._guard = None if on_spike == "off" else Guard(skipping=on_spike == "skip")
         if found is not None:
             self._rewinds = max(self._rewinds, found.rewinds, key=len)

@@ -1,0 +1,134 @@
+"""Which checkpoints there are of a run: written beside the training, dropped when they are no longer needed."""
+
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from leaven.distributed.exchange import Exchange
+from leaven.distributed.world import ALONE, World
+from leaven.training.checkpoint import (
+    UNFINISHED,
+    Checkpoint,
+    NotSaved,
+    Progress,
+    checkpoints,
+    tokens_of,
+    write_checkpoint,
+)
+
+GIVE_UP = 5.0
+"""Seconds for which :meth:`Keeper.close` waits for other processes: it is called with a checkpoint on the way only
+when the training has failed, and then they may be gone."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of a checkpoint. ``error`` says why it is not there."""
+
+    progress: Progress
+    path: Path | None = None
+    error: str | None = None
+
+
+class Keeper:
+    """Writes checkpoints while the training goes on, one at a time, and drops those that are no longer needed.
+
+    ``keep`` counts those that are due, the first in each ``every_tokens``: one that a stop has added comes and goes
+    without displacing any, so that a run that was stopped can go back as far as one that was not.
+
+    Every process of a world has one and calls the same methods at the same steps, from its main thread: to make one
+    and :meth:`clear` are collective. The first process alone moves and drops folders.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every_tokens: int,
+        keep: int,
+        keep_every_tokens: int | None,
+        *,
+        world: World = ALONE,
+        patience: timedelta = timedelta(minutes=30),
+    ) -> None:
+        self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
+        self._world, self._exchange = world, Exchange(world, patience)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[Saved] | None = None
+
+    def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
+        """Begin to write; the state may change as soon as this returns. The newest checkpoint of at most
+        ``good_tokens`` stays, whatever comes after it."""
+        assert self._writing is None, "ask outcome() first"
+        self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
+
+    def outcome(self, wait: bool) -> Saved | None:
+        """What became of the last one, once; None if there is nothing to tell, or not yet. With ``wait`` every
+        process has been told the same once this returns; without, some hear of it earlier than others.
+
+        Raises:
+            Unheard: if the first process does not say what became of it.
+        """
+        if self._writing is None or not (wait or self._writing.done()):
+            return None
+        saved, self._writing = self._writing.result(), None
+        return saved
+
+    def close(self) -> None:
+        self._exchange.hurry(GIVE_UP)
+        self._thread.shutdown()
+
+    def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
+        """Before a run goes on from ``after_tokens`` trained: move damaged checkpoints out of the way, and drop the
+        whole ones after it, whose past has been undone, and what is left of those that were being written when the
+        run was killed.
+
+        Ask :meth:`outcome` first. No process reads or writes a checkpoint meanwhile: all begin it together, when they
+        have read what they need, and go on together.
+        """
+        self._world.barrier()
+        if self._world.first:
+            self._clear(after_tokens, damaged)
+        self._world.barrier()
+
+    def _clear(self, after_tokens: int, damaged: Sequence[Path]) -> None:
+        for path in self._folder.glob(UNFINISHED):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in damaged:
+            with suppress(OSError):
+                path.replace(path.with_name(f"damaged-{path.name}"))
+        for path in checkpoints(self._folder):
+            if tokens_of(path) > after_tokens and path not in damaged:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
+        def tidy() -> None:
+            for old in self._superfluous(good_tokens):
+                shutil.rmtree(old, ignore_errors=True)
+
+        try:
+            path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy)
+        except NotSaved as error:
+            return Saved(checkpoint.progress, error=str(error))
+        return Saved(checkpoint.progress, path)
+
+    def _superfluous(self, good_tokens: int) -> list[Path]:
+        there = checkpoints(self._folder)
+        good = [path for path in there if tokens_of(path) <= good_tokens]
+        stay = {*there[-1:], *good[-1:], *_firsts(there, self._every, -1)[-self._keep :]}
+        if self._keep_every is not None:
+            stay |= {*_firsts(there, self._keep_every, 0)}
+        return [path for path in there if path not in stay]
+
+
+def _firsts(paths: Sequence[Path], every_tokens: int, last: int) -> list[Path]:
+    """Of checkpoints, the first in each ``every_tokens``, after the ``last`` stretch."""
+    found = []
+    for path in paths:
+        if tokens_of(path) // every_tokens > last:
+            found.append(path)
+            last = tokens_of(path) // every_tokens
+    return found

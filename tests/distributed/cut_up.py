@@ -1,0 +1,63 @@
+"""A run whose processes hold some rows each of one matrix and of its moments, and the first of them a number."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tests.distributed.in_threads import together
+from torch import Tensor
+
+from leaven.distributed.exchange import Exchange
+from leaven.distributed.pieces import Place, cut
+from leaven.distributed.world import World
+from leaven.training.checkpoint import (
+    Checkpoint,
+    Progress,
+    checkpoints,
+    tokens_of,
+    write_checkpoint,
+)
+from leaven.training.keeper import Keeper, Saved
+from leaven.training.rewind import Rewind
+
+
+def rows(step: int, rank: int, size: int) -> Checkpoint:
+    whole = torch.randn(12, 100, generator=torch.Generator().manual_seed(step))
+    own = cut(whole, (rank * 12 // size, 0), (12 // size, 100))
+    place = Place((12, 100), (rank * 12 // size, 0))
+    number = {"step.w": torch.tensor(float(step))} if rank == 0 else {}
+    return Checkpoint(
+        Progress(step, step * 256, 1.0),
+        {"w": own},
+        number | {"exp_avg.w": own * 2},
+        {"guard": {"since": None}},
+        places={"w": place, "exp_avg.w": place, "step.w": Place((), ())},
+    )
+
+
+def write_all(folder: Path, step: int, size: int, rewinds: tuple[Rewind, ...] = ()) -> Path:
+    def body(world: World) -> Path:
+        return write_checkpoint(folder, replace(rows(step, world.rank, size), rewinds=rewinds), Exchange(world))
+
+    return together(size, body)[0]
+
+
+def saved(keeper: Keeper, checkpoint: Checkpoint) -> Saved:
+    keeper.save(checkpoint, checkpoint.progress.tokens)
+    outcome = keeper.outcome(wait=True)
+    assert outcome is not None
+    return outcome
+
+
+def steps(folder: Path) -> list[int]:
+    return [tokens_of(path) // 256 for path in checkpoints(folder)]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert torch.equal(found, expected)

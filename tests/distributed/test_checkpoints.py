@@ -1,0 +1,264 @@
+"""Checkpoints of many processes: any cutting in, any cutting out; what is not whole is not saved, or passed over."""
+
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.distributed.cut_up import names, rows, same, write_all
+from tests.distributed.in_threads import together
+from torch import Tensor
+
+from leaven.distributed.exchange import Exchange
+from leaven.distributed.pieces import Place, cut
+from leaven.distributed.world import World
+from leaven.training.checkpoint import (
+    Checkpoint,
+    NotSaved,
+    Progress,
+    read_checkpoint,
+    write_checkpoint,
+)
+from leaven.training.rewind import Rewind
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
+
+
+TENSORS = {
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.empty(0, 3),
+    "vector": torch.arange(7),
+    "matrix": torch.randn(6, 5),
+    "half": torch.randn(3, 4, 2).bfloat16(),
+}
+
+
+@st.composite
+def cuttings(draw: st.DrawFn, shape: tuple[int, ...], most: int) -> list[Block]:
+    """Blocks that make up a tensor, none or some of them empty; not only grids."""
+    blocks: list[Block] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, most - 1)) if shape else 0):
+        offset, size = blocks.pop(draw(st.integers(0, len(blocks) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, size[dim]))
+        rest = size[dim] - at
+        blocks.append((offset, (*size[:dim], at, *size[dim + 1 :])))
+        blocks.append(((*offset[:dim], offset[dim] + at, *offset[dim + 1 :]), (*size[:dim], rest, *size[dim + 1 :])))
+    return blocks
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_cutting_gives_the_same_bits_in_any_other(data: st.DataObject) -> None:
+    size, readers = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    owned: list[dict[str, tuple[Tensor, Place]]] = [{} for _ in range(size)]
+    for name, tensor in TENSORS.items():
+        shape = tuple(tensor.shape)
+        blocks = data.draw(cuttings(shape, size))
+        for rank, (offset, part) in zip(data.draw(st.permutations(range(size))), blocks, strict=False):
+            owned[rank][name] = cut(tensor, offset, part), Place(shape, offset)
+
+    def write(world: World) -> Path:
+        mine = owned[world.rank]
+        model = {name: piece for name, (piece, _) in mine.items()}
+        optimizer = {f"exp_avg.{name}": -piece for name, (piece, _) in mine.items()}
+        places = {name: place for name, (_, place) in mine.items()}
+        places |= {f"exp_avg.{name}": place for name, place in places.items()}
+        return write_checkpoint(
+            folder, Checkpoint(Progress(1, 256), model, optimizer, places=places), Exchange(world)
+        )
+
+    wanted = {name: data.draw(cuttings(tuple(tensor.shape), 4)) for name, tensor in TENSORS.items()}
+
+    def read(world: World) -> None:
+        found, damaged = read_checkpoint(folder, world=world)
+        assert found is not None
+        assert not damaged
+        assert sorted(found.model) == sorted(TENSORS)
+        for name, tensor in TENSORS.items():
+            same(found.model[name], tensor)
+            same(found.optimizer[f"exp_avg.{name}"], -tensor)
+            assert found.model.shape(name) == tuple(tensor.shape)
+            for offset, shape in wanted[name]:
+                same(found.model.piece(name, offset, shape), cut(tensor, offset, shape))
+
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        together(size, write)
+        together(readers, read)
+
+
+def test_what_is_there(tmp_path: Path) -> None:
+    back = (Rewind(512, 512, 1024, attempt=1),)
+    path = write_all(tmp_path, 3, 2, back)
+    files = [f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("model", "optimizer") for rank in (1, 2)]
+    assert names(tmp_path) == ["tokens-000000000000768"]
+    assert names(path) == [*files, "state.json"]
+    state = json.loads((path / "state.json").read_text())
+    assert sorted(state["files"]) == files
+    assert state["tensors"]["model"]["w"] == {
+        "dtype": "float32",
+        "shape": [12, 100],
+        "blocks": [[files[0], [0, 0], [6, 100]], [files[1], [6, 0], [6, 100]]],
+    }
+    found, _ = read_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.progress, found.rewinds) == (Progress(3, 768, 1.0), back)
+    assert found.state == {"guard": {"since": None}}
+    assert float(found.optimizer["step.w"]) == 3
+
+
+def test_only_the_files_of_a_piece_are_read(tmp_path: Path) -> None:
+    path = write_all(tmp_path, 1, 4)
+    found, _ = read_checkpoint(tmp_path)
+    assert found is not None
+    for rank in (1, 4):
+        (path / f"model-0000{rank}-of-00004.safetensors").unlink()
+    expected = rows(1, 0, 1).model["w"]
+    same(found.model.piece("w", (4, 10), (3, 20)), expected[4:7, 10:30])
+    assert "w" in found.model
+    with pytest.raises(OSError, match="model-00001-of-00004"):
+        found.model["w"]
+
+
+def shifted(rank: int, by: int) -> Callable[[Checkpoint, int], Checkpoint]:
+    def change(checkpoint: Checkpoint, own: int) -> Checkpoint:
+        place = checkpoint.places["w"]
+        moved = Place(place.shape, (place.offset[0] + by, 0))
+        return replace(checkpoint, places={**checkpoint.places, "w": moved}) if own == rank else checkpoint
+
+    return change
+
+
+def without_number(checkpoint: Checkpoint, rank: int) -> Checkpoint:
+    return replace(checkpoint, optimizer={"exp_avg.w": checkpoint.optimizer["exp_avg.w"]})
+
+
+def doubled(checkpoint: Checkpoint, rank: int) -> Checkpoint:
+    return replace(checkpoint, model={"w": checkpoint.model["w"].double()}) if rank == 2 else checkpoint
+
+
+def twice(checkpoint: Checkpoint, rank: int) -> Checkpoint:
+    return replace(checkpoint, optimizer=dict(checkpoint.optimizer) | {"step.w": torch.tensor(1.0)})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (shifted(1, 1), "w: a part of it is owned by nobody"),
+        (shifted(0, 4), "w: a part of it is owned by nobody"),
+        (shifted(2, 1), r"w: a block of it, \(\(9, 13\), \(0, 100\)\), is not within \(12, 100\)"),
+        (shifted(0, -1), r"w: a block of it, \(\(-1, 3\), \(0, 100\)\), is not within"),
+        (twice, "step.w: a part of it is owned twice"),
+        (without_number, "step.w: owned by nobody; rank 0 holds it for others"),
+        (doubled, r"w: its blocks are of different tensors, float32 \(12, 100\) and float64"),
+    ],
+)
+def test_what_is_no_whole_tensor_is_not_saved(
+    tmp_path: Path, change: Callable[[Checkpoint, int], Checkpoint], said: str
+) -> None:
+    def body(world: World) -> str:
+        with pytest.raises(NotSaved, match=said) as error:
+            write_checkpoint(tmp_path, change(rows(1, world.rank, 3), world.rank), Exchange(world))
+        return str(error.value)
+
+    assert len(set(together(3, body))) == 1
+    assert names(tmp_path) == []
+
+
+def test_overlapping_pieces_are_found(tmp_path: Path) -> None:
+    """Rows 0 to 6 and 4 to 12: every row is there, two of them twice."""
+
+    def body(world: World) -> None:
+        start, end = ((0, 6), (4, 12))[world.rank]
+        made = Checkpoint(
+            Progress(1, 256), {"w": torch.zeros(end - start, 5)}, {}, places={"w": Place((12, 5), (start, 0))}
+        )
+        with pytest.raises(NotSaved, match="w: a part of it is owned twice"):
+            write_checkpoint(tmp_path, made, Exchange(world))
+
+    together(2, body)
+
+
+def test_one_that_is_not_heard_of_and_comes_late(tmp_path: Path) -> None:
+    """What it then writes does not stay, and it comes to what the others have come to."""
+
+    def body(world: World) -> str:
+        exchange = Exchange(world)
+        if world.first:
+            threading.Thread(target=lambda: (there(exchange, 1), exchange.hurry(0))).start()
+        if world.rank == 2:
+            there(exchange, "decided")
+        with pytest.raises(NotSaved) as error:
+            write_checkpoint(tmp_path, rows(1, world.rank, 3), exchange)
+        return str(error.value)
+
+    def there(exchange: Exchange, who: int | str) -> None:
+        while not exchange._store.check([exchange._key(who)]):
+            time.sleep(0.01)
+
+    assert set(together(3, body)) == {"rank 2: nothing heard of it"}
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_is_not_the_same_for_all(tmp_path: Path) -> None:
+    def body(world: World) -> str:
+        folder = tmp_path / f"node{world.rank // 2}"
+        with pytest.raises(NotSaved) as error:
+            write_checkpoint(folder, rows(1, world.rank, 4), Exchange(world))
+        return str(error.value)
+
+    (said,) = set(together(4, body))
+    assert said.startswith("rank 2: model-00003-of-00004.safetensors is not what rank 0 finds")
+    assert names(tmp_path / "node0") == names(tmp_path / "node1") == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "exchange", "state"])
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_damaged_one_is_passed_over_by_all(tmp_path: Path, damage: str, readers: int) -> None:
+    write_all(tmp_path, 1, 3)
+    newest = write_all(tmp_path, 2, 4)
+    file = newest / "optimizer-00003-of-00004.safetensors"
+    content = file.read_bytes()
+    match damage:
+        case "flip":
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "truncate":
+            file.write_bytes(content[:-10])
+        case "remove":
+            file.unlink()
+        case "exchange":  # files of another rank, each whole
+            shutil.copy(newest / "optimizer-00004-of-00004.safetensors", file)
+        case "state":
+            (newest / "state.json").write_text((newest / "state.json").read_text().replace("[6, 0]", "[3, 0]"))
+
+    def body(world: World) -> None:
+        found, damaged = read_checkpoint(tmp_path, world=world)
+        assert found is not None
+        assert found.progress.step == 1
+        same(found.model["w"], rows(1, 0, 1).model["w"])
+        assert damaged == [newest]
+
+    together(readers, body)
+
+
+def test_all_read_what_the_first_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may show a folder to one machine later than to another."""
+    for step in (1, 2):
+        write_all(tmp_path, step, 2)
+
+    def body(world: World) -> int:
+        ahead = tmp_path if world.first else tmp_path / "not yet there"
+        found, _ = read_checkpoint(ahead, world=world)
+        assert found is not None
+        return found.progress.step
+
+    assert together(2, body) == [2, 2]

@@ -1,0 +1,79 @@
+"""Rounds between processes through the store."""
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.distributed.in_threads import together
+
+from leaven.distributed.exchange import Exchange, Unheard
+from leaven.distributed.world import World
+
+
+def test_the_first_hears_all_and_all_hear_the_first() -> None:
+    def body(world: World) -> list[Any]:
+        exchange, heard = Exchange(world), []
+        for number in range(3):
+            told = exchange.gathered({"rank": world.rank, "round": number})
+            heard.append((exchange.name, told, exchange.decided(["decided", number, len(told)])))
+        return heard
+
+    store = dist.HashStore()
+    first, *others = together(4, body, store)
+    assert store.num_keys() == 3  # decisions: what was heard is not kept
+    for number, (name, told, decided) in enumerate(first):
+        assert told == [{"rank": rank, "round": number} for rank in range(4)]
+        assert decided == ["decided", number, 4]
+        assert {name} == {other[number][0] for other in others}
+        assert all(other[number][1:] == ([], decided) for other in others)
+    assert len({name for name, _, _ in first}) == 3
+
+
+def test_alone_there_is_nothing_to_wait_for() -> None:
+    exchange = Exchange()
+    assert exchange.gathered("mine") == ["mine"]
+    assert exchange.decided(None) is None
+
+
+def test_nothing_of_an_earlier_start_is_heard() -> None:
+    """On a store that outlives the processes, as torchrun's does."""
+    store = dist.HashStore()
+    patience = timedelta(seconds=0.05)
+
+    def killed(world: World) -> list[Any]:
+        exchange = Exchange(world, patience)
+        return exchange.gathered("stale") if not world.first else []
+
+    def restarted(world: World) -> list[Any]:
+        exchange = Exchange(world, patience)
+        return exchange.gathered("new") if world.first else []
+
+    together(3, killed, store)
+    assert together(3, restarted, store)[0] == ["new", None, None]
+
+
+def test_who_does_not_answer() -> None:
+    def body(world: World) -> str:
+        exchange = Exchange(world, timedelta(seconds=0.05))
+        if world.first:
+            return "silent"
+        with pytest.raises(Unheard, match="rank 0 does not answer"):
+            exchange.decided(None)
+        return "waited"
+
+    assert together(2, body) == ["silent", "waited"]
+
+
+def test_a_wait_can_be_cut_short() -> None:
+    def body(world: World) -> float:
+        exchange = Exchange(world)
+        began = time.monotonic()
+        threading.Timer(0.05, lambda: exchange.hurry(0.05)).start()
+        if world.first:
+            assert exchange.gathered(0) == [0, None]
+        return time.monotonic() - began
+
+    assert together(2, body)[0] < 60  # not half an hour

@@ -1,0 +1,202 @@
+"""Checkpoints of several processes beside the training: who does what when, and when one fails or is killed."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed.cut_up import names, rows, same, saved, steps, write_all
+from tests.distributed.in_threads import together
+from torch import Tensor
+
+import leaven.training.checkpoint as module
+from leaven.distributed.exchange import Exchange, Unheard
+from leaven.distributed.world import World
+from leaven.training.checkpoint import read_checkpoint, write_checkpoint
+from leaven.training.keeper import Keeper, Saved
+
+
+def test_the_failure_of_one_is_that_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file, full = module.save_file, {"optimizer-00002-of-00003.safetensors"}
+
+    def save(tensors: dict[str, Tensor], path: Path) -> None:
+        if path.name in full:
+            path.write_bytes(b"torn")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(module, "save_file", save)
+
+    def body(world: World) -> list[Saved]:
+        keeper = Keeper(tmp_path, 256, 2, None, world=world)
+        outcomes = [saved(keeper, rows(1, world.rank, 3))]
+        world.barrier()
+        if world.first:
+            assert names(tmp_path) == []
+            full.clear()
+        world.barrier()
+        outcomes += [saved(keeper, rows(step, world.rank, 3)) for step in (1, 2, 3)]
+        keeper.close()
+        return outcomes
+
+    first, *others = together(3, body)
+    assert others == [first, first]
+    assert [outcome.error for outcome in first] == ["rank 1: No space left on device", None, None, None]
+    assert names(tmp_path) == ["tokens-000000000000512", "tokens-000000000000768"]
+
+
+def test_others_hear_of_it_when_the_old_ones_are_gone(tmp_path: Path) -> None:
+    """Where a run goes back to depends on which there are: all must see the same."""
+    done: list[bool] = []
+
+    def tidy() -> None:
+        time.sleep(0.1)
+        done.append(True)
+
+    def body(world: World) -> int:
+        write_checkpoint(tmp_path, rows(1, world.rank, 3), Exchange(world), tidy)
+        return len(done)
+
+    assert together(3, body) == [1, 1, 1]
+
+
+def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear, cleared = Keeper._clear, []
+    monkeypatch.setattr(Keeper, "_clear", lambda keeper, *rest: (cleared.append(1), clear(keeper, *rest)))
+    for step in (1, 2):
+        write_all(tmp_path, step, 2)
+    write_checkpoint(tmp_path, rows(3, 0, 1))  # of one process: all of them go the same way
+    leftover = tmp_path / ".tokens-000000000000512.0badcafe-7.tmp"
+    leftover.mkdir()
+    (leftover / "model-00001-of-00002.safetensors").write_bytes(b"stale")
+
+    def body(world: World) -> list[int]:
+        keeper = Keeper(tmp_path, 256, 2, None, world=world)
+        if not world.first:
+            time.sleep(0.1)
+            assert steps(tmp_path) == [1, 2, 3]
+        keeper.clear(300)
+        return steps(tmp_path)
+
+    assert together(2, body) == [[1], [1]]
+    assert len(cleared) == 1
+    assert names(tmp_path) == ["tokens-000000000000256"]
+
+
+def test_what_a_killed_attempt_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """Killed between the files and state.json; the next start has fewer processes."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(*arguments: Any) -> None:
+        raise Killed
+
+    def killed(world: World) -> None:
+        exchange = Exchange(world)
+        if not world.first:
+            exchange.hurry(0)
+        with pytest.raises(Killed if world.first else Unheard):
+            write_checkpoint(tmp_path, rows(2, world.rank, 3), exchange)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_commit", die)
+        together(3, killed)
+    (leftover,) = names(tmp_path)
+    assert len(names(tmp_path / leftover)) == 6
+    assert read_checkpoint(tmp_path) == (None, [])
+    assert len(names(write_all(tmp_path, 2, 2))) == 5
+    found, damaged = read_checkpoint(tmp_path)
+    assert found is not None
+    assert not damaged
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+import torch.distributed as dist
+import leaven.training.checkpoint as module
+from leaven.distributed.world import World
+from leaven.training import keeper as keeping
+from tests.distributed.cut_up import rows, saved
+
+class Forked(World):
+    def shared(self, value):
+        if self.first:
+            self.store.set("shared", value)
+        return self.store.get("shared").decode()
+
+def die(*arguments, **named):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def child(folder, rank, victim, where):
+    store = dist.FileStore(f"{folder}.store", 3)
+    keeper = keeping.Keeper(folder, 256, 2, None, world=Forked(rank, 3, None, store))
+    assert saved(keeper, rows(1, rank, 3)).error is None
+    if rank == victim:
+        setattr(module, where, die)
+    keeper.save(rows(2, rank, 3), 512)
+    while not Path(f"{folder}.dead").exists():  # the others notice, and give up
+        time.sleep(0.01)
+    keeping.GIVE_UP = 1.0 if rank else 0.5
+    keeper.close()
+    try:
+        outcome = keeper.outcome(wait=True).error
+    except RuntimeError as error:
+        outcome = str(error)
+    Path(f"{folder}-{rank}").write_text(str(outcome))
+
+folders = {}
+for number, (victim, where) in enumerate([(1, "_synced"), (0, "_commit"), (0, "_sync_folder")]):
+    folder = Path(sys.argv[1]) / str(number)
+    for rank in range(3):
+        process = os.fork()
+        if not process:
+            child(folder, rank, victim, where)
+            os._exit(0)
+        folders[process] = folder
+for _ in range(len(folders)):
+    process, status = os.wait()
+    if os.WIFSIGNALED(status):
+        Path(f"{folders[process]}.dead").touch()
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Three processes, one of which is killed in the middle of the second checkpoint, in three places."""
+    folder, root = tmp_path_factory.mktemp("killed"), Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=True, cwd=root)
+    return folder
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_killed_while_saving(killed: Path, number: int) -> None:
+    folder = killed / str(number)
+    said: dict[int, Any] = {
+        rank: (killed / f"{number}-{rank}").read_text() for rank in range(3) if (killed / f"{number}-{rank}").exists()
+    }
+    if number == 0:
+        assert said[0].startswith("rank 1: nothing heard of it")
+        assert sorted(said) == [0, 2]
+    else:
+        assert all("rank 0 does not answer" in said[rank] for rank in (1, 2))
+        assert len([name for name in names(folder) if name.endswith(".tmp")]) == 1
+    found, damaged = read_checkpoint(folder)
+    assert found is not None
+    assert not damaged
+    assert found.progress.step == 1
+    same(found.model["w"], rows(1, 0, 1).model["w"])
+
+    def restarted(world: World) -> str | None:
+        keeper = Keeper(folder, 256, 2, None, world=world)
+        keeper.clear(256)
+        error = saved(keeper, rows(2, world.rank, 2)).error  # on fewer processes
+        keeper.close()
+        return error
+
+    assert together(2, restarted) == [None, None]
+    assert names(folder) == ["tokens-000000000000256", "tokens-000000000000512"]
