@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leaven.data.documents import isolated
+from leaven.distributed.pieces import Place
 from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.world import ALONE, World
@@ -29,9 +30,10 @@ from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.clipping import Clipper
 from leaven.training.machine import keep_freed_memory
 from leaven.training.micro_batch import even, rule_of_thumb
-from leaven.training.optimiser import Optimiser
+from leaven.training.optimiser import MOMENTS, Optimiser
 from leaven.training.precision import DTYPES, LossScale
 from leaven.training.rewind import Rewind, lr_factor, skipped
+from leaven.training.saved_tensors import part
 from leaven.training.spikes import Limits
 from leaven.training.throughput import known_peak, peak_memory
 
@@ -328,14 +330,38 @@ class Training:
         return tokens
 
     def checkpoint(self) -> Checkpoint:
-        optimizer = self.optimiser.state_dict() | self.clipper.state_dict()
-        if self.loss_scale is not None:
-            optimizer |= self.loss_scale.state_dict()
-        return Checkpoint(self.progress, self.model.state_dict(), optimizer)
+        """What this process owns of the run. The step counts of the optimiser go with the first element of theirs;
+        what is of no parameter with the first process."""
+        model: dict[str, Tensor] = {}
+        optimizer: dict[str, Tensor] = {}
+        places: dict[str, Place] = {}
+        moments = self.optimiser.state_dict()
+        for piece in self.sharded.pieces:
+            here = {kind: moments[kind, piece.name] for kind in MOMENTS if (kind, piece.name) in moments}
+            if piece.owned:
+                model[piece.name] = piece.local
+                first = not any(piece.offset)
+                optimizer |= {f"{kind}.{piece.name}": value for kind, value in here.items() if value.dim() or first}
+            if not piece.whole:
+                names = (f"{kind}.{piece.name}" for kind, value in here.items() if value.dim())
+                places |= dict.fromkeys((piece.name, *names), piece.place)
+        if self.world.first:
+            optimizer |= self.clipper.state_dict()
+            if self.loss_scale is not None:
+                optimizer |= self.loss_scale.state_dict()
+        return Checkpoint(self.progress, model, optimizer, places=places)
 
+    @torch.no_grad()
     def restore(self, checkpoint: Checkpoint) -> None:
-        self.model.load_state_dict(checkpoint.model)
-        self.optimiser.load_state_dict(checkpoint.optimizer)
+        """Take up what was saved, by whatever layout."""
+        moments = {}
+        for held in self.sharded.held:
+            name, piece = held.row.name, held.piece
+            held.leaf.copy_(part(checkpoint.model, name, piece))
+            for kind in MOMENTS:
+                if f"{kind}.{name}" in checkpoint.optimizer:
+                    moments[kind, name] = part(checkpoint.optimizer, f"{kind}.{name}", piece)
+        self.optimiser.load_state_dict(moments)
         self.clipper.load_state_dict(checkpoint.optimizer)
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(checkpoint.optimizer)

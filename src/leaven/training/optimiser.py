@@ -10,7 +10,10 @@ from torch import Tensor
 from leaven.model.kernels import gate
 from leaven.scaling.table import Row, optimiser_groups
 
-Moments = Mapping[str, Tensor]
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What Adam knows of a parameter: its steps (), and two tensors like it."""
+
+Moments = Mapping[tuple[str, str], Tensor]
 
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -56,10 +59,10 @@ class Optimiser:
         for group in self.adam.param_groups:
             yield from zip(group["param_names"], group["params"], strict=True)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Moments and step counts by ``kind.parameter name``: independent of the order of the groups."""
+    def state_dict(self) -> dict[tuple[str, str], Tensor]:
+        """Moments and step counts by kind and parameter name: independent of the order of the groups."""
         return {
-            f"{kind}.{name}": value
+            (kind, name): value
             for name, parameter in self._named()
             for kind, value in self.adam.state[parameter].items()
         }
@@ -68,7 +71,5 @@ class Optimiser:
         for name, parameter in self._named():
             # Copies on the parameter's device, the step count too: the fused kernels want it there.
             self.adam.state[parameter] = {
-                kind: state[f"{kind}.{name}"].to(parameter.device, copy=True)
-                for kind in ("step", "exp_avg", "exp_avg_sq")
-                if f"{kind}.{name}" in state
+                kind: state[kind, name].to(parameter.device, copy=True) for kind in MOMENTS if (kind, name) in state
             }

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from leaven.distributed.pieces import cut
+from leaven.distributed.pieces import Piece, cut
 
 Span = tuple[int, int]
 
@@ -164,6 +164,15 @@ class Tensors(Mapping[str, Tensor]):
         if file not in self._files:
             self._files[file] = safe_open(self._folder / file, "pt")
         return self._files[file]
+
+
+def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
+    """What of a tensor goes with a piece of a parameter; a number (), which goes with all of it, is whole."""
+    if isinstance(tensors, Tensors):
+        if not tensors.shape(name):
+            return tensors[name]
+        return tensors.piece(name, piece.offset, piece.local.shape)
+    return cut(tensors[name], piece.offset, piece.local.shape) if tensors[name].dim() else tensors[name]
 
 
 def dtype_name(tensor: Tensor) -> str:
