@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ def dtype_of(name: str) -> Iterator[None]:
 
 def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") -> dict[str, Any]:
     """Steps and a validation; what this process owns of the parameters in the end."""
-    with dtype_of(dtype), joined(recipe.layout, torch.device("cpu"), timedelta(seconds=60)) as world:
+    with dtype_of(dtype), joined(recipe.layout, torch.device("cpu")) as world:
         training = Training(recipe, tokens, device="cpu", world=world)
         done = [training.step() for _ in range(steps)]
         validation = training.evaluate()

@@ -1,6 +1,7 @@
 """The verbs: a small file each, which parses, calls one function and prints."""
 
 import errno
+import os
 import sys
 
 import typer
@@ -60,6 +61,20 @@ def _help(context: typer.Context) -> None:
 
 def main() -> None:
     """Run a verb. What is wrong with the input is one line on standard error and exit code 2, never a traceback."""
+    if "RANK" not in os.environ:
+        _main()
+        return
+    try:
+        _main()
+    except SystemExit as left:
+        # One of many processes: threads of torch's that still wait for others would abort it at its end, which
+        # torchrun takes for a failure.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(left.code if isinstance(left.code, int) else FAILED)
+
+
+def _main() -> None:
     try:
         code = app(prog_name="leaven", standalone_mode=False)
     except InputError as error:
@@ -77,6 +92,9 @@ def main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{error.strerror}{where}; make room and run the same command again, what was complete is kept")
     except Exception as error:
+        if type(error).__name__ == "Lost":  # of torch, which other verbs do not need
+            sys.stderr.write(f"error: {error}\n")
+            sys.exit(FAILED)
         said = mended(error)
         if said is None:
             raise

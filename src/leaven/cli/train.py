@@ -63,39 +63,44 @@ def train_(
     folder = run or Path("runs") / loaded.name
 
     from leaven.data.tokens import prepare
-    from leaven.distributed.world import world_size
+    from leaven.distributed.exchange import first_alone
+    from leaven.distributed.world import joined, rank, world_size
     from leaven.interop.weights import require_start
     from leaven.training.by_hand import Back
-    from leaven.training.engine import Diverged
+    from leaven.training.engine import Diverged, default_device
     from leaven.training.metrics import writers
     from leaven.training.trainer import check, train
 
     require_trainable(loaded, world_size())
+    if rank():  # one of many talks
+        console.quiet = errors.quiet = True
     if loaded.start.folder is not None:  # before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
     back = Back(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
-    with TextScreen() as text:
-        tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
-        text.notes(tokens)
     warn([*warnings(loaded), *layout_cautions(loaded)])
-    with stopping() as stop, TrainScreen(loaded, log_every) as screen:
-        try:
-            summary = train(
-                loaded,
-                tokens,
-                folder,
-                on_step=screen.step,
-                on_event=screen.event,
-                stop=stop,
-                log_to=curves,
-                back=back,
-            )
-        except Diverged as error:
-            errors.print(f"stopped: {error}\n{advice(folder)}")
-            raise typer.Exit(1) from None
-    if json_output:
+    with joined(loaded.layout, default_device()) as world:
+        with TextScreen() as text:
+            tokens = first_alone(world, lambda: prepare(loaded.data, loaded.model.vocab_size, progress=text.update))
+            text.notes(tokens)
+        with stopping() as stop, TrainScreen(loaded, log_every) as screen:
+            try:
+                summary = train(
+                    loaded,
+                    tokens,
+                    folder,
+                    on_step=screen.step,
+                    on_event=screen.event,
+                    stop=stop,
+                    log_to=curves,
+                    back=back,
+                    world=world,
+                )
+            except Diverged as error:
+                errors.print(f"stopped: {error}\n{advice(folder)}")
+                raise typer.Exit(1) from None
+    if json_output and rank() == 0:
         emit_json({key: value for key, value in asdict(summary).items() if key != "finished"})
     if not summary.finished:
         errors.print(f"stopped at {summary.tokens:,} tokens, saved; the same command goes on from there")

@@ -2,11 +2,15 @@
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeVar
 
 from leaven.distributed.world import ALONE, World
+from leaven.recipe.errors import InputError
+
+T = TypeVar("T")
 
 _SECOND_THOUGHTS = 0.5  # s between two looks at the store, once it has been looked at often
 
@@ -84,3 +88,22 @@ class Exchange:
 
     def _key(self, who: int | str) -> str:
         return f"exchange/{self.name}/{who}"
+
+
+def first_alone(world: World, work: Callable[[], T]) -> T:
+    """What work gives to each process: the first one does it alone, however long it takes, and the others then, when
+    what it has left on the disk is there.
+
+    Raises:
+        InputError: the first one's, for all.
+    """
+    exchange, value, said = Exchange(world, timedelta(days=30)), None, None
+    if world.first:
+        try:
+            value = work()
+        except InputError as error:
+            said = str(error)
+    said = exchange.decided(said)
+    if said is not None:
+        raise InputError(said)
+    return work() if value is None else value

@@ -1,8 +1,11 @@
 """This process among those of a run: which it is, and what all of them settle together."""
 
+import json
 import os
+import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -84,6 +87,11 @@ class World:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
+    def sign(self, what: str) -> None:
+        """Leave word of what this process is about to do, for the others to read if it never comes back."""
+        if self.store is not None:
+            self.store.set(f"sign/{self.rank}", json.dumps([time.time(), what]))
+
     def barrier(self) -> None:
         self.any(False)
 
@@ -91,17 +99,38 @@ class World:
 ALONE = World()
 
 
+class Lost(RuntimeError):
+    """A collective has failed: a process is gone or hangs. Says what is known of the others."""
+
+
 @contextmanager
-def joined(layout: Layout, device: torch.device, timeout: timedelta) -> Iterator[World]:
-    """Be one of the processes that torchrun has started, laid out as the recipe says."""
+def joined(layout: Layout, device: torch.device) -> Iterator[World]:
+    """Be one of the processes that torchrun has started, laid out as the recipe says; alone without a group.
+
+    Raises:
+        Lost: if what is done inside fails because others are gone, or have not come for ``layout.timeout_seconds``.
+    """
     if layout.ranks == 1:
         yield ALONE
         return
+    timeout = timedelta(seconds=layout.timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
+    world = World(rank, size, mesh_of(layout, device), store)
     try:
-        yield World(rank, size, mesh_of(layout, device), store)
+        yield world
+    except RuntimeError as error:
+        if not _of_wires(error):
+            raise
+        raise Lost(_who_is_missing(world, error)) from error
     finally:
         dist.destroy_process_group()
 
@@ -116,3 +145,54 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
 def world_size() -> int:
     """Of the processes that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Of this process among those that torchrun has started; 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _of_wires(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is of the wires between processes."""
+    if error is None:
+        return False
+    wires = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return wires or _of_wires(error.__cause__ or error.__context__)
+
+
+def _who_is_missing(world: World, error: RuntimeError) -> str:
+    """This process's side of it, and the process that has given no sign for longest."""
+    collective = next(
+        (frame.name for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.name in _COLLECTIVES),
+        "a collective",
+    )
+    signs = {}
+    with suppress(Exception):  # the store may be gone with its process
+        for other in range(world.size):
+            when, what = json.loads(world.store.get(f"sign/{other}")) if world.store else (0.0, "")
+            signs[other] = (time.time() - float(when), what)
+    said = f"rank {world.rank} of {world.size} waited in {collective} in vain"
+    if world.rank in signs:
+        said += f", {signs[world.rank][1]}"
+    if signs:
+        last = max(signs, key=lambda other: signs[other][0])
+        seconds, what = signs[last]
+        said += f"; the process that is behind is rank {last}, whose last sign, {seconds:.0f} s ago, was {what}"
+    return f"{said} ({str(error).splitlines()[0][:200]})"
+
+
+_COLLECTIVES = {
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "recv",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "send",
+    "wait",
+    "wait_tensor",
+}

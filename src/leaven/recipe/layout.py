@@ -16,7 +16,8 @@ class Layout(Part):
 
     ``dp_replicate`` of the dp ranks hold the same pieces, so that ZeRO shards over dp / dp_replicate ranks only (one
     node's, where the wires between nodes are slow). ``schedule`` is the pipeline's; ``stages_per_rank`` the stretches
-    of layers that a rank of it holds, 1 but for interleaved and zero-bubble.
+    of layers that a rank of it holds, 1 but for interleaved and zero-bubble. A process that keeps the others waiting
+    for ``timeout_seconds`` ends the run.
     """
 
     dp: int = Field(default=1, gt=0)
@@ -28,6 +29,7 @@ class Layout(Part):
     stages_per_rank: int = Field(default=1, gt=0)
     recompute: Recompute = "none"
     compile: bool = False
+    timeout_seconds: int = Field(default=600, gt=0)
 
     @model_validator(mode="after")
     def _goes_together(self) -> "Layout":

@@ -105,7 +105,7 @@ class Training:
     def __init__(self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, world: World = ALONE) -> None:
         check_trainable(recipe, tokens, world)
         self.recipe = recipe
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(device) if device else default_device()
         if self.device.type == "cpu":
             keep_freed_memory()
         self.world, self.dtype = world, DTYPES[recipe.precision.compute]
@@ -218,7 +218,7 @@ class Training:
         self.progress = replace(self.progress, seconds=self.progress.seconds + seconds)
         loss, grad_norm, update_norm, applied, scale, *by_module = issued.values.tolist()
         speed = issued.batch_tokens / seconds
-        flops = speed * self._flops_per_token
+        flops = speed * self._flops_per_token / self.world.size  # of one device
         norms_by_module = zip(by_module[: len(self._modules)], by_module[len(self._modules) :], strict=True)
         return Step(
             step=issued.step,
@@ -373,6 +373,10 @@ class Training:
         seq_len = self.recipe.model.seq_len
         skip = tuple((start // seq_len, end // seq_len) for start, end in skipped(rewinds))
         self.stream = replace(self.stream, skip=skip)
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_trainable(recipe: Recipe, tokens: "TokenSet", world: World = ALONE) -> None:

@@ -93,8 +93,10 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
     """The recipe's micro-batch, or without a look at the device one that is seldom far off."""
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
-    seq_len = recipe.model.seq_len
-    return max(1, min(RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"]), recipe.batch.tokens) // seq_len)
+    seq_len, layout = recipe.model.seq_len, recipe.layout
+    # A rank's share of the batch, cut into a micro-batch for each stage of a pipeline at least.
+    most = recipe.batch.tokens // layout.dp // layout.pp
+    return max(1, min(RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"]), most) // seq_len)
 
 
 def as_begun(recipe: Recipe, folder: Path) -> Recipe:
@@ -109,9 +111,9 @@ def as_begun(recipe: Recipe, folder: Path) -> Recipe:
     return recipe.replace({"batch.micro_batch": begun.batch.micro_batch, "why": recipe.why | begun.why})
 
 
-def by_thumb(recipe: Recipe, folder: Path) -> Recipe:
+def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
     """The recipe with a micro-batch that is not timed: that of the run in this folder, else by rule of thumb."""
-    recipe = as_begun(recipe, folder)
+    recipe = as_begun(recipe, folder) if folder is not None else recipe
     if recipe.batch.micro_batch != "auto":
         return recipe
     size = rule_of_thumb(recipe, "cuda" if torch.cuda.is_available() else "cpu")

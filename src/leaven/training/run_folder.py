@@ -37,10 +37,14 @@ def held(folder: Path, what: str) -> Iterator[None]:
 
 
 class RunFolder:
-    """What is on disk of a run. Lines that find no room are kept and written later: ``unwritten`` says why."""
+    """What is on disk of a run. Lines that find no room are kept and written later: ``unwritten`` says why.
+
+    Of the processes of a run one alone ``writes``; for the others everything that would is for nothing.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.writes = True
         self.checkpoints = path / "checkpoints"
         self.recipe_file = path / "recipe.toml"
         self.tokenizer_file = path / "tokenizer.json"
@@ -98,7 +102,7 @@ class RunFolder:
 
     def keep_tokenizer(self, path: Path) -> None:
         """A copy of the tokenizer: without it the weights say nothing, and the cache it lies in is not for ever."""
-        if not self.tokenizer_file.exists():
+        if self.writes and not self.tokenizer_file.exists():
             write_text(self.tokenizer_file, read_text(path))
 
     def rewind(self, step: int) -> None:
@@ -107,7 +111,7 @@ class RunFolder:
         The file is cut, which needs no room on the disk; what goes is always its end.
         """
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
-        if not self._metrics.exists():
+        if not self.writes or not self._metrics.exists():
             return
         end, kept = 0, 0
         for line in self._metrics.read_bytes().splitlines(keepends=True):
@@ -153,7 +157,7 @@ class RunFolder:
     def event(self, event: str, **values: Any) -> None:
         """One line of events.jsonl, with the time in seconds since 1970."""
         self._append(self._events, {"event": event, **values, "time": round(time.time(), 3)})
-        if event in RETURNS and self.unwritten is None:
+        if self.writes and event in RETURNS and self.unwritten is None:
             _sync(self._events)  # before anything is done about it
 
     def written(self) -> None:
@@ -170,6 +174,8 @@ class RunFolder:
             )
 
     def _append(self, path: Path, line: dict[str, Any]) -> None:
+        if not self.writes:
+            return
         self._waiting.append((path, json.dumps(line)))
         self._write()
 

@@ -46,7 +46,7 @@ class Session:
         self._rewinds = run.rewinds()
         self._guard: Guard | None = None
         self._ahead: Issued | None = None
-        self._log_to, self._bits_per_byte_factor = log_to, bits_per_byte_factor
+        self._log_to, self._bits_per_byte_factor = log_to if world.first else (), bits_per_byte_factor
         self._curves: Curves | None = None
         self._no_room: str | None = None
         self._batch_tokens = self._saved_step = 0

@@ -1,16 +1,19 @@
 """Training a recipe in a folder that holds everything the run needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leaven.data.text_bytes import bits_per_byte_factor
+from leaven.distributed.world import ALONE, World
+from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress
 from leaven.training.engine import Step, Training, check_trainable
-from leaven.training.micro_batch import as_begun, require_memory, settle
+from leaven.training.micro_batch import as_begun, by_thumb, require_memory, settle
 from leaven.training.run_folder import RunFolder
 from leaven.training.session import Session
 from leaven.training.throughput import device_peak, utilisation
@@ -50,13 +53,15 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     log_to: Sequence[str] = (),
     back: Back | None = None,
+    world: World = ALONE,
 ) -> Summary:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
     ``stop`` is asked between steps; when it says so, a checkpoint is written and the summary is not ``finished``.
     ``back`` first takes the run back by hand, once: the same call again goes on. ``log_to`` names writers of curves
-    (:data:`leaven.training.metrics.WRITERS`). The same losses come out, to the last bit on one device, however often
-    the run is stopped or killed.
+    (:data:`leaven.training.metrics.WRITERS`). Every process of a ``world`` calls this, with the same arguments; the
+    first one writes, ``stop`` may say so on any. The same losses come out, to the last bit on one device, however
+    often the run is stopped or killed.
 
     Raises:
         InputError: if the folder holds another recipe, is in use, or cannot be written.
@@ -67,25 +72,52 @@ def train(
     ended = _ended(run) if back is None else None
     if ended is not None:
         return ended
-    check_trainable(recipe, tokens)
-    if recipe.batch.micro_batch == "auto":
-        require_memory(recipe)
-    training = Training(recipe, tokens)  # before anything is written: what cannot be trained leaves no folder
-    choice = settle(training) if recipe.batch.micro_batch == "auto" else None
+    check_trainable(recipe, tokens, world)
+    recipe, timed = _with_micro_batch(recipe, world)
+    # Before anything is written: what cannot be trained leaves no folder.
+    training = Training(recipe, tokens, world=world)
+    choice = settle(training) if timed else None
     training.peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
-    if back is not None:
-        back.go(run, recipe)
-    with run.opened(training.recipe):
+    with _opened(run, training.recipe, back, world):
         run.keep_tokenizer(tokens.tokenizer_path)
-        session = Session(run, training, on_step, on_event, log_to=log_to, bits_per_byte_factor=factor)
+        session = Session(run, training, on_step, on_event, log_to=log_to, bits_per_byte_factor=factor, world=world)
         try:
             if choice is not None:
                 session.event("micro_batch", **choice.to_json())
-            end = session.train(stop)
+            end = session.train(lambda: world.any(stop()))
         finally:
             session.close()
         return _summary(run, training.progress, end)
+
+
+def _with_micro_batch(recipe: Recipe, world: World) -> tuple[Recipe, bool]:
+    """A recipe that says how many sequences a forward has, or one of which that is still to be timed: on one device;
+    several would have to run out of memory together."""
+    if recipe.batch.micro_batch != "auto":
+        return recipe, False
+    require_memory(recipe)
+    return (recipe, True) if world is ALONE else (by_thumb(recipe), False)
+
+
+@contextmanager
+def _opened(run: RunFolder, recipe: Recipe, back: Back | None, world: World) -> Iterator[None]:
+    """Hold the folder, once every process has read it. The first one does what is to be done to it, for all."""
+    world.barrier()
+    run.writes = world.first
+    with ExitStack() as stack:
+        refused = None
+        try:
+            if back is not None and world.first:
+                back.go(run, recipe)
+            if world.first:
+                stack.enter_context(run.opened(recipe))
+        except InputError as error:
+            refused = error
+        refused = world.shared(refused)
+        if refused is not None:
+            raise refused
+        yield
 
 
 def check(recipe: Recipe, folder: Path, back: Back | None = None) -> tuple[RunFolder, Recipe, Back | None]:
