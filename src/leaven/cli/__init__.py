@@ -23,7 +23,7 @@ from leaven.cli import (
     transfer,
     tune,
 )
-from leaven.cli._common import errors
+from leaven.cli._common import console, errors
 from leaven.cli._usage import mended
 from leaven.recipe.errors import InputError
 
@@ -64,6 +64,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         _main()
         return
+    console.quiet = errors.quiet = os.environ["RANK"] != "0"  # one of many talks
     try:
         _main()
     except SystemExit as left:

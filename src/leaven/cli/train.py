@@ -26,7 +26,15 @@ from leaven.recipe.errors import InputError
 
 def train_(
     recipe: RecipeArgument,
-    run: Annotated[Path | None, typer.Option(help="The run's folder (runs/NAME).", show_default=False)] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            "--run-folder",
+            help="The run's folder (runs/NAME); under torchrun, which has a --run of its own, --run-folder.",
+            show_default=False,
+        ),
+    ] = None,
     log_to: Annotated[
         str | None,
         typer.Option(
@@ -72,8 +80,6 @@ def train_(
     from leaven.training.trainer import check, train
 
     require_trainable(loaded, world_size())
-    if rank():  # one of many talks
-        console.quiet = errors.quiet = True
     if loaded.start.folder is not None:  # before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))

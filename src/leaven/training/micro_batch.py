@@ -94,8 +94,10 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     seq_len, layout = recipe.model.seq_len, recipe.layout
-    # A rank's share of the batch, cut into a micro-batch for each stage of a pipeline at least.
-    most = recipe.batch.tokens // layout.dp // layout.pp
+    batch = recipe.batch.tokens
+    if layout.pp > 1:  # each stage wants a micro-batch at least, of the smallest batch too
+        batch = min(tokens for _, tokens in recipe.batch.sizes) // layout.pp
+    most = batch // layout.dp
     return max(1, min(RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"]), most) // seq_len)
 
 
