@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from leaven.data.tokens import TokenSet
+from leaven.distributed.exchange import Exchange
 from leaven.distributed.world import joined
 from leaven.recipe.recipe import Recipe
+from leaven.training.checkpoint import read_checkpoint, write_checkpoint
 from leaven.training.engine import Training
 
 
@@ -43,6 +46,28 @@ def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") 
         "validation": validation,
         "pieces": pieces,
     }
+
+
+def save(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path) -> list[float]:
+    """Steps, then a checkpoint."""
+    with dtype_of("float64"), joined(recipe.layout, torch.device("cpu")) as world:
+        training = Training(recipe, tokens, device="cpu", world=world)
+        losses = [training.step().loss for _ in range(steps)]
+        write_checkpoint(folder, training.checkpoint(), Exchange(world))
+    return losses
+
+
+def resume(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path, then: Path) -> list[float]:
+    """Steps from a checkpoint, then another one."""
+    with dtype_of("float64"), joined(recipe.layout, torch.device("cpu")) as world:
+        training = Training(recipe, tokens, device="cpu", world=world)
+        found, damaged = read_checkpoint(folder, world=world)
+        assert found is not None
+        assert not damaged
+        training.restore(found)
+        losses = [training.step().loss for _ in range(steps)]
+        write_checkpoint(then, training.checkpoint(), Exchange(world))
+    return losses
 
 
 def assembled(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -1,0 +1,55 @@
+"""Saved by one layout and taken up by another: the losses go on as if nothing had happened."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.distributed.cases import resume, save
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import COMMON, GPT, ISOLATED, ONE, RUNNING, TIED, Alone, layout
+
+from leaven.data.tokens import prepare
+from leaven.recipe.recipe import Recipe
+
+SHALLOW = {"model.n_layers": 2}
+ALL = layout(dp=2, tp=2, pp=2, zero=2)
+
+# In the middle of a ramp, so that another dp also cuts another batch.
+CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "2x2x2, one process, dp3": (TIED | SHALLOW, [ALL, layout(), layout(dp=3, zero=1)]),
+    "one process, 2x2x2 zero3, pp2 zero-bubble": (
+        RUNNING | {"model.n_layers": 4},
+        [layout(), ALL | {"layout.zero": 3}, layout(pp=2, schedule="zero-bubble", stages_per_rank=2)],
+    ),
+    "pp4, tp4, dp2 zero3": (GPT | {"model.n_layers": 4}, [layout(pp=4), layout(tp=4), layout(dp=2, zero=3)]),
+    "dp4 zero3 on two nodes, dp2 zero0, dp3 zero2": (
+        ISOLATED | SHALLOW,
+        [layout(dp=4, zero=3, dp_replicate=2), layout(dp=2), layout(dp=3, zero=2)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "chain"), CHAINS.values(), ids=CHAINS.keys())
+def test_any_layout_takes_up_what_any_other_has_saved(
+    changes: dict[str, Any],
+    chain: list[dict[str, Any]],
+    ranks: Pool,
+    alone: Alone,
+    tiny: Recipe,
+    tmp_path: Path,
+) -> None:
+    changes = COMMON | ONE | changes
+    expected = alone(tiny.replace(changes), 2 * len(chain) - 1, "float64")["losses"]
+    losses: list[float] = []
+    for number, how in enumerate(chain):
+        recipe = tiny.replace(changes | how)
+        tokens = prepare(recipe.data, recipe.model.vocab_size)
+        folders = tmp_path / str(number - 1), tmp_path / str(number)
+        work = (save, recipe, tokens, 2, folders[1]) if number == 0 else (resume, recipe, tokens, 2, *folders)
+        function, *arguments = work
+        if recipe.layout.ranks == 1:
+            losses += function(*arguments)
+        else:
+            losses += ranks(recipe.layout.ranks, function, *arguments)[0]
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-12)
