@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from leaven.distributed.meeting import meet
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -117,6 +118,7 @@ def joined(layout: Layout, device: torch.device) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = meet(store, rank, size, timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
