@@ -84,7 +84,7 @@ class Issued:
     tokens: int
     lr: float
     batch_tokens: int
-    began: float
+    seconds: float  # of handing it over; on a processor it is done by then
     values: Tensor
     started: torch.cuda.Event | None
     ready: torch.cuda.Event | None
@@ -130,7 +130,6 @@ class Training:
         self._modules = list(dict.fromkeys(row.module for row in table.rows))
         owners = [self._modules.index(row.module) for row in table.rows]
         self._owners = torch.tensor(owners, device=self.device)
-        self._read_at = time.perf_counter()
         if recipe.layout.compile:
             for block in self.model.layers:
                 block.compile()
@@ -194,7 +193,7 @@ class Training:
             tokens=tokens,
             lr=self._shown_lr * multiplier,
             batch_tokens=batch_tokens,
-            began=began,
+            seconds=time.perf_counter() - began,
             values=values,
             started=started,
             ready=ready,
@@ -202,13 +201,9 @@ class Training:
         )
 
     def _read(self, issued: Issued) -> Step:
-        now = time.perf_counter()
+        seconds = issued.seconds
         if issued.started is not None and issued.ready is not None:
             seconds = issued.started.elapsed_time(issued.ready) / 1000
-        else:
-            # Steps follow each other: one that was issued early has its time from the end of the last.
-            seconds = now - max(issued.began, self._read_at)
-        self._read_at = now
         self.progress = replace(self.progress, seconds=self.progress.seconds + seconds)
         loss, grad_norm, update_norm, applied, scale, *by_module = issued.values.tolist()
         speed = issued.batch_tokens / seconds
