@@ -129,6 +129,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
         ("export weights RUN OUT --tokens 1k", "no checkpoint at 1,000 tokens; there are 5_120, 10_240"),
         ("export weights RUN RUN/recipe.toml/out", "there is a file where a folder should be"),
         ("sample RUN x --top-p 2", "--top-p"),
+        ("sample RUN x --temperature inf", "temperature inf: give a number from 0 on"),
+        ("sample RUN caf\udce9", "text is not UTF-8"),
         ("sample RUN x --tokens 77", "no checkpoint at 77 tokens"),
         ("new OUT --from-weights RUN", "config.json: no such file"),
     ],
