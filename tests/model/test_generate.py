@@ -138,6 +138,15 @@ def test_it_stops_at_the_end_and_sees_the_last_tokens_only() -> None:
     assert drawn(made, long, sampling=greedy, end=-1) == drawn(made, long[-12:], sampling=greedy, end=-1)
 
 
+def test_beyond_learned_positions_is_said() -> None:
+    tokens = torch.ones(1, 13, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=r"13 tokens a sequence, but learned positions end at seq_len = 12; give the"
+    ):
+        model(positions="learned")(tokens)
+    assert model(positions="rope")(tokens).shape == (1, 13, 60)
+
+
 def test_tokens_without_text_are_not_drawn() -> None:
     made = model()
     torch.nn.init.zeros_(made.unembedding.weight)  # all tokens are as likely

@@ -179,11 +179,19 @@ class Transformer(nn.Module):
 
         With the number of each token's document, which only grows along T, documents do not see each other and each
         begins at position 0: it comes out as it does alone.
+
+        Raises:
+            ValueError: if T is beyond the last of learned positions.
         """
         x_BTD = self.embedding(tokens_BT)
         if "embedding" in self.norm:
             x_BTD = self.norm["embedding"](x_BTD)
         if self.shape.positions == "learned":
+            if tokens_BT.shape[1] > self.shape.seq_len:
+                raise ValueError(
+                    f"{tokens_BT.shape[1]} tokens a sequence, but learned positions end at seq_len = "
+                    f"{self.shape.seq_len}; give the last {self.shape.seq_len}"
+                )
             x_BTD = x_BTD + self.positions.weight[places(documents_BT, tokens_BT.shape[1])]
         x_BTD = F.dropout(x_BTD, self.shape.dropout, self.training)
         positions = Positions(self.shape, tokens_BT.shape[1], x_BTD, documents_BT)
