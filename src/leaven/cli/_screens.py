@@ -258,8 +258,8 @@ class RunsScreen(Screen):
                         (
                             name,
                             format_quantity(step["tokens"]),
-                            _fixed(step["loss"], 3),
-                            f"{event['loss']:.4f}",
+                            "nan" if step["loss"] is None else _fixed(step["loss"], 3),
+                            "nan" if event["loss"] is None else f"{event['loss']:.4f}",
                             learning_rate(step["lr"], 3),
                             format_quantity(step["batch_tokens"]),
                             format_quantity(step["tokens_per_second"]),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, read_text, write_recipe, write_text
+from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.rewind import Rewind
 
@@ -147,7 +147,7 @@ class RunFolder:
         return None
 
     def record(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl."""
+        """One line of metrics.jsonl; null for what is no number."""
         self._append(self._metrics, line)
 
     def event(self, event: str, **values: Any) -> None:
@@ -170,7 +170,7 @@ class RunFolder:
             )
 
     def _append(self, path: Path, line: dict[str, Any]) -> None:
-        self._waiting.append((path, json.dumps(line)))
+        self._waiting.append((path, json.dumps(finite(line))))
         self._write()
 
     def _write(self) -> None:

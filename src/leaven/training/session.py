@@ -1,5 +1,6 @@
 """The training loop: steps, what is due between them, and what is done about trouble."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -79,6 +80,8 @@ class Session:
             raise InputError(
                 f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
             )
+        if not math.isfinite(ended["loss"]):
+            self._stop({"why": f"the validation loss is {ended['loss']:g}: the run is lost"})
         self.event("finish", **ended, seconds=self.training.progress.seconds)
         self.run.written()
         return ended
@@ -116,9 +119,9 @@ class Session:
         self.run.record(asdict(step))
         if self._curves:
             self._curves.step(step)
+        trouble = self._guard.observe(step) if self._guard else None
         self._on_step(step)
         self._checkpoint_written(wait=False)
-        trouble = self._guard.observe(step) if self._guard else None
         if trouble is not None:
             self._ahead = None
             self._decide(trouble)
