@@ -14,6 +14,7 @@ import torch
 from tests.training.planted import STEP, in_order, recipe, text
 
 from leaven.data.tokens import TokenSet
+from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import checkpoints, tokens_of
 from leaven.training.engine import Diverged, Issued, Step, Training
@@ -209,6 +210,21 @@ def test_stop_stops(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"loss .* deviations up, loss 1.* within 3 steps"):
         train(recipe(stability__on_spike="stop"), SHARD, tmp_path / "run")
     assert RunFolder(tmp_path / "run").events()[-1]["numbers"]["loss"]["sum"] >= 24
+
+
+def test_a_rollback_with_every_checkpoint_damaged_leaves_all_as_it_is(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+
+    def on_step(step: Step) -> None:
+        if step.step == 133:  # the verdict falls here
+            for path in checkpoints(run.checkpoints):
+                (path / "model.safetensors").write_bytes(b"")
+
+    with pytest.raises(InputError, match="every checkpoint is damaged"):
+        train(recipe(), SHARD, run.path, on_step=on_step)
+    assert not events(run, "rollback")
+    assert len(run.metrics()) == 133
+    assert [tokens_of(path) for path in checkpoints(run.checkpoints)] == [112 * STEP, 128 * STEP]
 
 
 def test_a_checkpoint_in_a_suspicious_stretch_does_not_displace_the_last_good_one(

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from leaven.recipe.errors import InputError
 from leaven.training.rewind import Rewind, undone
 
 FORMAT = 2
@@ -97,6 +98,9 @@ def read_checkpoint(
     ``tokens``, of those at that many tokens only.
 
     One of a past that the run's ``rewinds`` have undone does not count.
+
+    Raises:
+        InputError: if one is there and cannot be read now: that says nothing of what is in it.
     """
     damaged: list[Path] = []
     for candidate in reversed(checkpoints(folder)):
@@ -104,9 +108,13 @@ def read_checkpoint(
             continue
         try:
             found = _read(candidate)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, SafetensorError):
             damaged.append(candidate)
             continue
+        except OSError as error:
+            raise InputError(
+                f"{candidate}: cannot be read: {error.strerror or error}; mend that and run the same command again"
+            ) from None
         if not undone(rewinds, len(found.rewinds), found.progress.tokens):
             return found, damaged
     return None, damaged
@@ -174,13 +182,15 @@ class Keeper:
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
         """Before a run goes on from ``after_tokens`` trained: move damaged checkpoints out of the way, and drop the
-        whole ones after it, whose past has been undone."""
+        whole ones after it, whose past has been undone, and what a kill has left half written."""
         for path in damaged:
             with suppress(OSError):
                 path.replace(path.with_name(f"damaged-{path.name}"))
         for path in checkpoints(self._folder):
             if tokens_of(path) > after_tokens and path not in damaged:
                 shutil.rmtree(path, ignore_errors=True)
+        for path in self._folder.glob(f".{_NAME}.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
         try:

@@ -10,7 +10,7 @@ from leaven.recipe.errors import InputError
 from leaven.training.checkpoint import Checkpoint, Keeper, checkpoints, read_checkpoint, tokens_of
 from leaven.training.engine import Diverged, Issued, Step, Training
 from leaven.training.metrics import Curves
-from leaven.training.rewind import rollback
+from leaven.training.rewind import Rewind, rollback
 from leaven.training.run_folder import RunFolder
 from leaven.training.spikes import Guard, Trouble, left_out
 from leaven.training.throughput import mfu_convention
@@ -47,7 +47,9 @@ class Session:
         self._curves: Curves | None = None
         self._no_room: str | None = None
         self._batch_tokens = self._saved_step = 0
-        found, damaged = self._take_up()
+        self.unsaved: str | None = None
+        found, damaged = self._newest(self._rewinds)
+        self._take_up(found, damaged)
         self.event(
             "start" if found is None else "resume",
             device=str(training.device),
@@ -62,7 +64,7 @@ class Session:
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """To the end or to a stop: loss and bits per byte of the validation of a run that is done, None of one that
-        was stopped."""
+        was stopped; ``unsaved`` then says why it could not be saved."""
         while not stop():
             if not self.training.finished:
                 self._advance()
@@ -74,6 +76,7 @@ class Session:
             self._save()
         error = self._checkpoint_written(wait=True)
         if ended is None:
+            self.unsaved = error
             self.event("stop", why="interrupted")
             return None
         if error is not None:
@@ -144,14 +147,14 @@ class Session:
         if rewind.attempt > limit:
             self._stop(told | {"why": f"{trouble.why}; {limit} rollbacks did not pass it"})
         told |= asdict(rewind) | {"attempts": limit}
+        found, damaged = self._newest((*self._rewinds, rewind))
+        if found is None:
+            self._stop(told | {"why": f"{trouble.why}; no checkpoint is left to go back to"})
         # The decision is made once this line is on the disk. Killed from here on, the run takes up the same state.
         self.run.event("rollback", **told)
         self._rewinds = (*self._rewinds, rewind)
-        self._keeper.clear(rewind.to_tokens)
         seconds = self.training.progress.seconds
-        found, damaged = self._take_up()
-        if found is None:
-            self._stop(told | {"why": f"{trouble.why}; no whole checkpoint is left to go back to"})
+        self._take_up(found, damaged)
         self.training.progress = replace(found.progress, seconds=seconds)
         names = [path.name for path in damaged]
         self._on_event("rollback", told | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
@@ -160,10 +163,23 @@ class Session:
         self.event("stop", **told)
         raise Diverged(told["why"])
 
-    def _take_up(self) -> tuple[Checkpoint | None, list[Path]]:
-        """Be where the newest whole checkpoint is that has not been undone, in memory and in the folder."""
+    def _newest(self, rewinds: tuple[Rewind, ...]) -> tuple[Checkpoint | None, list[Path]]:
+        """The newest whole checkpoint that these returns have not undone, and the damaged ones passed over.
+
+        Raises:
+            InputError: if none of them is whole. Nothing has been touched: what they hold may still be saved.
+        """
+        found, damaged = read_checkpoint(self.run.checkpoints, rewinds)
+        if found is None and damaged:
+            raise InputError(
+                f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "
+                "put a whole one back, or begin anew with another --run"
+            )
+        return found, damaged
+
+    def _take_up(self, found: Checkpoint | None, damaged: Sequence[Path]) -> None:
+        """Be where a checkpoint is, in memory and in the folder."""
         training, on_spike = self.training, self.training.recipe.stability.on_spike
-        found, damaged = read_checkpoint(self.run.checkpoints, self._rewinds)
         self._guard = None if on_spike == "off" else Guard(skipping=on_spike == "skip")
         if found is not None:
             self._rewinds = max(self._rewinds, found.rewinds, key=len)
@@ -179,7 +195,6 @@ class Session:
         if self._curves:
             self._curves.close()
         self._curves = Curves(self._log_to, self.run.path, training.recipe, progress.tokens, lost=self._curves_lost)
-        return found, damaged
 
     def _next_batch(self) -> int:
         return self.training.recipe.batches.batch_at(self.training.progress.tokens)
