@@ -164,6 +164,15 @@ def test_one_that_was_not_due_displaces_none(tmp_path: Path) -> None:
     assert there == [[0], [0, 2], [0, 2, 3], [2, 4], [2, 4, 5], [4, 6]]
 
 
+def test_one_that_was_not_due_does_not_stand_in_for_the_last_good_one(tmp_path: Path) -> None:
+    """Stopped at step 3, suspicious since step 4: without the stop there would be steps 2 and 4."""
+    keeper = Keeper(tmp_path, every_tokens=512, keep=1, keep_every_tokens=None)
+    for step, good in ((2, 2), (3, 3), (4, 3)):
+        save(keeper, step, good)
+    keeper.close()
+    assert steps(tmp_path) == [2, 4]
+
+
 def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: Keeper) -> None:
     """The training goes on at once, and changes its tensors in place while a thread writes."""
     go, write = threading.Event(), module.write_checkpoint

@@ -107,6 +107,17 @@ def test_the_same_run_decides_the_same_though_stopped_and_robbed_of_a_checkpoint
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in whole.metrics()]
 
 
+def test_a_stop_in_the_trouble_does_not_change_what_is_decided(tmp_path: Path) -> None:
+    """One checkpoint every four steps, one kept: that of the stop lies between the last due one and the onset."""
+    few = recipe(stability__checkpoint_every_tokens=4 * STEP, stability__keep=1, data__tokens=140 * STEP)
+    whole, run = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
+    train(few, SHARD, whole.path)
+    train(few, SHARD, run.path, stop=lambda: len(run.metrics()) >= 130)
+    train(few, SHARD, run.path)
+    assert decided(whole)
+    assert decided(run) == decided(whole)
+
+
 def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]) -> None:
     """Let the lr of a step be multiplied, behind the back of the schedule."""
     issue = Training.issue

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from leaven.recipe.errors import InputError
-from leaven.training.checkpoint import Checkpoint, Keeper, checkpoints, read_checkpoint, tokens_of
+from leaven.training.checkpoint import Checkpoint, Keeper, read_checkpoint
 from leaven.training.engine import Diverged, Issued, Step, Training
 from leaven.training.metrics import Curves
-from leaven.training.rewind import Rewind, rollback
+from leaven.training.rewind import Rewind, oldest_checkpoint, rollback
 from leaven.training.run_folder import RunFolder
 from leaven.training.spikes import Guard, Trouble, left_out
 from leaven.training.throughput import mfu_convention
@@ -136,8 +136,8 @@ class Session:
     def _decide(self, trouble: Trouble) -> None:
         """Go back, or stop."""
         self._checkpoint_written(wait=True)
-        recipe, saved = self.training.recipe, checkpoints(self.run.checkpoints)
-        oldest = tokens_of(saved[0]) if saved else 0
+        recipe = self.training.recipe
+        oldest = oldest_checkpoint(self._rewinds, trouble, recipe.batches, recipe.stability, self._save_every)
         rewind = rollback(self._rewinds, trouble, recipe.batches, recipe.stability, oldest)
         tokens, limit = recipe.batches.tokens_at_step(trouble.step), recipe.stability.max_rollbacks
         told: dict[str, Any] = {"step": trouble.step, "tokens": tokens, "why": trouble.why}
