@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,10 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path}: a file; --run takes a folder")
         if not self.recipe_file.exists():
-            if self.path.exists() and any(entry.name != LOCK for entry in self.path.iterdir()):
+            # What a kill has left of writing the recipe is no stranger's: it was the first file.
+            known = (LOCK, f".{self.recipe_file.name}.*.tmp")
+            entries = self.path.iterdir() if self.path.exists() else ()
+            if not all(any(fnmatch(entry.name, name) for name in known) for entry in entries):
                 raise InputError(f"run folder {self.path} is not empty and holds no recipe.toml; use another --run")
             return
         changes = differences(self.recipe(), recipe)
@@ -92,6 +96,8 @@ class RunFolder:
         self.check(recipe)
         with held(self.path, "run folder"):
             self.check(recipe)
+            for torn in self.path.glob(f".{self.recipe_file.name}.*.tmp"):
+                torn.unlink()
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
             yield self
