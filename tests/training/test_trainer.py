@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,34 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
     assert not damaged
 
 
+@pytest.mark.parametrize("at", ["step", "evaluation"])
+def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """It comes with the third of eight forwards; what was under way is done again, to the same bits."""
+    recipe, run = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1}), RunFolder(tmp_path / "run")
+    loss, forwards = Training._loss, []
+
+    def counted(self: Training, *arguments: Any) -> torch.Tensor:
+        if len(run.metrics()) in {12, 13} and self.model.training == (at == "step"):
+            forwards.append(len(run.metrics()))
+        return loss(self, *arguments)
+
+    monkeypatch.setattr(Training, "_loss", counted)
+    assert not train(recipe, tokens, run.path, stop=lambda: len(forwards) >= 3).finished
+    assert len(forwards) == 3
+    monkeypatch.undo()
+    assert train(recipe, tokens, run.path).finished
+    train(recipe, tokens, tmp_path / "whole")
+    whole = RunFolder(tmp_path / "whole")
+    assert losses(run.path) == losses(whole.path)
+    validations = [
+        [(event["step"], event["loss"]) for event in folder.events() if event["event"] == "validation"]
+        for folder in (run, whole)
+    ]
+    assert validations[0] == validations[1]
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 def test_accumulation_gives_the_gradient_of_the_whole_batch(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, micro_batch: int
@@ -244,6 +273,17 @@ def test_a_folder_that_is_no_run_is_left_alone(tiny: Recipe, tokens: TokenSet, t
     with pytest.raises(InputError, match=r"is not empty and holds no recipe.toml"):
         train(tiny, tokens, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_killed_before_its_recipe_was_renamed_a_folder_is_as_new(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".lock").touch()
+    (run / ".recipe.toml.4711.tmp").write_text("name =")
+    assert train(tiny, tokens, run).finished
+    assert not list(run.glob(".recipe*"))
 
 
 def test_a_folder_in_use_is_refused(tiny: Recipe, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from leaven.recipe.errors import InputError
 from leaven.training.checkpoint import Checkpoint, Keeper, read_checkpoint
-from leaven.training.engine import Diverged, Issued, Step, Training
+from leaven.training.engine import Diverged, Interrupted, Issued, Step, Training
 from leaven.training.metrics import Curves
 from leaven.training.rewind import Rewind, oldest_checkpoint, rollback
 from leaven.training.run_folder import RunFolder
@@ -46,6 +46,7 @@ class Session:
         self._log_to, self._bits_per_byte_factor = log_to, bits_per_byte_factor
         self._curves: Curves | None = None
         self._no_room: str | None = None
+        self._owes_validation = False
         self._batch_tokens = self._saved_step = 0
         self.unsaved: str | None = None
         found, damaged = self._newest(self._rewinds)
@@ -65,13 +66,21 @@ class Session:
     def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """To the end or to a stop: loss and bits per byte of the validation of a run that is done, None of one that
         was stopped; ``unsaved`` then says why it could not be saved."""
-        while not stop():
-            if not self.training.finished:
-                self._advance()
-            elif self._hear(None):  # the last step may take the run back
-                break
-        self._hear(None)
-        ended = self._evaluate() if self.training.finished else None
+        self.training.stop = stop
+        try:
+            if self._owes_validation:
+                self._evaluate()
+            while not stop():
+                if not self.training.finished:
+                    self._advance()
+                elif self._hear(None):  # the last step may take the run back
+                    break
+            self._hear(None)
+            ended = self._evaluate() if self.training.finished else None
+        except Interrupted:
+            self.training.give_up()
+            self._hear(None)
+            ended = None
         if self.training.progress.step != self._saved_step:
             self._save()
         error = self._checkpoint_written(wait=True)
@@ -186,6 +195,8 @@ class Session:
             training.restore(found)
             if self._guard and "guard" in found.state:
                 self._guard.load_state_dict(found.state["guard"])
+        # A stop may have come in the middle of it.
+        self._owes_validation = found is not None and found.state.get("owes_validation", False)
         training.follow(self._rewinds)
         progress = training.progress
         self._keeper.clear(progress.tokens, damaged)
@@ -207,7 +218,9 @@ class Session:
         self.event("curves_lost", writer=writer, why=why)
 
     def _evaluate(self) -> dict[str, Any]:
+        self._owes_validation = True
         loss, factor = self.training.evaluate(), self._bits_per_byte_factor
+        self._owes_validation = False
         values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
         self.event("validation", **values)
         if self._curves:
@@ -218,7 +231,9 @@ class Session:
         self._checkpoint_written(wait=True)
         training, since = self.training, self._guard.since if self._guard else None
         good = training.progress.tokens if since is None else training.recipe.batches.tokens_at_step(since - 1)
-        state = {"guard": self._guard.state_dict()} if self._guard else {}
+        state: dict[str, Any] = {"guard": self._guard.state_dict()} if self._guard else {}
+        if self._owes_validation and not training.finished:
+            state["owes_validation"] = True
         self._keeper.save(replace(training.checkpoint(), state=state, rewinds=self._rewinds), good)
         self._saved_step = training.progress.step
 

@@ -9,7 +9,7 @@ from leaven.data.text_bytes import bits_per_byte_factor
 from leaven.recipe.recipe import Recipe
 from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
-from leaven.training.engine import Step, Training, check_trainable
+from leaven.training.engine import Interrupted, Step, Training, check_trainable
 from leaven.training.micro_batch import as_begun, require_memory, settle
 from leaven.training.run_folder import RunFolder
 from leaven.training.session import Session
@@ -56,7 +56,8 @@ def train(
 ) -> Summary:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
-    ``stop`` is asked between steps; when it says so, a checkpoint is written and the summary is not ``finished``.
+    ``stop`` is asked before every forward; when it says so, the step under way is given up, a checkpoint of the one
+    before is written, and the summary is not ``finished``.
     ``back`` first takes the run back by hand, once: the same call again goes on. ``log_to`` names writers of curves
     (:data:`leaven.training.metrics.WRITERS`). The same losses come out, to the last bit on one device, however often
     the run is stopped or killed.
@@ -74,7 +75,11 @@ def train(
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
     training = Training(recipe, tokens)  # before anything is written: what cannot be trained leaves no folder
-    choice = settle(training) if recipe.batch.micro_batch == "auto" else None
+    training.stop = stop
+    try:
+        choice = settle(training) if recipe.batch.micro_batch == "auto" else None
+    except Interrupted:
+        return _summary(run, training.progress, None, "before its first step")
     training.peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
     if back is not None:
