@@ -20,6 +20,7 @@ from leaven.data.stream import Stream, validation_windows
 from leaven.data.tokens import TokenSet, prepare
 from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.checkpoint import read_checkpoint
@@ -250,15 +251,38 @@ def test_text_that_has_changed_is_refused(tiny: Recipe, tokens: TokenSet, tmp_pa
     assert train(tiny, tokens, tmp_path / "run").finished
 
 
-def test_a_run_keeps_its_micro_batch(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    """The order of a sum is part of its bits: auto takes what the run began with, another number is refused."""
-    two = tiny.replace({"batch.micro_batch": 2})
-    train(two, tokens, tmp_path / "run", stop=lambda: len(losses(tmp_path / "run")) >= 3)
-    with pytest.raises(InputError, match=r"batch.micro_batch 2 there, 8 here"):
-        train(tiny.replace({"batch.micro_batch": 8}), tokens, tmp_path / "run")
-    train(tiny, tokens, tmp_path / "run")  # auto
+def test_a_run_keeps_its_micro_batch_until_it_is_told_another(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    """The order of a sum is part of its bits: auto takes what the run began with, and a change is told and kept."""
+    two, folder, told = tiny.replace({"batch.micro_batch": 2}), tmp_path / "run", []
+    train(two, tokens, folder, stop=lambda: len(losses(folder)) >= 3)
+    train(tiny, tokens, folder, stop=lambda: len(losses(folder)) >= 6)  # auto
     train(two, tokens, tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    whole = losses(tmp_path / "whole")
+    done = len(losses(folder))
+    assert losses(folder) == whole[:done]
+    eight = tiny.replace({"batch.micro_batch": 8, "layout.compile": False})
+    train(eight, tokens, folder, on_event=lambda event, values: told.append((event, values)))
+    assert losses(folder)[done:] != whole[done:]
+    assert losses(folder) == pytest.approx(whole, abs=1e-4)
+    ((_, event),) = [each for each in told if each[0] == "layout"]
+    assert event["changes"] == [{"path": "batch.micro_batch", "before": 2, "after": 8}]
+    assert event["tokens"] == 256 * done
+    for recipe in (RunFolder(folder).recipe(), read_recipe(folder / "recipe.toml")):
+        assert recipe.batch.micro_batch == 8
+        assert recipe.why["batch.micro_batch"] == f"since {256 * done:,} tokens; before: 2"
+
+
+@pytest.mark.parametrize(
+    ("change", "possible"), [({"hyperparameters.lr": 0.02}, True), ({"model.d_ff": 64}, False)], ids=["lr", "shape"]
+)
+def test_going_back_is_proposed_only_where_it_mends(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, change: dict[str, Any], possible: bool
+) -> None:
+    RunFolder(tmp_path / "run").path.mkdir()
+    write_recipe(tiny.replace({"batch.micro_batch": 2}), tmp_path / "run" / "recipe.toml")
+    with pytest.raises(InputError) as refused:
+        train(tiny.replace(change), tokens, tmp_path / "run")
+    assert ("--rewind-to" in str(refused.value)) == possible
 
 
 def test_a_corpus_too_short_leaves_no_folder(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

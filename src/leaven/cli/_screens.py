@@ -158,6 +158,9 @@ class TrainScreen(Screen):
                 self._begin(event, at, values)
             case "micro_batch":
                 self.row(f"  micro-batch {values['micro_batch']}, {values['why']}")
+            case "layout":
+                said = ", ".join(f"{each['path']} {each['before']} -> {each['after']}" for each in values["changes"])
+                self.row(f"  {said} {at}: the same sums in another order, so losses differ in their last bits")
             case "validation" if self._last is not None:
                 self._say(self._last, f"{values['loss']:.4f}")
             case "rollback":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Difference
 from leaven.training.checkpoint import Checkpoint, Keeper, read_checkpoint
 from leaven.training.engine import Diverged, Interrupted, Issued, Step, Training
 from leaven.training.metrics import Curves
@@ -97,6 +98,13 @@ class Session:
         self.event("finish", **ended, seconds=self.training.progress.seconds)
         self.run.written()
         return ended
+
+    def rearrange(self, changes: list[Difference]) -> None:
+        """Tell that the run goes on with another layout or micro-batch, and keep that."""
+        training = self.training
+        training.recipe = self.run.rearrange(training.recipe, changes, training.progress.tokens)
+        told = [{"path": path, "before": before, "after": after} for path, before, after in changes]
+        self.event("layout", changes=told, recipe=training.recipe.model_dump(mode="json", exclude_none=True))
 
     def close(self) -> None:
         self._keeper.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leaven.data.text_bytes import bits_per_byte_factor
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe, rearrangement
 from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
 from leaven.training.engine import Interrupted, Step, Training, check_trainable
@@ -82,12 +82,15 @@ def train(
         return _summary(run, training.progress, None, "before its first step")
     training.peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
+    moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     if back is not None:
         back.go(run, recipe)
     with run.opened(training.recipe):
         run.keep_tokenizer(tokens.tokenizer_path)
         session = Session(run, training, on_step, on_event, log_to=log_to, bits_per_byte_factor=factor)
         try:
+            if moved:
+                session.rearrange(moved)
             if choice is not None:
                 session.event("micro_batch", **choice.to_json())
             end = session.train(stop)
