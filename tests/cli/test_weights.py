@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,22 +10,9 @@ import torch
 import transformers
 
 import leaven as package
-from leaven.cli import main
 from leaven.recipe.files import read_recipe
 
 Verb = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return run
 
 
 def test_out_to_transformers_and_back_into_a_run(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:

@@ -168,6 +168,9 @@ class TrainScreen(Screen):
                 self._begin(event, at, values)
             case "micro_batch":
                 self.row(f"  micro-batch {values['micro_batch']}, {values['why']}")
+            case "layout":
+                said = ", ".join(f"{each['path']} {each['before']} -> {each['after']}" for each in values["changes"])
+                self.row(f"  {said} {at}: the same sums in another order, so losses differ in their last bits")
             case "validation" if self._last is not None:
                 self._say(self._last, f"{values['loss']:.4f}")
             case "rollback":
@@ -273,8 +276,8 @@ class RunsScreen(Screen):
                         (
                             name,
                             format_quantity(step["tokens"]),
-                            _fixed(step["loss"], 3),
-                            f"{event['loss']:.4f}",
+                            "nan" if step["loss"] is None else _fixed(step["loss"], 3),
+                            "nan" if event["loss"] is None else f"{event['loss']:.4f}",
                             learning_rate(step["lr"], 3),
                             format_quantity(step["batch_tokens"]),
                             format_quantity(step["tokens_per_second"]),

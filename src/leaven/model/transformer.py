@@ -247,7 +247,7 @@ def places(documents_BT: Tensor | None, length: int) -> Tensor | slice:
         return slice(length)
     place_T = torch.arange(length, device=documents_BT.device)
     first_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0
-    return place_T - torch.where(first_BT, place_T, 0).cummax(1).values
+    return place_T - (place_T * first_BT).cummax(1).values
 
 
 def alibi_slopes(n_heads: int) -> list[float]:

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from leaven.training.rewind import Rewind, undone
+from leaven.recipe.errors import InputError
+from leaven.training.rewind import Rewind, firsts, staying, undone
 
 FORMAT = 2
 _FILES = ("model.safetensors", "optimizer.safetensors")
@@ -97,6 +98,9 @@ def read_checkpoint(
     ``tokens``, of those at that many tokens only.
 
     One of a past that the run's ``rewinds`` have undone does not count.
+
+    Raises:
+        InputError: if one is there and cannot be read now: that says nothing of what is in it.
     """
     damaged: list[Path] = []
     for candidate in reversed(checkpoints(folder)):
@@ -104,9 +108,13 @@ def read_checkpoint(
             continue
         try:
             found = _read(candidate)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, SafetensorError):
             damaged.append(candidate)
             continue
+        except OSError as error:
+            raise InputError(
+                f"{candidate}: cannot be read: {error.strerror or error}; mend that and run the same command again"
+            ) from None
         if not undone(rewinds, len(found.rewinds), found.progress.tokens):
             return found, damaged
     return None, damaged
@@ -157,7 +165,7 @@ class Keeper:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Begin to write; the state may change as soon as this returns. The newest checkpoint of at most
+        """Begin to write; the state may change as soon as this returns. The newest due checkpoint of at most
         ``good_tokens`` stays, whatever comes after it."""
         assert self._writing is None, "ask outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
@@ -174,13 +182,15 @@ class Keeper:
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
         """Before a run goes on from ``after_tokens`` trained: move damaged checkpoints out of the way, and drop the
-        whole ones after it, whose past has been undone."""
+        whole ones after it, whose past has been undone, and what a kill has left half written."""
         for path in damaged:
             with suppress(OSError):
                 path.replace(path.with_name(f"damaged-{path.name}"))
         for path in checkpoints(self._folder):
             if tokens_of(path) > after_tokens and path not in damaged:
                 shutil.rmtree(path, ignore_errors=True)
+        for path in self._folder.glob(f".{_NAME}.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
         try:
@@ -194,21 +204,9 @@ class Keeper:
 
     def _superfluous(self, good_tokens: int) -> list[Path]:
         there = checkpoints(self._folder)
-        good = [path for path in there if tokens_of(path) <= good_tokens]
-        stay = {*there[-1:], *good[-1:], *_firsts(there, self._every, -1)[-self._keep :]}
-        if self._keep_every is not None:
-            stay |= {*_firsts(there, self._keep_every, 0)}
-        return [path for path in there if path not in stay]
-
-
-def _firsts(paths: Sequence[Path], every_tokens: int, last: int) -> list[Path]:
-    """Of checkpoints, the first in each ``every_tokens``, after the ``last`` stretch."""
-    found = []
-    for path in paths:
-        if tokens_of(path) // every_tokens > last:
-            found.append(path)
-            last = tokens_of(path) // every_tokens
-    return found
+        due = firsts([tokens_of(path) for path in there], self._every, -1)
+        stay = staying(due, good_tokens, self._keep, self._keep_every)
+        return [path for path in there[:-1] if tokens_of(path) not in stay]
 
 
 def _digest_of(state: Mapping[str, Any]) -> str:

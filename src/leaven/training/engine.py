@@ -43,6 +43,10 @@ class Diverged(RuntimeError):
     """The loss is no longer a number."""
 
 
+class Interrupted(Exception):
+    """Asked to stop in the middle of a step or an evaluation, which is given up."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A line of metrics.jsonl. ``tokens`` are those consumed once the step is done; ``lr`` is the hidden weights'
@@ -122,6 +126,7 @@ class Training:
         self.progress = Progress()
         self.rewinds: tuple[Rewind, ...] = ()
         self.micro_batch = rule_of_thumb(recipe, self.device.type)
+        self.stop: Callable[[], bool] = lambda: False
         self.peak = known_peak(self.device, recipe.precision.compute)
         self._flops_per_token = flops_per_token(recipe.model)
         self._shown_lr = table["layers.0.mlp.out.weight"].lr
@@ -137,6 +142,16 @@ class Training:
     @property
     def finished(self) -> bool:
         return self.progress.step >= self.recipe.steps
+
+    def go_on(self) -> None:
+        """Asked before every forward: raise Interrupted if ``stop`` says so."""
+        if self.stop():
+            raise Interrupted
+
+    def give_up(self) -> None:
+        """After Interrupted: as it was after the last step that was issued."""
+        self.optimiser.adam.zero_grad(set_to_none=True)
+        self.model.train()
 
     def step(self) -> Step:
         """One optimiser step.
@@ -272,6 +287,7 @@ class Training:
         count."""
         size = self.forward_size(len(windows))
         for chunk in torch.split(windows, size):
+            self.go_on()
             missing = size - len(chunk)
             filled = torch.cat((chunk, chunk[:1].expand(missing, -1))) if missing else chunk
             yield self.micro_batch_of(filled, len(chunk))
