@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
             counts_n = targets_n != IGNORED
             targets_n1 = targets_n.clamp(min=0)[:, None]
             log_p_nV = torch.log_softmax(logits_nV, -1, dtype=wide)
-            total -= torch.where(counts_n, log_p_nV.gather(1, targets_n1)[:, 0], 0).sum()
+            total -= log_p_nV.gather(1, targets_n1)[:, 0].masked_fill(~counts_n, 0).sum()
             if grad_hidden_ND is None or grad_weight_VD is None:
                 continue
             # d loss / d logits = softmax - one-hot; it is written over what it is made from.
