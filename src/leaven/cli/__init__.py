@@ -2,6 +2,7 @@
 
 import errno
 import sys
+from typing import NoReturn
 
 import typer
 from rich.text import Text
@@ -24,7 +25,7 @@ from leaven.cli import (
 )
 from leaven.cli._common import errors
 from leaven.cli._usage import mended
-from leaven.recipe.errors import InputError
+from leaven.recipe.errors import InputError, out_of_memory
 
 app = typer.Typer(
     name="leaven",
@@ -77,6 +78,9 @@ def main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{error.strerror}{where}; make room and run the same command again, what was complete is kept")
     except Exception as error:
+        if out_of_memory(error):
+            why = str(error) or type(error).__name__
+            _fail(f'out of memory; for a training lower [batch] micro_batch or set it to "auto" ({why})', FAILED)
         said = mended(error)
         if said is None:
             raise
@@ -88,7 +92,7 @@ def main() -> None:
         sys.exit(code or 0)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, code: int = WRONG_INPUT) -> NoReturn:
     line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
     errors.print(line)
-    sys.exit(WRONG_INPUT)
+    sys.exit(code)

@@ -30,7 +30,8 @@ def cross_entropy(
 ) -> Tensor:
     """``factor`` x the sum over tokens of -log softmax(multiplier x hidden . weight)[target], in nats, ().
 
-    Products are computed in ``compute`` (the dtype of hidden, if none), everything else in fp32 or wider. ``factor``
+    Products are computed in ``compute`` (the dtype of hidden, if none), so logits are rounded to it once
+    (docs/choices.md has what that costs); everything else is in fp32 or wider. ``factor``
     is applied before gradients are rounded to ``compute``, as a loss scale must be.
     """
     arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute

@@ -1,11 +1,14 @@
 """Training a recipe in a folder that holds everything the run needs."""
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leaven.data.text_bytes import bits_per_byte_factor
+from leaven.recipe.errors import out_of_memory
 from leaven.recipe.recipe import Recipe, rearrangement
 from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
@@ -85,7 +88,7 @@ def train(
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     if back is not None:
         back.go(run, recipe)
-    with run.opened(training.recipe):
+    with _no_folder_of_a_failed_start(run), run.opened(training.recipe):
         run.keep_tokenizer(tokens.tokenizer_path)
         session = Session(run, training, on_step, on_event, log_to=log_to, bits_per_byte_factor=factor)
         try:
@@ -97,6 +100,18 @@ def train(
         finally:
             session.close()
         return _summary(run, training.progress, end, session.unsaved)
+
+
+@contextmanager
+def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
+    """A new run that is out of memory before it has done a step is not there."""
+    new = not run.path.exists()
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if new and out_of_memory(error) and not run.metrics():
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
 def check(recipe: Recipe, folder: Path, back: Back | None = None) -> tuple[RunFolder, Recipe, Back | None]:
