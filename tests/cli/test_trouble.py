@@ -12,6 +12,7 @@ import pytest
 import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
 from leaven.training.checkpoint import Checkpoint, checkpoints
+from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -105,3 +106,22 @@ def test_with_every_checkpoint_damaged_nothing_is_touched(leaven: Verb, tiny_fil
     assert (code, err.count("error: ")) == (2, 1)
     assert "every checkpoint is damaged (tokens-000000000010240, " in err.splitlines()[-1]
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("error", [MemoryError("Unable to allocate 4.00 GiB"), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize("steps", [0, 4])
+def test_out_of_memory_is_one_line_and_a_run_that_failed(
+    leaven: Verb, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, steps: int
+) -> None:
+    run, loss = tmp_path / "run", Training._loss
+
+    def limited(self: Training, *arguments: Any) -> Any:
+        if self.progress.step >= steps:
+            raise error
+        return loss(self, *arguments)
+
+    monkeypatch.setattr(Training, "_loss", limited)
+    code, out, err = leaven("train", tiny_file, "--run", run, "--set", "batch.micro_batch=4")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("error: out of memory; for a training lower [batch] micro_batch or set it")
+    assert run.exists() == (steps > 0)

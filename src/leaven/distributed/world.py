@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from leaven.distributed.meeting import meet
+from leaven.recipe.errors import Lost
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -98,10 +99,6 @@ class World:
 
 
 ALONE = World()
-
-
-class Lost(RuntimeError):
-    """A collective has failed: a process is gone or hangs. Says what is known of the others."""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import GIB, LEAVEN_BF16, stage_memory
-from leaven.recipe.errors import InputError
+from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
@@ -286,7 +286,7 @@ def trial_step(training: "Training", size: int) -> float | None:
             _room(training, 1)  # the step keeps the weights of before beside the new ones
             del moments
         return time.perf_counter() - began
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
     finally:
@@ -302,10 +302,6 @@ def _room(training: "Training", copies: int) -> torch.Tensor | None:
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)
     return torch.empty(copies * n_parameters, device=training.device)
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _out_of_memory(too_large: list[int]) -> str:

@@ -1,5 +1,6 @@
 """Training a recipe in a folder that holds everything the run needs."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.data.text_bytes import bits_per_byte_factor
 from leaven.distributed.world import ALONE, World
-from leaven.recipe.errors import InputError
+from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.recipe import Recipe, rearrangement
 from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
@@ -88,7 +89,7 @@ def train(
     training.peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
-    with _opened(run, training.recipe, back, world):
+    with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, world):
         run.keep_tokenizer(tokens.tokenizer_path)
         session = Session(run, training, on_step, on_event, log_to=log_to, bits_per_byte_factor=factor, world=world)
         try:
@@ -129,6 +130,18 @@ def _opened(run: RunFolder, recipe: Recipe, back: Back | None, world: World) -> 
         if refused is not None:
             raise refused
         yield
+
+
+@contextmanager
+def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
+    """A new run that is out of memory before it has done a step is not there."""
+    new = not run.path.exists()
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if new and run.writes and out_of_memory(error) and not run.metrics():
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
 def check(recipe: Recipe, folder: Path, back: Back | None = None) -> tuple[RunFolder, Recipe, Back | None]:
