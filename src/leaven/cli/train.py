@@ -1,5 +1,6 @@
 """leaven train RECIPE"""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ from leaven.cli._common import (
 )
 from leaven.cli._screens import TextScreen, TrainScreen, advice, summary_line
 from leaven.planning.tested_ground import warnings
-from leaven.planning.trainable import layout_cautions, require_trainable
+from leaven.planning.trainable import layout_cautions, require_trainable, resized
 from leaven.recipe.errors import InputError
 
 
@@ -77,8 +78,11 @@ def train_(
     from leaven.training.by_hand import Back
     from leaven.training.engine import Diverged, default_device
     from leaven.training.metrics import writers
+    from leaven.training.run_folder import RunFolder
     from leaven.training.trainer import check, train
 
+    if "WORLD_SIZE" in os.environ and RunFolder(folder).recipe_file.exists():
+        loaded = resized(loaded, world_size())  # a node is gone, or back
     require_trainable(loaded, world_size())
     if loaded.start.folder is not None:  # before hours of tokenising
         require_start(loaded.model, loaded.start.folder)

@@ -126,6 +126,7 @@ def joined(layout: Layout, device: torch.device) -> Iterator[World]:
     world = World(rank, size, mesh_of(layout, device), store)
     try:
         yield world
+        world.barrier()  # the store may live in the first process, and others may still read in it
     except RuntimeError as error:
         if not _of_wires(error):
             raise

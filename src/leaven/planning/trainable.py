@@ -34,6 +34,16 @@ def require_ranks(layout: Layout, processes: int) -> None:
     raise InputError(f"{said}; {' or '.join(near)} would do")
 
 
+def resized(recipe: Recipe, processes: int) -> Recipe:
+    """A run's recipe for another number of processes than it began with, where dp can give; else as it is."""
+    layout = recipe.layout
+    dp, rest = divmod(processes, layout.tp * layout.pp)
+    if rest or not dp or dp == layout.dp:
+        return recipe
+    replicate = layout.dp_replicate if dp % layout.dp_replicate == 0 else 1
+    return recipe.replace({"layout.dp": dp, "layout.dp_replicate": replicate})
+
+
 def nearest(layout: Layout, processes: int) -> list[tuple[int, int, int]]:
     """(dp, tp, pp) of so many ranks, at most two, the ones that change the fewest and least degrees first; dp is what
     gives most easily."""

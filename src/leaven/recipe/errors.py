@@ -1,4 +1,4 @@
-"""The one exception that speaks to the user."""
+"""What is said to the user in one line."""
 
 
 class InputError(ValueError):

@@ -117,7 +117,8 @@ class RunFolder:
         """Let the folder's recipe have another layout or micro-batch; what is in force since ``tokens`` trained."""
         why = {path: f"since {tokens:,} tokens; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
-        write_recipe(recipe, self.recipe_file)
+        if self.writes:
+            write_recipe(recipe, self.recipe_file)
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:

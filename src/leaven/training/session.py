@@ -122,6 +122,7 @@ class Session:
         if self._next_batch() != self._batch_tokens:
             self._batch_tokens = self._next_batch()
             self.event("ramp", **self._batch())
+        self._world.sign(f"in step {before.step + 1}")
         issued = training.issue(self._guard.limits(before.step + 1) if self._guard else None)
         if not self._hear(issued) or training.finished:
             return
@@ -231,6 +232,7 @@ class Session:
         self.event("curves_lost", writer=writer, why=why)
 
     def _evaluate(self) -> dict[str, Any]:
+        self._world.sign(f"in the validation after step {self.training.progress.step}")
         self._owes_validation = True
         loss, factor = self.training.evaluate(), self._bits_per_byte_factor
         self._owes_validation = False

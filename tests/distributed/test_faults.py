@@ -1,0 +1,178 @@
+"""Processes that die, hang, stop or meet what is no number: the others notice, say so, and lose nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import layout
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.distributed.world import joined
+from leaven.recipe.errors import Lost
+from leaven.recipe.files import write_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Step, Training
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import train
+
+TWO = layout(dp=2, zero=1) | {"batch.micro_batch": 2, "stability.checkpoint_every_tokens": 1_024}
+
+
+def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[str, Any]:
+    """A whole run; what befalls its second process, and it alone."""
+    with joined(recipe.layout, torch.device("cpu")) as world:
+        training: list[Training] = []
+        build = Training.__init__
+
+        def kept(self: Training, *arguments: Any, **named: Any) -> None:
+            build(self, *arguments, **named)
+            training.append(self)
+
+        Training.__init__ = kept  # type: ignore[method-assign]
+        befallen = []
+
+        def on_step(step: Step) -> None:
+            if how == "nan" and world.rank == 1 and step.step == 17 and not befallen:
+                befallen.append(step)
+                with torch.no_grad():
+                    training[0].sharded.leaves[0].fill_(torch.nan)
+
+        try:
+            summary = train(
+                recipe,
+                tokens,
+                folder,
+                on_step=on_step,
+                stop=lambda: how == "stop" and world.rank == 1 and training[0].progress.step >= 10,
+                world=world,
+            )
+        finally:
+            Training.__init__ = build  # type: ignore[method-assign]
+    return {"loss": summary.loss, "steps": summary.steps, "rollbacks": summary.rollbacks, "done": summary.finished}
+
+
+def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
+    """The second process does not come to the fourth step in time."""
+    try:
+        with joined(recipe.layout, torch.device("cpu")) as world:
+            training = Training(recipe, tokens, device="cpu", world=world)
+            for number in range(1, 6):
+                world.sign(f"in step {number}")
+                if world.rank == 1 and number == 4:
+                    time.sleep(seconds)
+                training.step()
+    except Lost as error:
+        return str(error)
+    return "nobody missed it"
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in RunFolder(folder).metrics()]
+
+
+def events(folder: Path) -> list[str]:
+    return [event["event"] for event in RunFolder(folder).events()]
+
+
+@pytest.fixture
+def two(tiny: Recipe) -> Recipe:
+    return tiny.replace(TWO)
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    return prepare(tiny.data, tiny.model.vocab_size)
+
+
+def test_one_that_stops_stops_all_and_they_go_on_together(
+    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
+) -> None:
+    stopped = ranks(2, run, two, tokens, tmp_path / "run", "stop")
+    assert [(each["done"], each["steps"]) for each in stopped] == [(False, 10), (False, 10)]
+    done = ranks(2, run, two, tokens, tmp_path / "run")
+    whole = ranks(2, run, two, tokens, tmp_path / "whole")
+    assert done == whole
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # to the last bit
+    assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 40
+    assert events(tmp_path / "whole").count("start") == 1  # one of them writes
+
+
+def test_a_number_that_is_none_on_one_takes_all_back(
+    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
+) -> None:
+    done = ranks(2, run, two, tokens, tmp_path / "run", "nan")
+    assert done[0] == done[1]
+    assert done[0]["done"]
+    assert done[0]["rollbacks"] == 1
+    assert events(tmp_path / "run").count("rollback") == 1
+
+
+def test_one_that_hangs_is_named(two: Recipe, tokens: TokenSet, ranks: Pool) -> None:
+    said, _ = ranks(2, hangs, two.replace({"layout.timeout_seconds": 4}), tokens, 10.0)
+    assert said.startswith("rank 0 of 2 waited in ")
+    assert "in vain, in step 4; the process that is behind is rank 1, whose last sign, " in said
+    assert "was in step 4" in said
+
+
+def torchrun(recipe: Path, folder: Path, processes: int, *options: str) -> list[str]:
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--monitor-interval",
+        "0.1",
+        *options,
+    ]
+    return [sys.executable, *launch, "-m", "leaven", "train", str(recipe), "--run-folder", str(folder)]
+
+
+def processes_of(parent: int) -> list[int]:
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def test_killed_and_started_again_by_torchrun_it_comes_to_the_same_bits(
+    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
+) -> None:
+    """In place, on the store of the first start. Then once more by a signal, and on one process at last."""
+    write_recipe(two, tmp_path / "two.toml")
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    said = (tmp_path / "said").open("w+")
+    process = subprocess.Popen(
+        torchrun(tmp_path / "two.toml", tmp_path / "run", 2, "--max-restarts", "2"), env=environment, stderr=said
+    )
+    killed = False
+    while process.poll() is None:
+        steps = len(losses(tmp_path / "run"))
+        if not killed and steps >= 8:
+            killed = True
+            os.kill(processes_of(process.pid)[1], signal.SIGKILL)
+        if "resume" in events(tmp_path / "run") and steps >= 20:
+            process.send_signal(signal.SIGTERM)
+            break
+        time.sleep(0.01)
+    process.wait(timeout=120)
+    said.seek(0)
+    text = said.read()
+    assert "Traceback" not in text.partition("torch/distributed/elastic")[0], text
+    assert events(tmp_path / "run").count("resume") == 1, text
+    assert "stop" in events(tmp_path / "run"), text
+    alone = [sys.executable, "-m", "leaven", "train", str(tmp_path / "two.toml"), "--run", str(tmp_path / "run")]
+    one = [f"--set=layout.{key}" for key in ("dp=1", "zero=0")]
+    done = subprocess.run([*alone, *one, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ranks(2, run, two, tokens, tmp_path / "whole")
+    mine, whole = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    before = len(mine) - len([event for event in RunFolder(tmp_path / "run").metrics() if event["step"] > 20])
+    assert mine[:before] == whole[:before]
+    assert mine == pytest.approx(whole, abs=1e-5)
+    assert json.loads(done.stdout)["loss"] == pytest.approx(ranks(2, run, two, tokens, tmp_path / "whole")[0]["loss"])
