@@ -5,6 +5,7 @@ import warnings
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward as stage_backward
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
