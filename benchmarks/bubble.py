@@ -29,7 +29,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
 RANKS, MICRO_BATCHES = 4, 8
-FORWARD = 0.06  # s, of the layers of one rank
+FORWARD = 0.1  # s, of the layers of one rank
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from benchmarks.bubble import MICRO_BATCHES, RANKS, SCHEDULES, Pass, alive, clock, order, small, theory, traced
+from benchmarks.bubble import MICRO_BATCHES, RANKS, SCHEDULES, Pass, alive, order, small, theory, traced
 from tests.distributed.pool import Pool
 
 from leaven.recipe.recipe import Recipe
@@ -16,8 +16,6 @@ def test_bubble_is_that_of_theory(name: str, ranks: Pool, tiny: Recipe) -> None:
     recipe = small(tiny, SCHEDULES[name])
     passes = ranks(RANKS, traced, recipe, 0.0)
     found, expected = order(passes), theory(recipe.layout)
-    # With no time between the passes nothing is faster than their order; this clock only sees that some waited.
-    assert 0 < clock(passes) < 1
     if recipe.layout.schedule == "zero-bubble":
         assert 0 < found < expected
     else:

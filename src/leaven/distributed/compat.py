@@ -38,3 +38,10 @@ def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of what this process holds of a tensor, and where in the whole it begins."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def pretend(rank: int, size: int) -> None:
+    """Be one of so many processes, of which no other is there, to see what it would hold: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's tests are not for a training
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
