@@ -90,7 +90,7 @@ def counted(recipe: Recipe, tokens: TokenSet) -> Count:
 
 
 def whole_world(layout: Layout) -> str:
-    """"all", or the axis that has all the ranks."""
+    """ "all", or the axis that has all the ranks."""
     degrees = {"pp": layout.pp, "tp": layout.tp, "shard": layout.dp // layout.dp_replicate}
     if layout.zero == 0:
         degrees["replicate"] = degrees.pop("shard")
@@ -187,7 +187,9 @@ def main() -> None:
         pool = Pool(4)
         psi = 4 * sum(parameter.size for parameter in recipe.model.parameters())
         print(f"Psi = {psi:,} bytes in fp32; 4 micro-batches on one data-parallel rank, 2 on two or four")
-        print(f"{'layout':<26}{'rank':>4}  {'axis':<10}{'collective':<15}{'calls':>6}{'bytes':>9}{'theory':>9}{'ratio':>7}")
+        print(
+            f"{'layout':<26}{'rank':>4}  {'axis':<10}{'collective':<15}{'calls':>6}{'bytes':>9}{'theory':>9}{'ratio':>7}"
+        )
         for name, changes in LAYOUTS.items():
             changed = recipe.replace(changes)
             ranks = pool(changed.layout.ranks, counted, changed, tokens)

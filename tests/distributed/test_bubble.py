@@ -9,8 +9,6 @@ from tests.distributed.pool import Pool
 from leaven.recipe.recipe import Recipe
 
 
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_bubble_is_that_of_theory(name: str, ranks: Pool, tiny: Recipe) -> None:
     recipe = small(tiny, SCHEDULES[name])

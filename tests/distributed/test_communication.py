@@ -23,7 +23,9 @@ def test_theory_is_that_of_the_paper(tiny: Recipe) -> None:
     one = tiny.replace(SHAPE | {"batch.micro_batch": 4, "layout.dp": 2})
     sizes = {parameter.name: 4 * parameter.size for parameter in one.model.parameters()}
     psi = sum(sizes.values())
-    once = sum(size for name, size in sizes.items() if "attention" not in name and "mlp" not in name or "norm" in name)
+    once = sum(
+        size for name, size in sizes.items() if ("attention" not in name and "mlp" not in name) or "norm" in name
+    )
     own = 2 * (4 + 24 * len(sizes))  # the trainer's sums, over the same wires
     for zero, expected in enumerate((2 * psi, 2 * psi, 2 * psi, 3 * psi - once)):
         count = theory(one.replace({"layout.zero": zero}), 0)

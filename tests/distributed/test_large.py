@@ -15,7 +15,6 @@ from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.world import World, mesh_of
 from leaven.planning.memory import stage_layers, stage_parameters
 from leaven.planning.trainable import require_trainable
-from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 

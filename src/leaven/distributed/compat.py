@@ -5,13 +5,15 @@ import warnings
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward as stage_backward
+from torch.distributed.pipelining import _backward
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Every rank's tensors one after the other, and their sums cut up again; torch 2.13 has other names for them.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+stage_backward = _backward.stage_backward  # of a stage's inputs, where torch's own would also set FSDP's ways
 
 
 def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -16,11 +16,11 @@ from leaven.distributed.compat import stage_backward
 class LeanStage(PipelineStage):
     """torch's stage makes a buffer for what it receives of every micro-batch of the step before the first one comes,
     and keeps parameters gathered and gradients whole, in fp32, until the last one has gone: ZeRO 2 and 3 hold what
-    ZeRO 1 does. Here a buffer lives from its receive to the end of its backward pass.
+    ZeRO 1 does. Here a buffer lives from its receive to the end of its backward pass, and with ``zero`` 2 gradients
+    are shared out after each micro-batch, with 3 parameters too.
 
-    ``zero`` 2 shares out the gradients of each micro-batch after its backward pass, 3 the parameters too. The price is
-    a reduce-scatter, and of 3 an all-gather too, for each micro-batch. A backward pass in two parts (zero-bubble)
-    cannot: the second part needs both; say 1.
+    The price is a reduce-scatter, and of 3 an all-gather, for each micro-batch. A backward pass in two halves
+    (zero-bubble) cannot: the second one needs what the first would give up. Such a stage says 1.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
