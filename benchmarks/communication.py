@@ -187,9 +187,7 @@ def main() -> None:
         pool = Pool(4)
         psi = 4 * sum(parameter.size for parameter in recipe.model.parameters())
         print(f"Psi = {psi:,} bytes in fp32; 4 micro-batches on one data-parallel rank, 2 on two or four")
-        print(
-            f"{'layout':<26}{'rank':>4}  {'axis':<10}{'collective':<15}{'calls':>6}{'bytes':>9}{'theory':>9}{'ratio':>7}"
-        )
+        print(f"{'layout':<26}rank  {'axis':<10}{'collective':<15}{'calls':>6}{'bytes':>9}{'theory':>9}  ratio")
         for name, changes in LAYOUTS.items():
             changed = recipe.replace(changes)
             ranks = pool(changed.layout.ranks, counted, changed, tokens)
