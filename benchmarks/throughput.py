@@ -5,25 +5,29 @@ leaven's engine, by a Llama of `transformers` in a plain loop under autocast, an
 the same loop, eager and compiled. Peers that are not installed are said to be missing. Each arm is a process of its
 own, so that its peak memory is its own; the arms take turns in short rounds, so that whatever else the machine does
 meets all of them; beside them runs the best square matmul of the same dtype, which speed is given as a share of.
+On a processor leaven's engine asks the C library to keep freed memory (training/machine.py), which a plain loop does
+not: `transformers+malloc` and `litgpt+malloc` are the peers after the same call, to tell that apart from the rest.
 FLOPs are 6 a matmul weight and token, the unembedding counted, and attention over the full matrix
 (planning/flops.py).
 
 Numbers are medians of the rounds, with the least and the most. `--clock processor` counts processor time over
-threads: on a machine that others use too, wall time measures them. Memory is what a process grew by since its
-imports; a compiled arm's holds the compiler too. `--tiny` proves in seconds that it works.
+threads: on a machine that others use too, wall time measures them. Memory is what a process grew by since the
+modules of its arm were imported; a compiled arm's holds the compiler too. `--tiny` proves in seconds that it works.
 """
 
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,21 +35,30 @@ from typing import Any
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
+from leaven.training.machine import keep_freed_memory
 
 # In the order of the table. The second has the logits of a micro-batch as one tensor, for the memory of the loss.
-ARMS = ("leaven", "leaven, whole logits", "transformers", "litgpt")
-MODULES = {"transformers": "transformers", "litgpt": "litgpt"}
+ARMS = ("leaven", "leaven, whole logits", "transformers", "litgpt", "transformers+malloc", "litgpt+malloc")
+# What an arm needs, imported before its memory is measured: a library may import its parts when they are asked for.
+MODULES = {
+    "leaven": ("leaven.data.shards", "leaven.data.tokens", "leaven.training.engine"),
+    "transformers": ("transformers.models.llama.modeling_llama",),
+    "litgpt": ("litgpt.config", "litgpt.model", "litgpt.utils"),
+}
+MODES = ("eager", "compiled")
 
 
-def llama(n_layers: int, d_model: int, seq_len: int, vocab_size: int, d_head: int = 64) -> ModelShape:
-    """A Llama: d_ff is 8/3 d_model, up to the next multiple of 32."""
+def llama(
+    n_layers: int, d_model: int, seq_len: int, vocab_size: int, *, d_head: int = 64, d_ff: int | None = None
+) -> ModelShape:
+    """A Llama: d_ff is 8/3 d_model, up to the next multiple of 32, if none is given."""
     return ModelShape(
         n_layers=n_layers,
         d_model=d_model,
         n_heads=d_model // d_head,
         n_kv_heads=d_model // d_head,
         d_head=d_head,
-        d_ff=-(-d_model * 8 // 3 // 32) * 32,
+        d_ff=d_ff or -(-d_model * 8 // 3 // 32) * 32,
         vocab_size=vocab_size,
         seq_len=seq_len,
     )
@@ -57,7 +70,7 @@ CASES = {
     "d256": (llama(6, 256, 256, 4_096), 16),
     "d512": (llama(8, 512, 512, 8_192), 4),
     "vocabulary": (llama(4, 256, 1_024, 50_304), 4),
-    "350m": (llama(24, 1_024, 2_048, 50_304), 16),
+    "350m": (llama(24, 1_024, 1_024, 50_304, d_ff=2_816), 32),  # examples/350m.toml, at GPT-2's vocabulary
     "tiny": (llama(1, 64, 32, 128, d_head=32), 2),
 }
 DEFAULT_CASES = {"cpu": "d128,d256,d512", "cuda": "350m"}
@@ -80,6 +93,14 @@ class Task:
     @property
     def name(self) -> str:
         return f"{self.arm}, compiled" if self.compiled else self.arm
+
+    @property
+    def library(self) -> str:
+        return library_of(self.arm)
+
+
+def library_of(arm: str) -> str:
+    return re.split(r"[,+]", arm)[0]
 
 
 # ---- one arm: a function that does steps and returns when the device has done them
@@ -136,7 +157,7 @@ def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:
 
     shape, micro_batch = CASES[task.case]
     loss_of: Callable[..., Any]
-    if task.arm == "transformers":
+    if task.library == "transformers":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -171,6 +192,8 @@ def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:
             bias=False,
         )
         model, loss_of = GPT(config), chunked_cross_entropy
+    if task.arm.endswith("+malloc"):
+        keep_freed_memory()
     model.to(task.device).train()
     params = sum(parameter.numel() for parameter in model.parameters())
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[task.dtype]
@@ -185,7 +208,7 @@ def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:
                 tokens = tokens.to(task.device)
                 with torch.autocast(task.device, dtype, enabled=dtype != torch.float32):
                     logits = forward(tokens[:, :-1])
-                    logits = logits.logits if task.arm == "transformers" else logits
+                    logits = logits.logits if task.library == "transformers" else logits
                     loss = loss_of(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
                 (loss / task.accumulate).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -246,10 +269,8 @@ def arm(task: Task) -> None:
 
     torch.manual_seed(0)
     torch.set_num_threads(task.threads)
-    build = {"matmul": matmul_steps, "transformers": peer_steps, "litgpt": peer_steps}.get(task.arm, leaven_steps)
-    for module in (MODULES.get(task.arm), "leaven.training.engine", "torch._dynamo" if task.compiled else None):
-        if module:
-            __import__(module)
+    build = {"matmul": matmul_steps, "leaven": leaven_steps}.get(task.library, peer_steps)
+    import_modules(task)
     imported = _peak_bytes("cpu")
     steps, params = build(task)
     timed(task, steps, 3)  # compiles, makes the optimiser's state
@@ -259,6 +280,11 @@ def arm(task: Task) -> None:
         seconds = timed(task, steps, count)
         peak = _peak_bytes(task.device) - (imported if task.device == "cpu" else 0)
         answer(step_seconds=seconds / count, peak_mib=peak / 2**20)
+
+
+def import_modules(task: Task) -> None:
+    for module in (*MODULES.get(task.library, ()), *(["torch._dynamo"] if task.compiled else [])):
+        import_module(module)
 
 
 def _peak_bytes(device: str) -> int:
@@ -366,7 +392,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", help=f"of {', '.join(CASES)}, with commas")
     parser.add_argument("--arms", default="leaven;transformers;litgpt", help=f"of {'; '.join(ARMS)}")
-    parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--modes", default="eager,compiled", help=f"of {', '.join(MODES)}, with commas")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -382,24 +408,35 @@ def main() -> None:
         return arm(Task(**json.loads(args.arm)))
     if args.tiny:
         args.cases, args.modes, args.threads, args.repeats, args.seconds = "tiny", "eager", 1, 2, 0.0
-    arms = [name.strip() for name in args.arms.split(";")]
-    missing = [name for name in arms if name in MODULES and find_spec(MODULES[name]) is None]
+    arms = _chosen(parser, "--arms", args.arms, ";", ARMS)
+    modes = [mode == "compiled" for mode in _chosen(parser, "--modes", args.modes, ",", MODES)]
+    cases = _chosen(parser, "--cases", args.cases or DEFAULT_CASES[args.device], ",", CASES)
+    missing = [name for name in arms if find_spec(library_of(name)) is None]
     print(
         f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else 'cpu'}, "
         f"{args.threads} threads, {args.clock} time, medians of {args.repeats} rounds of about {args.seconds:g} s"
         + "".join(f"; {name} is not installed" for name in missing)
     )
     results = []
-    for case in (args.cases or DEFAULT_CASES[args.device]).split(","):
+    for case in cases:
         common = dict(case=case, dtype=args.dtype, device=args.device, threads=args.threads)
         common |= dict(accumulate=args.accumulate, clock=args.clock, seconds=args.seconds)
         tasks = [Task(arm="matmul", compiled=False, **common)]
-        modes = [mode == "compiled" for mode in args.modes.split(",")]
         tasks += [Task(arm=name, compiled=mode, **common) for name in arms if name not in missing for mode in modes]
         results.append(race(tasks, args.repeats))
         print_case(results[-1], args)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, option: str, given: str, separator: str, known: Iterable[str]
+) -> list[str]:
+    names = [name.strip() for name in given.split(separator)]
+    for name in names:
+        if name not in known:
+            parser.error(f"{option}: no {name!r}; there are {f'{separator} '.join(known)}")
+    return names
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark runs, its arms are one shape, and it says which peer is not there."""
+"""The benchmark runs, its arms are one shape, it says which peer is not there, and names what it does not know."""
 
 import json
 import subprocess
@@ -6,17 +6,71 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "throughput.py"
+import pytest
+
+from leaven.recipe.files import read_recipe
+
+ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "benchmarks" / "throughput.py"
 
 
 def test_tiny(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--tiny", "--json", str(tmp_path / "table.json")]
+    arms = ["leaven", "transformers", "litgpt", "transformers+malloc"]
+    command += ["--arms", ";".join(arms)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (table,) = json.loads((tmp_path / "table.json").read_text())
-    peers = [name for name in ("transformers", "litgpt") if find_spec(name)]
-    assert [row["arm"] for row in table["rows"]] == ["leaven", *peers]
-    for name in ("transformers", "litgpt"):
-        assert (f"{name} is not installed" in output) == (name not in peers)
+    there = [name for name in arms if find_spec(name.partition("+")[0])]
+    assert [row["arm"] for row in table["rows"]] == there
+    for name in arms:
+        assert (f"; {name} is not installed" in output) == (name not in there)
     # d_ff 192, d 64, V 128: attention, MLP, two norms; both ends and the final norm. The same for all, it asserts.
     assert table["params"] == 4 * 64 * 64 + 3 * 192 * 64 + 2 * 64 + 2 * 128 * 64 + 64
     assert all(row["tokens_per_second"][1] > 0 and row["peak_mib"] > 0 for row in table["rows"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--arms", "leaven;transformer"], "--arms: no 'transformer'; there are leaven; leaven, whole logits; trans"),
+        (["--modes", "compile"], "--modes: no 'compile'; there are eager, compiled"),
+        (["--cases", "d128,d64"], "--cases: no 'd64'; there are d128, d256"),
+    ],
+)
+def test_what_it_does_not_know_is_refused(arguments: list[str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("arm", ["leaven", "transformers", "litgpt"])
+def test_the_memory_of_an_arm_is_not_that_of_its_imports(arm: str) -> None:
+    """What is imported after the baseline is taken would count as the arm's memory."""
+    if find_spec(arm) is None:
+        pytest.skip(f"{arm} is not installed")
+    script = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARK.parent)!r})
+import torch
+import throughput
+
+task = throughput.Task({arm!r}, "tiny", False, "bf16", "cpu", 1, 1, "wall", 0.0)
+throughput.import_modules(task)
+before = set(sys.modules)
+build = throughput.leaven_steps if {arm!r} == "leaven" else throughput.peer_steps
+build(task)[0](2)
+print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] == {arm!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_the_case_of_the_gpu_is_the_example() -> None:
+    recipe = read_recipe(ROOT / "examples" / "350m.toml")
+    script = "import throughput; print(throughput.CASES['350m'][0].model_dump_json())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=BENCHMARK.parent
+    )
+    assert json.loads(done.stdout) == recipe.model.model_dump() | {"vocab_size": 50_304}

@@ -234,7 +234,7 @@ def test_rows_of_training_stand_under_their_headers(
         screen.event("validation", {"tokens": 1, "loss": 3.4})
         screen.step(SimpleNamespace(**vars(step) | {"step": 2}))
         screen.step(SimpleNamespace(**vars(step) | {"step": 14}))
-    head, row, again = seen.export_text().splitlines()
+    head, row, again = seen.export_text().splitlines()  # step 14 is said when the screen closes
     assert again == row.replace("3.4000", " " * 6)
     assert max(len(head), len(row)) <= width
     ends = [match.end() for match in re.finditer(r"\S+", head)]
@@ -250,6 +250,36 @@ def test_rows_of_training_stand_under_their_headers(
         "41.1%",
         *(["50.8 GiB", "406", "done"] if wide else []),
     ]
+
+
+def test_a_step_that_is_asked_for_and_validated_is_one_row(seen: Console, tiny_file: Path) -> None:
+    values: dict[str, Any] = {"lr": 1e-3, "grad_norm": 0.4, "update_norm": 0.0031, "batch_tokens": 256}
+    values |= {"tokens_per_second": 6_410.0, "mfu": None, "tflops": 0.1, "memory_gib": 0.5, "loss": 3.0}
+    with TrainScreen(read_recipe(tiny_file), log_every=1) as screen:
+        for number in range(1, 7):
+            tokens = {"tokens": 256 * number}
+            screen.step(SimpleNamespace(step=number, **tokens, **values))
+            if number % 3 == 0:
+                screen.event("checkpoint", tokens)
+                screen.event("validation", tokens | {"loss": 3.4})
+            if number == 4:
+                screen.event("curves_lost", tokens | {"writer": "wandb", "why": "no network"})
+    _, *rows = seen.export_text().splitlines()
+    shown = [" ".join(row.split()[:3]) for row in rows]
+    assert shown == [
+        "256 3.000 1.00e-3",
+        "512 3.000 1.00e-3",
+        "768 3.000 3.4000",
+        "1.02 k 3.000",
+        "curves of wandb",
+        "1.28 k 3.000",
+        "1.54 k 3.000",
+    ]
+
+
+@pytest.mark.parametrize("verb", ["new", "demo"])
+def test_help_shows_what_is_in_square_brackets(read: Read, verb: str) -> None:
+    assert "[data] source" in " ".join(read(120, verb, "--help"))
 
 
 def test_on_a_terminal_every_step_is_seen(monkeypatch: pytest.MonkeyPatch, tiny_file: Path) -> None:

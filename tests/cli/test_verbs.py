@@ -10,22 +10,9 @@ from typing import Any
 
 import pytest
 
-from leaven.cli import main
 from leaven.recipe.files import read_recipe
 
 Verb = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return run
 
 
 def document(result: tuple[int, str, str]) -> Any:

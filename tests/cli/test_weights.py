@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,22 +10,9 @@ import torch
 import transformers
 
 import leaven as package
-from leaven.cli import main
 from leaven.recipe.files import read_recipe
 
 Verb = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return run
 
 
 def test_out_to_transformers_and_back_into_a_run(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
@@ -129,6 +115,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
         ("export weights RUN OUT --tokens 1k", "no checkpoint at 1,000 tokens; there are 5_120, 10_240"),
         ("export weights RUN RUN/recipe.toml/out", "there is a file where a folder should be"),
         ("sample RUN x --top-p 2", "--top-p"),
+        ("sample RUN x --temperature inf", "temperature inf: give a number from 0 on"),
+        ("sample RUN caf\udce9", "text is not UTF-8"),
         ("sample RUN x --tokens 77", "no checkpoint at 77 tokens"),
         ("new OUT --from-weights RUN", "config.json: no such file"),
     ],

@@ -87,6 +87,13 @@ def test_every_wrong_data_set_is_refused_in_one_line(folder: Path) -> None:
         ),
         (f"hf://{folder}/files?split=dev", "text", "cannot be opened (Unknown split"),
         (f"hf://{folder}/files?config=big", "text", "cannot be opened (BuilderConfig 'big' not found"),
+        (
+            f"hf://{folder}/saved?split=test",
+            "text",
+            "(a folder of save_to_disk has no split to choose; leave split= o",
+        ),
+        (f"hf://{folder}/saved?config=big", "text", "(a folder of save_to_disk has no config to choose; leave confi"),
+        (f"hf://{folder}/splits?revision=v2&split=test", "text", "(a folder of save_to_disk has no revision to ch"),
         (f"hf://{folder}/saved", "body", f"hf://{folder}/saved:train has no column body, only text, id"),
         (f"hf://{folder}/saved", "id", "column id is int64, not string"),
     ):

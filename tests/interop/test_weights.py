@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
 from leaven.distributed.pieces import whole
+from leaven.interop.adopt import adopt
 from leaven.interop.weights import SHARD_BYTES, read_plain, start_from, write_huggingface
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
@@ -249,6 +250,25 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop = 0.2, attn_pdrop = 0.1: leaven has one value for them (dropout)"),
         ("gpt-neox", {"use_parallel_residual": True}, "use_parallel_residual = True"),
         ("gpt-neox", {"rope_parameters": {}, "rotary_pct": 0.25}, "partial rotary positions"),
+        # of the wrong type, as a hand or a tool writes them
+        ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads = 0: has to be a count above 0"),
+        ("llama", {"hidden_size": "48"}, "hidden_size = '48': has to be a count"),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers = True: has to be a count"),
+        ("llama", {"num_attention_heads": "6", "head_dim": None}, "num_attention_heads = '6'"),
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act = ['silu']: has to be a word"),
+        ("llama", {"tie_word_embeddings": 3}, "tie_word_embeddings = 3: has to be true or false"),
+        ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps = 'x': has to be a finite number"),
+        ("llama", {"rms_norm_eps": 10**400}, "has to be a finite number"),
+        ("llama", {"attention_dropout": float("nan")}, "attention_dropout = nan: has to be a finite number"),
+        ("llama", {"rope_parameters": [1]}, "rope_parameters = [1]: has to be a table"),
+        ("llama", {"rope_parameters": {"rope_theta": "abc"}}, "rope_theta = 'abc': has to be a finite number"),
+        ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta: input should be greater than 0"),
+        ("llama", {"architectures": 5}, "architectures = 5: has to be a list of names"),
+        ("llama", {"architectures": [5]}, "architectures = [5]: has to be a list of names"),
+        # the old spelling beside the new one, of which transformers takes the old
+        ("llama", {"rope_parameters": ROPE, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": ROPE}, "rope_type 'yarn'"),
+        ("llama", {"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, "partial rotary positions"),
     ],
 )
 def test_what_leaven_is_not_is_refused_by_name(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
@@ -257,6 +277,55 @@ def test_what_leaven_is_not_is_refused_by_name(tmp_path: Path, name: str, change
         read_plain(tmp_path)
     assert says in str(refused.value)
     assert str(tmp_path) in str(refused.value)
+
+
+def test_of_two_spellings_of_rotary_positions_the_one_that_transformers_takes(tmp_path: Path) -> None:
+    for folder, scaling in (("theta", ROPE | {"rope_theta": 90.0}), ("none", {"rope_type": "default"})):
+        change(tmp_path / folder, "llama", rope_parameters=ROPE, rope_scaling=scaling)
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path / folder).rope_parameters["rope_theta"]
+        assert read_plain(tmp_path / folder).shape.rope_theta == theirs != ROPE["rope_theta"]
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": [1, 2]}', '{"weight_map": {"a": 5}}', "{}", "[]"])
+def test_an_index_that_is_none(tmp_path: Path, index: str) -> None:
+    foreign("llama", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InputError, match=r"index.json: (weight_map is no table|no JSON object)"):
+        read_plain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "is no tokenizer.json"),
+        ('{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}', "no end-of-text token"),
+    ],
+)
+def test_a_tokenizer_that_is_none_makes_no_recipe(tmp_path: Path, tokenizer_file: Path, text: str, says: str) -> None:
+    foreign("llama", tmp_path, tokenizer_file)
+    adopt(read_plain(tmp_path), "own", source="python-stdlib")
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(InputError, match=says):
+        adopt(read_plain(tmp_path), "own", source="python-stdlib")
+
+
+def test_what_config_json_says_and_what_it_leaves_to_a_default(tmp_path: Path, tokenizer_file: Path) -> None:
+    config = change(tmp_path, "llama", rms_norm_eps=None, rope_parameters=None, rope_theta=None)
+    assert (read_plain(tmp_path).shape.norm_eps, read_plain(tmp_path).shape.rope_theta) == (1e-6, 10_000.0)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    reasons = []
+    for stated in ({"initializer_range": 0.3}, {"initializer_range": None}):
+        (tmp_path / "config.json").write_text(json.dumps(config | stated))
+        recipe = adopt(read_plain(tmp_path), "own", source="python-stdlib")
+        reasons.append((recipe.hyperparameters.init_std, recipe.why["hyperparameters.init_std"].partition(";")[0]))
+    path = f"{tmp_path}/config.json"
+    assert reasons == [
+        (0.3, f"initializer_range of {path}"),
+        (0.02, f"what a LlamaForCausalLM has: {path} is silent"),
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"initializer_range": -1}))
+    with pytest.raises(InputError, match=r"no recipe of leaven's: \[hyperparameters\] init_std"):
+        adopt(read_plain(tmp_path), "own", source="python-stdlib")
 
 
 def test_folders_that_hold_no_model(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Drawing tokens, against the distributions of ``transformers`` and its greedy search."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from leaven.model.generate import Sampling, generate
 from leaven.model.transformer import Transformer
+from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 
 SHAPE = ModelShape(n_layers=2, d_model=16, n_heads=2, n_kv_heads=2, d_head=8, d_ff=32, vocab_size=60, seq_len=12)
@@ -28,6 +30,34 @@ def test_probabilities_are_those_of_transformers(temperature: float, top_k: int,
     found = torch.stack([sampling.probabilities(row) for row in logits])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(found > 0, expected > 0)
+
+
+@pytest.mark.parametrize("hot", [Sampling(top_p=0.0), Sampling(1e-320), Sampling(5e-324, 3, 0.5), Sampling(top_k=1)])
+def test_at_the_edges_it_is_the_likeliest(hot: Sampling) -> None:
+    logits = 3 * torch.randn(60, generator=torch.Generator().manual_seed(0))
+    assert hot.probabilities(logits).tolist() == Sampling(0).probabilities(logits).tolist()
+    assert hot.probabilities(logits)[logits.argmax()] == 1.0
+
+
+def test_a_huge_temperature_makes_all_the_same() -> None:
+    logits = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(Sampling(1e308).probabilities(logits), torch.full((60,), 1 / 60, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"temperature": math.inf}, "temperature inf: give a number from 0 on"),
+        ({"temperature": math.nan}, "temperature nan"),
+        ({"temperature": -1.0}, "temperature -1"),
+        ({"top_k": -1}, "top-k -1: give a count"),
+        ({"top_p": math.nan}, "top-p nan: give a share from 0 to 1"),
+        ({"top_p": 1.5}, "top-p 1.5"),
+    ],
+)
+def test_values_out_of_range_are_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Sampling(**values)
 
 
 def model(**changes: Any) -> Transformer:
@@ -106,6 +136,15 @@ def test_it_stops_at_the_end_and_sees_the_last_tokens_only() -> None:
     assert stopped == free[: free.index(end)]
     long = list(range(30))
     assert drawn(made, long, sampling=greedy, end=-1) == drawn(made, long[-12:], sampling=greedy, end=-1)
+
+
+def test_beyond_learned_positions_is_said() -> None:
+    tokens = torch.ones(1, 13, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=r"13 tokens a sequence, but learned positions end at seq_len = 12; give the"
+    ):
+        model(positions="learned")(tokens)
+    assert model(positions="rope")(tokens).shape == (1, 13, 60)
 
 
 def test_tokens_without_text_are_not_drawn() -> None:

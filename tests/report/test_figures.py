@@ -104,6 +104,11 @@ def test_values_are_written_as_a_recipe_would(number, written):
     assert math.isclose(float(written), number, rel_tol=1e-3)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_written_as_python_reads_it(number):
+    assert str(float(numbers.value(number))) == str(number)
+
+
 def test_text_is_escaped_everywhere():
     assert element("p", "<b>", Html("<i></i>"), title='"x"') == '<p title="&quot;x&quot;">&lt;b&gt;<i></i></p>'
     assert "<" not in script_json({"a": "</script><!--"})

@@ -106,7 +106,6 @@ def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
         RunFolder.event = written  # type: ignore[method-assign]
         owners = {
             "clear": Keeper,
-            "read_checkpoint": session,
             "restore": Training,
             "follow": Training,
             "rewind": RunFolder,
@@ -135,7 +134,7 @@ def result(folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     in_order()
-    places = ("event", "clear", "read_checkpoint", "restore", "follow", "rewind")
+    places = ("event", "clear", "restore", "follow", "rewind")
     child = forked(
         lambda: train(RECIPE, TEXT, folder / "begun", stop=lambda: len(RunFolder(folder / "begun").metrics()) > 76)
     )

@@ -84,6 +84,23 @@ def test_a_stop_or_a_limit_keeps_what_was_measured(tiny: Recipe, tokens: TokenSe
     assert [row.global_batch for row in bench(tiny, tokens, [1], [1, 2], limit_seconds=0).rows] == [1]
 
 
+def test_a_batch_in_the_middle_of_which_it_stopped_is_no_part_of_the_choice(tiny: Recipe, tokens: TokenSet) -> None:
+    for cells, unfinished, chosen in ((1, 2, None), (2, None, 2), (3, 4, 2)):
+        done = [0]
+        found = bench(
+            tiny,
+            tokens,
+            [1, 2, 4],
+            [2, 4],
+            limit_seconds=600,
+            on_row=lambda count, total, done=done: done.append(count),
+            stop=lambda done=done, cells=cells: done[-1] == cells,
+        )
+        assert (len(found.rows), found.unfinished, found.whole) == (cells, unfinished, False)
+        choice = found.choose(0.01)
+        assert (choice and choice["ramp_start"]["global_batch"]) == chosen
+
+
 def test_what_is_measured_if_nothing_is_asked(tiny: Recipe) -> None:
     assert batches_of(tiny) == [1, 2, 4, 8]
     assert batches_of(tiny.replace({"batch.tokens": 32 * 1_000})) == [16, 32, 63, 125, 250, 500, 1_000]

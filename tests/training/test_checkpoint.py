@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, noticed when damaged, written beside the training, and which of them stay."""
 
+import errno
 import json
 import random
 import shutil
@@ -9,13 +10,15 @@ import threading
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import leaven.training.checkpoint as checkpoint_module
 import leaven.training.keeper as module
+from leaven.recipe.errors import InputError
 from leaven.training.checkpoint import (
     Checkpoint,
     Progress,
@@ -73,6 +76,19 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     assert found is not None
     assert found.progress.step == 1
     assert damaged == [newest]
+
+
+def test_one_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing disk or a missing right passes; the checkpoint before would lose steps for good."""
+    for step in (1, 2):
+        write_checkpoint(tmp_path, checkpoint(step))
+
+    def fails(path: Path) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_module, "_fingerprint", fails)
+    with pytest.raises(InputError, match=r"512: cannot be read: Input/output error; mend that and run"):
+        read_checkpoint(tmp_path)
 
 
 def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -149,6 +165,15 @@ def test_one_that_was_not_due_displaces_none(tmp_path: Path) -> None:
         there.append(steps(tmp_path))
     keeper.close()
     assert there == [[0], [0, 2], [0, 2, 3], [2, 4], [2, 4, 5], [4, 6]]
+
+
+def test_one_that_was_not_due_does_not_stand_in_for_the_last_good_one(tmp_path: Path) -> None:
+    """Stopped at step 3, suspicious since step 4: without the stop there would be steps 2 and 4."""
+    keeper = Keeper(tmp_path, every_tokens=512, keep=1, keep_every_tokens=None)
+    for step, good in ((2, 2), (3, 3), (4, 3)):
+        save(keeper, step, good)
+    keeper.close()
+    assert steps(tmp_path) == [2, 4]
 
 
 def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: Keeper) -> None:

@@ -205,6 +205,32 @@ def _room_for(monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
     monkeypatch.setattr(Stage, "forward", limited)
 
 
+def test_a_trial_holds_the_gradients_that_a_step_holds(
+    tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the forwards before, where a batch takes more than one."""
+    forward, held = Stage.forward, []
+
+    def watched(self: Stage, *arguments: Any) -> torch.Tensor:
+        held.append([parameter.grad is not None for parameter in self.model.parameters()])
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(Stage, "forward", watched)
+    training = Training(tiny, tokens)  # eight sequences a batch
+    for size in (4, 8):
+        assert trial_step(training, size) is not None
+    assert [set(each) for each in held] == [{True}, {False}]
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+
+
+def test_a_stop_does_not_wait_for_the_timing(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    asked = iter(range(100))
+    summary = train(tiny.replace(LONG), tokens, tmp_path / "run", stop=lambda: next(asked) >= 3)
+    assert (summary.finished, summary.steps, summary.unsaved) == (False, 0, "before its first step")
+    assert next(asked) == 4  # no trial was begun after it
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_error_is_not_taken_for_memory(
     tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

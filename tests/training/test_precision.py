@@ -2,12 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.recipe import Recipe
+from leaven.training import precision
 from leaven.training.engine import Diverged, Training
 from leaven.training.precision import GROW_AFTER, LossScale
 from leaven.training.run_folder import RunFolder
@@ -79,15 +81,43 @@ def test_a_loss_that_is_no_number_leaves_the_parameters(dtype: str, tiny: Recipe
     assert torch.equal(before, training.model.layers[0].mlp["out"].weight)
 
 
-def test_fp16_resumes_to_the_last_bit(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+def test_fp16_resumes_to_the_last_bit(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a scale that has moved before the stop: it is too large at first, and halves."""
+    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**30)
     recipe = compute(tiny.replace({"model.dropout": 0.1}), "fp16")
     train(recipe, tokens, tmp_path / "whole")
-    steps = iter(range(100))
-    train(recipe, tokens, tmp_path / "halves", stop=lambda: next(steps) > 17)
+    halves_run = RunFolder(tmp_path / "halves")
+    train(recipe, tokens, tmp_path / "halves", stop=lambda: len(halves_run.metrics()) >= 17)
+    assert halves_run.metrics()[-1]["loss_scale"] < precision.FIRST_SCALE
     assert train(recipe, tokens, tmp_path / "halves").finished
     whole, halves = (RunFolder(tmp_path / name).metrics() for name in ("whole", "halves"))
     exact = ("step", "loss", "grad_norm", "update_norm", "loss_scale")
     assert [[line[key] for key in exact] for line in whole] == [[line[key] for key in exact] for line in halves]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["global", "per-module", "running"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_step_is_issued_without_waiting_for_the_device(
+    dtype: str, mode: str, tiny: Recipe, tokens: TokenSet
+) -> None:
+    changes: dict[str, Any] = {
+        "hyperparameters.grad_clip": {"limit": 1.0, "mode": mode},
+        "data.documents": "isolated",
+    }
+    training = Training(
+        compute(tiny.replace(changes | {"batch.micro_batch": 4, "model.dropout": 0.1}), dtype), tokens
+    )
+    for _ in range(2):
+        training.issue().result()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ahead = training.issue()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ahead.result().step == 3
 
 
 def test_steps_issued_ahead_are_the_same_steps(tiny: Recipe, tokens: TokenSet) -> None:

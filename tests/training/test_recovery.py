@@ -14,6 +14,7 @@ import torch
 from tests.training.planted import STEP, in_order, recipe, text
 
 from leaven.data.tokens import TokenSet
+from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import checkpoints, tokens_of
 from leaven.training.engine import Diverged, Issued, Step, Training
@@ -104,6 +105,17 @@ def test_the_same_run_decides_the_same_though_stopped_and_robbed_of_a_checkpoint
     assert events(run, "resume")[0]["damaged_checkpoints"] == [newest.name]
     assert decided(run) == decided(whole)
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in whole.metrics()]
+
+
+def test_a_stop_in_the_trouble_does_not_change_what_is_decided(tmp_path: Path) -> None:
+    """One checkpoint every four steps, one kept: that of the stop lies between the last due one and the onset."""
+    few = recipe(stability__checkpoint_every_tokens=4 * STEP, stability__keep=1, data__tokens=140 * STEP)
+    whole, run = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
+    train(few, SHARD, whole.path)
+    train(few, SHARD, run.path, stop=lambda: len(run.metrics()) >= 130)
+    train(few, SHARD, run.path)
+    assert decided(whole)
+    assert decided(run) == decided(whole)
 
 
 def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]) -> None:
@@ -209,6 +221,21 @@ def test_stop_stops(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"loss .* deviations up, loss 1.* within 3 steps"):
         train(recipe(stability__on_spike="stop"), SHARD, tmp_path / "run")
     assert RunFolder(tmp_path / "run").events()[-1]["numbers"]["loss"]["sum"] >= 24
+
+
+def test_a_rollback_with_every_checkpoint_damaged_leaves_all_as_it_is(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+
+    def on_step(step: Step) -> None:
+        if step.step == 133:  # the verdict falls here
+            for path in checkpoints(run.checkpoints):
+                (path / "model.safetensors").write_bytes(b"")
+
+    with pytest.raises(InputError, match="every checkpoint is damaged"):
+        train(recipe(), SHARD, run.path, on_step=on_step)
+    assert not events(run, "rollback")
+    assert len(run.metrics()) == 133
+    assert [tokens_of(path) for path in checkpoints(run.checkpoints)] == [112 * STEP, 128 * STEP]
 
 
 def test_a_checkpoint_in_a_suspicious_stretch_does_not_displace_the_last_good_one(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from leaven.data.stream import Stream
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
-from leaven.training.rewind import Rewind, lr_factor, position, rollback, skipped, undone
+from leaven.training.rewind import Rewind, lr_factor, oldest_checkpoint, position, rollback, skipped, undone
 from leaven.training.spikes import WINDOW, Trouble
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=5)
@@ -81,3 +81,24 @@ def test_what_was_reached_before_a_return_and_lies_behind_it_is_undone() -> None
     assert [undone(rewinds, 0, tokens) for tokens in (80, 81, 100, 101)] == [False, True, True, True]
     assert [undone(rewinds, 1, tokens) for tokens in (80, 81)] == [False, True]
     assert not undone(rewinds, 2, 1_000)
+
+
+def test_the_oldest_checkpoint_follows_from_the_schedule_alone() -> None:
+    """Steps of ten tokens, a checkpoint every 40, two kept: 80 and 120 when step 13 is read."""
+    two = Stability(keep=2)
+
+    def oldest(found: Trouble, *before: Rewind, stability: Stability = two) -> int:
+        return oldest_checkpoint(before, found, STEADY, stability, 40)
+
+    assert oldest(trouble(3, 3)) == 0
+    assert oldest(trouble(13, 13)) == 80
+    assert oldest(trouble(12, 12)) == 40  # that at 120 is written after step 12 is read
+    assert oldest(trouble(6, 13)) == 40  # the last good one
+    assert oldest(trouble(13, 13), stability=Stability(keep=1)) == 120
+    assert oldest(trouble(13, 13), stability=Stability(keep=1, keep_every_tokens=60)) == 80
+    # Back at 90 there is only that at 80, and no other until step 12.
+    back = Rewind(90, 90, 200, attempt=1, found_step=13)
+    assert oldest(trouble(11, 11), back) == 80
+    assert oldest(trouble(17, 17), back) == 120
+    # By hand to where one is, due or not.
+    assert oldest(trouble(11, 11), back, Rewind(50, 50, 50)) == 50

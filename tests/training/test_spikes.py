@@ -114,6 +114,19 @@ def test_what_is_no_number_is_trouble_at_once_even_in_the_first_step(odd: dict[s
     assert trouble.onset == 201  # it was suspicious before
 
 
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+@pytest.mark.parametrize("skipping", [False, True])
+def test_an_update_that_is_no_number_is_trouble_at_once(odd: float, skipping: bool) -> None:
+    for calm in (0, 200):
+        guard = Guard(skipping)
+        assert not told(guard, noisy(calm))
+        trouble = guard.observe(step(calm + 1, update=odd, lr=1e-3))
+        assert trouble is not None
+        assert (trouble.onset, trouble.step) == (calm + 1, calm + 1)
+        assert f"update norm {odd}" in trouble.why
+        assert all(math.isfinite(value) for value in guard.watches["update_norm"].values)
+
+
 def test_a_guard_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
     steps = [*noisy(150), *(step(n, loss=4.5, grad=0.6, update=2.0, lr=1e-3) for n in range(151, 190))]
     for skipping in (False, True):

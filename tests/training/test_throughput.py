@@ -1,13 +1,19 @@
 """What speed is measured against, and memory."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 from leaven.training import throughput
+from leaven.training.engine import Training
+from leaven.training.run_folder import RunFolder
 from leaven.training.throughput import (
     best_matmul,
     device_peak,
@@ -18,6 +24,7 @@ from leaven.training.throughput import (
     reset_peak_memory,
     utilisation,
 )
+from leaven.training.trainer import train
 
 CPU = torch.device("cpu")
 
@@ -87,3 +94,35 @@ def test_free_memory_is_within_the_limit_of_a_container(tmp_path: Path, monkeypa
     assert free_memory(CPU) == 4000 * 1024
     (tmp_path / "memory.max").write_text("1000000\n")
     assert free_memory(CPU) == 800_000  # what files are cached can be had back
+
+
+def test_a_step_on_a_processor_has_the_time_of_its_own_work(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validations, checkpoints and the next step fall between a step's work and its reading. The clock goes on by a
+    second at every look at it; a step's work takes ten, and so does a validation's, a checkpoint a thousand."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    def during(name: str, seconds: float) -> None:
+        plain: Callable[..., Any] = getattr(Training, name)
+
+        def slow(training: Training, *arguments: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return plain(training, *arguments)
+
+        monkeypatch.setattr(Training, name, slow)
+
+    monkeypatch.setattr("leaven.training.engine.time", SimpleNamespace(perf_counter=clock))
+    during("_counted", 10.0)  # each step asks once, and each validation
+    during("checkpoint", 1_000.0)
+    every = {"evaluation.every_tokens": 512, "stability.checkpoint_every_tokens": 768, "batch.micro_batch": 8}
+    recipe = tiny.replace(every | {"data.tokens": 2_048})
+    train(recipe, prepare(tiny.data, tiny.model.vocab_size), tmp_path / "run")
+    lines = RunFolder(tmp_path / "run").metrics()
+    assert [line["tokens_per_second"] for line in lines] == [256 / 11] * 8

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ import torch.nn.functional as F
 
 from leaven.data.stream import Stream, validation_windows
 from leaven.data.tokens import TokenSet, prepare
+from leaven.distributed.stage import Stage
 from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.checkpoint import read_checkpoint
@@ -157,6 +160,34 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
     assert not damaged
 
 
+@pytest.mark.parametrize("at", ["step", "evaluation"])
+def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """It comes with the third of eight forwards; what was under way is done again, to the same bits."""
+    recipe, run = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1}), RunFolder(tmp_path / "run")
+    forward, forwards = Stage.forward, []
+
+    def counted(self: Stage, *arguments: Any) -> torch.Tensor:
+        if len(run.metrics()) in {12, 13} and self.training == (at == "step"):
+            forwards.append(len(run.metrics()))
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(Stage, "forward", counted)
+    assert not train(recipe, tokens, run.path, stop=lambda: len(forwards) >= 3).finished
+    assert len(forwards) == 3
+    monkeypatch.undo()
+    assert train(recipe, tokens, run.path).finished
+    train(recipe, tokens, tmp_path / "whole")
+    whole = RunFolder(tmp_path / "whole")
+    assert losses(run.path) == losses(whole.path)
+    validations = [
+        [(event["step"], event["loss"]) for event in folder.events() if event["event"] == "validation"]
+        for folder in (run, whole)
+    ]
+    assert validations[0] == validations[1]
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 def test_accumulation_gives_the_gradient_of_the_whole_batch(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, micro_batch: int
@@ -221,15 +252,38 @@ def test_text_that_has_changed_is_refused(tiny: Recipe, tokens: TokenSet, tmp_pa
     assert train(tiny, tokens, tmp_path / "run").finished
 
 
-def test_a_run_keeps_its_micro_batch(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    """The order of a sum is part of its bits: auto takes what the run began with, another number is refused."""
-    two = tiny.replace({"batch.micro_batch": 2})
-    train(two, tokens, tmp_path / "run", stop=lambda: len(losses(tmp_path / "run")) >= 3)
-    with pytest.raises(InputError, match=r"batch.micro_batch 2 there, 8 here"):
-        train(tiny.replace({"batch.micro_batch": 8}), tokens, tmp_path / "run")
-    train(tiny, tokens, tmp_path / "run")  # auto
+def test_a_run_keeps_its_micro_batch_until_it_is_told_another(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    """The order of a sum is part of its bits: auto takes what the run began with, and a change is told and kept."""
+    two, folder, told = tiny.replace({"batch.micro_batch": 2}), tmp_path / "run", []
+    train(two, tokens, folder, stop=lambda: len(losses(folder)) >= 3)
+    train(tiny, tokens, folder, stop=lambda: len(losses(folder)) >= 6)  # auto
     train(two, tokens, tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    whole = losses(tmp_path / "whole")
+    done = len(losses(folder))
+    assert losses(folder) == whole[:done]
+    eight = tiny.replace({"batch.micro_batch": 8, "layout.compile": False})
+    train(eight, tokens, folder, on_event=lambda event, values: told.append((event, values)))
+    assert losses(folder)[done:] != whole[done:]
+    assert losses(folder) == pytest.approx(whole, abs=1e-4)
+    ((_, event),) = [each for each in told if each[0] == "layout"]
+    assert event["changes"] == [{"path": "batch.micro_batch", "before": 2, "after": 8}]
+    assert event["tokens"] == 256 * done
+    for recipe in (RunFolder(folder).recipe(), read_recipe(folder / "recipe.toml")):
+        assert recipe.batch.micro_batch == 8
+        assert recipe.why["batch.micro_batch"] == f"since {256 * done:,} tokens; before: 2"
+
+
+@pytest.mark.parametrize(
+    ("change", "possible"), [({"hyperparameters.lr": 0.02}, True), ({"model.d_ff": 64}, False)], ids=["lr", "shape"]
+)
+def test_going_back_is_proposed_only_where_it_mends(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, change: dict[str, Any], possible: bool
+) -> None:
+    RunFolder(tmp_path / "run").path.mkdir()
+    write_recipe(tiny.replace({"batch.micro_batch": 2}), tmp_path / "run" / "recipe.toml")
+    with pytest.raises(InputError) as refused:
+        train(tiny.replace(change), tokens, tmp_path / "run")
+    assert ("--rewind-to" in str(refused.value)) == possible
 
 
 def test_a_corpus_too_short_leaves_no_folder(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
@@ -244,6 +298,17 @@ def test_a_folder_that_is_no_run_is_left_alone(tiny: Recipe, tokens: TokenSet, t
     with pytest.raises(InputError, match=r"is not empty and holds no recipe.toml"):
         train(tiny, tokens, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_killed_before_its_recipe_was_renamed_a_folder_is_as_new(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".lock").touch()
+    (run / ".recipe.toml.4711.tmp").write_text("name =")
+    assert train(tiny, tokens, run).finished
+    assert not list(run.glob(".recipe*"))
 
 
 def test_a_folder_in_use_is_refused(tiny: Recipe, tmp_path: Path) -> None:

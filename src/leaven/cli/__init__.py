@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from typing import NoReturn
 
 import typer
 from rich.text import Text
@@ -25,7 +26,7 @@ from leaven.cli import (
 )
 from leaven.cli._common import console, errors
 from leaven.cli._usage import mended
-from leaven.recipe.errors import InputError
+from leaven.recipe.errors import InputError, Lost, out_of_memory
 
 app = typer.Typer(
     name="leaven",
@@ -93,9 +94,12 @@ def _main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{error.strerror}{where}; make room and run the same command again, what was complete is kept")
     except Exception as error:
-        if type(error).__name__ == "Lost":  # of torch, which other verbs do not need
-            sys.stderr.write(f"error: {error}\n")
+        if isinstance(error, Lost):
+            sys.stderr.write(f"error: {error}\n")  # each process has its own
             sys.exit(FAILED)
+        if out_of_memory(error):
+            why = str(error) or type(error).__name__
+            _fail(f'out of memory; for a training lower [batch] micro_batch or set it to "auto" ({why})', FAILED)
         said = mended(error)
         if said is None:
             raise
@@ -107,7 +111,7 @@ def _main() -> None:
         sys.exit(code or 0)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, code: int = WRONG_INPUT) -> NoReturn:
     line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
     errors.print(line)
-    sys.exit(WRONG_INPUT)
+    sys.exit(code)

@@ -1,7 +1,6 @@
 """What the verbs share: how a recipe is given, where output goes, and how JSON is printed."""
 
 import json
-import math
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from leaven.planning.tested_ground import Caution
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity
 
@@ -71,7 +70,7 @@ def load(recipe: Path, overrides: list[str] | None) -> Recipe:
 
 def emit_json(document: Any) -> None:
     """One JSON document on standard output; what is not a finite number becomes null."""
-    typer.echo(json.dumps(_finite(document), indent=2, ensure_ascii=False, default=str))
+    typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False, default=str))
 
 
 def warn(found: Iterable[Caution]) -> None:
@@ -97,11 +96,3 @@ def stopping() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -133,6 +133,7 @@ class TrainScreen(Screen):
         self._task = self._progress.add_task(recipe.name, total=recipe.data.tokens, left="")
         self._already: int | None = None
         self._last: Step | None = None
+        self._waiting: Step | None = None  # asked for, and said with its validation if one comes
         self._spoken = time.monotonic()
         room = errors.width - sum(width + 2 for _, width in self.COLUMNS[: self.ALWAYS]) + 2
         self._columns = self.COLUMNS[: self.ALWAYS]
@@ -140,24 +141,36 @@ class TrainScreen(Screen):
             if (room := room - 2 - column[1]) >= 0:
                 self._columns += (column,)
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._say_waiting()
+        super().__exit__(kind, error, traceback)
+
     def step(self, step: "Step") -> None:
         if self._already is None:
             self._already = step.tokens - step.batch_tokens
             self.row(self._cells([title for title, _ in self._columns]))
+        self._say_waiting()
         self._last = step
         self._progress.row = self._row(step, "")
         self._progress.update(self._task, completed=step.tokens, left=self._time_left(step))
         asked = self._log_every is not None and step.step % self._log_every == 0
         if asked or time.monotonic() - self._spoken > self.LONGEST_SILENCE:
-            self._say(step, "")
+            self._waiting = step
 
     def event(self, event: str, values: dict[str, Any]) -> None:
+        if event not in {"validation", "checkpoint"}:  # of the latter nothing is said
+            self._say_waiting()
         at = f"at {format_quantity(values['tokens'])} tokens"
         match event:
             case "start" | "resume":
                 self._begin(event, at, values)
             case "micro_batch":
                 self.row(f"  micro-batch {values['micro_batch']}, {values['why']}")
+            case "layout":
+                said = ", ".join(f"{each['path']} {each['before']} -> {each['after']}" for each in values["changes"])
+                self.row(f"  {said} {at}: the same sums in another order, so losses differ in their last bits")
             case "validation" if self._last is not None:
                 self._say(self._last, f"{values['loss']:.4f}")
             case "rollback":
@@ -196,7 +209,12 @@ class TrainScreen(Screen):
         if values.get("mfu_convention"):
             self.row(f"  MFU: {values['mfu_convention']}")
 
+    def _say_waiting(self) -> None:
+        if self._waiting is not None:
+            self._say(self._waiting, "")
+
     def _say(self, step: "Step", validation: str) -> None:
+        self._waiting = None
         self._spoken = time.monotonic()
         self.row(self._row(step, validation))
 
@@ -258,8 +276,8 @@ class RunsScreen(Screen):
                         (
                             name,
                             format_quantity(step["tokens"]),
-                            _fixed(step["loss"], 3),
-                            f"{event['loss']:.4f}",
+                            "nan" if step["loss"] is None else _fixed(step["loss"], 3),
+                            "nan" if event["loss"] is None else f"{event['loss']:.4f}",
                             learning_rate(step["lr"], 3),
                             format_quantity(step["batch_tokens"]),
                             format_quantity(step["tokens_per_second"]),

@@ -83,9 +83,10 @@ def document(found: "Bench", share: float) -> dict[str, Any]:
     """The contract of ``leaven bench --json``."""
     return {
         "rows": [vars(row) | vars(found.utilisation(row)) for row in found.rows],
-        "choose": found.choose(share) if found.rows else None,
+        "choose": found.choose(share),
         "too_large": found.too_large,
         "whole": found.whole,
+        "unfinished": found.unfinished,
         "mfu_convention": found.convention,
     }
 
@@ -124,21 +125,25 @@ def _show(found: "Bench", share: float) -> None:
         )
         before = row.global_batch
     console.print(Columns(COLUMNS, rows))
-    start = chosen["ramp_start"]
-    facts = [
-        ("MFU", (found.convention,)),
-        ("micro-batch", (f"{chosen['micro_batch']} is fastest at a batch of {before} sequences",)),
-        (
-            "ramp",
+    facts = [("MFU", (found.convention,))]
+    if chosen is not None:
+        start, largest = chosen["ramp_start"], max(size for size in found.global_batches if size != found.unfinished)
+        facts += [
+            ("micro-batch", (f"{chosen['micro_batch']} is fastest at a batch of {largest} sequences",)),
             (
-                f"start at {start['batch_tokens']:,} tokens ({start['global_batch']} sequences): "
-                f"{start['share_of_peak']:.0%} of full speed with micro-batch {start['micro_batch']}, "
-                f"the smallest batch above {share:.0%}",
+                "ramp",
+                (
+                    f"start at {start['batch_tokens']:,} tokens ({start['global_batch']} sequences): "
+                    f"{start['share_of_peak']:.0%} of full speed with micro-batch {start['micro_batch']}, "
+                    f"the smallest batch above {share:.0%}",
+                ),
             ),
-        ),
-    ]
+        ]
     if found.too_large:
         facts.append(("memory", (f"micro-batches that do not fit: {', '.join(map(str, found.too_large))}",)))
+    if found.unfinished is not None:
+        said = f"not all micro-batches of {found.unfinished} sequences were measured, so nothing is chosen from it"
+        facts.append(("unfinished", (said,)))
     if not found.whole:
         facts.append(("left out", ("the larger batches were not measured (stopped, or --seconds passed)",)))
     console.print(Facts(facts))

@@ -31,7 +31,7 @@ def demo(
     size: Annotated[
         str, typer.Option(help="full: about ten minutes on two cores; tiny: a minute, for tests.")
     ] = "full",
-    source: Annotated[str, typer.Option(help="The text: see [data] source of a recipe.")] = "python-stdlib",
+    source: Annotated[str, typer.Option(help=r"The text: see \[data] source of a recipe.")] = "python-stdlib",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that tune (one a core, four at most).")
     ] = None,

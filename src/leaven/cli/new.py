@@ -18,7 +18,7 @@ def new(
         Path, typer.Option(metavar="DIR", help="A model in Hugging Face's format to start from.", show_default=False)
     ],
     tokens: Annotated[int | None, count_option("Duration in tokens, e.g. 2B (20 a parameter).")] = None,
-    source: Annotated[str, typer.Option(help="The text: see [data] source of a recipe.")] = "python-stdlib",
+    source: Annotated[str, typer.Option(help=r"The text: see \[data] source of a recipe.")] = "python-stdlib",
     json_output: JsonOption = False,
 ) -> None:
     """Write a recipe, with a reason for every value."""

@@ -8,6 +8,7 @@ import typer
 from rich.text import Text
 
 from leaven.cli._common import JsonOption, RunArgument, TokensOption, console, emit_json, errors, say_damaged
+from leaven.recipe.errors import InputError
 
 
 def sample_(
@@ -29,6 +30,11 @@ def sample_(
     from leaven.training.load import load_run
     from leaven.training.sample import sample
 
+    sampling = Sampling(temperature, top_k, top_p)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        raise InputError("text is not UTF-8; give it in the encoding of the terminal") from None
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
     loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,7 +48,7 @@ def sample_(
             sample(
                 loaded,
                 text,
-                sampling=Sampling(temperature, top_k, top_p),
+                sampling=sampling,
                 max_tokens=max_tokens,
                 seed=seed,
                 number=number,

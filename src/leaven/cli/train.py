@@ -109,7 +109,10 @@ def train_(
     if json_output and rank() == 0:
         emit_json({key: value for key, value in asdict(summary).items() if key != "finished"})
     if not summary.finished:
-        errors.print(f"stopped at {summary.tokens:,} tokens, saved; the same command goes on from there")
+        saved = "saved; the same command goes on from there"
+        if summary.unsaved is not None:
+            saved = f"not saved ({summary.unsaved}); the same command goes on from {summary.saved_tokens:,} tokens"
+        errors.print(f"stopped at {summary.tokens:,} tokens, {saved}")
         raise typer.Exit(75)
     if not json_output:
         console.print(summary_line(summary, folder))

@@ -158,7 +158,7 @@ def _survey(
     skipped = _skipped(name, surveys, corrupt_share)
     n_documents = sum(survey.documents for survey in surveys)
     if not n_documents:
-        raise InputError(f"data.source {name!r} holds no text; name files with text in them")
+        raise InputError(f"data.source {name!r} holds no text; {skipped or 'name files with text in them'}")
     known.save()
     content = blake2b(digest_size=16)
     for part, survey in zip(parts, surveys, strict=True):

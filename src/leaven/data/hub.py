@@ -50,7 +50,8 @@ class Split:
 def open_split(source: str, text: str) -> Split:
     """The data set of ``hf://org/name?config=NAME&split=NAME&revision=NAME``; without a name the split is ``train``.
 
-    ``hf:///path`` is a folder written by ``save_to_disk``, or of files that ``load_dataset`` reads.
+    ``hf:///path`` is a folder written by ``save_to_disk``, of which only a split can be named, where it has several,
+    or of files that ``load_dataset`` reads.
 
     Raises:
         InputError: if the extra is missing, or it cannot be had.
@@ -65,7 +66,10 @@ def open_split(source: str, text: str) -> Split:
     try:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             found = datasets.load_from_disk(place)
-            if isinstance(found, datasets.DatasetDict):
+            splits = isinstance(found, datasets.DatasetDict)
+            for option in options.keys() - ({"split"} if splits else set()):
+                raise ValueError(f"a folder of save_to_disk has no {option} to choose; leave {option}= out")
+            if splits:
                 if name not in found:
                     raise ValueError(f"it has no split {name}, only {', '.join(found)}")
                 found = found[name]

@@ -51,7 +51,7 @@ class Encoder:
     @cached_property
     def vocab_size(self) -> int:
         # Ids may have holes: the size of the embedding is what counts.
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:

@@ -5,8 +5,9 @@ of squares over pieces that are owned, over all processes: each element counts o
 bits, so that what is decided by them is decided alike everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from leaven.planning.memory import stage_layers
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import ParameterTable, Row
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,16 +105,16 @@ class ShardedModel:
         for stage in self.stages:
             stage.train(mode)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], factor: Tensor | float) -> Tensor:
         """Add to the gradients; ``factor`` x the sum of the losses of this process, (), as :meth:`total` wants it."""
         for stage in self.stages:
             stage.factor = factor
         if self._pipeline:
-            loss = self._pipeline.forward_backward(micro_batches)
+            loss = self._pipeline.forward_backward(list(micro_batches))
         else:
             stage, loss = self.stages[0], torch.zeros((), device=self.device)
-            for number, (inputs, targets, documents) in enumerate(micro_batches, 1):
-                self._expect(last=number == len(micro_batches))
+            for last, (inputs, targets, documents) in _with_last(micro_batches):
+                self._expect(last)
                 part = stage(inputs, targets, documents)[0]
                 part.backward()
                 loss += part.detach()
@@ -119,13 +122,13 @@ class ShardedModel:
         return loss
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def forward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """The sum of the losses of this process in nats, ()."""
         self.train(False)
         for stage in self.stages:
             stage.factor = 1.0
         if self._pipeline:
-            loss = self._pipeline.forward(micro_batches)
+            loss = self._pipeline.forward(list(micro_batches))
         else:
             losses = [self.stages[0](*micro_batch)[0].double() for micro_batch in micro_batches]
             loss = torch.stack(losses).sum()
@@ -168,6 +171,17 @@ class ShardedModel:
         tied = next((held for held in self.held if held.row.name == "embedding.weight"), None)
         if self._both_ends is not None and tied is not None:
             dist.all_reduce(tied.leaf.grad, group=self._both_ends)
+
+
+def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
+    """Each with whether it is the last; one is made when the one before it is asked for."""
+    items = iter(items)
+    for ahead in items:
+        item = ahead
+        for following in items:
+            yield False, item
+            item = following
+        yield True, item
 
 
 def _both_ends(world: World) -> dist.ProcessGroup | None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from leaven.distributed.meeting import meet
+from leaven.recipe.errors import Lost
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -99,10 +101,6 @@ class World:
 ALONE = World()
 
 
-class Lost(RuntimeError):
-    """A collective has failed: a process is gone or hangs. Says what is known of the others."""
-
-
 @contextmanager
 def joined(layout: Layout, device: torch.device) -> Iterator[World]:
     """Be one of the processes that torchrun has started, laid out as the recipe says; alone without a group.
@@ -117,6 +115,7 @@ def joined(layout: Layout, device: torch.device) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = meet(store, rank, size, timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -2,10 +2,14 @@
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from leaven.catalogue.laws import STEP_LAW, evaluate
 from leaven.catalogue.runs import nearest
+from leaven.data.tokenizer import given_tokenizer
 from leaven.interop.weights import Plain
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
@@ -18,7 +22,7 @@ def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) ->
     It is its own base: no multiplier is anything but 1, whatever the rule, until it is transferred.
 
     Raises:
-        InputError: if the model has no tokenizer.json, without which its weights say nothing.
+        InputError: if the model has no tokenizer.json that fits it, without which its weights say nothing.
     """
     tokenizer, config = plain.folder / "tokenizer.json", f"{plain.folder}/config.json"
     if not tokenizer.is_file():
@@ -26,6 +30,15 @@ def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) ->
             f"{plain.folder}: no tokenizer.json; save the model's tokenizer there with transformers' save_pretrained"
         )
     shape, architecture = plain.shape, plain.architecture
+    given_tokenizer(str(tokenizer), shape.vocab_size)
+    given = architecture.given(plain.config)
+
+    def origin(*keys: str) -> str:
+        there = [key for key in keys if plain.config.get(key) is not None]
+        return (
+            f"{' and '.join(there)} of {config}" if there else f"what a {architecture.name} has: {config} is silent"
+        )
+
     duration = tokens or TOKENS_PER_PARAMETER * shape.params
     laws = evaluate(shape.params, duration, params_non_embedding=shape.params_non_embedding)
     step_law = next(law for law in laws if law.law == STEP_LAW.name)
@@ -34,7 +47,9 @@ def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) ->
     scale = f"{format_quantity(shape.params)} parameters, {format_quantity(duration)} tokens"
     (neighbour, _), *_ = nearest(shape.params, duration, limit=1)
     stated = {key: theirs for key, theirs in architecture.keys.items() if theirs}
-    because = {f"model.{key}": f"{' and '.join(theirs)} of {config}" for key, theirs in stated.items()}
+    if "rope_theta" in stated:
+        stated["rope_theta"] += ("rope_scaling", "rope_parameters")
+    because = {f"model.{key}": origin(*theirs) for key, theirs in stated.items()}
     because |= {f"model.{key}": f"what a {architecture.name} is" for key in architecture.holds}
     document: dict[str, Any] = {
         "name": name,
@@ -45,7 +60,7 @@ def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) ->
         "schedule": {"warmup_tokens": duration // 100},
         "hyperparameters": {
             "lr": neighbour.peak_lr,
-            "init_std": float((plain.architecture.defaults | plain.config)["initializer_range"]),
+            "init_std": float(given["initializer_range"]),
         },
         "why": because
         | {
@@ -60,7 +75,10 @@ def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) ->
             "hyperparameters.lr": f"the peak of {neighbour.id}, the published run nearest in size, for config.json "
             "tells none: trained weights go up again to about the peak of their pre-training (Ibrahim et al. 2024, "
             "arXiv 2403.08763); tune it",
-            "hyperparameters.init_std": f"initializer_range of {config}; with [start] weights nothing is drawn",
+            "hyperparameters.init_std": f"{origin('initializer_range')}; with [start] weights nothing is drawn",
         },
     }
-    return Recipe.model_validate(document)
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        raise InputError(f"{config}: no recipe of leaven's: {explain(error)}") from None

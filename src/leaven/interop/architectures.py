@@ -1,7 +1,8 @@
 """An architecture of Hugging Face: which shapes it holds, what its config.json says, where each weight is."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,16 @@ from leaven.recipe.files import explain
 from leaven.recipe.shape import ModelShape
 
 Config = dict[str, Any]
+# By the type that a key has in a shape. None is another's subtype: true is no count.
+_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a count above 0", lambda value: type(value) is int and value > 0),
+    float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
+    bool: ("true or false", lambda value: type(value) is bool),
+    str: ("a word", lambda value: type(value) is str),
+    dict: ("a table", lambda value: type(value) is dict),
+}
+_IMPLIED = ("n_kv_heads", "d_head", "d_ff")
+_PARTIAL = "config.json: partial rotary positions: leaven rotates whole heads (rotary_pct = 1)"
 
 
 @dataclass(frozen=True)
@@ -108,13 +119,30 @@ class Architecture:
             return {"rope_parameters": parameters}
         return {"rotary_pct": 1.0, "rope_parameters": parameters | {"partial_rotary_factor": 1.0}}
 
+    def given(self, config: Config) -> Config:
+        """What a config.json says and, where it says nothing, what that means: each known key of the right type.
+
+        Raises:
+            InputError: naming the first key that is not.
+        """
+        given = self.defaults | {key: value for key, value in config.items() if value is not None}
+        for key in (theirs for ours in _IMPLIED for theirs in self.keys.get(ours, ())):
+            if config.get(key, ...) is None:  # follows from the others, whatever it is where it is absent
+                given.pop(key, None)
+        kinds = {key: ModelShape.model_fields[ours].annotation for ours, keys in self.keys.items() for key in keys}
+        kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict}
+        for key, kind in kinds.items():
+            if key in given:
+                _require(key, given[key], kind)
+        return given
+
     def shape(self, config: Config) -> ModelShape:
         """The shape that a config.json describes.
 
         Raises:
             InputError: naming what of it leaven's transformer does not do.
         """
-        given = {key: value for key, value in (self.defaults | config).items() if value is not None}
+        given = self.given(config)
         for key, expected in self.says.items():
             if given.get(key, expected) != expected:
                 raise InputError(
@@ -153,13 +181,22 @@ class Architecture:
     def _theta(self, given: Config) -> dict[str, float]:
         if self.holds["positions"] != ("rope",):
             return {}
-        stated = given.get("rope_parameters") or given.get("rope_scaling") or {}
-        kind = stated.get("rope_type", stated.get("type", "default"))
-        if kind != "default":
-            raise InputError(f"config.json: rope_type {kind!r}: leaven's rotary positions are the default ones only")
-        if stated.get("partial_rotary_factor", given.get("rotary_pct", 1.0)) != 1:
-            raise InputError("config.json: partial rotary positions: leaven rotates whole heads (rotary_pct = 1)")
-        theta = stated.get("rope_theta") or given[self.keys["rope_theta"][0]]
+        both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
+        for stated in both:
+            kind = stated.get("rope_type", stated.get("type", "default"))
+            if kind != "default":
+                raise InputError(
+                    f"config.json: rope_type {kind!r}: leaven's rotary positions are the default ones only"
+                )
+            if stated.get("partial_rotary_factor", 1) != 1:
+                raise InputError(_PARTIAL)
+        stated = both[0] or both[1]  # the old spelling replaces the new one, as in transformers
+        if "partial_rotary_factor" not in stated and given.get("rotary_pct", 1) != 1:
+            raise InputError(_PARTIAL)
+        theta = stated.get("rope_theta")
+        if theta is None:
+            theta = given[self.keys["rope_theta"][0]]
+        _require("rope_theta", theta, float)
         return {"rope_theta": float(theta)}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
@@ -179,3 +216,10 @@ class Architecture:
             fused = len(parts) > 1 and self.heads_together
             turned = self.conv1d and name.startswith(self.blocks) and len(shapes[0]) == 2
             yield Stored(name, parts, shapes, heads=shape.n_heads if fused else 1, transposed=turned)
+
+
+def _require(key: str, value: Any, kind: Any) -> None:
+    """What is of another type would fail later, without its name."""
+    wanted, fits = _KINDS.get(kind, _KINDS[str])  # what is chosen from is a word
+    if not fits(value):
+        raise InputError(f"config.json: {key} = {value!r}: has to be {wanted}")

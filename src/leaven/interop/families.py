@@ -266,6 +266,8 @@ def named(config: Config) -> Architecture:
         InputError: if it is none of those that leaven reads.
     """
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"config.json: architectures = {names!r}: has to be a list of names")
     for architecture in ARCHITECTURES:
         if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
             return architecture

@@ -237,7 +237,7 @@ class _Tensor:
 def _opened(plain: Plain) -> Iterator[dict[str, _Tensor]]:
     """The tensors of a folder by the name they have in a whole model, while its files are open."""
     index = plain.folder / "model.safetensors.index.json"
-    files = sorted(set(_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
+    files = _files(index) if index.exists() else ["model.safetensors"]
     tensors = {}
     with ExitStack() as stack:
         for file in files:
@@ -252,6 +252,14 @@ def _opened(plain: Plain) -> Iterator[dict[str, _Tensor]]:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 tensors[plain.architecture.whole_name(name)] = _Tensor(opened, name)
         yield tensors
+
+
+def _files(index: Path) -> list[str]:
+    """The files that an index names."""
+    places = _json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise InputError(f"{index}: weight_map is no table of tensors and their files; save the model anew")
+    return sorted(set(places.values()))
 
 
 def _json(path: Path) -> dict[str, Any]:

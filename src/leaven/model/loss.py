@@ -31,10 +31,10 @@ def cross_entropy(
 ) -> Tensor:
     """``factor`` x the sum over tokens of -log softmax(multiplier x hidden . weight)[target], in nats, ().
 
-    Products are computed in ``compute`` (the dtype of hidden, if none), everything else in fp32 or wider. ``factor``
-    is applied before gradients are rounded to ``compute``, as a loss scale must be. A ``repeatable`` backward pass
-    may run twice, as one that gives the gradients of inputs and of weights apart does; it needs memory for another
-    gradient of the weight.
+    Products are computed in ``compute`` (the dtype of hidden, if none), so logits are rounded to it once
+    (docs/choices.md has what that costs); everything else is in fp32 or wider. ``factor`` is applied before gradients
+    are rounded to ``compute``, as a loss scale must be. A ``repeatable`` backward pass may run twice, as one that
+    gives the gradients of inputs and of weights apart does; it needs memory for another gradient of the weight.
     """
     arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute, repeatable
     total: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
             counts_n = targets_n != IGNORED
             targets_n1 = targets_n.clamp(min=0)[:, None]
             log_p_nV = torch.log_softmax(logits_nV, -1, dtype=wide)
-            total -= torch.where(counts_n, log_p_nV.gather(1, targets_n1)[:, 0], 0).sum()
+            total -= log_p_nV.gather(1, targets_n1)[:, 0].masked_fill(~counts_n, 0).sum()
             if grad_hidden_ND is None or grad_weight_VD is None:
                 continue
             # d loss / d logits = softmax - one-hot; it is written over what it is made from.

@@ -179,6 +179,9 @@ class Transformer(nn.Module):
 
         With the number of each token's document, which only grows along T, documents do not see each other and each
         begins at position 0: it comes out as it does alone.
+
+        Raises:
+            ValueError: if T is beyond the last of learned positions.
         """
         x_BTD = self.through_layers(self.embed(tokens_BT, documents_BT), tokens_BT.shape[1], documents_BT)
         hidden_BTD: Tensor = self.norm["final"](x_BTD)
@@ -190,6 +193,11 @@ class Transformer(nn.Module):
         if "embedding" in self.norm:
             x_BTD = self.norm["embedding"](x_BTD)
         if self.shape.positions == "learned":
+            if tokens_BT.shape[1] > self.shape.seq_len:
+                raise ValueError(
+                    f"{tokens_BT.shape[1]} tokens a sequence, but learned positions end at seq_len = "
+                    f"{self.shape.seq_len}; give the last {self.shape.seq_len}"
+                )
             x_BTD = x_BTD + self.positions(places(documents_BT, tokens_BT))
         return F.dropout(x_BTD, self.shape.dropout, self.training)
 
@@ -247,7 +255,7 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
     if documents_BT is None:
         return place_T
     first_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0
-    return place_T - torch.where(first_BT, place_T, 0).cummax(1).values
+    return place_T - (place_T * first_BT).cummax(1).values
 
 
 def alibi_slopes(n_heads: int) -> list[float]:

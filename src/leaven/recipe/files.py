@@ -1,5 +1,6 @@
 """The recipe file: TOML in and out with comments kept, overrides, and errors that say what to type."""
 
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -237,3 +238,12 @@ def make_folder(path: Path) -> None:
         raise InputError(f"{path}: there is a file where a folder should be; use another") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be made: {error.strerror}; use another folder") from None
+
+
+def finite(document: Any) -> Any:
+    """What JSON can hold of a document: null for each number that is none."""
+    if isinstance(document, dict):
+        return {key: finite(inner) for key, inner in document.items()}
+    if isinstance(document, list | tuple):
+        return [finite(inner) for inner in document]
+    return None if isinstance(document, float) and not math.isfinite(document) else document

@@ -228,11 +228,23 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(a: Recipe, b: Recipe) -> list[tuple[str, Any, Any]]:
+Difference = tuple[str, Any, Any]
+
+
+def differences(a: Recipe, b: Recipe) -> list[Difference]:
     """Where two recipes differ in what is computed: (dotted path, value in a, value in b).
 
     Name, reasons and layout are left out: they are not part of the numbers.
     """
-    flat_a, flat_b = (flatten(recipe.model_dump(exclude={"name", "why", "layout"})) for recipe in (a, b))
+    return _differences(*(recipe.model_dump(exclude={"name", "why", "layout"}) for recipe in (a, b)))
+
+
+def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
+    """Where two recipes differ in the order of the same sums, which is in the last bits: layout and micro-batch."""
+    return _differences(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    flat_a, flat_b = flatten(a), flatten(b)
     paths = dict.fromkeys([*flat_a, *flat_b])
     return [(path, flat_a.get(path), flat_b.get(path)) for path in paths if flat_a.get(path) != flat_b.get(path)]

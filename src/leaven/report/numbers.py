@@ -10,9 +10,12 @@ NONE = "–"
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """A hyperparameter in three digits, fit to be copied into a recipe: ``0.004``, ``2.83e-4``, ``1e-8``."""
+    """A hyperparameter in three digits, fit to be copied into a recipe: ``0.004``, ``2.83e-4``, ``1e-8``; a number
+    of a run in trouble may be ``nan`` or ``inf``."""
     if number is None:
         return NONE
+    if not math.isfinite(number):
+        return f"{number}"
     if number == 0 or 1e-3 <= abs(number) < 1e4:
         # 0.95 ** (1/8) is 0.9936: near 1 the distance from 1 is what counts.
         return f"{number:.{digits + 1 if 0.9 <= number < 1 or abs(number) >= 1000 else digits}g}"

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from leaven.planning.memory import GIB
+from leaven.recipe.errors import out_of_memory
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
 from leaven.training.engine import Training
-from leaven.training.micro_batch import fitting, out_of_memory, require_memory
+from leaven.training.micro_batch import fitting, require_memory
 from leaven.training.throughput import (
     Utilisation,
     device_peak,
@@ -43,13 +44,15 @@ class Row:
 @dataclass(frozen=True)
 class Bench:
     """``rows`` in the order of the global batch, then of the micro-batch; ``too_large``: micro-batches that do not
-    fit. ``whole``: nothing was left out because of a stop or the time limit."""
+    fit. ``whole``: nothing was left out because of a stop or the time limit; ``unfinished``: the global batch in the
+    middle of which that was, no part of a choice, since its fastest micro-batch may not have had its turn."""
 
     recipe: Recipe
     convention: str
     rows: tuple[Row, ...]
     too_large: tuple[int, ...]
     whole: bool
+    unfinished: int | None = None
 
     def best(self, global_batch: int) -> Row:
         """The fastest micro-batch of a global batch."""
@@ -61,9 +64,12 @@ class Bench:
     def global_batches(self) -> list[int]:
         return list(dict.fromkeys(row.global_batch for row in self.rows))
 
-    def choose(self, share: float) -> dict[str, Any]:
-        """The fastest micro-batch at the largest batch, and the smallest batch with this share of the peak."""
-        fastest = [self.best(size) for size in self.global_batches]
+    def choose(self, share: float) -> dict[str, Any] | None:
+        """The fastest micro-batch at the largest batch, and the smallest batch with this share of the peak; None if
+        there is no batch with all its micro-batches."""
+        fastest = [self.best(size) for size in self.global_batches if size != self.unfinished]
+        if not fastest:
+            return None
         peak = max(row.tokens_per_second for row in fastest)
         start = next(row for row in fastest if row.tokens_per_second >= share * peak)
         return {
@@ -117,11 +123,11 @@ def bench(
     too_large = [size for size in micro_batches if size not in allowed]
     cells = [(size, batch) for batch in sorted(global_batches) for size in allowed if size <= batch]
     rows: list[Row] = []
-    whole = True
+    whole, unfinished = True, None
     for done, (size, batch) in enumerate(cells):
         on_row(done, len(cells))
         if stop() or (rows and time.perf_counter() - began > limit_seconds):
-            whole = False
+            whole, unfinished = False, batch if rows and rows[-1].global_batch == batch else None
             break
         if size in too_large:
             continue
@@ -131,7 +137,7 @@ def bench(
         else:
             rows.append(row)
     on_row(len(cells), len(cells))
-    return Bench(recipe, mfu_convention(training.peak), tuple(rows), tuple(sorted(too_large)), whole)
+    return Bench(recipe, mfu_convention(training.peak), tuple(rows), tuple(sorted(too_large)), whole, unfinished)
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> Row | None:
@@ -142,7 +148,7 @@ def _measure(training: Training, micro_batch: int, batch: int) -> Row | None:
     reset_peak_memory(training.device)
     try:
         steps = [training.issue().result() for _ in range(STEPS)]
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
     else:

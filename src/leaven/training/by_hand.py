@@ -4,16 +4,11 @@ from dataclasses import asdict, dataclass
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
-from leaven.recipe.recipe import Recipe, differences
+from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.checkpoint import checkpoints, read_checkpoint, tokens_of
 from leaven.training.rewind import Rewind, position
-from leaven.training.run_folder import RunFolder, held, listed
-
-# What a step takes anew from the recipe. Anything else would be another model, other data, or an initialisation that
-# was long ago; the batch would move the number of every step.
-_SECTIONS = ("schedule", "stability", "evaluation")
-_HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
+from leaven.training.run_folder import HYPERPARAMETERS, SECTIONS, RunFolder, changeable, changes_of, held, listed
 
 
 @dataclass(frozen=True)
@@ -27,24 +22,24 @@ class Back:
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
         """Whether this was the last return by hand: to do it again would come to the same bits."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
-        return bool(returns) and returns[-1]["asked"] == asdict(self) and not differences(run.recipe(), recipe)
+        return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
         """Raise InputError if there is no run, nothing to go back to, or a change that cannot be made on the way."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
-        refused = [change for change in differences(run.recipe(), recipe) if not _changeable(change[0])]
+        refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
         if refused:
             raise InputError(
-                f"--rewind-to: {listed(refused)}; a run can change [{'], ['.join(_SECTIONS)}] and "
-                f"{', '.join(_HYPERPARAMETERS)} on its way, not this; use another --run"
+                f"--rewind-to: {listed(refused)}; a run can change [{'], ['.join(SECTIONS)}] and "
+                f"{', '.join(HYPERPARAMETERS)} on its way, not this; use another --run"
             )
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
         """Write the return and the recipe that holds from it on; the run takes it up when it is trained."""
         with held(run.path, "run folder"):
-            changes = differences(run.recipe(), recipe)
+            changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), run.rewinds()
             start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
             rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
@@ -69,10 +64,3 @@ class Back:
                 + (f"there are those of {there} tokens" if there else "there is none in the run folder")
             )
         return found.progress.tokens
-
-
-def _changeable(path: str) -> bool:
-    section, *keys = path.split(".")
-    if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
-        return keys[-1] in _HYPERPARAMETERS
-    return section in _SECTIONS or (section == "hyperparameters" and keys[0] in _HYPERPARAMETERS)

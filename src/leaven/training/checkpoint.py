@@ -22,6 +22,7 @@ from torch import Tensor
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.world import ALONE, World
+from leaven.recipe.errors import InputError
 from leaven.training.rewind import Rewind, undone
 from leaven.training.saved_tensors import Block, SavedTensor, Tensors, dtype_name, merged
 
@@ -196,15 +197,23 @@ def read_checkpoint(
 
     One of a past that the run's ``rewinds`` have undone does not count. All processes of a world call it, with the
     same ``rewinds``, share the files to look at, and find the same.
+
+    Raises:
+        InputError: if one is there and cannot be read now: that says nothing of what is in it.
     """
     damaged: list[Path] = []
     for candidate in reversed(world.shared(checkpoints(folder))):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
         try:
-            found = _read(candidate, world)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError):
-            found = None
+            found, unreadable = _read(candidate, world), None
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, SafetensorError):
+            found, unreadable = None, None
+        except OSError as error:
+            found, unreadable = None, error.strerror or str(error)
+        if world.any(unreadable is not None):
+            why = unreadable or "another process cannot read it"
+            raise InputError(f"{candidate}: cannot be read: {why}; mend that and run the same command again")
         anywhere = world.any(found is None)
         if found is None or anywhere:
             damaged.append(candidate)

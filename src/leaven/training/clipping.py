@@ -28,7 +28,7 @@ class RunningNorm:
     def value(self) -> Tensor:
         """Infinite before the first gradient that is not 0: nothing is known yet, so nothing is clipped."""
         mean_square, steps = self.state.unbind()
-        return torch.where(mean_square == 0, torch.inf, (mean_square / (1 - self.beta**steps)).sqrt())
+        return (mean_square / (1 - self.beta**steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def add(self, norm: Tensor) -> None:
         """Take in a norm, unless it is no number."""
@@ -76,7 +76,7 @@ class Clipper:
         part_norms = norm
         if self.parts is not None:
             part_norms = torch.zeros_like(sizes).index_add_(0, self.parts, sizes**2).sqrt()[self.parts]
-        limit = torch.as_tensor(self.limit, dtype=torch.float64, device=norm.device)
+        limit = torch.full((), self.limit, dtype=torch.float64, device=norm.device)
         if self.running is not None:
             limit = limit * self.running.value
         factors = (limit / (part_norms + 1e-6)).clamp(max=1.0).to(sizes.dtype)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 class Diverged(RuntimeError):
     """The loss is no longer a number."""
+
+
+class Interrupted(Exception):
+    """Asked to stop in the middle of a step or an evaluation, which is given up."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Issued:
     tokens: int
     lr: float
     batch_tokens: int
-    began: float
+    seconds: float  # of handing it over; on a processor it is done by then
     values: Tensor
     started: torch.cuda.Event | None
     ready: torch.cuda.Event | None
@@ -133,13 +137,13 @@ class Training:
         self.progress = Progress()
         self.rewinds: tuple[Rewind, ...] = ()
         self.micro_batch = rule_of_thumb(recipe, self.device.type)
+        self.stop: Callable[[], bool] = lambda: False
         self.peak = known_peak(self.device, recipe.precision.compute)
         self._flops_per_token = flops_per_token(recipe.model)
         self._shown_lr = table["layers.0.mlp.out.weight"].lr
         self._modules = list(dict.fromkeys(row.module for row in table.rows))
         owners = [self._modules.index(row.module) for row in table.rows]
         self._owners = torch.tensor(owners, device=self.device)
-        self._read_at = time.perf_counter()
 
     @property
     def model(self) -> Transformer:
@@ -149,6 +153,17 @@ class Training:
     @property
     def finished(self) -> bool:
         return self.progress.step >= self.recipe.steps
+
+    def go_on(self) -> None:
+        """Asked before every forward: raise Interrupted if ``stop`` says so. Of many processes each would say so at a
+        forward of its own: they are asked between steps."""
+        if self.world is ALONE and self.stop():
+            raise Interrupted
+
+    def give_up(self) -> None:
+        """After Interrupted: as it was after the last step that was issued."""
+        self.sharded.drop_gradients()
+        self.sharded.train(True)
 
     def step(self) -> Step:
         """One optimiser step.
@@ -200,7 +215,7 @@ class Training:
             tokens=tokens,
             lr=self._shown_lr * multiplier,
             batch_tokens=batch_tokens,
-            began=began,
+            seconds=time.perf_counter() - began,
             values=values,
             started=started,
             ready=ready,
@@ -208,13 +223,9 @@ class Training:
         )
 
     def _read(self, issued: Issued) -> Step:
-        now = time.perf_counter()
+        seconds = issued.seconds
         if issued.started is not None and issued.ready is not None:
             seconds = issued.started.elapsed_time(issued.ready) / 1000
-        else:
-            # Steps follow each other: one that was issued early has its time from the end of the last.
-            seconds = now - max(issued.began, self._read_at)
-        self._read_at = now
         self.progress = replace(self.progress, seconds=self.progress.seconds + seconds)
         loss, grad_norm, update_norm, applied, scale, *by_module = issued.values.tolist()
         speed = issued.batch_tokens / seconds
@@ -278,14 +289,14 @@ class Training:
         mine = int((windows[:, :-1] != self._end_of_text).sum())
         return int(self.world.sum_(torch.tensor(float(mine if self.world.reads_first else 0), dtype=torch.float64)))
 
-    def _of_batch(self, first: int, sequences: int) -> tuple[list[MicroBatch], int]:
+    def _of_batch(self, first: int, sequences: int) -> tuple[Iterator[MicroBatch], int]:
         """What this process feeds to the model of samples ``first`` to ``first + sequences - 1``, and how many
         targets count in the whole batch. It reads no others."""
         start, count = self._slice(sequences)
         windows = torch.from_numpy(self.stream.batch(first + start, max(count, 1)))
         return self._micro_batches(windows, count, sequences), self._counted(windows[:count], sequences)
 
-    def _of_windows(self, windows: Tensor) -> tuple[list[MicroBatch], int]:
+    def _of_windows(self, windows: Tensor) -> tuple[Iterator[MicroBatch], int]:
         """As :meth:`_of_batch`, of windows that are there."""
         start, count = self._slice(len(windows))
         mine = windows[start : start + max(count, 1)] if count else windows[:1]
@@ -298,15 +309,14 @@ class Training:
         start = min(self.world.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
-    def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> list[MicroBatch]:
+    def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
         """What each forward gets of the first ``count`` windows. All have one size, and all processes as many: they
         are filled up with sequences whose targets do not count."""
         size, forwards = self.forwards(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
-        return [
-            self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
-            for number, chunk in enumerate(torch.split(filled, size))
-        ]
+        for number, chunk in enumerate(torch.split(filled, size)):
+            self.go_on()
+            yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
         """On the device; only targets of the first ``count`` windows (sequences, seq_len + 1) count."""

@@ -19,6 +19,7 @@ from leaven.training.checkpoint import (
     tokens_of,
     write_checkpoint,
 )
+from leaven.training.rewind import firsts, staying
 
 GIVE_UP = 5.0
 """Seconds for which :meth:`Keeper.close` waits for other processes: it is called with a checkpoint on the way only
@@ -60,7 +61,7 @@ class Keeper:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Begin to write; the state may change as soon as this returns. The newest checkpoint of at most
+        """Begin to write; the state may change as soon as this returns. The newest due checkpoint of at most
         ``good_tokens`` stays, whatever comes after it."""
         assert self._writing is None, "ask outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
@@ -117,18 +118,6 @@ class Keeper:
 
     def _superfluous(self, good_tokens: int) -> list[Path]:
         there = checkpoints(self._folder)
-        good = [path for path in there if tokens_of(path) <= good_tokens]
-        stay = {*there[-1:], *good[-1:], *_firsts(there, self._every, -1)[-self._keep :]}
-        if self._keep_every is not None:
-            stay |= {*_firsts(there, self._keep_every, 0)}
-        return [path for path in there if path not in stay]
-
-
-def _firsts(paths: Sequence[Path], every_tokens: int, last: int) -> list[Path]:
-    """Of checkpoints, the first in each ``every_tokens``, after the ``last`` stretch."""
-    found = []
-    for path in paths:
-        if tokens_of(path) // every_tokens > last:
-            found.append(path)
-            last = tokens_of(path) // every_tokens
-    return found
+        due = firsts([tokens_of(path) for path in there], self._every, -1)
+        stay = staying(due, good_tokens, self._keep, self._keep_every)
+        return [path for path in there[:-1] if tokens_of(path) not in stay]

@@ -14,7 +14,7 @@ import torch
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import GIB, LEAVEN_BF16, stage_memory
-from leaven.recipe.errors import InputError
+from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
@@ -184,6 +184,7 @@ def settle(training: "Training") -> Choice:
 
     Raises:
         InputError: if nothing fits.
+        Interrupted: if the training was asked to stop.
     """
     choice = choose(training)
     why = {"batch.micro_batch": choice.why}
@@ -259,23 +260,33 @@ def _fastest(training: "Training", candidates: list[int], sequences: int) -> Cho
 def trial_step(training: "Training", size: int) -> float | None:
     """Seconds of one forward and backward over a micro-batch of the run's own data; None if memory does not do.
 
+    With all that a step holds meanwhile: where a batch takes more than one forward, the gradients of those before.
     Nothing of the run is changed by it.
+
+    Raises:
+        Interrupted: if the training was asked to stop.
     """
+    training.go_on()
     device, seq_len = training.device, training.recipe.model.seq_len
     numbers = torch.from_numpy(training.stream.batch(training.progress.tokens // seq_len, size))
     scale = 1.0 if training.loss_scale is None else training.loss_scale.value
-    began = time.perf_counter()
     try:
+        if size * seq_len < training.recipe.batch.tokens:
+            for parameter in training.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        wait(device)
+        began = time.perf_counter()
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
         ):
-            moments = _moments_to_come(training)
+            moments = None if training.optimiser.adam.state else _room(training, 2)
             training.sharded.forward_backward([training.micro_batch_of(numbers, size)], scale / (size * seq_len))
             wait(device)
+            _room(training, 1)  # the step keeps the weights of before beside the new ones
             del moments
         return time.perf_counter() - began
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
     finally:
@@ -285,16 +296,12 @@ def trial_step(training: "Training", size: int) -> float | None:
     return None
 
 
-def _moments_to_come(training: "Training") -> torch.Tensor | None:
-    """Room for what the optimiser will hold from its first step on."""
-    if training.device.type != "cuda" or training.optimiser.adam.state:
+def _room(training: "Training", copies: int) -> torch.Tensor | None:
+    """Room for so many copies of the parameters, which a step will need; a CPU's is nothing before it is written."""
+    if training.device.type != "cuda":
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)
-    return torch.empty(2 * n_parameters, device=training.device)
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return torch.empty(copies * n_parameters, device=training.device)
 
 
 def _out_of_memory(too_large: list[int]) -> str:

@@ -35,11 +35,12 @@ class LossScale:
         return cls(torch.tensor(FIRST_SCALE, device=device), torch.tensor(0.0, device=device))
 
     def update(self, finite: Tensor) -> None:
-        good_steps = torch.where(finite, self.good_steps + 1, 0)
+        # masked_fill takes its number along; torch.where would copy it from the host, and wait for the device.
+        good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
         grows = good_steps >= GROW_AFTER
         # Below 1 the loss itself is no number, and halving mends nothing.
-        self.value = torch.where(finite, self.value * torch.where(grows, 2.0, 1.0), self.value / 2).clamp(min=1.0)
-        self.good_steps = torch.where(grows, 0, good_steps)
+        self.value = torch.where(finite, self.value * (1 + grows.float()), self.value / 2).clamp(min=1.0)
+        self.good_steps = good_steps.masked_fill(grows, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {_STATE: torch.stack((self.value, self.good_steps))}

@@ -60,6 +60,48 @@ def rollback(
     )
 
 
+def oldest_checkpoint(
+    rewinds: Sequence[Rewind], trouble: Trouble, batches: BatchSchedule, stability: Stability, every_tokens: int
+) -> int:
+    """The tokens trained at the oldest checkpoint there is when a trouble is found, by the schedule of those that are
+    due: what a stop has added or a damage taken away must not change what is decided."""
+
+    def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
+        """Those there are when ``step`` is read, if it was trained on from the last of ``there``."""
+        reached = batches.tokens_at_step(step - 1)
+        thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
+        due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
+        due = firsts([*there, *(tokens for tokens in due if tokens <= reached)], every_tokens, -1)
+        return staying(due, good_tokens, stability.keep, stability.keep_every_tokens)
+
+    there = [0]
+    for rewind in rewinds:
+        if rewind.attempt:
+            there = kept(there, rewind.found_step, rewind.to_tokens)
+            there = [tokens for tokens in there if tokens <= rewind.to_tokens]
+        else:
+            there = [rewind.to_tokens]
+    return kept(there, trouble.step, batches.tokens_at_step(trouble.onset - 1))[0]
+
+
+def staying(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
+    """Those of the due checkpoints, in tokens, that stay: the newest, the last good one, and those kept for good."""
+    stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
+    if keep_every_tokens is not None:
+        stay |= {*firsts(due, keep_every_tokens, 0)}
+    return sorted(stay)
+
+
+def firsts(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
+    """The first in each ``every_tokens``, after the ``last`` stretch."""
+    found = []
+    for tokens in there:
+        if tokens // every_tokens > last:
+            found.append(tokens)
+            last = tokens // every_tokens
+    return found
+
+
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
     """The stretches of the stream that are left out, in tokens, disjoint and in order."""
     stretches: list[tuple[int, int]] = []

@@ -8,16 +8,23 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, read_text, write_recipe, write_text
-from leaven.recipe.recipe import Recipe, differences
+from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
+from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.rewind import Rewind
 
 LOCK = ".lock"
 RETURNS = ("rollback", "rewind")  # the events with which a run goes back: by itself, and by hand
+
+
+# What a step takes anew from the recipe, so that --rewind-to may change it. Anything else would be another model,
+# other data, or an initialisation that was long ago; the batch would move the number of every step.
+SECTIONS = ("schedule", "stability", "evaluation")
+HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 
 
 @contextmanager
@@ -67,14 +74,18 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path}: a file; --run takes a folder")
         if not self.recipe_file.exists():
-            if self.path.exists() and any(entry.name != LOCK for entry in self.path.iterdir()):
+            # What a kill has left of writing the recipe is no stranger's: it was the first file.
+            known = (LOCK, f".{self.recipe_file.name}.*.tmp")
+            entries = self.path.iterdir() if self.path.exists() else ()
+            if not all(any(fnmatch(entry.name, name) for name in known) for entry in entries):
                 raise InputError(f"run folder {self.path} is not empty and holds no recipe.toml; use another --run")
             return
-        changes = differences(self.recipe(), recipe)
+        changes = changes_of(self.recipe(), recipe)
         if changes:
+            possible = all(changeable(path) for path, _, _ in changes)
+            or_back = ", or --rewind-to to change it from a checkpoint on" if possible else ""
             raise InputError(
-                f"run folder {self.path} holds another recipe: {listed(changes)}; use another --run, or --rewind-to "
-                "to change it from a checkpoint on"
+                f"run folder {self.path} holds another recipe: {listed(changes)}; use another --run{or_back}"
             )
 
     def check_text(self, fingerprint: str) -> None:
@@ -96,9 +107,18 @@ class RunFolder:
         self.check(recipe)
         with held(self.path, "run folder"):
             self.check(recipe)
+            for torn in self.path.glob(f".{self.recipe_file.name}.*.tmp"):
+                torn.unlink()
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
             yield self
+
+    def rearrange(self, recipe: Recipe, changes: list[Difference], tokens: int) -> Recipe:
+        """Let the folder's recipe have another layout or micro-batch; what is in force since ``tokens`` trained."""
+        why = {path: f"since {tokens:,} tokens; before: {_brief(before)}" for path, before, _ in changes}
+        recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
+        write_recipe(recipe, self.recipe_file)
+        return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
         """A copy of the tokenizer: without it the weights say nothing, and the cache it lies in is not for ever."""
@@ -151,7 +171,7 @@ class RunFolder:
         return None
 
     def record(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl."""
+        """One line of metrics.jsonl; null for what is no number."""
         self._append(self._metrics, line)
 
     def event(self, event: str, **values: Any) -> None:
@@ -176,7 +196,7 @@ class RunFolder:
     def _append(self, path: Path, line: dict[str, Any]) -> None:
         if not self.writes:
             return
-        self._waiting.append((path, json.dumps(line)))
+        self._waiting.append((path, json.dumps(finite(line))))
         self._write()
 
     def _write(self) -> None:
@@ -198,7 +218,21 @@ class RunFolder:
         self.unwritten = None
 
 
-def listed(changes: list[tuple[str, Any, Any]]) -> str:
+def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
+    """What stands in the way of going on with a run: not the order of its sums."""
+    free = rearrangement(there, here)
+    return [change for change in differences(there, here) if change not in free]
+
+
+def changeable(path: str) -> bool:
+    """Whether --rewind-to can change it."""
+    section, *keys = path.split(".")
+    if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
+        return keys[-1] in HYPERPARAMETERS
+    return section in SECTIONS or (section == "hyperparameters" and keys[0] in HYPERPARAMETERS)
+
+
+def listed(changes: list[Difference]) -> str:
     """Differences of recipes in words."""
     return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
 

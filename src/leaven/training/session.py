@@ -1,5 +1,6 @@
 """The training loop: steps, what is due between them, and what is done about trouble."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Any, NoReturn
 
 from leaven.distributed.world import ALONE, World
 from leaven.recipe.errors import InputError
-from leaven.training.checkpoint import Checkpoint, checkpoints, read_checkpoint, tokens_of
-from leaven.training.engine import Diverged, Issued, Step, Training
+from leaven.recipe.recipe import Difference
+from leaven.training.checkpoint import Checkpoint, read_checkpoint
+from leaven.training.engine import Diverged, Interrupted, Issued, Step, Training
 from leaven.training.keeper import Keeper
 from leaven.training.metrics import Curves
-from leaven.training.rewind import rollback
+from leaven.training.rewind import Rewind, oldest_checkpoint, rollback
 from leaven.training.run_folder import RunFolder
 from leaven.training.spikes import Guard, Trouble, left_out
 from leaven.training.throughput import mfu_convention
@@ -49,8 +51,11 @@ class Session:
         self._log_to, self._bits_per_byte_factor = log_to if world.first else (), bits_per_byte_factor
         self._curves: Curves | None = None
         self._no_room: str | None = None
+        self._owes_validation = False
         self._batch_tokens = self._saved_step = 0
-        found, damaged = self._take_up()
+        self.unsaved: str | None = None
+        found, damaged = self._newest(self._rewinds)
+        self._take_up(found, damaged)
         self.event(
             "start" if found is None else "resume",
             device=str(training.device),
@@ -65,28 +70,46 @@ class Session:
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """To the end or to a stop: loss and bits per byte of the validation of a run that is done, None of one that
-        was stopped."""
-        while not stop():
-            if not self.training.finished:
-                self._advance()
-            elif self._hear(None):  # the last step may take the run back
-                break
-        self._hear(None)
-        ended = self._evaluate() if self.training.finished else None
+        was stopped; ``unsaved`` then says why it could not be saved."""
+        self.training.stop = stop
+        try:
+            if self._owes_validation:
+                self._evaluate()
+            while not stop():
+                if not self.training.finished:
+                    self._advance()
+                elif self._hear(None):  # the last step may take the run back
+                    break
+            self._hear(None)
+            ended = self._evaluate() if self.training.finished else None
+        except Interrupted:
+            self.training.give_up()
+            self._hear(None)
+            ended = None
         self._checkpoint_written(wait=True)  # all processes come to the same: each has heard what became of it
         if self.training.progress.step != self._saved_step:
             self._save()
         error = self._checkpoint_written(wait=True)
         if ended is None:
+            self.unsaved = error
             self.event("stop", why="interrupted")
             return None
         if error is not None:
             raise InputError(
                 f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
             )
+        if not math.isfinite(ended["loss"]):
+            self._stop({"why": f"the validation loss is {ended['loss']:g}: the run is lost"})
         self.event("finish", **ended, seconds=self.training.progress.seconds)
         self.run.written()
         return ended
+
+    def rearrange(self, changes: list[Difference]) -> None:
+        """Tell that the run goes on with another layout or micro-batch, and keep that."""
+        training = self.training
+        training.recipe = self.run.rearrange(training.recipe, changes, training.progress.tokens)
+        told = [{"path": path, "before": before, "after": after} for path, before, after in changes]
+        self.event("layout", changes=told, recipe=training.recipe.model_dump(mode="json", exclude_none=True))
 
     def close(self) -> None:
         self._keeper.close()
@@ -121,9 +144,9 @@ class Session:
         self.run.record(asdict(step))
         if self._curves:
             self._curves.step(step)
+        trouble = self._guard.observe(step) if self._guard else None
         self._on_step(step)
         self._checkpoint_written(wait=False)
-        trouble = self._guard.observe(step) if self._guard else None
         if trouble is not None:
             self._ahead = None
             self._decide(trouble)
@@ -135,8 +158,8 @@ class Session:
     def _decide(self, trouble: Trouble) -> None:
         """Go back, or stop."""
         self._checkpoint_written(wait=True)
-        recipe, saved = self.training.recipe, self._world.shared(checkpoints(self.run.checkpoints))
-        oldest = tokens_of(saved[0]) if saved else 0
+        recipe = self.training.recipe
+        oldest = oldest_checkpoint(self._rewinds, trouble, recipe.batches, recipe.stability, self._save_every)
         rewind = rollback(self._rewinds, trouble, recipe.batches, recipe.stability, oldest)
         tokens, limit = recipe.batches.tokens_at_step(trouble.step), recipe.stability.max_rollbacks
         told: dict[str, Any] = {"step": trouble.step, "tokens": tokens, "why": trouble.why}
@@ -146,14 +169,14 @@ class Session:
         if rewind.attempt > limit:
             self._stop(told | {"why": f"{trouble.why}; {limit} rollbacks did not pass it"})
         told |= asdict(rewind) | {"attempts": limit}
+        found, damaged = self._newest((*self._rewinds, rewind))
+        if found is None:
+            self._stop(told | {"why": f"{trouble.why}; no checkpoint is left to go back to"})
         # The decision is made once this line is on the disk. Killed from here on, the run takes up the same state.
         self.run.event("rollback", **told)
         self._rewinds = (*self._rewinds, rewind)
-        self._keeper.clear(rewind.to_tokens)
         seconds = self.training.progress.seconds
-        found, damaged = self._take_up()
-        if found is None:
-            self._stop(told | {"why": f"{trouble.why}; no whole checkpoint is left to go back to"})
+        self._take_up(found, damaged)
         self.training.progress = replace(found.progress, seconds=seconds)
         names = [path.name for path in damaged]
         self._on_event("rollback", told | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
@@ -162,16 +185,31 @@ class Session:
         self.event("stop", **told)
         raise Diverged(told["why"])
 
-    def _take_up(self) -> tuple[Checkpoint | None, list[Path]]:
-        """Be where the newest whole checkpoint is that has not been undone, in memory and in the folder."""
+    def _newest(self, rewinds: tuple[Rewind, ...]) -> tuple[Checkpoint | None, list[Path]]:
+        """The newest whole checkpoint that these returns have not undone, and the damaged ones passed over.
+
+        Raises:
+            InputError: if none of them is whole. Nothing has been touched: what they hold may still be saved.
+        """
+        found, damaged = read_checkpoint(self.run.checkpoints, rewinds, world=self._world)
+        if found is None and damaged:
+            raise InputError(
+                f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "
+                "put a whole one back, or begin anew with another --run"
+            )
+        return found, damaged
+
+    def _take_up(self, found: Checkpoint | None, damaged: Sequence[Path]) -> None:
+        """Be where a checkpoint is, in memory and in the folder."""
         training, on_spike = self.training, self.training.recipe.stability.on_spike
-        found, damaged = read_checkpoint(self.run.checkpoints, self._rewinds, world=self._world)
         self._guard = None if on_spike == "off" else Guard(skipping=on_spike == "skip")
         if found is not None:
             self._rewinds = max(self._rewinds, found.rewinds, key=len)
             training.restore(found)
             if self._guard and "guard" in found.state:
                 self._guard.load_state_dict(found.state["guard"])
+        # A stop may have come in the middle of it.
+        self._owes_validation = found is not None and found.state.get("owes_validation", False)
         training.follow(self._rewinds)
         progress = training.progress
         self._keeper.clear(progress.tokens, damaged)
@@ -181,7 +219,6 @@ class Session:
         if self._curves:
             self._curves.close()
         self._curves = Curves(self._log_to, self.run.path, training.recipe, progress.tokens, lost=self._curves_lost)
-        return found, damaged
 
     def _next_batch(self) -> int:
         return self.training.recipe.batches.batch_at(self.training.progress.tokens)
@@ -194,7 +231,9 @@ class Session:
         self.event("curves_lost", writer=writer, why=why)
 
     def _evaluate(self) -> dict[str, Any]:
+        self._owes_validation = True
         loss, factor = self.training.evaluate(), self._bits_per_byte_factor
+        self._owes_validation = False
         values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
         self.event("validation", **values)
         if self._curves:
@@ -205,7 +244,9 @@ class Session:
         self._checkpoint_written(wait=True)
         training, since = self.training, self._guard.since if self._guard else None
         good = training.progress.tokens if since is None else training.recipe.batches.tokens_at_step(since - 1)
-        state = {"guard": self._guard.state_dict()} if self._guard else {}
+        state: dict[str, Any] = {"guard": self._guard.state_dict()} if self._guard else {}
+        if self._owes_validation and not training.finished:
+            state["owes_validation"] = True
         self._keeper.save(replace(training.checkpoint(), state=state, rewinds=self._rewinds), good)
         self._saved_step = training.progress.step
 

@@ -10,8 +10,8 @@ It began where the sum last left 0; steps since then are suspicious and no part 
 Both norms are compared in the logarithm; the update norm is divided by the lr, whose schedule is no news. In a 32B
 run it doubled before loss and gradient moved (marin-community/marin#1368).
 
-A step whose loss or gradient is no number is trouble at once. Other verdicts take 2 x :data:`LEVEL` steps to learn
-what is usual. docs/log.md has the rate of false alarms.
+A step whose loss, gradient or update is no number is trouble at once. Other verdicts take 2 x :data:`LEVEL` steps
+to learn what is usual. docs/log.md has the rate of false alarms.
 """
 
 import math
@@ -116,6 +116,9 @@ class Guard:
         if step.skipped:  # for a loss scale that was too large, which looks after itself
             return None
         self._left_out = 0
+        if not math.isfinite(step.update_norm):  # the parameters are lost, whatever is skipped from here on
+            why = f"update norm {step.update_norm:g} at step {step.step}"
+            return Trouble(self.since or step.step, step.step, why, {"update_norm": {"value": step.update_norm}})
         numbers: dict[str, dict[str, float]] = {}
         for name, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
             unit = step.lr if name == "update_norm" else 1.0

@@ -1,5 +1,6 @@
 """Training a recipe in a folder that holds everything the run needs."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -8,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.data.text_bytes import bits_per_byte_factor
 from leaven.distributed.world import ALONE, World
-from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.errors import InputError, out_of_memory
+from leaven.recipe.recipe import Recipe, rearrangement
 from leaven.training.by_hand import Back
-from leaven.training.checkpoint import Progress
-from leaven.training.engine import Step, Training, check_trainable
+from leaven.training.checkpoint import Progress, checkpoints, tokens_of
+from leaven.training.engine import Interrupted, Step, Training, check_trainable
 from leaven.training.micro_batch import as_begun, by_thumb, require_memory, settle
 from leaven.training.run_folder import RunFolder
 from leaven.training.session import Session
@@ -27,7 +28,8 @@ class Summary:
     """How a run ended. ``loss`` is the validation loss in nats per token, null while the run is not finished.
 
     ``bits_per_byte`` is the same loss a byte of its text, null where the tokenizer does not tell bytes; ``mfu`` the
-    median over the steps, beside it the same speed as causal MFU and as HFU.
+    median over the steps, beside it the same speed as causal MFU and as HFU. ``unsaved`` says why a run that was
+    stopped could not be saved; it goes on from its newest checkpoint, at ``saved_tokens``.
     """
 
     loss: float | None
@@ -41,6 +43,8 @@ class Summary:
     mfu_causal: float | None
     hfu: float | None
     mfu_convention: str | None
+    unsaved: str | None = None
+    saved_tokens: int = 0
 
 
 def train(
@@ -57,7 +61,8 @@ def train(
 ) -> Summary:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
-    ``stop`` is asked between steps; when it says so, a checkpoint is written and the summary is not ``finished``.
+    ``stop`` is asked before every forward; when it says so, the step under way is given up, a checkpoint of the one
+    before is written, and the summary is not ``finished``.
     ``back`` first takes the run back by hand, once: the same call again goes on. ``log_to`` names writers of curves
     (:data:`leaven.training.metrics.WRITERS`). Every process of a ``world`` calls this, with the same arguments; the
     first one writes, ``stop`` may say so on any. The same losses come out, to the last bit on one device, however
@@ -76,19 +81,26 @@ def train(
     recipe, timed = _with_micro_batch(recipe, world)
     # Before anything is written: what cannot be trained leaves no folder.
     training = Training(recipe, tokens, world=world)
-    choice = settle(training) if timed else None
+    training.stop = stop
+    try:
+        choice = settle(training) if timed else None
+    except Interrupted:
+        return _summary(run, training.progress, None, "before its first step")
     training.peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
-    with _opened(run, training.recipe, back, world):
+    moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
+    with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, world):
         run.keep_tokenizer(tokens.tokenizer_path)
         session = Session(run, training, on_step, on_event, log_to=log_to, bits_per_byte_factor=factor, world=world)
         try:
+            if moved:
+                session.rearrange(moved)
             if choice is not None:
                 session.event("micro_batch", **choice.to_json())
             end = session.train(lambda: world.any(stop()))
         finally:
             session.close()
-        return _summary(run, training.progress, end)
+        return _summary(run, training.progress, end, session.unsaved)
 
 
 def _with_micro_batch(recipe: Recipe, world: World) -> tuple[Recipe, bool]:
@@ -120,6 +132,18 @@ def _opened(run: RunFolder, recipe: Recipe, back: Back | None, world: World) -> 
         yield
 
 
+@contextmanager
+def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
+    """A new run that is out of memory before it has done a step is not there."""
+    new = not run.path.exists()
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if new and run.writes and out_of_memory(error) and not run.metrics():
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
 def check(recipe: Recipe, folder: Path, back: Back | None = None) -> tuple[RunFolder, Recipe, Back | None]:
     """The run of a folder, the recipe as it will be trained there, and the return that is still to be made.
 
@@ -142,7 +166,7 @@ def _ended(run: RunFolder) -> Summary | None:
     return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
 
 
-def _summary(run: RunFolder, progress: Progress, ended: dict[str, Any] | None) -> Summary:
+def _summary(run: RunFolder, progress: Progress, ended: dict[str, Any] | None, unsaved: str | None = None) -> Summary:
     mfus = sorted(line["mfu"] for line in run.metrics() if line["mfu"] is not None)
     used = utilisation(run.recipe(), mfus[len(mfus) // 2]) if mfus else None
     return Summary(
@@ -157,4 +181,6 @@ def _summary(run: RunFolder, progress: Progress, ended: dict[str, Any] | None) -
         mfu_causal=used.mfu_causal if used else None,
         hfu=used.hfu if used else None,
         mfu_convention=next((e["mfu_convention"] for e in run.events() if "mfu_convention" in e), None),
+        unsaved=unsaved,
+        saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),
     )

@@ -1,0 +1,67 @@
+"""What logits in fp32 would cost and mend in bf16: `python benchmarks/logits.py [--repeats 7]`.
+
+The products of hidden and unembedding are added up in fp32, then rounded to bf16 (docs/choices.md). Here the same
+product is also made with an fp32 result, by casting both sides, on the shapes of throughput.py: the time of each, of
+a forward and backward of the whole model with its loss, and the error of the loss against float64 from the same bf16
+inputs, for logits of standard deviation 1 and 3. One thread, medians.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from throughput import CASES
+
+from leaven.model.loss import cross_entropy
+from leaven.model.transformer import Transformer
+
+
+def median_ms(work: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return 1_000 * statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print("shape       product bf16   fp32   a step    cost   error of the mean loss, and the worst token's (nats)")
+    for name in ("d128", "d256", "d512"):
+        shape, sequences = CASES[name]
+        model = Transformer(shape)
+        inputs = torch.randint(shape.vocab_size, (sequences, shape.seq_len))
+        targets = torch.randint(shape.vocab_size, (inputs.numel(),))
+
+        def step(model: Transformer = model, inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = model.hidden(inputs)
+            cross_entropy(hidden.flatten(0, 1), model.readout, targets, compute=torch.bfloat16).backward()  # type: ignore[no-untyped-call]
+
+        h = torch.randn(inputs.numel(), shape.d_model).bfloat16()
+        w = (torch.randn(shape.vocab_size, shape.d_model) / shape.d_model**0.5).bfloat16()
+        with torch.no_grad():
+            narrow = median_ms(lambda h=h, w=w: F.linear(h, w), repeats)
+            wide = median_ms(lambda h=h, w=w: F.linear(h.float(), w.float()), repeats)
+        whole = median_ms(step, max(repeats // 2, 1))
+        errors = []
+        for scale in (1.0, 3.0):
+            rows, places = (h * scale)[:1_024], targets[:1_024]
+            exact = F.cross_entropy(rows.double() @ w.double().T, places, reduction="none")
+            rounded = F.cross_entropy(F.linear(rows, w).float(), places, reduction="none")
+            off = (rounded - exact).abs().max()
+            errors.append(f"{(rounded.mean() - exact.mean()).abs():.1e}, {off:.1e}")
+        cost = (wide - narrow) / whole
+        print(f"{name:<10} {narrow:9.0f} ms {wide:5.0f} {whole:7.0f} {cost:+8.0%}   {';  '.join(errors)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

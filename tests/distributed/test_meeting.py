@@ -1,0 +1,56 @@
+"""A store that remembers the dead, and processes that are not to hear them."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from leaven.distributed.meeting import meet
+
+SHORT = timedelta(seconds=0.3)
+
+
+def met(store: Any, size: int, timeout: timedelta = timedelta(seconds=20)) -> list[Any]:
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: meet(store, rank, size, timeout), range(size)))
+
+
+def test_those_who_start_again_have_a_part_of_their_own() -> None:
+    store = HashStore()
+    for _ in range(3):
+        first, *others = met(store, 4)
+        assert not first.check(["address"])  # that of the dead
+        first.set("address", "here")
+        assert all(other.get("address") == b"here" for other in others)
+
+
+@pytest.mark.parametrize("dead", [[0], [1], [0, 2], [1, 2]])
+def test_an_attempt_that_died_while_it_met_is_not_taken_up(dead: list[int]) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as threads:  # some came, and none was confirmed
+        tried = [threads.submit(meet, store, rank, 3, SHORT) for rank in range(3) if rank not in dead]
+        assert all(isinstance(attempt.exception(), TimeoutError) for attempt in tried)
+    first, *others = met(store, 3)
+    first.set("key", "value")
+    assert all(other.get("key") == b"value" for other in others)
+
+
+def test_a_proposal_that_all_but_one_had_agreed_to_is_not_taken_up() -> None:
+    store = HashStore()
+    met(store, 3)
+    name = json.loads(store.get("proposal"))["name"]
+    store.set("agreed/1", json.dumps("another"))
+    again = met(store, 3)
+    assert json.loads(store.get("confirmed")) != name
+    again[0].set("key", "value")
+    assert again[2].get("key") == b"value"
+
+
+def test_who_did_not_come_is_named() -> None:
+    with pytest.raises(TimeoutError, match="rank 1, 2 did not come"):
+        meet(HashStore(), 0, 3, SHORT)
+    with pytest.raises(TimeoutError, match="rank 0 did not come"):
+        meet(HashStore(), 1, 3, SHORT)
