@@ -113,18 +113,20 @@ def theory(recipe: Recipe, rank: int) -> Count:
             sizes[axis, collective] += times * size * (2 if collective == "all-reduce" else 1)
 
     # Data parallelism: each attention and each MLP travels on its own, the rest of the stage (norms and what there is
-    # of embedding and unembedding) together. Forward and backward of ZeRO 3 gather a layer each; the rest stays.
+    # of embedding and unembedding) together. Forward and backward of ZeRO 3 gather a layer each, the embedding is
+    # gathered on its own for the forward pass, and the rest stays.
     d_model, d_head = shape.d_model, shape.d_head
     attention = 2 * d_model * d_head * (shape.n_heads + shape.n_kv_heads) // layout.tp
     mlp = 3 * d_model * shape.d_ff // layout.tp
     rest = layers * (2 * d_model + 2 * d_head) + last * d_model
-    rest += (first + last) * d_model * shape.vocab_size // layout.tp
+    vocabulary = d_model * shape.vocab_size // layout.tp
     replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
     shards, zero3, exchanges = layout.dp // replicas, layout.zero == 3, m if layout.zero >= 2 else 1
     for parameters, units, travelling, gathers in (
         (attention, layers, element, 2 * m if zero3 else 1),
         (mlp, layers, element, 2 * m if zero3 else 1),
-        (rest, 1, 4, m if zero3 else 1),
+        (vocabulary, int(first and zero3), 4, m),
+        (rest + (last + (first and not zero3)) * vocabulary, 1, 4, m if zero3 else 1),
     ):
         if shards > 1:
             expect("shard", "all-gather", units * gathers, travelling * parameters)

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline holds between two micro-batches."""
+"""What a stage holds between two micro-batches of a pipeline, or between a forward and a backward pass."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from leaven.distributed.lean_stage import LeanStage
 from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.stage import Stage
 from leaven.distributed.world import joined
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
@@ -73,3 +74,34 @@ def test_a_buffer_goes_with_its_micro_batch(ranks: Pool, tiny: Recipe) -> None:
     found = ranks(3, watched, tiny.replace(layout(pp=3) | {"model.n_layers": 3}))
     buffers = [[held.buffers for held in seen] for seen, _ in found]
     assert buffers == [[0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]]
+
+
+def after_forward(recipe: Recipe) -> set[str]:
+    """The parameters that are whole when the loss is there."""
+    seen: set[str] = set()
+    device = torch.device("cpu")
+    with joined(recipe.layout, device) as world:
+        model = ShardedModel(
+            recipe.model,
+            resolve(recipe),
+            seed=0,
+            dtype=torch.float32,
+            device=device,
+            layout=recipe.layout,
+            world=world,
+        )
+
+        def look(stage: Stage, *_: Any) -> None:
+            seen.update(name for name, each in stage.model.named_parameters() if not isinstance(each, DTensor))
+
+        model.stages[0].register_forward_hook(look)
+        tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
+        model.forward_backward([(tokens, tokens, None)], 1.0)
+    return seen
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_zero_3_keeps_the_unembedding_and_norms_for_the_backward_pass(tied: bool, ranks: Pool, tiny: Recipe) -> None:
+    recipe = tiny.replace(layout(dp=2, zero=3) | {"model.tied_embeddings": tied})
+    kept = {each.name for each in recipe.model.parameters() if "norm" in each.name}
+    assert ranks(2, after_forward, recipe) == 2 * [kept | {"embedding.weight" if tied else "unembedding.weight"}]
