@@ -45,6 +45,7 @@ PER_MODULE = {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.1}}
 RUNNING = {"hyperparameters.grad_clip": {"mode": "running", "limit": 0.9}}
 ISOLATED = {"data.documents": "isolated"}
 FULL = {"layout.recompute": "full"}
+LARGER = {"batch.tokens": 256, "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 256}}
 ONE = {"batch.micro_batch": 1}  # as many micro-batches as a pipeline of two needs
 
 
@@ -83,7 +84,7 @@ CASES = {
     "dp2 zero2": layout(dp=2, zero=2) | RUNNING,
     "dp2 zero3": layout(dp=2, zero=3) | GPT,
     "dp3 zero1": layout(dp=3, zero=1) | ISOLATED,
-    "dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2),
+    "dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE,
     "tp2": layout(tp=2),
     "tp2 gpt": layout(tp=2) | GPT | FULL,
     "tp2 bloom": layout(tp=2) | BLOOM,
@@ -96,7 +97,10 @@ CASES = {
     "pp4": layout(pp=4) | TIED | ISOLATED | ONE,
     "dp2 pp2 zero1": layout(dp=2, pp=2, zero=1) | TIED | PER_MODULE | ONE,
     "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, schedule="zero-bubble", stages_per_rank=2) | ONE,
+    "dp2 pp2 zero2 gpipe": layout(dp=2, pp=2, zero=2, schedule="gpipe") | ONE,
     "dp2 pp2 zero3": layout(dp=2, pp=2, zero=3) | FULL | ONE,
+    "dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, schedule="interleaved", stages_per_rank=2) | TIED | ONE,
+    "dp4 pp2 zero3 on two nodes": layout(dp=4, pp=2, zero=3, dp_replicate=2) | ONE | LARGER,
     "dp2 tp2 zero0": layout(dp=2, tp=2),
     "dp2 tp2 zero2": layout(dp=2, tp=2, zero=2) | TIED,
     "dp2 tp2 zero3": layout(dp=2, tp=2, zero=3) | BLOOM | {"model.n_layers": 2},

@@ -5,12 +5,15 @@ import warnings
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import _backward
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Every rank's tensors one after the other, and their sums cut up again; torch 2.13 has other names for them.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+stage_backward = _backward.stage_backward  # of a stage's inputs, where torch's own would also set FSDP's ways
 
 
 def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -37,3 +40,10 @@ def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of what this process holds of a tensor, and where in the whole it begins."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def pretend(rank: int, size: int) -> None:
+    """Be one of so many processes, of which no other is there, to see what it would hold: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's tests are not for a training
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

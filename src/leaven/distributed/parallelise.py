@@ -75,6 +75,9 @@ def shard(stage: Stage, world: World, zero: int) -> None:
         for name in _MATRICES:
             module = getattr(block, name)
             fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=matrices)
+    if zero == 3 and stage.begins and not stage.model.shape.tied_embeddings:  # the end of a tied one reads it too
+        embedding = fully_shard(stage.model.embedding, mesh=mesh, reshard_after_forward=True, mp_policy=others)
+        embedding.set_unshard_in_backward(False)  # its gradient is of tokens and not of values
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=others)
     for unit in units(stage):
         # Gloo knows no division before a sum; one without it is what is wanted.

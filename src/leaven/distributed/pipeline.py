@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from leaven.distributed.lean_stage import LeanStage
 from leaven.distributed.stage import Stage
 from leaven.distributed.world import World
 from leaven.recipe.layout import Layout
@@ -100,7 +101,7 @@ class Pipeline:
             passed_on = torch.empty(self._passed_on(shape), device="meta")
             tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
             stages = [
-                PipelineStage(
+                LeanStage(
                     stage,
                     number,
                     self.count,
@@ -108,6 +109,7 @@ class Pipeline:
                     input_args=tokens if stage.begins else passed_on.requires_grad_(),
                     output_args=loss.requires_grad_() if stage.ends else passed_on.requires_grad_(),
                     group=self.group,
+                    zero=1 if self.layout.schedule == "zero-bubble" else self.layout.zero,
                 )
                 for number, stage in zip(self.numbers, self.stages, strict=True)
             ]

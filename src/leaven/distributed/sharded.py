@@ -67,7 +67,8 @@ class ShardedModel:
             for number in stage_numbers(layout, world.place("pp"))
         ]
         self.held = self._take_hold(table)
-        initialise(self.pieces, table, seed)
+        if device.type != "meta":  # where there is only to see what a process would hold
+            initialise(self.pieces, table, seed)
         self.rows = [held.row for held in self.held]
         self.leaves = [held.leaf for held in self.held]
         self._table_rows = len(table.rows)
@@ -138,25 +139,26 @@ class ShardedModel:
         """The sum over all processes of a loss that each has of its own samples, ()."""
         return loss if self.world is ALONE else self.world.sum_(loss if self._tells_loss else torch.zeros_like(loss))
 
-    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """2-norms by row of the table, over all processes, of what goes with the leaves."""
-        mine = norms(tensors)
+    def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
+        """2-norms by row of the table, over all processes, of each group of tensors that go with the leaves."""
+        mine = [norms(tensors) for tensors in groups]
         if self.world is ALONE:
             return mine
-        squares = torch.where(self._owned, mine.double() ** 2, 0)
-        by_row = squares.new_zeros(self._table_rows).index_copy_(0, self.of_held, squares)
-        return self.world.sum_(by_row).sqrt().to(mine.dtype)
+        squares = torch.where(self._owned, torch.stack(mine).double() ** 2, 0)
+        by_row = squares.new_zeros(len(groups), self._table_rows).index_copy_(1, self.of_held, squares)
+        return list(self.world.sum_(by_row).sqrt().to(mine[0].dtype))
 
     def drop_gradients(self) -> None:
         for held in self.held:
             held.parameter.grad = held.leaf.grad = None
 
     def _expect(self, last: bool) -> None:
-        """Of the micro-batches of a step ZeRO 0 and 1 exchange gradients after the last only; below 3, parameters
-        stay until then."""
+        """Of the micro-batches of a step ZeRO 0 and 1 exchange gradients after the last only, and so do replicas in
+        every stage; below 3, parameters stay until then."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]
+            stage.set_requires_all_reduce(last)  # type: ignore[operator]
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:

@@ -3,7 +3,6 @@
 from leaven.planning.arrangement import shape_refusal
 from leaven.planning.tested_ground import Caution
 from leaven.recipe.errors import InputError
-from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 
 
@@ -13,14 +12,16 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
     Raises:
         InputError: saying what would work.
     """
-    require_ranks(recipe.layout, processes)
+    require_ranks(recipe, processes)
     for refusal in (shape_refusal(recipe.model, recipe.layout), _batch_refusal(recipe)):
         if refusal is not None:
             raise InputError(f"[layout] {refusal}")
 
 
-def require_ranks(layout: Layout, processes: int) -> None:
-    """Raise InputError if a layout is not one of so many processes; it names the nearest that are."""
+def require_ranks(recipe: Recipe, processes: int) -> None:
+    """Raise InputError if a layout is not one of so many processes; it names the nearest that are and that the model
+    can have."""
+    layout = recipe.layout
     if layout.ranks == processes:
         return
     there = "there is one process" if processes == 1 else f"there are {processes} processes"
@@ -30,7 +31,7 @@ def require_ranks(layout: Layout, processes: int) -> None:
             f"{said}; start it with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one device "
             "with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
         )
-    near = [f"dp={dp} tp={tp} pp={pp}" for dp, tp, pp in nearest(layout, processes)]
+    near = [f"dp={dp} tp={tp} pp={pp}" for dp, tp, pp in nearest(recipe, processes)]
     raise InputError(f"{said}; {' or '.join(near)} would do")
 
 
@@ -44,15 +45,17 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
     return recipe.replace({"layout.dp": dp, "layout.dp_replicate": replicate})
 
 
-def nearest(layout: Layout, processes: int) -> list[tuple[int, int, int]]:
-    """(dp, tp, pp) of so many ranks, at most two, the ones that change the fewest and least degrees first; dp is what
-    gives most easily."""
+def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
+    """(dp, tp, pp) of so many ranks that the model can have, at most two, the ones that change the fewest and least
+    degrees first; dp is what gives most easily."""
+    layout = recipe.layout
     degrees = [
         (processes // tp // pp, tp, pp)
         for tp in range(1, processes + 1)
         if processes % tp == 0
         for pp in range(1, processes // tp + 1)
         if processes // tp % pp == 0
+        and shape_refusal(recipe.model, layout.model_copy(update={"tp": tp, "pp": pp})) is None
     ]
 
     def distance(degree: tuple[int, int, int]) -> tuple[int, float]:

@@ -67,7 +67,7 @@ class Clipper:
         """
         gradients = [leaf.grad for leaf in self.model.leaves if leaf.grad is not None]
         assert len(gradients) == len(self.model.leaves)
-        sizes = self.model.norms(gradients)
+        sizes = self.model.norms(gradients)[0]
         if scale is not None:
             sizes = sizes / scale
         norm: Tensor = torch.linalg.vector_norm(sizes)

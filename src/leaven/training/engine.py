@@ -205,7 +205,7 @@ class Training:
             self.loss_scale.update(finite)
         with torch.no_grad():
             subtract_(before, self.sharded.leaves)
-            updates, sizes = (self._per_module(self.sharded.norms(of)) for of in (before, self.sharded.leaves))
+            updates, sizes = map(self._per_module, self.sharded.norms(before, self.sharded.leaves))
         shown_scale = torch.ones_like(loss) if scale is None else scale
         head = torch.stack([value.double() for value in (loss, grad_norm, updates.norm(), applied, shown_scale)])
         self.progress = Progress(done.step + 1, tokens, done.seconds)

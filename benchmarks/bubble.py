@@ -1,0 +1,165 @@
+"""How long ranks of a pipeline stand still, against theory: `PYTHONPATH=src python -m benchmarks.bubble`.
+
+torch's schedules run over processes on this machine; the stages are tiny and sleep: a forward pass for a while, a
+backward pass for twice as long, the two halves of one (zero-bubble) for as long as a forward pass each. A rank's
+bubble is what it does not work between the first start and the last end of a step, the mean over the ranks. "clock"
+is measured; "order" is the same passes in the order that was seen, on a clock of their own: a pass begins when its
+rank is free and what it needs is there, and nothing else takes time.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tests.conftest import TINY
+from tests.distributed.pool import Pool
+
+from leaven.distributed.lean_stage import LeanStage
+from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.world import joined
+from leaven.planning.trainable import bubble
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+RANKS, MICRO_BATCHES = 4, 8
+FORWARD = 0.1  # s, of the layers of one rank
+
+
+@dataclass(frozen=True)
+class Pass:
+    """``kind``: forward, backward, or of the latter's two halves "input" or "weight"."""
+
+    stage: int
+    micro_batch: int
+    kind: str
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> int:
+        """In forward passes. torch leaves the whole backward pass of the first stage to the second half."""
+        if self.stage == 0:
+            return {"forward": 1, "backward": 2, "input": 0, "weight": 2}[self.kind]
+        return {"forward": 1, "backward": 2, "input": 1, "weight": 1}[self.kind]
+
+    @property
+    def needs(self) -> list[tuple[int, int, str]]:
+        """The passes that this one waits for, where there are such."""
+        if self.kind == "forward":
+            return [(self.stage - 1, self.micro_batch, "forward")]
+        if self.kind == "weight":
+            return [(self.stage, self.micro_batch, "input")]
+        return [(self.stage + 1, self.micro_batch, kind) for kind in ("backward", "input")]
+
+
+def traced(recipe: Recipe, forward: float) -> list[Pass]:
+    """What this process does in a step, the second."""
+    seen: list[Pass] = []
+
+    @contextmanager
+    def asleep(stage: LeanStage, micro_batch: int, kind: str) -> Iterator[None]:
+        start = time.monotonic()  # the same clock for all processes of a machine
+        yield
+        it = Pass(stage.stage_index, micro_batch, kind, start, 0)
+        time.sleep(max(0.0, start + it.duration * forward / recipe.layout.stages_per_rank - time.monotonic()))
+        seen.append(Pass(it.stage, micro_batch, kind, start, time.monotonic()))
+
+    class Sleeping(LeanStage):
+        def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+            with asleep(self, fwd_chunk_id, "forward"):
+                return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
+            with asleep(self, bwd_chunk_id, "backward" if named.get("full_backward", True) else "input"):
+                super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
+
+        def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
+            with asleep(self, bwd_chunk_id, "weight"):
+                super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
+
+    device, layout = torch.device("cpu"), recipe.layout
+    with joined(layout, device) as world, patch("leaven.distributed.pipeline.LeanStage", Sleeping):
+        table = resolve(recipe)
+        model = ShardedModel(
+            recipe.model, table, seed=0, dtype=torch.float32, device=device, layout=layout, world=world
+        )
+        tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
+        for _ in range(2):
+            seen.clear()
+            world.barrier()
+            model.forward_backward(MICRO_BATCHES * [(tokens, tokens, None)], 1.0)
+    return seen
+
+
+def clock(ranks: Sequence[Sequence[Pass]]) -> float:
+    """The bubble as it was measured."""
+    span = max(each.end for rank in ranks for each in rank) - min(each.start for rank in ranks for each in rank)
+    return 1 - sum(each.end - each.start for rank in ranks for each in rank) / (span * len(ranks))
+
+
+def order(ranks: Sequence[Sequence[Pass]]) -> Fraction:
+    """The bubble of an order of passes."""
+    ended: dict[tuple[int, int, str], int] = {}
+    there = {(each.stage, each.micro_batch, each.kind) for rank in ranks for each in rank}
+    free, left = [0] * len(ranks), [list(rank) for rank in ranks]
+    while any(left):
+        number = next(  # a rank whose next pass has what it needs
+            number for number, passes in enumerate(left) if passes and not (there & {*passes[0].needs}) - ended.keys()
+        )
+        now = left[number].pop(0)
+        free[number] = max([free[number], *(ended.get(need, 0) for need in now.needs)]) + now.duration
+        ended[now.stage, now.micro_batch, now.kind] = free[number]
+    busy = sum(each.duration for rank in ranks for each in rank)
+    return 1 - Fraction(busy, max(free) * len(ranks))
+
+
+def alive(passes: Sequence[Pass]) -> int:
+    """The most micro-batches of a rank that are between forward and backward pass at once, times its stages."""
+    most = now = 0
+    for each in passes:
+        now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
+        most = max(most, now)
+    return most
+
+
+SCHEDULES = {
+    "gpipe": {"layout.schedule": "gpipe"},
+    "1f1b": {"layout.schedule": "1f1b"},
+    "interleaved": {"layout.schedule": "interleaved", "layout.stages_per_rank": 2},
+    "zero-bubble": {"layout.schedule": "zero-bubble"},
+    "zero-bubble, 2 stages": {"layout.schedule": "zero-bubble", "layout.stages_per_rank": 2},
+}
+
+
+def small(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    return recipe.replace({"layout.pp": RANKS, "model.n_layers": 2 * RANKS} | changes)
+
+
+def theory(layout: Layout) -> float:
+    return bubble(MICRO_BATCHES, layout.pp, layout.stages_per_rank)
+
+
+def main() -> None:
+    pool = Pool(RANKS)
+    base = parse_recipe(TINY, "recipe.toml")
+    print(f"{RANKS} ranks, {MICRO_BATCHES} micro-batches, {FORWARD * 1e3:.0f} ms a forward pass of a rank's layers")
+    print(f"{'schedule':<24}{'clock':>8}{'order':>8}{'(p-1)/(vm+p-1)':>16}{'alive on rank 0':>17}")
+    for name, changes in SCHEDULES.items():
+        recipe = small(base, changes)
+        ranks = pool(RANKS, traced, recipe, FORWARD)
+        print(
+            f"{name:<24}{clock(ranks):>8.1%}{float(order(ranks)):>8.1%}{theory(recipe.layout):>16.1%}"
+            f"{alive(ranks[0]):>17}"
+        )
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

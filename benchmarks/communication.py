@@ -1,0 +1,206 @@
+"""What a layout puts on the wires, counted against theory: `PYTHONPATH=src python -m benchmarks.communication`.
+
+Every collective of one training step is seen by a dispatch mode, whoever calls it: FSDP, DTensor, the loss, the
+pipeline, the sums of loss and norms. Bytes are counted as ZeRO's authors do (Rajbhandari et al. 2020, arXiv
+1910.02054, 7): an all-gather, a reduce-scatter and a send are their whole tensor, an all-reduce is twice its tensor,
+as a ring does it; of n ranks each really sends (n - 1) / n of that.
+
+Psi are the parameters that one rank has before data parallelism, in bytes as they travel: gradients in fp32,
+parameters in fp32 too but for matrices of a run in bf16. Theory is written down here from the model's shape alone.
+"""
+
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.conftest import TINY
+from tests.distributed.pool import Pool
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.distributed.world import AXES, World, joined
+from leaven.planning.memory import stage_layers
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Training
+
+Kind = tuple[str, str]
+"""Axis of the mesh ("all" if it is none of them), collective."""
+Count = dict[Kind, tuple[int, int]]
+"""Calls and bytes of one rank in one step."""
+
+_COLLECTIVES = {  # torch's operator: the collective, and how often its largest tensor travels
+    "allreduce_": ("all-reduce", 2),
+    "all_reduce": ("all-reduce", 2),
+    "_allgather_base_": ("all-gather", 1),
+    "all_gather_into_tensor": ("all-gather", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor": ("reduce-scatter", 1),
+    "send": ("send", 1),
+}
+_NO_TRAFFIC = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
+
+
+class Wires(TorchDispatchMode):
+    """Counts what this process puts on the wires, while it is entered."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        assert world.mesh is not None
+        self._axes = {world.mesh.get_group(axis).group_name: axis for axis in AXES}
+        self.calls, self.bytes = Counter[Kind](), Counter[Kind]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again as what it does to local tensors
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace in {"c10d", "_c10d_functional"} and name not in _NO_TRAFFIC:
+            leaves = tree_leaves((args, kwargs, result))
+            collective, times = _COLLECTIVES[name]
+            size = max(leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor))
+            kind = self._axis(leaves), collective
+            self.calls[kind] += 1
+            self.bytes[kind] += times * size
+        return result
+
+    def _axis(self, leaves: list[Any]) -> str:
+        names = [leaf for leaf in leaves if isinstance(leaf, str) and leaf in self._axes]
+        groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf)]
+        names += [dist.ProcessGroup.unbox(group).group_name for group in groups]
+        return self._axes.get(names[0], "all")
+
+
+def counted(recipe: Recipe, tokens: TokenSet) -> Count:
+    """One step of this process, the second: what is done once is done."""
+    with joined(recipe.layout, torch.device("cpu")) as world:
+        training = Training(recipe, tokens, device="cpu", world=world)
+        training.step()
+        with Wires(world) as wires:
+            training.step()
+        return {kind: (calls, wires.bytes[kind]) for kind, calls in wires.calls.items()}
+
+
+def whole_world(layout: Layout) -> str:
+    """ "all", or the axis that has all the ranks."""
+    degrees = {"pp": layout.pp, "tp": layout.tp, "shard": layout.dp // layout.dp_replicate}
+    if layout.zero == 0:
+        degrees["replicate"] = degrees.pop("shard")
+    return next((axis for axis, degree in degrees.items() if degree == layout.ranks), "all")
+
+
+def theory(recipe: Recipe, rank: int) -> Count:
+    """The same of a llama, trained in fp32 where there are tensor or pipeline ranks, with one stage on a rank."""
+    shape, layout = recipe.model, recipe.layout
+    stage = rank // (layout.dp * layout.tp)
+    first, last, layers = stage == 0, stage == layout.pp - 1, stage_layers(shape, layout.pp)[stage]
+    sequences = int(recipe.batch.micro_batch)
+    m = recipe.batch.tokens // shape.seq_len // layout.dp // sequences  # micro-batches
+    element = 2 if recipe.precision.compute == "bf16" else 4  # bytes of a matrix
+    calls, sizes = Counter[Kind](), Counter[Kind]()
+
+    def expect(axis: str, collective: str, times: int, size: int) -> None:
+        if times and size:
+            calls[axis, collective] += times
+            sizes[axis, collective] += times * size * (2 if collective == "all-reduce" else 1)
+
+    # Data parallelism: each attention and each MLP travels on its own, the rest of the stage (norms and what there is
+    # of embedding and unembedding) together. Forward and backward of ZeRO 3 gather a layer each, the embedding is
+    # gathered on its own for the forward pass, and the rest stays.
+    d_model, d_head = shape.d_model, shape.d_head
+    attention = 2 * d_model * d_head * (shape.n_heads + shape.n_kv_heads) // layout.tp
+    mlp = 3 * d_model * shape.d_ff // layout.tp
+    rest = layers * (2 * d_model + 2 * d_head) + last * d_model
+    vocabulary = d_model * shape.vocab_size // layout.tp
+    replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
+    shards, zero3, exchanges = layout.dp // replicas, layout.zero == 3, m if layout.zero >= 2 else 1
+    for parameters, units, travelling, gathers in (
+        (attention, layers, element, 2 * m if zero3 else 1),
+        (mlp, layers, element, 2 * m if zero3 else 1),
+        (vocabulary, int(first and zero3), 4, m),
+        (rest + (last + (first and not zero3)) * vocabulary, 1, 4, m if zero3 else 1),
+    ):
+        if shards > 1:
+            expect("shard", "all-gather", units * gathers, travelling * parameters)
+            expect("shard", "reduce-scatter", units * exchanges, 4 * parameters)
+        if replicas > 1:  # once a step, whatever the micro-batches
+            expect("replicate", "all-reduce", units, 4 * parameters // shards)
+
+    # Tensor parallelism: a layer gathers what enters attention and MLP and scatters what leaves them, in both
+    # directions; the embedding's sum is scattered, the loss gathers what it reads. It adds up three numbers a token.
+    if layout.tp > 1:
+        stretch = 4 * sequences * shape.seq_len * d_model
+        expect("tp", "all-gather", m * (4 * layers + first + last), stretch)
+        expect("tp", "reduce-scatter", m * (4 * layers + first + last), stretch)
+        expect("tp", "all-reduce", last * m, 4 * sequences * shape.seq_len)
+        expect("tp", "all-reduce", last * m, 8 * sequences * shape.seq_len)
+        expect("tp", "all-reduce", exchanges * (2 * layers + last), 4 * d_model)  # gains of norms
+        expect("tp", "all-reduce", exchanges * 2 * layers, 4 * d_head)
+    if layout.pp > 1:
+        boundaries = (not first) + (not last)
+        expect("pp", "send", m * boundaries, 4 * sequences * shape.seq_len // layout.tp * d_model)
+    # The trainer's own: the loss; norms of the gradients; of updates and parameters.
+    rows = len(list(shape.parameters()))
+    for size in (4, 8 * rows, 16 * rows):
+        expect(whole_world(recipe.layout), "all-reduce", 1, size)
+    return {kind: (times, sizes[kind]) for kind, times in calls.items()}
+
+
+def layout(dp: int = 1, tp: int = 1, pp: int = 1, zero: int = 0, dp_replicate: int = 1) -> dict[str, Any]:
+    degrees = {"dp": dp, "tp": tp, "pp": pp, "zero": zero, "dp_replicate": dp_replicate}
+    return {f"layout.{key}": value for key, value in degrees.items()}
+
+
+SHAPE = {"model.n_layers": 2, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 4, "batch.micro_batch": 2}
+LAYOUTS = {
+    "dp 2 zero 0": layout(dp=2),
+    "dp 2 zero 1": layout(dp=2, zero=1),
+    "dp 2 zero 2": layout(dp=2, zero=2),
+    "dp 2 zero 3": layout(dp=2, zero=3),
+    "dp 2 zero 3 bf16": layout(dp=2, zero=3) | {"precision.compute": "bf16"},
+    "dp 4 zero 2 on two nodes": layout(dp=4, zero=2, dp_replicate=2) | {"batch.micro_batch": 1},
+    "tp 2": layout(tp=2),
+    "pp 2": layout(pp=2),
+    "dp 2 pp 2 zero 0": layout(dp=2, pp=2),
+    "dp 2 pp 2 zero 1": layout(dp=2, pp=2, zero=1),
+    "dp 2 pp 2 zero 2": layout(dp=2, pp=2, zero=2),
+    "dp 2 pp 2 zero 3": layout(dp=2, pp=2, zero=3),
+    "dp 2 tp 2 zero 3": layout(dp=2, tp=2, zero=3),
+    "tp 2 pp 2": layout(tp=2, pp=2),
+}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LEAVEN_CACHE"] = folder
+        for number in range(80):
+            lines = [f"def function_{number}_{i}(x):\n    return x * {i} + {number}\n" for i in range(20)]
+            Path(folder, f"file{number}.txt").write_text("\n".join(lines))
+        recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "recipe.toml").replace(SHAPE)
+        tokens = prepare(recipe.data, recipe.model.vocab_size)
+        pool = Pool(4)
+        psi = 4 * sum(parameter.size for parameter in recipe.model.parameters())
+        print(f"Psi = {psi:,} bytes in fp32; 4 micro-batches on one data-parallel rank, 2 on two or four")
+        print(f"{'layout':<26}rank  {'axis':<10}{'collective':<15}{'calls':>6}{'bytes':>9}{'theory':>9}  ratio")
+        for name, changes in LAYOUTS.items():
+            changed = recipe.replace(changes)
+            ranks = pool(changed.layout.ranks, counted, changed, tokens)
+            for rank in sorted({0, changed.layout.ranks - 1} if changed.layout.pp > 1 else {0}):
+                expected = theory(changed, rank)
+                for kind in sorted(ranks[rank].keys() | expected.keys()):
+                    (calls, size), (_, should) = ranks[rank].get(kind, (0, 0)), expected.get(kind, (0, 0))
+                    ratio = f"{size / should:7.3f}" if should else "      -"
+                    print(f"{name:<26}{rank:>4}  {kind[0]:<10}{kind[1]:<15}{calls:>6}{size:>9,}{should:>9,}{ratio}")
+        pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What goes over the wires in a step is what theory says, to the byte."""
+
+from typing import Any
+
+import pytest
+from benchmarks.communication import LAYOUTS, SHAPE, counted, theory
+from tests.distributed.pool import Pool
+
+from leaven.data.tokens import prepare
+from leaven.recipe.recipe import Recipe
+
+
+@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_bytes_are_those_of_theory(changes: dict[str, Any], ranks: Pool, tiny: Recipe) -> None:
+    recipe = tiny.replace(SHAPE | changes)
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    found = ranks(recipe.layout.ranks, counted, recipe, tokens)
+    assert found == [theory(recipe, rank) for rank in range(recipe.layout.ranks)]
+
+
+def test_theory_is_that_of_the_paper(tiny: Recipe) -> None:
+    """With a micro-batch a step 2 Psi of ZeRO 0 to 2 and 3 Psi of ZeRO 3, which gathers the ends and norms once."""
+    one = tiny.replace(SHAPE | {"batch.micro_batch": 4, "layout.dp": 2})
+    sizes = {parameter.name: 4 * parameter.size for parameter in one.model.parameters()}
+    psi = sum(sizes.values())
+    once = sum(
+        size for name, size in sizes.items() if ("attention" not in name and "mlp" not in name) or "norm" in name
+    )
+    own = 2 * (4 + 24 * len(sizes))  # the trainer's sums, over the same wires
+    for zero, expected in enumerate((2 * psi, 2 * psi, 2 * psi, 3 * psi - once)):
+        count = theory(one.replace({"layout.zero": zero}), 0)
+        assert sum(size for _, size in count.values()) - own == expected

@@ -1,0 +1,98 @@
+"""Names that torch does not promise to keep still do what is wanted of them."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.pool import Pool
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from leaven.distributed.compat import (
+    gathered,
+    local_place,
+    pretend,
+    quiet_about_views,
+    scattered_sum,
+    stage_backward,
+)
+from leaven.distributed.lean_stage import LeanStage
+
+
+def collectives() -> tuple[Tensor, Tensor]:
+    dist.init_process_group("gloo")
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    mine = torch.full((2, 3), float(rank))
+    return gathered(mine.T.contiguous().T, group), scattered_sum(torch.arange(8.0).view(4, 2) * (rank + 1), group)
+
+
+def test_gathered_and_scattered(ranks: Pool) -> None:
+    everyone = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3)
+    for rank, (whole, part) in enumerate(ranks(2, collectives)):
+        assert torch.equal(whole, everyone)
+        assert torch.equal(part, 3 * torch.arange(8.0).view(4, 2)[2 * rank : 2 * rank + 2])
+
+
+def places(rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    pretend(rank, 4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = []
+    for shape, how in (((5, 4), [Shard(0), Shard(1)]), ((1, 3), [Shard(0), Shard(0)])):
+        found.append(local_place(distribute_tensor(torch.empty(shape), mesh, how)))
+    return found
+
+
+def test_pretending_to_be_a_rank_and_where_its_part_lies(ranks: Pool) -> None:
+    """The second of the rows' ranks, the first of the columns': the last two rows of five, the first two columns of
+    four. Of a single row it has nothing."""
+    ((rows, alone),) = ranks(1, places, 2)
+    assert rows == ((2, 2), (3, 0))
+    assert alone[0] == (0, 3)
+
+
+class View(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1)
+
+
+def warned(quiet: bool) -> list[str]:
+    pretend(0, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if quiet:
+            quiet_about_views()
+        module = fully_shard(View(2, 2), mesh=init_device_mesh("cpu", (2,)))
+        module(torch.ones(1, 2))
+    return [str(warning.message) for warning in caught if "view" in str(warning.message)]
+
+
+def test_quiet_about_views_and_nothing_else(ranks: Pool) -> None:
+    assert len(ranks(1, warned, False)[0]) == 1
+    assert ranks(1, warned, True)[0] == []
+
+
+def test_stage_backward_gives_the_inputs_gradients_and_adds_to_the_parameters() -> None:
+    x, w = torch.randn(3, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
+    grad = torch.randn(3, 2)
+    expected_x, expected_w = torch.autograd.grad(x @ w, (x, w), grad)
+    (found,) = stage_backward((x @ w,), (grad,), (x,))
+    assert found is not None
+    torch.testing.assert_close(found, expected_x)
+    assert w.grad is not None
+    torch.testing.assert_close(w.grad, expected_w)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(LeanStage) if inspect.isfunction(vars(LeanStage)[name])])
+def test_what_a_lean_stage_overrides_is_there(name: str) -> None:
+    """With the same parameters. That torch calls them: test_lean_stage.py."""
+    if name in {"__init__", "_only_shapes"}:
+        return
+    own, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (LeanStage, PipelineStage))
+    named = [each for each in own if each not in {"arguments", "named"}]
+    assert named == list(theirs)[: len(named)]

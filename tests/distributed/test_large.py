@@ -1,0 +1,108 @@
+"""Layouts of hundreds and thousands of processes are built on one, without memory: a 70B model that could not be laid
+out is found here."""
+
+import os
+from collections import Counter
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.pool import Pool
+
+from leaven.distributed.compat import pretend
+from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.world import World, mesh_of
+from leaven.planning.memory import stage_layers, stage_parameters
+from leaven.planning.trainable import require_trainable
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+# Llama 3 70B, Grattafiori et al. 2024, arXiv 2407.21783, table 3.
+LLAMA_70B = {
+    "model.n_layers": 80,
+    "model.d_model": 8192,
+    "model.n_heads": 64,
+    "model.n_kv_heads": 8,
+    "model.d_head": 128,
+    "model.d_ff": 28_672,
+    "model.vocab_size": 128_256,
+    "model.seq_len": 8192,
+    "batch.tokens": 2048 * 8192,
+    "batch.micro_batch": 1,
+    "data.tokens": 15 * 10**12,
+}
+LAYOUTS = {
+    "512 ranks": {"tp": 8, "pp": 8, "dp": 8, "zero": 1},
+    "512 ranks, ZeRO 3": {"dp": 512, "zero": 3},
+    "3,072 ranks": {"tp": 8, "pp": 12, "dp": 32, "zero": 2, "schedule": "interleaved", "stages_per_rank": 2},
+}
+
+Held = dict[str, tuple[tuple[int, ...], bool]]
+"""Of each parameter the shape of what a process holds, and whether it owns it."""
+
+
+def held(recipe: Recipe, among: tuple[int, ...]) -> Held:
+    """What the process holds that this one pretends to be, one of several. torch remembers meshes and where it is in
+    them: a process is only ever one rank of a layout."""
+    layout, rank = recipe.layout, among[int(os.environ["RANK"])]
+    pretend(rank, layout.ranks)
+    world = World(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
+    device, table = torch.device("meta"), resolve(recipe)
+    model = ShardedModel(recipe.model, table, seed=0, dtype=torch.bfloat16, device=device, layout=layout, world=world)
+    if model._pipeline is not None:
+        batch = recipe.batch.tokens // recipe.model.seq_len // layout.dp
+        model._pipeline._of(model.schedulable(batch), torch.Size((1, recipe.model.seq_len)))
+    return {piece.name: (tuple(piece.local.shape), piece.owned) for piece in model.pieces}
+
+
+def expected(recipe: Recipe, rank: int) -> Held:
+    """By hand: matrices are cut over tensor ranks by rows, those out of heads and of d_ff by columns; then everything
+    by rows over data ranks, as many each as there are, the last ones fewer or none."""
+    shape, layout = recipe.model, recipe.layout
+    pp, rest = divmod(rank, layout.dp * layout.tp)
+    dp, tp = divmod(rest, layout.tp)
+    layers = stage_layers(shape, layout.pp * layout.stages_per_rank)
+    stages = range(pp, len(layers), layout.pp)
+    mine = {layer for stage in stages for layer in range(sum(layers[:stage]), sum(layers[: stage + 1]))}
+    found: Held = {}
+    for parameter in shape.parameters():
+        ends = 0 in stages if parameter.name.startswith("embedding") else len(layers) - 1 in stages
+        if not (parameter.layer in mine if parameter.layer is not None else ends):
+            continue
+        rows, *columns = parameter.shape
+        matrix = len(parameter.shape) == 2
+        if parameter.name.endswith(("attention.out.weight", "mlp.out.weight")):
+            columns = [columns[0] // layout.tp]
+        elif matrix:
+            rows //= layout.tp
+        each = -(-rows // layout.dp)
+        here = max(0, min(each, rows - dp * each))
+        found[parameter.name] = (here, *columns), matrix or tp == 0
+    return found
+
+
+@pytest.mark.parametrize("values", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_70b_model_on_many_ranks(values: dict[str, Any], ranks: Pool, tiny: Recipe) -> None:
+    recipe = tiny.replace(LLAMA_70B | {f"layout.{key}": value for key, value in values.items()})
+    layout = recipe.layout
+    require_trainable(recipe, layout.ranks)
+    among = 0, layout.ranks // 2 + 1, layout.ranks - 1
+    assert ranks(len(among), held, recipe, among) == [expected(recipe, rank) for rank in among]
+
+
+@pytest.mark.parametrize("name", ["512 ranks", "512 ranks, ZeRO 3"])
+def test_ranks_by_hand_are_all_there_is(name: str, tiny: Recipe) -> None:
+    recipe = tiny.replace(LLAMA_70B | {f"layout.{key}": value for key, value in LAYOUTS[name].items()})
+    sizes = Counter[str]()
+    for rank in range(recipe.layout.ranks):
+        for parameter, (block, owned) in expected(recipe, rank).items():
+            sizes[parameter] += prod(block) if owned else 0
+    assert sizes == {parameter.name: parameter.size for parameter in recipe.model.parameters()}
+
+
+def test_a_rank_by_hand_has_the_share_that_is_planned(tiny: Recipe) -> None:
+    recipe = tiny.replace(LLAMA_70B | {f"layout.{key}": value for key, value in LAYOUTS["512 ranks"].items()})
+    for rank, stage in ((0, 0), (257, 4), (511, 7)):
+        size = sum(prod(shape) for shape, _ in expected(recipe, rank).values())
+        assert size * recipe.layout.dp == stage_parameters(recipe.model, recipe.layout, stage)

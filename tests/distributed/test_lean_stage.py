@@ -1,0 +1,107 @@
+"""What a stage holds between two micro-batches of a pipeline, or between a forward and a backward pass."""
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import layout
+from torch.distributed.tensor import DTensor
+
+from leaven.distributed.lean_stage import LeanStage
+from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.stage import Stage
+from leaven.distributed.world import joined
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+MICRO_BATCHES = 6
+
+
+@dataclass(frozen=True)
+class Held:
+    """After a micro-batch's backward pass: elements of whole parameters and of their gradients; buffers."""
+
+    parameters: int
+    gradients: int
+    buffers: int
+
+
+def watched(recipe: Recipe) -> tuple[list[Held], int]:
+    """After each backward pass of a step, the second; and the parameters of the stage."""
+    seen: list[Held] = []
+
+    class Watched(LeanStage):
+        def backward_one_chunk(self, *arguments: Any, **named: Any) -> None:
+            super().backward_one_chunk(*arguments, **named)
+            whole = [each for each in self.submod.parameters() if not isinstance(each, DTensor)]
+            infos = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
+            buffers = [info.buffer for some in infos for info in some if info.buffer is not None]
+            seen.append(
+                Held(
+                    sum(each.numel() for each in whole),
+                    sum(each.grad.numel() for each in whole if each.grad is not None),
+                    sum(not buffer.is_meta for buffer in buffers),
+                )
+            )
+
+    device = torch.device("cpu")
+    with joined(recipe.layout, device) as world, patch("leaven.distributed.pipeline.LeanStage", Watched):
+        table = resolve(recipe)
+        model = ShardedModel(
+            recipe.model, table, seed=0, dtype=torch.float32, device=device, layout=recipe.layout, world=world
+        )
+        tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
+        for _ in range(2):
+            seen.clear()
+            model.drop_gradients()
+            model.forward_backward(MICRO_BATCHES * [(tokens, tokens, None)], 1.0)
+        return seen, sum(parameter.numel() for parameter in model.stages[0].parameters())
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_shares_out_after_each_micro_batch(zero: int, ranks: Pool, tiny: Recipe) -> None:
+    for seen, whole in ranks(4, watched, tiny.replace(layout(dp=2, pp=2, zero=zero))):
+        assert [held.parameters for held in seen] == MICRO_BATCHES * [0 if zero == 3 else whole]
+        assert [held.gradients for held in seen] == MICRO_BATCHES * [0 if zero >= 2 else whole]
+
+
+def test_a_buffer_goes_with_its_micro_batch(ranks: Pool, tiny: Recipe) -> None:
+    """torch's own stage has one for each of the six from the start to the end. Of those of inputs that 1F1B has under
+    way, rank 1 of three has two until it empties the pipeline."""
+    found = ranks(3, watched, tiny.replace(layout(pp=3) | {"model.n_layers": 3}))
+    buffers = [[held.buffers for held in seen] for seen, _ in found]
+    assert buffers == [[0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]]
+
+
+def after_forward(recipe: Recipe) -> set[str]:
+    """The parameters that are whole when the loss is there."""
+    seen: set[str] = set()
+    device = torch.device("cpu")
+    with joined(recipe.layout, device) as world:
+        model = ShardedModel(
+            recipe.model,
+            resolve(recipe),
+            seed=0,
+            dtype=torch.float32,
+            device=device,
+            layout=recipe.layout,
+            world=world,
+        )
+
+        def look(stage: Stage, *_: Any) -> None:
+            seen.update(name for name, each in stage.model.named_parameters() if not isinstance(each, DTensor))
+
+        model.stages[0].register_forward_hook(look)
+        tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
+        model.forward_backward([(tokens, tokens, None)], 1.0)
+    return seen
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_zero_3_keeps_the_unembedding_and_norms_for_the_backward_pass(tied: bool, ranks: Pool, tiny: Recipe) -> None:
+    recipe = tiny.replace(layout(dp=2, zero=3) | {"model.tied_embeddings": tied})
+    kept = {each.name for each in recipe.model.parameters() if "norm" in each.name}
+    assert ranks(2, after_forward, recipe) == 2 * [kept | {"embedding.weight" if tied else "unembedding.weight"}]

@@ -1,0 +1,143 @@
+"""What torch or gloo would do wrong, hang on or abort at is refused before anything starts, or cannot happen.
+
+Two more are held against one process in test_layouts.py, where all layouts evaluate between steps of a ramp: a
+schedule's own evaluation changes what it has noted down for training, and two schedules on the same stages lose
+gradients. Parameters that stay gathered under a pipeline, and buffers: test_lean_stage.py.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import layout
+
+from leaven.distributed.compat import pretend
+from leaven.distributed.parallelise import build_stage
+from leaven.distributed.pipeline import SCHEDULES
+from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.stage import Stage
+from leaven.distributed.world import World, joined, mesh_of
+from leaven.planning.trainable import require_trainable
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+FOUR = {"model.n_heads": 4, "model.n_kv_heads": 4, "model.d_head": 4, "model.n_layers": 4}
+RAMP = {"batch.ramp": {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 256}}
+
+REFUSED = {
+    # Ranks would take stretches of different lengths, and gloo aborts the process at the first collective.
+    "a sequence that tensor ranks cannot share": (
+        layout(tp=4) | {"model.seq_len": 30, "batch.tokens": 240},
+        r"tp=4: .*seq_len 30 do not all divide by 4; tp of 1 or 2 works",
+    ),
+    "a vocabulary that they cannot share": (layout(tp=4) | {"model.vocab_size": 322}, "vocabulary of 322"),
+    "fewer kv heads than tensor ranks": (layout(tp=4) | {"model.n_kv_heads": 2}, "2 kv heads.*tp of 1 or 2 works"),
+    # 1F1B would wait for a micro-batch that never comes.
+    "fewer micro-batches than stages": (
+        layout(pp=4) | {"batch.micro_batch": 4},
+        r"pp=4: the smallest batch of 8 sequences is 2 micro-batches a rank, fewer than stages: 60% .* lower",
+    ),
+    "fewer of them where the ramp begins": (layout(pp=4) | RAMP, "the smallest batch of 2 sequences"),
+    # A stage without layers hangs.
+    "fewer layers than stages": (layout(pp=8), r"pp=8: there are only 4 layers"),
+    "fewer layers than stages of several on a rank": (
+        layout(pp=4, schedule="interleaved", stages_per_rank=2),
+        r"pp=4 x stages_per_rank=2: there are only 4 layers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_before_anything_starts(changes: dict[str, Any], said: str, tiny: Recipe) -> None:
+    recipe = tiny.replace(FOUR | changes)
+    with pytest.raises(InputError, match=said) as refused:
+        require_trainable(recipe, recipe.layout.ranks)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_schedule_that_computes_wrong_gradients_is_refused(tiny_text: str) -> None:
+    """Of the weights' half of a backward pass: ZeRO 3 has freed what it needs."""
+    text = tiny_text + '[layout]\ndp = 2\npp = 2\nzero = 3\nschedule = "zero-bubble"\n'
+    with pytest.raises(InputError, match=r"zero-bubble.* wrong gradients with zero = 3; set zero = 1 or 2"):
+        parse_recipe(text, "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("processes", "said"),
+    [
+        (1, "there is one process; start it with torchrun --nproc-per-node 8"),
+        (16, "there are 16 processes; dp=4 tp=2 pp=2 or"),
+        (6, "there are 6 processes; dp=1 tp=2 pp=3 or dp=3 tp=1 pp=2 would do"),  # four heads: no tp=3
+    ],
+)
+def test_another_number_of_processes(processes: int, said: str, tiny: Recipe) -> None:
+    recipe = tiny.replace(FOUR | layout(dp=2, tp=2, pp=2))
+    with pytest.raises(InputError, match=f"dp 2 x tp 2 x pp 2 is 8 ranks, and {said}"):
+        require_trainable(recipe, processes)
+
+
+def schedules_built(recipe: Recipe) -> list[int]:
+    """The micro-batches that torch takes for the schedule of a recipe, asked for 1 to 40."""
+    sizes = recipe.layout
+    pretend(0, sizes.ranks)
+    world = World(0, sizes.ranks, mesh_of(sizes, torch.device("cpu")))
+    model = ShardedModel(
+        recipe.model,
+        resolve(recipe),
+        seed=0,
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        layout=sizes,
+        world=world,
+    )
+    assert model._pipeline is not None
+    taken = sorted({model.schedulable(count) for count in range(1, 41)})
+    for count in taken:
+        model._pipeline._of(count, torch.Size((1, recipe.model.seq_len)))
+    return taken
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_takes_any_number_of_micro_batches_filled_up(schedule: str, ranks: Pool, tiny: Recipe) -> None:
+    """torch's interleaved schedules refuse 64 micro-batches over 12 ranks, 1F1B fewer than stages."""
+    stages = 2 if schedule in {"interleaved", "zero-bubble"} else 1
+    recipe = tiny.replace({"model.n_layers": 24} | layout(pp=12, schedule=schedule, stages_per_rank=stages))
+    taken = ranks(1, schedules_built, recipe)[0]
+    expected = {"gpipe": range(1, 41), "1f1b": range(12, 41)}
+    assert taken == list(expected.get(schedule, (12, 24, 36, 48)))
+
+
+def forwards(recipe: Recipe) -> list[int]:
+    """Forward passes of this process's stage in each of two steps."""
+    counts = []
+    device, sizes = torch.device("cpu"), recipe.layout
+    with joined(sizes, device) as world:
+        model = ShardedModel(
+            recipe.model, resolve(recipe), seed=0, dtype=torch.float32, device=device, layout=sizes, world=world
+        )
+        tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
+        for _ in range(2):
+            with patch.object(Stage, "forward", autospec=True, side_effect=Stage.forward) as forward:
+                model.forward_backward(4 * [(tokens, tokens, None)], 1.0)
+            counts.append(forward.call_count)
+    return counts
+
+
+def test_shapes_are_not_found_out_by_a_pass_of_their_own(ranks: Pool, tiny: Recipe) -> None:
+    assert ranks(2, forwards, tiny.replace(layout(pp=2))) == [[4, 4], [4, 4]]
+
+
+def test_recomputing_does_not_rename_parameters(tiny: Recipe) -> None:
+    """torch's wrapper for it does, and a parameter's initial value goes by its name."""
+    names = []
+    for recompute in ("none", "full"):
+        recipe = tiny.replace({"layout.recompute": recompute})
+        how: dict[str, Any] = {"layout": recipe.layout, "dtype": torch.float32, "device": torch.device("meta")}
+        stage = build_stage(recipe.model, resolve(recipe), (0, recipe.model.n_layers), **how)
+        names.append([name for name, _ in stage.model.named_parameters()])
+    assert names[0] == names[1]
+    assert {*names[0]} == {parameter.name for parameter in tiny.model.parameters()}
