@@ -29,3 +29,10 @@ def alone() -> Any:
         return train(recipe, prepare(recipe.data, recipe.model.vocab_size), steps, dtype)
 
     return lambda recipe, steps, dtype: trained(recipe.model_dump_json(), steps, dtype)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All that want ranks go to one worker: eight processes for each of several would be in each other's way."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))

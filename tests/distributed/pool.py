@@ -1,5 +1,6 @@
 """Processes that wait for work: a case costs what it computes, not a start of Python and torch for each rank."""
 
+import faulthandler
 import os
 import traceback
 from collections.abc import Callable
@@ -85,10 +86,12 @@ def _work(connection: Connection) -> None:
         while True:
             environment, function, arguments = connection.recv()
             os.environ.update(environment)
+            faulthandler.dump_traceback_later(0.8 * TIMEOUT)  # where it hangs, if it does
             try:
                 answer = True, function(*arguments)
             except BaseException:
                 answer = False, traceback.format_exc()
+            faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
             connection.send(answer)
