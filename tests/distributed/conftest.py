@@ -1,6 +1,6 @@
 """Ranks for the tests of this folder, started once, and the run of one process that every layout is held against."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,8 @@ from tests.distributed.pool import Pool
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 
+Alone = Callable[[Recipe, int, str], dict[str, Any]]
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
@@ -20,7 +22,11 @@ def ranks() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def alone() -> Any:
+def alone() -> Alone:
+    return once()
+
+
+def once() -> Alone:
     """What one process gets of a recipe in so many steps, once for all the layouts that ask."""
 
     @cache

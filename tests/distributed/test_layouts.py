@@ -1,17 +1,15 @@
 """The layout is not part of the model: losses, norms and parameters are those of one process, in every layout."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.distributed.cases import assembled, train
+from tests.distributed.conftest import Alone
 from tests.distributed.pool import Pool
 
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
-
-Alone = Callable[[Recipe, int, str], dict[str, Any]]
 
 # Batches of 4, 6, 8 and 8 sequences of which three ranks, or micro-batches of 3, leave rests; every module but a few
 # has values of its own; the clip acts in every step.

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.distributed.cases import resume, save
+from tests.distributed.conftest import Alone
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import COMMON, GPT, ISOLATED, ONE, RUNNING, TIED, Alone, layout
+from tests.distributed.test_layouts import COMMON, GPT, ISOLATED, ONE, RUNNING, TIED, layout
 
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
@@ -39,17 +40,25 @@ def test_any_layout_takes_up_what_any_other_has_saved(
     tiny: Recipe,
     tmp_path: Path,
 ) -> None:
+    losses, expected = follow(ranks, alone, tiny, changes, chain, tmp_path)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-12)
+
+
+def follow(
+    ranks: Pool, alone: Alone, tiny: Recipe, changes: dict[str, Any], chain: list[dict[str, Any]], folder: Path
+) -> tuple[list[float], list[float]]:
+    """The losses of two steps in each layout of a chain, and those of one process that goes through."""
     changes = COMMON | ONE | changes
     expected = alone(tiny.replace(changes), 2 * len(chain) - 1, "float64")["losses"]
     losses: list[float] = []
     for number, how in enumerate(chain):
         recipe = tiny.replace(changes | how)
         tokens = prepare(recipe.data, recipe.model.vocab_size)
-        folders = tmp_path / str(number - 1), tmp_path / str(number)
+        folders = folder / str(number - 1), folder / str(number)
         work = (save, recipe, tokens, 2, folders[1]) if number == 0 else (resume, recipe, tokens, 2, *folders)
         function, *arguments = work
         if recipe.layout.ranks == 1:
             losses += function(*arguments)
         else:
             losses += ranks(recipe.layout.ranks, function, *arguments)[0]
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-12)
+    return losses, expected

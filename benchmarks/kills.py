@@ -1,0 +1,138 @@
+"""Processes of a run killed at random moments: `PYTHONPATH=src python -m benchmarks.kills [KILLS] [--layout 2,2,2]`.
+
+torchrun starts a run of dp x tp x pp processes with restarts in place; one of them, at random, is killed with -9 at a
+random moment, every other time while a checkpoint is being written; so on until the number of kills is reached, and
+then the run goes to its end. Lost is a run that does not get there, or whose losses are not those of a run that was
+never disturbed, to the last bit.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import TINY
+
+from leaven.recipe.files import parse_recipe, write_recipe
+from leaven.training.run_folder import RunFolder
+
+TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
+PATIENCE = 300.0  # s without a new step, after which a run counts as lost
+
+
+def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
+    dp, tp, pp = degrees
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ |= {"LEAVEN_CACHE": f"{folder}/cache", "OMP_NUM_THREADS": "1"}
+        for number in range(40):
+            (folder / f"{number}.txt").write_text(TEXT[number * 4_000 : (number + 1) * 4_000])
+        recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(
+            {
+                "model.n_kv_heads": 2,
+                "data.tokens": 256 * (40 + 4 * kills),
+                "batch.micro_batch": 1,
+                "stability.checkpoint_every_tokens": 256 * 4,
+                "evaluation.every_tokens": 256 * 100,
+                "layout.dp": dp,
+                "layout.tp": tp,
+                "layout.pp": pp,
+                "layout.zero": 1,
+                "layout.timeout_seconds": 60,
+            }
+        )
+        write_recipe(recipe, folder / "recipe.toml")
+        whole = start(folder, "whole", 0)
+        if whole.wait() != 0:
+            raise SystemExit("the undisturbed run failed")
+        counts = disturbed(folder, kills, random.Random(seed))
+        same = losses(folder / "whole") == losses(folder / "run")
+        print(
+            f"{dp}x{tp}x{pp}: {counts['kills']} kills, {counts['saving']} of them while a checkpoint was being "
+            f"written, {counts['again']} steps done again, {counts['seconds']:.0f} s from a kill to the next step "
+            "(median); "
+            f"{'losses of the undisturbed run, to the last bit' if same else 'LOST'}"
+        )
+        return 0 if same and counts["kills"] >= kills else 1
+
+
+def start(folder: Path, run: str, restarts: int) -> "subprocess.Popen[bytes]":
+    layout = parse_recipe((folder / "recipe.toml").read_text(), "recipe").layout
+    launch = ["torch.distributed.run", f"--nproc-per-node={layout.ranks}", "--monitor-interval=0.1"]
+    command = [*launch, f"--max-restarts={restarts}", "-m", "leaven", "train", str(folder / "recipe.toml")]
+    with (folder / f"{run}.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command, "--run-folder", str(folder / run)], stdout=log, stderr=log
+        )
+
+
+def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]:
+    run = RunFolder(folder / "run")
+    process = start(folder, "run", 2 * kills)
+    counts: dict[str, float] = {"kills": 0, "saving": 0, "again": 0}
+    seconds: list[float] = []
+    while counts["kills"] < kills:
+        before = steps(run)
+        if not wait(process, lambda before=before: steps(run) > before):
+            break
+        saving = bool(counts["kills"] % 2)
+        until = time.monotonic() + draw.uniform(0, 3)
+        while time.monotonic() < until or (saving and not list(run.path.glob("checkpoints/.*.tmp"))):
+            if process.poll() is not None:
+                break
+            time.sleep(0.001)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if not children:
+            break
+        counts["saving"] += bool(list(run.path.glob("checkpoints/.*.tmp")))
+        reached, began = steps(run), time.monotonic()
+        os.kill(int(draw.choice(children)), signal.SIGKILL)
+        counts["kills"] += 1
+        resumed = resumes(run)
+        if not wait(process, lambda resumed=resumed: resumes(run) > resumed and steps(run) > 0):
+            break
+        seconds.append(time.monotonic() - began)
+        counts["again"] += max(reached - int(run.events()[-1]["step"]), 0)
+    wait(process, lambda: run.finish() is not None)
+    process.wait()
+    counts["seconds"] = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
+    return counts
+
+
+def wait(process: "subprocess.Popen[bytes]", reached: Callable[[], bool]) -> bool:
+    until = time.monotonic() + PATIENCE
+    while not reached():
+        if process.poll() is not None or time.monotonic() > until:
+            process.terminate()
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def steps(run: RunFolder) -> int:
+    lines = run.metrics()
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def resumes(run: RunFolder) -> int:
+    return sum(event["event"] == "resume" for event in run.events())
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in RunFolder(folder).metrics()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kills", type=int, nargs="?", default=100)
+    parser.add_argument("--layout", default="2,2,2", help="dp,tp,pp")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    dp, tp, pp = (int(part) for part in arguments.layout.split(","))
+    raise SystemExit(main(arguments.kills, (dp, tp, pp), arguments.seed))

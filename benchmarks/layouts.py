@@ -1,0 +1,69 @@
+"""Every layout against one process: `PYTHONPATH=src python -m benchmarks.layouts [NAME ...]`.
+
+The cases of tests/distributed/test_layouts.py and the chains of test_resharding.py, as a table: the largest
+difference from one process in any loss or validation (nats), in gradient and update norms (relative), in parameters;
+and the seconds of the case with its processes waiting (starting them is not in it). float64, then the compute dtypes.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tests.conftest import TINY
+from tests.distributed.conftest import once
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import CASES, COMMON, EVERYTHING, differences
+from tests.distributed.test_resharding import CHAINS, follow
+
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.recipe import Recipe
+
+TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LEAVEN_CACHE"] = f"{folder}/cache"
+        for number in range(40):
+            (Path(folder) / f"{number}.txt").write_text(TEXT[number * 4_000 : (number + 1) * 4_000])
+        tiny = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny")
+        ranks = Pool(8)
+        try:
+            table(ranks, tiny, names, Path(folder))
+        finally:
+            ranks.close()
+
+
+def table(ranks: Pool, tiny: Recipe, names: list[str], folder: Path) -> None:
+    alone = once()
+    print("| layout | loss | norms | parameters | seconds |\n|---|---|---|---|---|")
+    cases = [(name, changes, "float64") for name, changes in CASES.items()]
+    for compute in ("fp32", "bf16", "fp16"):
+        cases.append((f"2x2x2 {compute}", EVERYTHING | {"precision.compute": compute}, "float32"))
+    for name, changes, dtype in cases:
+        if names and name not in names:
+            continue
+        alone(tiny_of(tiny, changes), 3, dtype)  # so that its time is not in that of the layout
+        began = time.perf_counter()
+        found = differences(ranks, alone, tiny, changes, steps=3, dtype=dtype)
+        seconds = time.perf_counter() - began
+        loss = max(found["loss"], found["validation"])
+        print(f"| {name} | {loss:.1e} | {found['norm']:.1e} | {found['parameter']:.1e} | {seconds:.1f} |", flush=True)
+    print("\n| saved by, then taken up by | loss |\n|---|---|")
+    for number, (name, (changes, chain)) in enumerate(CHAINS.items()):
+        if names and name not in names:
+            continue
+        losses, expected = follow(ranks, alone, tiny, changes, chain, folder / f"chain-{number}")
+        print(f"| {name} | {max(abs(a - b) for a, b in zip(losses, expected, strict=True)):.1e} |", flush=True)
+
+
+def tiny_of(tiny: Recipe, changes: dict[str, object]) -> Recipe:
+    return tiny.replace(COMMON | {key: value for key, value in changes.items() if not key.startswith("layout.")})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
