@@ -103,6 +103,10 @@ def test_one_that_stops_stops_all_and_they_go_on_together(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # to the last bit
     assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 40
     assert events(tmp_path / "whole").count("start") == 1  # one of them writes
+    compared = [event for event in RunFolder(tmp_path / "whole").events() if event["event"] == "ranks"]
+    assert compared
+    assert all({each["slowest"], each["fullest"]} <= {0, 1} for each in compared)
+    assert all(each["times_the_median"] >= 1 and each["memory_gib"] > 0 for each in compared)
 
 
 def test_a_number_that_is_none_on_one_takes_all_back(

@@ -19,6 +19,9 @@ from leaven.recipe.units import format_quantity, format_seconds
 from leaven.report.numbers import value
 from leaven.report.terminal import cut, learning_rate
 
+SLOW = 1.5
+"""Times the median of the ranks, above which a rank is said to be slow."""
+
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
     from leaven.training.engine import Step
@@ -160,7 +163,7 @@ class TrainScreen(Screen):
             self._waiting = step
 
     def event(self, event: str, values: dict[str, Any]) -> None:
-        if event not in {"validation", "checkpoint"}:  # of the latter nothing is said
+        if event not in {"validation", "checkpoint", "ranks"}:  # of the others mostly nothing is said
             self._say_waiting()
         at = f"at {format_quantity(values['tokens'])} tokens"
         match event:
@@ -195,6 +198,11 @@ class TrainScreen(Screen):
                 self.row(
                     f"  batch is at its full {format_quantity(values['batch_tokens'])} tokens {at}, "
                     f"micro-batch {values['micro_batch']}"
+                )
+            case "ranks" if values["times_the_median"] > SLOW:
+                self.row(
+                    f"  rank {values['slowest']} takes {values['times_the_median']:.1f} times as long as the others for "
+                    "the same work; all wait for it"
                 )
             case "curves_lost":
                 self.row(f"  curves of {values['writer']} end {at}: {values['why']}")

@@ -75,6 +75,13 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def everyone(self, values: list[float]) -> list[list[float]]:
+        """What each process has, by rank."""
+        own = torch.zeros(self.size, len(values), dtype=torch.float64)
+        own[self.rank] = torch.tensor(values, dtype=torch.float64)
+        found: list[list[float]] = self.sum_(own).tolist()
+        return found
+
     def any(self, flag: bool) -> bool:
         """Whether it is so for one of them at least."""
         if self.mesh is None:

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 from leaven.distributed.world import ALONE, World
+from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Difference
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
@@ -16,7 +18,7 @@ from leaven.training.metrics import Curves
 from leaven.training.rewind import Rewind, oldest_checkpoint, rollback
 from leaven.training.run_folder import RunFolder
 from leaven.training.spikes import Guard, Trouble, left_out
-from leaven.training.throughput import mfu_convention
+from leaven.training.throughput import errand, mfu_convention, peak_memory
 
 
 class Session:
@@ -238,9 +240,20 @@ class Session:
         self._owes_validation = False
         values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
         self.event("validation", **values)
+        if self._world.size > 1:
+            self._compare_processes()
         if self._curves:
             self._curves.validation(self.training.progress.step, self.training.progress.tokens, values)
         return values
+
+    def _compare_processes(self) -> None:
+        """Which of them is slowest at the same work, and which holds most: all wait for the slowest, in every step."""
+        device = self.training.device
+        everyone = self._world.everyone([errand(device), peak_memory(device) / GIB])
+        seconds, memory = zip(*everyone, strict=True)
+        slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
+        ratio = max(seconds) / median(seconds)
+        self.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
     def _save(self) -> None:
         self._checkpoint_written(wait=True)

@@ -23,6 +23,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
 
 MEASURING_SECONDS = 0.5
+ERRAND_SIZE = {"cpu": 256, "cuda": 4096}
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -93,6 +94,18 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
         best = max(best, 2 * size**3 / seconds)
         size *= 2
     return best
+
+
+def errand(device: torch.device) -> float:
+    """Seconds of a piece of work that is the same on every device: which of many is slower than the others?"""
+    a, times = torch.ones(ERRAND_SIZE[device.type], ERRAND_SIZE[device.type], device=device), []
+    for _ in range(5):
+        wait(device)
+        began = time.perf_counter()
+        a @ a
+        wait(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def wait(device: torch.device) -> None:
