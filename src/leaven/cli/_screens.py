@@ -176,20 +176,8 @@ class TrainScreen(Screen):
                 self.row(f"  {said} {at}: the same sums in another order, so losses differ in their last bits")
             case "validation" if self._last is not None:
                 self._say(self._last, f"{values['loss']:.4f}")
-            case "rollback":
-                skipped = values["skip_to"] - values["skip_from"]
-                lower = f", lr x{values['lr']:g}" if values["lr"] < 1 else ""
-                self.row(f"  trouble {at}: {values['why']}")
-                self.row(
-                    f"  rolled back to {format_quantity(values['from_tokens'])} tokens, leaving out "
-                    f"{format_quantity(skipped)} tokens from {format_quantity(values['to_tokens'])} on{lower}, "
-                    f"attempt {values['attempt']} of {values['attempts']}"
-                )
-            case "skip":
-                self.row(
-                    f"  step {values['step']:,} left out {at}: loss {values['loss']:.3f}, "
-                    f"gradient norm {value(values['grad_norm'])}"
-                )
+            case "rollback" | "skip":
+                self._say_trouble(event, at, values)
             case "checkpoint_failed":
                 self.row(f"  checkpoint {at} is not saved: {values['why']}; the run goes on, older ones stay")
             case "unwritten":
@@ -201,8 +189,8 @@ class TrainScreen(Screen):
                 )
             case "ranks" if values["times_the_median"] > SLOW:
                 self.row(
-                    f"  rank {values['slowest']} takes {values['times_the_median']:.1f} times as long as the others for "
-                    "the same work; all wait for it"
+                    f"  rank {values['slowest']} takes {values['times_the_median']:.1f} times as long as the others "
+                    "for the same work; all wait for it"
                 )
             case "curves_lost":
                 self.row(f"  curves of {values['writer']} end {at}: {values['why']}")
@@ -216,6 +204,22 @@ class TrainScreen(Screen):
             self.row(f"  {epochs:.3g} epochs of {source}")
         if values.get("mfu_convention"):
             self.row(f"  MFU: {values['mfu_convention']}")
+
+    def _say_trouble(self, event: str, at: str, values: dict[str, Any]) -> None:
+        if event == "skip":
+            self.row(
+                f"  step {values['step']:,} left out {at}: loss {values['loss']:.3f}, "
+                f"gradient norm {value(values['grad_norm'])}"
+            )
+            return
+        skipped = values["skip_to"] - values["skip_from"]
+        lower = f", lr x{values['lr']:g}" if values["lr"] < 1 else ""
+        self.row(f"  trouble {at}: {values['why']}")
+        self.row(
+            f"  rolled back to {format_quantity(values['from_tokens'])} tokens, leaving out "
+            f"{format_quantity(skipped)} tokens from {format_quantity(values['to_tokens'])} on{lower}, "
+            f"attempt {values['attempt']} of {values['attempts']}"
+        )
 
     def _say_waiting(self) -> None:
         if self._waiting is not None:

@@ -247,7 +247,7 @@ class Session:
         return values
 
     def _compare_processes(self) -> None:
-        """Which of them is slowest at the same work, and which holds most: all wait for the slowest, in every step."""
+        """Which of them is slowest at the same work, and which holds most: all wait for the slowest."""
         device = self.training.device
         everyone = self._world.everyone([errand(device), peak_memory(device) / GIB])
         seconds, memory = zip(*everyone, strict=True)
