@@ -22,7 +22,8 @@ MICRO_BATCHES = 6
 
 @dataclass(frozen=True)
 class Held:
-    """After a micro-batch's backward pass: elements of whole parameters and of their gradients; buffers."""
+    """After a micro-batch's backward pass: elements of whole parameters, and of those whose gradient is whole yet;
+    buffers."""
 
     parameters: int
     gradients: int
@@ -37,12 +38,15 @@ def watched(recipe: Recipe) -> tuple[list[Held], int]:
         def backward_one_chunk(self, *arguments: Any, **named: Any) -> None:
             super().backward_one_chunk(*arguments, **named)
             whole = [each for each in self.submod.parameters() if not isinstance(each, DTensor)]
+            # One that is sharded has this process's share of the gradient as soon as there is one.
+            shared = [each for each in self.submod.parameters() if isinstance(each, DTensor)]
+            waiting = [each for each in whole if each.grad is not None] + [p for p in shared if p.grad is None]
             infos = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
             buffers = [info.buffer for some in infos for info in some if info.buffer is not None]
             seen.append(
                 Held(
                     sum(each.numel() for each in whole),
-                    sum(each.grad.numel() for each in whole if each.grad is not None),
+                    sum(each.numel() for each in waiting),
                     sum(not buffer.is_meta for buffer in buffers),
                 )
             )
