@@ -37,6 +37,7 @@ def once() -> Alone:
     return lambda recipe, steps, dtype: trained(recipe.model_dump_json(), steps, dtype)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All that want ranks go to one worker: eight processes for each of several would be in each other's way."""
     for item in items:
