@@ -15,10 +15,11 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=8
 export LEAVEN_CACHE="${LEAVEN_CACHE:?a folder that all nodes see}"
 
-srun --kill-on-bad-exit=1 torchrun \
+srun --kill-on-bad-exit=1 --cpus-per-task "$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes "$SLURM_NNODES" \
     --nproc-per-node 8 \
     --max-restarts 3 \
+    --shutdown-timeout 280 \
     --rdzv-backend c10d \
     --rdzv-endpoint "$first:29500" \
     --rdzv-id "$SLURM_JOB_ID" \

@@ -11,8 +11,8 @@ import pytest
 
 import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
-from leaven.training.checkpoint import Checkpoint, checkpoints
-from leaven.training.engine import Training
+from leaven.distributed.sharded import ShardedModel
+from leaven.training.checkpoint import checkpoints
 from leaven.training.run_folder import RunFolder
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -79,14 +79,14 @@ def test_stopped_with_no_room_to_save_it_says_from_where_it_goes_on(
     stopped_after: Callable[[Path, int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, write = tmp_path / "run", leaven_checkpoint.write_checkpoint
+    run, save = tmp_path / "run", leaven_checkpoint.save_file
 
-    def full(folder: Path, checkpoint: Checkpoint) -> Path:
-        if checkpoint.progress.step > 4:
+    def full(tensors: Any, path: Path) -> None:
+        if list(path.parent.glob("../tokens-*1024")):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(folder, checkpoint)
+        save(tensors, path)
 
-    monkeypatch.setattr(leaven_checkpoint, "write_checkpoint", full)
+    monkeypatch.setattr(leaven_checkpoint, "save_file", full)
     stopped_after(run, 6)
     code, _, err = leaven("train", tiny_file, "--run", run)
     assert code == 75
@@ -113,14 +113,15 @@ def test_with_every_checkpoint_damaged_nothing_is_touched(leaven: Verb, tiny_fil
 def test_out_of_memory_is_one_line_and_a_run_that_failed(
     leaven: Verb, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, steps: int
 ) -> None:
-    run, loss = tmp_path / "run", Training._loss
+    run, work, done = tmp_path / "run", ShardedModel.forward_backward, []
 
-    def limited(self: Training, *arguments: Any) -> Any:
-        if self.progress.step >= steps:
+    def limited(self: ShardedModel, *arguments: Any) -> Any:
+        if len(done) >= steps:
             raise error
-        return loss(self, *arguments)
+        done.append(1)
+        return work(self, *arguments)
 
-    monkeypatch.setattr(Training, "_loss", limited)
+    monkeypatch.setattr(ShardedModel, "forward_backward", limited)
     code, out, err = leaven("train", tiny_file, "--run", run, "--set", "batch.micro_batch=4")
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith("error: out of memory; for a training lower [batch] micro_batch or set it")

@@ -224,7 +224,7 @@ def bad(case: str, *arguments: str, says: str) -> Any:
         bad("one line of text", "--set", "data.source=SHORT", says="tokens"),
         bad("no source", "--set", "data.source=/absent/*.txt", says="/absent/*.txt"),
         bad("small vocabulary", "--set", "model.vocab_size=128", says="vocab_size"),
-        bad("several devices", "--set", "layout.tp=2", says="set dp = tp = pp = 1"),
+        bad("several devices", "--set", "layout.tp=2", says="start it with torchrun"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_and_nothing_written(

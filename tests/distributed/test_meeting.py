@@ -49,6 +49,15 @@ def test_a_proposal_that_all_but_one_had_agreed_to_is_not_taken_up() -> None:
     assert again[2].get("key") == b"value"
 
 
+@pytest.mark.parametrize(("before", "then"), [(2, 4), (4, 2)])
+def test_a_store_of_another_number_of_processes(before: int, then: int) -> None:
+    store = HashStore()
+    met(store, before)
+    first, *others = met(store, then)
+    first.set("key", "value")
+    assert all(other.get("key") == b"value" for other in others)
+
+
 def test_who_did_not_come_is_named() -> None:
     with pytest.raises(TimeoutError, match="rank 1, 2 did not come"):
         meet(HashStore(), 0, 3, SHORT)

@@ -80,6 +80,7 @@ def _main() -> None:
     try:
         code = app(prog_name="leaven", standalone_mode=False)
     except InputError as error:
+        _say_of_one(error)
         _fail(str(error))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "leaven":
@@ -91,12 +92,14 @@ def _main() -> None:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
+        _say_of_one(error)
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{error.strerror}{where}; make room and run the same command again, what was complete is kept")
     except Exception as error:
         if isinstance(error, Lost):
             sys.stderr.write(f"error: {error}\n")  # each process has its own
             sys.exit(FAILED)
+        _say_of_one(error)
         if out_of_memory(error):
             why = str(error) or type(error).__name__
             _fail(f'out of memory; for a training lower [batch] micro_batch or set it to "auto" ({why})', FAILED)
@@ -109,6 +112,13 @@ def _main() -> None:
             errors.print("interrupted; the same command goes on from what is on disk")
             sys.exit(INTERRUPTED)
         sys.exit(code or 0)
+
+
+def _say_of_one(error: Exception) -> None:
+    """Let this process speak, though it is not the first, if what befell it is known to no other."""
+    if getattr(error, "__notes__", None) and errors.quiet:
+        errors.quiet = False
+        errors.print(Text.assemble((f"{error.__notes__[0]}: ", "bold red")), end="")
 
 
 def _fail(message: str, code: int = WRONG_INPUT) -> NoReturn:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,9 @@ from leaven.cli._screens import TextScreen, TrainScreen, advice, summary_line
 from leaven.planning.tested_ground import warnings
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
 from leaven.recipe.errors import InputError
+
+if TYPE_CHECKING:
+    from leaven.training.run_folder import RunFolder
 
 
 def train_(
@@ -81,11 +84,14 @@ def train_(
     from leaven.training.run_folder import RunFolder
     from leaven.training.trainer import check, train
 
-    if "WORLD_SIZE" in os.environ and RunFolder(folder).recipe_file.exists():
+    by_hand = any(change.startswith("layout.dp=") for change in overrides or ())
+    if "WORLD_SIZE" in os.environ and not by_hand and RunFolder(folder).recipe_file.exists():
         loaded = resized(loaded, world_size())  # a node is gone, or back
     require_trainable(loaded, world_size())
     if loaded.start.folder is not None:  # before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        _leave_if_decided(RunFolder(folder))
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
     back = Back(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
@@ -120,3 +126,12 @@ def train_(
         raise typer.Exit(75)
     if not json_output:
         console.print(summary_line(summary, folder))
+
+
+def _leave_if_decided(run: "RunFolder") -> None:
+    """torchrun takes every exit but 0 for a failure and starts all processes again; a run that has stopped of its own
+    accord stays so until it is started anew."""
+    last = (run.events() or [{"event": None}])[-1]
+    if last["event"] == "stop":
+        errors.print(f"stopped before: {last['why']}; not started again")
+        raise typer.Exit(75 if last["why"] == "interrupted" else 1)

@@ -8,14 +8,14 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 from leaven.distributed.world import ALONE, World
-from leaven.recipe.errors import InputError
+from leaven.recipe.errors import InputError, Lost, Settled
 
 T = TypeVar("T")
 
 _SECOND_THOUGHTS = 0.5  # s between two looks at the store, once it has been looked at often
 
 
-class Unheard(RuntimeError):
+class Unheard(Lost):
     """The first process does not answer."""
 
 
@@ -105,5 +105,5 @@ def first_alone(world: World, work: Callable[[], T]) -> T:
             said = str(error)
     said = exchange.decided(said)
     if said is not None:
-        raise InputError(said)
+        raise Settled(said)
     return work() if value is None else value

@@ -32,7 +32,7 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return _lead(store, word, size, until)
     while time.monotonic() < until:
         proposal = _read(store, "proposal")
-        if proposal is not None and proposal["words"][rank] == word:
+        if proposal is not None and proposal["words"][rank : rank + 1] == [word]:
             store.set(f"agreed/{rank}", json.dumps(proposal["name"]))
             if _read(store, "confirmed") == proposal["name"]:
                 return PrefixStore(proposal["name"], store)

@@ -77,7 +77,7 @@ class Pipeline:
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """As :meth:`forward_backward`, forward only. The schedules have one of their own, but it changes what they
         have noted down for training."""
-        total = self._nothing()
+        total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
             for number in range(self.count):

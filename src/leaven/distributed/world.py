@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from leaven.distributed.meeting import meet
-from leaven.recipe.errors import Lost
+from leaven.recipe.errors import Lost, Settled
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -122,7 +122,10 @@ def joined(layout: Layout, device: torch.device) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store = meet(store, rank, size, timeout)
+    try:
+        store = meet(store, rank, size, timeout)
+    except TimeoutError as error:
+        raise Lost(f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s") from None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -134,10 +137,12 @@ def joined(layout: Layout, device: torch.device) -> Iterator[World]:
     try:
         yield world
         world.barrier()  # the store may live in the first process, and others may still read in it
-    except RuntimeError as error:
-        if not _of_wires(error):
-            raise
-        raise Lost(_who_is_missing(world, error)) from error
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _of_wires(error):
+            raise Lost(_who_is_missing(world, error)) from error
+        if not isinstance(error, Settled):
+            error.add_note(f"rank {rank}")  # the others do not know of it
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -1,8 +1,11 @@
 """What a layout asks of the model, the batch and the processes: said before anything is started."""
 
+from pydantic import ValidationError
+
 from leaven.planning.arrangement import shape_refusal
 from leaven.planning.tested_ground import Caution
 from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 
 
@@ -32,7 +35,7 @@ def require_ranks(recipe: Recipe, processes: int) -> None:
             "with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
         )
     near = [f"dp={dp} tp={tp} pp={pp}" for dp, tp, pp in nearest(recipe, processes)]
-    raise InputError(f"{said}; {' or '.join(near)} would do")
+    raise InputError(f"{said}; {' or '.join(near) or f'no layout of {processes} with this schedule'} would do")
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
@@ -54,8 +57,7 @@ def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
         for tp in range(1, processes + 1)
         if processes % tp == 0
         for pp in range(1, processes // tp + 1)
-        if processes // tp % pp == 0
-        and shape_refusal(recipe.model, layout.model_copy(update={"tp": tp, "pp": pp})) is None
+        if processes // tp % pp == 0 and _possible(recipe, {"dp": processes // tp // pp, "tp": tp, "pp": pp})
     ]
 
     def distance(degree: tuple[int, int, int]) -> tuple[int, float]:
@@ -64,6 +66,14 @@ def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
         return changed, max(tp / layout.tp, layout.tp / tp) * max(pp / layout.pp, layout.pp / pp) + dp / processes
 
     return sorted(degrees, key=distance)[:2]
+
+
+def _possible(recipe: Recipe, degrees: dict[str, int]) -> bool:
+    try:
+        layout = Layout.model_validate(recipe.layout.model_dump() | degrees)
+    except ValidationError:
+        return False
+    return shape_refusal(recipe.model, layout) is None
 
 
 def micro_batches(recipe: Recipe, batch_tokens: int, micro_batch: int) -> int:

@@ -8,6 +8,10 @@ class InputError(ValueError):
     """
 
 
+class Settled(InputError):
+    """One that every process of a run raises, so that one of them says it for all."""
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory is full: Python's, numpy's or torch's, which has one for each device."""
     said = str(error)

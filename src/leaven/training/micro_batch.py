@@ -93,12 +93,17 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
     """The recipe's micro-batch, or without a look at the device one that is seldom far off."""
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
-    seq_len, layout = recipe.model.seq_len, recipe.layout
-    batch = recipe.batch.tokens
-    if layout.pp > 1:  # each stage wants a micro-batch at least, of the smallest batch too
+    tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
+    return max(1, min(tokens // recipe.model.seq_len, _most(recipe)))
+
+
+def _most(recipe: Recipe) -> int:
+    """Sequences of a forward beyond which a rank's share of the batch is not enough for one to each stage of a
+    pipeline."""
+    layout, batch = recipe.layout, recipe.batch.tokens
+    if layout.pp > 1:  # of the smallest batch too
         batch = min(tokens for _, tokens in recipe.batch.sizes) // layout.pp
-    most = batch // layout.dp
-    return max(1, min(RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"]), most) // seq_len)
+    return max(1, batch // layout.dp // recipe.model.seq_len)
 
 
 def as_begun(recipe: Recipe, folder: Path) -> Recipe:
@@ -110,7 +115,10 @@ def as_begun(recipe: Recipe, folder: Path) -> Recipe:
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
-    return recipe.replace({"batch.micro_batch": begun.batch.micro_batch, "why": recipe.why | begun.why})
+    size = begun.batch.micro_batch
+    if size != "auto" and recipe.layout.pp > 1:  # it may have begun without a pipeline
+        size = min(size, _most(recipe))
+    return recipe.replace({"batch.micro_batch": size, "why": recipe.why | begun.why})
 
 
 def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:

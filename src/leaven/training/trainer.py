@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.data.text_bytes import bits_per_byte_factor
 from leaven.distributed.world import ALONE, World
-from leaven.recipe.errors import InputError, out_of_memory
+from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Recipe, rearrangement
 from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
@@ -118,17 +118,17 @@ def _opened(run: RunFolder, recipe: Recipe, back: Back | None, world: World) -> 
     world.barrier()
     run.writes = world.first
     with ExitStack() as stack:
-        refused = None
+        refused: str | None = None
         try:
             if back is not None and world.first:
                 back.go(run, recipe)
             if world.first:
                 stack.enter_context(run.opened(recipe))
         except InputError as error:
-            refused = error
+            refused = str(error)
         refused = world.shared(refused)
         if refused is not None:
-            raise refused
+            raise Settled(refused)
         yield
 
 
