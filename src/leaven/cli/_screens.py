@@ -212,12 +212,11 @@ class TrainScreen(Screen):
                 f"gradient norm {value(values['grad_norm'])}"
             )
             return
-        skipped = values["skip_to"] - values["skip_from"]
         lower = f", lr x{values['lr']:g}" if values["lr"] < 1 else ""
         self.row(f"  trouble {at}: {values['why']}")
         self.row(
-            f"  rolled back to {format_quantity(values['from_tokens'])} tokens, leaving out "
-            f"{format_quantity(skipped)} tokens from {format_quantity(values['to_tokens'])} on{lower}, "
+            f"  rolled back to {format_quantity(values['from_tokens'])} tokens, data left out from "
+            f"{format_quantity(values['skip_from'])} to {format_quantity(values['skip_to'])}{lower}, "
             f"attempt {values['attempt']} of {values['attempts']}"
         )
 
@@ -393,8 +392,7 @@ def advice(folder: Path) -> str:
     lines = [
         f"  rolled back at {format_quantity(event['tokens'])} tokens, data left out from "
         f"{format_quantity(event['skip_from'])} to {format_quantity(event['skip_to'])}: {event['why']}"
-        for event in run.events()
-        if event["event"] == "rollback"
+        for event in run.rollbacks()
     ]
     there = sorted(int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("tokens-*"))
     if there:

@@ -1,6 +1,8 @@
 """leaven sample RUN TEXT"""
 
+import sys
 import time
+import unicodedata
 from dataclasses import asdict
 from typing import Annotated
 
@@ -52,7 +54,7 @@ def sample_(
                 max_tokens=max_tokens,
                 seed=seed,
                 number=number,
-                on_text=lambda piece: None if json_output else typer.echo(piece, nl=False),
+                on_text=lambda piece: None if json_output else typer.echo(shown(piece), nl=False),
             )
         )
         if not json_output:
@@ -68,3 +70,10 @@ def sample_(
         f"{count:,} tokens, {count / seconds:.0f} a second; checkpoint at {loaded.tokens:,} tokens, seed {seed}",
         style="dim",
     )
+
+
+def shown(text: str) -> str:
+    """What a terminal gets of a text: control characters, which a model may well make, are no commands to it."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(each if each in "\n\t" or unicodedata.category(each) != "Cc" else "\ufffd" for each in text)

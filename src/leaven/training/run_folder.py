@@ -162,6 +162,16 @@ class RunFolder:
         returns = [event for event in self.events() if event["event"] in RETURNS]
         return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
 
+    def rollbacks(self) -> list[dict[str, Any]]:
+        """The events of the rollbacks since the run was last taken back by hand."""
+        found: list[dict[str, Any]] = []
+        for event in self.events():
+            if event["event"] == "rewind":
+                found = []
+            elif event["event"] == "rollback":
+                found.append(event)
+        return found
+
     def finish(self) -> dict[str, Any] | None:
         """The event with which the run finished, unless it went back since."""
         for event in reversed(self.events()):

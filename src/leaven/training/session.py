@@ -66,6 +66,7 @@ class Session:
             damaged_checkpoints=[path.name for path in damaged],
             **self._batch(),
             mfu_convention=mfu_convention(training.peak) if training.peak else None,
+            peak_tflops=training.peak.flops / 1e12 if training.peak else None,
         )
         if found is None:
             self._save()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from leaven.data.text_bytes import bits_per_byte_factor
@@ -167,20 +168,22 @@ def _ended(run: RunFolder) -> Summary | None:
 
 
 def _summary(run: RunFolder, progress: Progress, ended: dict[str, Any] | None, unsaved: str | None = None) -> Summary:
-    mfus = sorted(line["mfu"] for line in run.metrics() if line["mfu"] is not None)
-    used = utilisation(run.recipe(), mfus[len(mfus) // 2]) if mfus else None
+    # Where the peak is measured, each start has its own: the speed of all steps over that of the last start.
+    starts = [event for event in run.events() if event.get("peak_tflops")]
+    speeds = [line["tflops"] for line in run.metrics()]
+    used = utilisation(run.recipe(), median(speeds) / starts[-1]["peak_tflops"]) if starts and speeds else None
     return Summary(
         loss=ended["loss"] if ended else None,
         tokens=progress.tokens,
         steps=progress.step,
         seconds=progress.seconds,
         mfu=used.mfu if used else None,
-        rollbacks=sum(event["event"] == "rollback" for event in run.events()),
+        rollbacks=len(run.rollbacks()),
         finished=ended is not None,
         bits_per_byte=ended.get("bits_per_byte") if ended else None,
         mfu_causal=used.mfu_causal if used else None,
         hfu=used.hfu if used else None,
-        mfu_convention=next((e["mfu_convention"] for e in run.events() if "mfu_convention" in e), None),
+        mfu_convention=starts[-1]["mfu_convention"] if starts else None,
         unsaved=unsaved,
         saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),
     )
