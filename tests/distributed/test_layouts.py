@@ -107,7 +107,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+SLOW = {"dp2 tp2 zero0", "dp2 tp2 zero2", "dp2 pp2 zero1", "pp2 gpipe", "dp2 zero1"}
+"""Left to `make test-slow`: others have all that is in them."""
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(CASES[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
 def test_losses_norms_and_parameters_are_those_of_one_process(
     changes: dict[str, Any], ranks: Pool, alone: Alone, tiny: Recipe
 ) -> None:
