@@ -36,7 +36,7 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
         recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(
             {
                 "model.n_kv_heads": 2,
-                "data.tokens": 256 * (40 + 4 * kills),
+                "data.tokens": 256 * (60 + 30 * kills),
                 "batch.micro_batch": 1,
                 "stability.checkpoint_every_tokens": 256 * 4,
                 "evaluation.every_tokens": 256 * 100,
@@ -78,16 +78,17 @@ def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]
     counts: dict[str, float] = {"kills": 0, "saving": 0, "again": 0}
     seconds: list[float] = []
     while counts["kills"] < kills:
-        before = steps(run)
-        if not wait(process, lambda before=before: steps(run) > before):
+        reached = steps(run) + draw.randint(1, 12)
+        if not wait(process, lambda reached=reached: steps(run) >= reached):
             break
+        time.sleep(draw.uniform(0, 0.2))
         saving = bool(counts["kills"] % 2)
-        until = time.monotonic() + draw.uniform(0, 3)
-        while time.monotonic() < until or (saving and not list(run.path.glob("checkpoints/.*.tmp"))):
-            if process.poll() is not None:
-                break
+        while saving and process.poll() is None and not list(run.path.glob("checkpoints/.*.tmp")):
             time.sleep(0.001)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        except FileNotFoundError:  # it is at its end
+            break
         if not children:
             break
         counts["saving"] += bool(list(run.path.glob("checkpoints/.*.tmp")))
