@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "leaven.training.engine"]
-TIMEOUT = 120.0
+TIMEOUT = 300.0
 """Seconds for one case: far above what any takes, so that a hang is an error and no wait for ever."""
 
 

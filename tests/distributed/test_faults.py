@@ -166,7 +166,7 @@ def test_killed_and_started_again_by_torchrun_it_comes_to_the_same_bits(
             process.send_signal(signal.SIGTERM)
             break
         time.sleep(0.01)
-    process.wait(timeout=120)
+    process.wait(timeout=300)
     said.seek(0)
     text = said.read()
     assert "Traceback" not in text.partition("torch/distributed/elastic")[0], text
