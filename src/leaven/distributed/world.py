@@ -184,13 +184,14 @@ def _who_is_missing(world: World, error: RuntimeError) -> str:
             when, what = json.loads(world.store.get(f"sign/{other}")) if world.store else (0.0, "")
             signs[other] = (time.time() - float(when), what)
     said = f"rank {world.rank} of {world.size} waited in {collective} in vain"
-    if world.rank in signs:
-        said += f", {signs[world.rank][1]}"
-    if signs:
+    own = signs.pop(world.rank, None)
+    if own is not None:
+        said += f", {own[1]}"
+    if signs:  # this process waits; of the others, the one whose sign is oldest
         last = max(signs, key=lambda other: signs[other][0])
         seconds, what = signs[last]
         said += f"; the process that is behind is rank {last}, whose last sign, {seconds:.0f} s ago, was {what}"
-    return f"{said} ({str(error).splitlines()[0][:200]})"
+    return f"{said} ({str(error).partition(chr(10))[0][:200]})"
 
 
 _COLLECTIVES = {
