@@ -98,7 +98,8 @@ def _batch_refusal(recipe: Recipe) -> str | None:
     sequences = smallest // recipe.model.seq_len
     enough = layout.pp * layout.dp * recipe.model.seq_len
     return (
-        f"pp={layout.pp}: the smallest batch of {sequences:,} sequences is {forwards} micro-batches a rank, fewer "
+        f"pp={layout.pp}: the smallest batch of {sequences:,} sequences is {forwards} "
+        f"micro-batch{'' if forwards == 1 else 'es'} a rank, fewer "
         f"than stages: {bubble(forwards, layout.pp):.0%} of a step would be bubble; "
         + (f"lower [batch] micro_batch from {size}, or " if micro_batches(recipe, smallest, 1) >= layout.pp else "")
         + f"begin with a batch of {enough:,} tokens or more"
