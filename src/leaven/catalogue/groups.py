@@ -13,13 +13,15 @@ from leaven.recipe.base import Part
 Confidence = Literal["file", "secondary", "paper-memory"]
 Evidence = Literal["config", "script", "code", "readme", "model-card", "logbook", "paper-text", "notes", "memory"]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has arrays, we keep tuples
+_Pair = Annotated[tuple[float, float], Field(strict=False)]
+_Text = Annotated[str, Field(min_length=1)]
 Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Provenance(Part):
     """Where a value stands: ``file`` was read there, ``secondary`` in notes on it, the rest is memory."""
 
-    source: str | Texts
+    source: Annotated[str, Field(min_length=1)] | Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]
     confidence: Confidence
 
     @property
@@ -40,53 +42,89 @@ class Group(Provenance):
 
 
 class Lineage(Group):
-    """Whose learning-rate table the run follows. Runs of one lineage are one opinion, not many."""
+    """Whose learning rate the run took over. Runs of one lineage are one opinion, not many."""
 
     name: str
+    note: str | None = None
 
 
 class Params(Group):
     precision: Literal["exact", "rounded", "nominal"]
-    shape_check: str | None = None
+    shape_check: str | None = None  # why the count from the shape is another; starts with "skip" where there is none
+    shape_excess: int | None = None  # what the shape gives above an exact count
+
+
+class LayerwiseScaling(BaseModel):
+    """Widths that grow from the first layer to the last (OpenELM, arXiv 2404.14619, section 2.1)."""
+
+    model_config = Part.model_config
+
+    ffn_multipliers: _Pair  # d_ff / d_model of the first and of the last layer
+    qkv_multipliers: _Pair  # width of the queries / d_model, likewise
+    gqa_groups: int  # query heads that share a key
+    ffn_divisor: int  # every d_ff is a multiple of it
 
 
 class Architecture(Group):
-    """The published architecture, wider than what leaven builds: output norms, embedding norms, ALiBi."""
+    """The published architecture, wider than what leaven builds: experts, latent attention, output norms, ALiBi.
 
-    n_layers: int
-    d_model: int
-    n_heads: int
-    n_kv_heads: int
-    d_head: int | None = None  # only where it is not d_model / n_heads
-    d_ff: int
-    vocab_size: int
+    ``d_head`` is given only where it is not ``d_model / n_heads``, ``norm_bias`` and ``qkv_bias`` only where they are
+    not as the biases of the other matrices.
+    """
+
+    n_layers: int | None = None
+    d_model: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    d_head: int | None = None
+    d_ff: int | None = None
+    vocab_size: int | None = None
     vocab_padded: int | None = None
-    activation: Literal["gelu", "relu", "swiglu", "geglu", "squared_relu", "xielu"]
-    gated: bool
-    norm: Literal["layernorm", "rmsnorm"]
+    activation: Literal["gelu", "relu", "swiglu", "geglu", "squared_relu", "xielu"] | None = None
+    activation_note: str | None = None
+    gated: bool | None = None
+    norm: Literal["layernorm", "rmsnorm"] | None = None
     norm_affine: bool = True
-    norm_placement: Literal["pre", "post", "output"]
+    norm_placement: Literal["pre", "post", "output"] | None = None
     norm_note: str | None = None
     norm_placement_note: str | None = None
     embedding_norm: bool = False
     parallel_block: bool = False
-    positional: Literal["learned", "rotary", "alibi", "relative"]
+    positional: Literal["learned", "rotary", "alibi", "relative"] | None = None
     positional_note: str | None = None
     rotary_pct: float = 1.0
+    rotary_dims: int | None = None
     rope_theta: float | None = None
-    tied_embeddings: bool
-    qk_norm: bool
+    tied_embeddings: bool | None = None
+    qk_norm: bool | None = None
     qk_norm_width: Literal["head", "model"] = "head"  # one gain for all heads, or one over all of them
-    bias: bool
-    norm_bias: bool | None = None  # only where it is not that of the matrices
+    bias: bool | None = None
+    norm_bias: bool | None = None
+    qkv_bias: bool | None = None
     attention: str | None = None
+    layerwise_scaling: LayerwiseScaling | None = None
+    # Experts: the first n_dense_layers have an FFN of d_ff, the others n_experts of d_expert behind a router.
+    n_dense_layers: int | None = None
+    n_experts: int | None = None
+    experts_per_token: int | None = None
+    n_shared_experts: int | None = None
+    d_expert: int | None = None
+    mtp_depth: int | None = None  # extra layers that predict further tokens; in no count of parameters here
+    # Latent attention (MLA, arXiv 2405.04434, section 2.1).
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    language_backbone: str | None = None
+    vision_backbone: str | None = None
 
 
 class Data(Group):
-    tokens_total: int
+    tokens_total: int | None = None  # consumed
     tokens_planned: int | None = None
     tokens_in_dataset: int | None = None
-    seq_len: int
+    seq_len: int | None = None
     dataset: str | None = None
     loss: str | None = None
     note: str | None = None
@@ -118,29 +156,46 @@ class BatchRamp(BaseModel):
 
 class Batch(Group):
     global_batch_samples: int | None = None
-    global_batch_tokens: int
+    global_batch_tokens: int | None = None
     batch_tokens_nominal: bool = False  # the source prints a rounded "4M"
     rampup: BatchRamp | None = None
     note: str | None = None
 
 
 class Optim(Group):
-    optimizer: Literal["adam", "adamw", "adafactor", "ademamix", "muon"]
+    optimizer: Literal["adam", "adamw", "adafactor", "ademamix", "muon"] | None = None
     optimizer_note: str | None = None
     beta1: float | None = None
     beta2: float | None = None
+    beta2_formula: str | None = None
     beta3: float | None = None
+    ademamix_alpha: float | None = None
+    ademamix_warmup_steps: int | None = None
+    muon_momentum: float | None = None
+    muon_ns_steps: int | None = None
+    muon_update_rms: float | None = None
+    ema_beta: float | None = None
     eps: float | None = None
     weight_decay: float | None = None
+    weight_decay_formula: str | None = None
     grad_clip: float | None = None
+    grad_clip_warmup_steps: int | None = None
+    grad_clip_warmup_factor: float | None = None
+    update_clip: str | None = None
+    qk_clip_threshold: float | None = None
     dropout: float | None = None
     z_loss: float | None = None
+    z_loss_used: bool | None = None  # where its weight is not published
+    moe_load_balance_loss: float | None = None
+    moe_router_z_loss: float | None = None
+    moe_bias_update_speed: float | None = None
+    mtp_loss_weight: float | None = None
     decay_embeddings: bool | None = None
     decay_norm_and_bias: bool | None = None
 
 
 class Schedule(Group):
-    peak_lr: float
+    peak_lr: float | None = None
     min_lr: float | None = None
     min_lr_ratio: float | None = None
     start_lr: float | None = None
@@ -148,24 +203,22 @@ class Schedule(Group):
     warmup_tokens: int | None = None
     warmup_samples: int | None = None
     warmup_fraction: float | None = None
-    shape: Literal[
-        "cosine",
-        "cosine_then_constant",
-        "linear",
-        "wsd",
-        "multi_step",
-        "constant_then_rsqrt",
-        "constant",
-    ]
+    shape: (
+        Literal["cosine", "cosine_then_constant", "linear", "wsd", "multi_step", "constant_then_rsqrt", "constant"]
+        | None
+    ) = None
     shape_note: str | None = None
     decay_steps: int | None = None
     decay_tokens: int | None = None
     decay_samples: int | None = None
+    decay_fraction: float | None = None
     decay_start_step: int | None = None
     constant_steps: int | None = None
+    constant_tokens: int | None = None
     total_steps: int | None = None
     total_samples: int | None = None
     parametrisation: str | None = None  # present only where peak_lr must not be compared: muP, Adafactor
+    note: str | None = None
 
 
 class Init(Group):
@@ -188,6 +241,11 @@ class Init(Group):
     truncated_at_sigma: float | None = None
     embedding_std: float | None = None
     bias_init: float | None = None
+    mup_base_d_model: int | None = None
+    mup_base_d_ff: float | None = None
+    embeddings_scale: float | None = None
+    output_logits_alpha: float | None = None
+    qk_scale: str | None = None
 
 
 class Precision(Group):
@@ -196,6 +254,7 @@ class Precision(Group):
     loss_scaling: str | None = None
     grad_accumulation: str | None = None
     grad_reduction: str | None = None
+    parameters: str | None = None
     optimizer_state: str | None = None
     softmax: str | None = None
     cross_entropy: str | None = None
@@ -206,9 +265,12 @@ class Parallel(Group):
     pp: int | None = None
     dp: int | None = None
     cp: int | None = None
+    ep: int | None = None
     zero_stage: int | None = None  # Megatron's distributed optimizer is 1, FSDP's full shard 3
     micro_batch: int | None = None
     grad_accum: int | None = None
+    shard_group: int | None = None  # accelerators that share one copy of the weights
+    replicas: int | None = None  # such groups
     sequence_parallel: bool | None = None
     framework: str | None = None
     note: str | None = None
@@ -216,6 +278,7 @@ class Parallel(Group):
 
 class Hardware(Group):
     accelerator: str
+    accelerator_note: str | None = None
     count: int | None = None
     note: str | None = None
 
@@ -223,12 +286,18 @@ class Hardware(Group):
 class Throughput(Group):
     tflops_per_gpu: float | None = None
     mfu: float | None = None
+    mfu_min: float | None = None
+    mfu_max: float | None = None
+    mfu_without_attention: float | None = None
+    mfu_by_stage: Annotated[tuple[float, ...], Field(strict=False)] | None = None  # of the ramp
     hfu: float | None = None
     convention: str | None = None
+    seconds_per_step: float | None = None
     tokens_per_s_per_gpu: float | None = None
     gpu_hours: int | None = None
     implied_model_tflops: float | None = None  # 6 * params * tokens / accelerator seconds, restarts included
     tflops_by_batch: Tables | None = None
+    tflops_by_gpus: Tables | None = None
 
 
 class Instability(Provenance):

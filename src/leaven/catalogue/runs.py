@@ -6,13 +6,14 @@ To add a run, add a file: its name is the run's id, the groups are those of :mod
 import difflib
 import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from leaven.catalogue.counting import count_parameters, d_head
 from leaven.catalogue.groups import (
     Architecture,
     Batch,
@@ -35,6 +36,7 @@ from leaven.recipe.shape import ModelShape
 
 FOLDER = Path(__file__).parent / "runs"
 
+Kind = Literal["dense", "moe", "vlm"]
 Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 _DECAYS: dict[str, Decay] = {
     "cosine": "cosine",
@@ -47,8 +49,33 @@ _DECAYS: dict[str, Decay] = {
 }
 # The fields that say where a value stands, and the free text: not values of the run.
 _NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
+_POSITIONS: dict[str, Literal["rope", "learned", "alibi"]] = {
+    "rotary": "rope",
+    "learned": "learned",
+    "alibi": "alibi",
+}
+# Both add to the residual stream twice a layer.
+_BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
+# Optimisers whose learning rates mean the same.
+_ALIKE = {"adam": ("adam", "adamw"), "adamw": ("adam", "adamw")}
 # An octave of tokens counts as an eighth of one of parameters: published choices hardly know the tokens.
 _TOKEN_WEIGHT = 0.125
+
+
+class Stack(NamedTuple):
+    """Norm placement, QK-norm and optimizer; None where it does not matter."""
+
+    norm_placement: str | None = None
+    qk_norm: bool | None = None
+    optimizer: str | None = None
+
+    def fits(self, other: "Stack") -> bool:
+        """Whether the other has all that this one asks for. Adam and AdamW are one optimizer here."""
+        return (
+            self.norm_placement in (None, other.norm_placement)
+            and self.qk_norm in (None, other.qk_norm)
+            and (self.optimizer is None or other.optimizer in _ALIKE.get(self.optimizer, (self.optimizer,)))
+        )
 
 
 class Run(Part):
@@ -61,17 +88,17 @@ class Run(Part):
     family: str
     organisation: str
     date: str  # YYYY-MM of the release or the start
-    kind: Literal["dense", "moe", "vlm"]
+    kind: Kind
     status: Literal["succeeded", "succeeded-with-interventions"]
     params_total: int
     params_active: int
     lineage: Lineage
     params: Params
     arch: Architecture
-    data: Data
-    batch: Batch
-    optim: Optim
-    schedule: Schedule
+    data: Data | None = None
+    batch: Batch | None = None
+    optim: Optim | None = None
+    schedule: Schedule | None = None
     init: Init | None = None
     precision: Precision | None = None
     parallel: Parallel | None = None
@@ -81,27 +108,38 @@ class Run(Part):
     notes: Texts = ()
 
     @property
-    def tokens(self) -> int:
-        return self.data.tokens_total
+    def tokens(self) -> int | None:
+        return self.data.tokens_total if self.data else None
 
     @property
-    def batch_tokens(self) -> int:
+    def batch_tokens(self) -> int | None:
         """The final global batch in tokens."""
-        return self.batch.global_batch_tokens
+        return self.batch.global_batch_tokens if self.batch else None
 
     @property
-    def peak_lr(self) -> float:
-        return self.schedule.peak_lr
+    def optimizer(self) -> str | None:
+        return self.optim.optimizer if self.optim else None
+
+    @property
+    def peak_lr(self) -> float | None:
+        return self.schedule.peak_lr if self.schedule else None
 
     @property
     def lr_comparable(self) -> bool:
         """False where the learning rate means something else: muP, and other optimisers than Adam(W)."""
-        return self.schedule.parametrisation is None and self.optim.optimizer in ("adam", "adamw")
+        return self.comparable_lr(("adam", "adamw"))
+
+    def comparable_lr(self, optimizers: tuple[str, ...]) -> bool:
+        """Whether there is a learning rate, of one of these optimisers, that multiplies a plain update."""
+        schedule = self.schedule
+        return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 
     @property
     def min_lr_ratio(self) -> float | None:
         schedule = self.schedule
-        if schedule.min_lr_ratio is None and schedule.min_lr is not None:
+        if schedule is None:
+            return None
+        if schedule.min_lr_ratio is None and schedule.min_lr is not None and schedule.peak_lr:
             return schedule.min_lr / schedule.peak_lr
         return schedule.min_lr_ratio
 
@@ -111,18 +149,20 @@ class Run(Part):
 
         A warm-up in steps is turned into tokens at the final batch, so only where the batch did not ramp.
         """
-        schedule = self.schedule
-        if schedule.warmup_tokens is not None:
-            return schedule.warmup_tokens / self.tokens
-        ramped = self.batch.rampup is not None and self.batch.rampup.kind != "none"
-        if schedule.warmup_steps is not None and not ramped:
-            return schedule.warmup_steps * self.batch_tokens / self.tokens
+        schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
+        if schedule is None:
+            return None
+        if schedule.warmup_tokens is not None and tokens:
+            return schedule.warmup_tokens / tokens
+        ramped = self.batch is not None and self.batch.rampup is not None and self.batch.rampup.kind != "none"
+        if schedule.warmup_steps is not None and tokens and batch and not ramped:
+            return schedule.warmup_steps * batch / tokens
         return schedule.warmup_fraction
 
     @property
-    def decay(self) -> Decay:
+    def decay(self) -> Decay | None:
         """The nearest of leaven's decay shapes."""
-        return _DECAYS[self.schedule.shape]
+        return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property
     def init_std(self) -> float | None:
@@ -134,16 +174,23 @@ class Run(Part):
 
         None where it is not known, or where it differs from layer to layer (``mitchell``).
         """
-        if self.init is None or self.init.residual_std is not None or self.init.std is None:
-            return self.init.residual_std if self.init else None
-        if self.init.residual_scaling == "1/sqrt(2L)":
-            return self.init.std / math.sqrt(2 * self.arch.n_layers)
-        return self.init.std if self.init.residual_scaling == "none" else None
+        init, n_layers = self.init, self.arch.n_layers
+        if init is None or init.residual_std is not None or init.std is None:
+            return init.residual_std if init else None
+        if init.residual_scaling in _BY_DEPTH and n_layers:
+            return init.std / math.sqrt(2 * n_layers)
+        return init.std if init.residual_scaling == "none" else None
 
     @property
-    def params_from_shape(self) -> int:
-        """The parameters that the published shape implies, counted module by module."""
-        return _count_parameters(self.arch, self.data.seq_len)
+    def stack(self) -> Stack:
+        """What decides more about a learning rate than the size does."""
+        return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
+
+    @property
+    def params_from_shape(self) -> int | None:
+        """The parameters that the published shape implies, counted module by module; None where it is incomplete."""
+        count = count_parameters(self.arch, self.data.seq_len if self.data else None)
+        return None if count is None else count.total
 
     def model_shape(self) -> ModelShape | None:
         """The run's model as leaven would build it; None where leaven has no such model.
@@ -151,38 +198,45 @@ class Run(Part):
         No verb asks for it: it is how the parameter counts of ModelShape, on which planning and transfer stand, are
         held against published ones.
         """
-        arch = self.arch
-        positions: dict[str, Literal["rope", "learned", "alibi"]] = {
-            "rotary": "rope",
-            "learned": "learned",
-            "alibi": "alibi",
-        }
+        arch, seq_len = self.arch, self.data.seq_len if self.data else None
         foreign = (
+            self.kind != "dense",
+            self.params_from_shape is None,
+            seq_len is None,
+            arch.attention is not None,  # sliding, sparse, latent
+            arch.layerwise_scaling is not None,
             arch.norm_placement != "pre",
             not arch.norm_affine,
             arch.norm_bias not in (None, arch.bias),
+            arch.qkv_bias not in (None, arch.bias),
+            arch.bias is None,
             arch.parallel_block,
             arch.rotary_pct != 1.0,
+            arch.rotary_dims is not None,
             arch.qk_norm and arch.qk_norm_width != "head",
-            arch.positional not in positions,
-            arch.d_model != arch.n_heads * _d_head(arch),
+            arch.positional not in _POSITIONS,
+            arch.positional_note is not None,
             arch.activation in ("geglu", "xielu"),
         )
         if any(foreign):
             return None
+        head = d_head(arch)
+        assert arch.n_heads is not None
+        assert head is not None
         return ModelShape.model_validate(
             {
                 "n_layers": arch.n_layers,
                 "d_model": arch.d_model,
                 "n_heads": arch.n_heads,
                 "n_kv_heads": arch.n_kv_heads,
-                "d_head": _d_head(arch),
+                "d_head": head,
+                "d_attention": None if arch.n_heads * head == arch.d_model else arch.n_heads * head,
                 "d_ff": arch.d_ff,
                 "vocab_size": arch.vocab_padded or arch.vocab_size,
-                "seq_len": self.data.seq_len,
+                "seq_len": seq_len,
                 "norm": arch.norm,
                 "activation": arch.activation,
-                "positions": positions[arch.positional],
+                "positions": _POSITIONS[arch.positional or ""],
                 "qk_norm": arch.qk_norm,
                 "tied_embeddings": arch.tied_embeddings,
                 "embedding_norm": arch.embedding_norm,
@@ -210,36 +264,67 @@ def find_run(id: str) -> Run:
     path = FOLDER / f"{id}.toml"
     known = sorted(file.stem for file in FOLDER.glob("*.toml"))
     if id not in known:
-        close = difflib.get_close_matches(id, known, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(known)}"
-        raise InputError(f"no published run {id!r}; {hint}")
+        raise InputError(f"no published run {id!r}; did you mean {listed(closest(id, known))}?")
     return _read(path)
 
 
-def nearest(params: int, tokens: int, *, limit: int) -> list[tuple[Run, float]]:
-    """The dense runs nearest in size and duration, and their distance in octaves of parameters.
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """The three names most like one that is not known."""
+    return difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
 
-    A lineage has one vote: first the closest run of each lineage, then the others, each by distance. An
-    octave of tokens counts as an eighth of one of parameters. Runs whose learning rate means something else
-    are left out, see :attr:`Run.lr_comparable`.
+
+def listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + (" or " if names[:-1] else "") + names[-1]
+
+
+def nearest(
+    params: int,
+    tokens: int,
+    *,
+    limit: int,
+    factor: float = 4.0,
+    stack: Stack | None = None,
+    kind: Kind = "dense",
+) -> list[tuple[Run, float]]:
+    """The runs nearest in stack, size and duration, and their distance in octaves of parameters.
+
+    Only runs within ``factor`` of the size, if there are any; else the nearest of all, so that the list is never
+    empty: see :func:`size_ratio`. Those of the same stack come first. A lineage has one vote: first the best run of
+    each lineage, then the others, each in that order. An octave of tokens counts as an eighth of one of parameters.
+    Runs whose learning rate means something else are left out, see :attr:`Run.lr_comparable`; a stack that names
+    another optimiser asks for the learning rates of that.
 
     Raises:
-        InputError: if there are no parameters or no tokens.
+        InputError: if there are no parameters or no tokens, or no run of this kind has a learning rate to compare.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"a run of {params} parameters and {tokens} tokens has no neighbours; both must be above 0")
-    by_distance = sorted(
-        ((run, _distance(run, params, tokens)) for run in load_runs() if run.kind == "dense" and run.lr_comparable),
-        key=lambda pair: pair[1],
-    )
+    if factor < 1:
+        raise InputError(f"a factor of {factor:g} leaves no size; give one of at least 1, for example 4")
+    stack = stack or Stack()
+    alike = _ALIKE.get(stack.optimizer or "adamw", (stack.optimizer or "adamw",))
+    found = [
+        (run, _distance(run, params, run.tokens, tokens))
+        for run in load_runs()
+        if run.kind == kind and run.comparable_lr(alike) and run.tokens
+    ]
+    if not found:
+        raise InputError(f"no published {kind} run with {listed(alike)} has a learning rate to compare")
+    within = [pair for pair in found if size_ratio(pair[0], params) <= factor]
+    ranked = sorted(within or found, key=lambda pair: (not stack.fits(pair[0].stack), pair[1]))
     voted: set[str] = set()
     first: list[tuple[Run, float]] = []
     rest: list[tuple[Run, float]] = []
-    for pair in by_distance:
+    for pair in ranked:
         lineage = pair[0].lineage.name
         (rest if lineage in voted else first).append(pair)
         voted.add(lineage)
     return (first + rest)[:limit]
+
+
+def size_ratio(run: Run, params: int) -> float:
+    """How far apart two sizes are, as a factor of at least 1."""
+    return max(run.params_total / params, params / run.params_total)
 
 
 def diff(run_a: Run, run_b: Run) -> list[tuple[str, Any, Any]]:
@@ -253,12 +338,23 @@ def diff(run_a: Run, run_b: Run) -> list[tuple[str, Any, Any]]:
 def _read(path: Path) -> Run:
     try:
         return Run.model_validate(tomllib.loads(path.read_text(encoding="utf-8")) | {"id": path.stem})
-    except (ValidationError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path.name}: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        raise InputError(f"{path.name}: {_explain(error)}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path.name}: {error}") from None
 
 
-def _distance(run: Run, params: int, tokens: int) -> float:
-    return math.hypot(math.log2(run.params_total / params), _TOKEN_WEIGHT * math.log2(run.tokens / tokens))
+def _explain(error: ValidationError) -> str:
+    """Field by field: ``optim.beta2: Input should be a valid number``."""
+    found = []
+    for one in error.errors(include_url=False):
+        where = ".".join(map(str, one["loc"]))
+        found.append(f"{where}: {one['msg']}" if where else one["msg"].removeprefix("Value error, "))
+    return "; ".join(found)
+
+
+def _distance(run: Run, params: int, run_tokens: int, tokens: int) -> float:
+    return math.hypot(math.log2(run.params_total / params), _TOKEN_WEIGHT * math.log2(run_tokens / tokens))
 
 
 def _flatten(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -269,29 +365,3 @@ def _flatten(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flatten(inner, f"{prefix}{key}.")
         else:
             yield prefix + key, inner
-
-
-def _d_head(arch: Architecture) -> int:
-    return arch.d_head or arch.d_model // arch.n_heads
-
-
-def _count_parameters(arch: Architecture, seq_len: int) -> int:
-    d, d_ff = arch.d_model, arch.d_ff
-    d_q, d_kv = arch.n_heads * _d_head(arch), arch.n_kv_heads * _d_head(arch)
-    n_in = 2 if arch.gated else 1
-    matrices = d * d_q + 2 * d * d_kv + d_q * d + (n_in + 1) * d * d_ff
-    biases = (d_q + 2 * d_kv + d + n_in * d_ff + d) if arch.bias else 0
-    norm_bias = arch.bias if arch.norm_bias is None else arch.norm_bias
-    a_norm = (1 + (arch.norm == "layernorm" and norm_bias)) if arch.norm_affine else 0
-    if not arch.qk_norm:
-        qk_norm = 0
-    elif arch.qk_norm_width == "head":
-        qk_norm = 2 * _d_head(arch) * a_norm
-    else:
-        qk_norm = (d_q + d_kv) * a_norm
-    block = matrices + biases + 2 * d * a_norm + qk_norm
-    vocab = (arch.vocab_padded or arch.vocab_size) * d
-    ends = vocab if arch.tied_embeddings else 2 * vocab
-    positions = seq_len * d if arch.positional == "learned" else 0
-    outer_norms = (1 + arch.embedding_norm) * d * a_norm
-    return arch.n_layers * block + ends + positions + outer_norms

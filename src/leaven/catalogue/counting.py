@@ -1,0 +1,176 @@
+"""How many parameters a published shape has, module by module.
+
+This is a second count, apart from that of :class:`leaven.recipe.shape.ModelShape`: it covers what leaven does not
+build (experts, latent attention, widths that differ from layer to layer), and where both apply they must agree.
+
+Symbols: d is d_model, h heads, k key heads, f the width of an FFN.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from leaven.catalogue.groups import Architecture, LayerwiseScaling
+
+
+class Count(NamedTuple):
+    total: int
+    active: int  # what one token passes through: of the routed experts only those that it is sent to
+
+
+class _Complete(NamedTuple):
+    """The fields that no count can do without."""
+
+    n_layers: int
+    d_model: int
+    vocab: int
+    gated: bool
+    tied: bool
+    qk_norm: bool
+    norm_gain: int  # parameters of a norm over one channel: gain, and bias where there is one
+
+
+class _Widths(NamedTuple):
+    """Of one layer: query heads, key heads, width of the FFN; no FFN width where it has experts."""
+
+    n_heads: int
+    n_kv_heads: int
+    d_ff: int | None
+
+
+def count_parameters(arch: Architecture, seq_len: int | None) -> Count | None:
+    """The parameters that the shape implies; None where the shape is not published in full.
+
+    Layers that predict further tokens (``mtp_depth``) are left out, as published totals leave them out.
+    """
+    known = _complete(arch)
+    widths = _layer_widths(arch)
+    if known is None or widths is None or (arch.positional == "learned" and seq_len is None):
+        return None
+    d = known.d_model
+    ends = known.vocab * d * (1 if known.tied else 2)
+    if arch.positional == "learned" and seq_len is not None:
+        ends += seq_len * d
+    ends += (1 + arch.embedding_norm) * d * known.norm_gain
+    shared, total, active = 0, 0, 0
+    for layer in widths:
+        shared += _attention(arch, known, layer)
+        shared += 2 * d * known.norm_gain
+        if layer.d_ff is not None:
+            shared += _ffn(known, layer.d_ff, biased=bool(arch.bias))
+        else:
+            total += _experts(arch, known, routed=arch.n_experts or 0)
+            active += _experts(arch, known, routed=arch.experts_per_token or 0)
+    return Count(ends + shared + total, ends + shared + active)
+
+
+def count_experts(arch: Architecture) -> int | None:
+    """All routed experts, the bulk of a sparse model, where its attention is not published."""
+    if not (arch.n_layers and arch.d_model and arch.n_experts and arch.d_expert and arch.gated is not None):
+        return None
+    n_sparse = arch.n_layers - (arch.n_dense_layers or 0)
+    return n_sparse * arch.n_experts * (3 if arch.gated else 2) * arch.d_model * arch.d_expert
+
+
+def d_head(arch: Architecture) -> int | None:
+    if arch.d_head is None and arch.d_model and arch.n_heads:
+        return arch.d_model // arch.n_heads
+    return arch.d_head
+
+
+def _complete(arch: Architecture) -> _Complete | None:
+    vocab = arch.vocab_padded or arch.vocab_size
+    if (
+        arch.n_layers is None
+        or arch.d_model is None
+        or vocab is None
+        or arch.gated is None
+        or arch.norm is None
+        or arch.tied_embeddings is None
+        or arch.qk_norm is None
+    ):
+        return None
+    norm_bias = arch.bias if arch.norm_bias is None else arch.norm_bias
+    gain = (1 + (arch.norm == "layernorm" and bool(norm_bias))) if arch.norm_affine else 0
+    return _Complete(arch.n_layers, arch.d_model, vocab, arch.gated, arch.tied_embeddings, arch.qk_norm, gain)
+
+
+def _layer_widths(arch: Architecture) -> Sequence[_Widths] | None:
+    if arch.layerwise_scaling is not None:
+        return _scaled_widths(arch, arch.layerwise_scaling)
+    n_kv_heads = arch.n_heads if arch.kv_lora_rank is not None else arch.n_kv_heads
+    if arch.n_layers is None or arch.n_heads is None or n_kv_heads is None:
+        return None
+    n_dense = arch.n_layers if arch.n_experts is None else (arch.n_dense_layers or 0)
+    if n_dense and arch.d_ff is None:
+        return None
+    dense, sparse = _Widths(arch.n_heads, n_kv_heads, arch.d_ff), _Widths(arch.n_heads, n_kv_heads, None)
+    return [dense] * n_dense + [sparse] * (arch.n_layers - n_dense)
+
+
+def _scaled_widths(arch: Architecture, scaling: LayerwiseScaling) -> Sequence[_Widths] | None:
+    """OpenELM: multipliers on a line over the layers, rounded to 0.01; widths rounded to whole groups of heads.
+
+    Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
+    """
+    if arch.n_layers is None or arch.d_model is None or arch.d_head is None:
+        return None
+
+    def multipliers(ends: tuple[float, float], n_layers: int) -> list[float]:
+        first, last = ends
+        return [round(first + (last - first) * n / (n_layers - 1), 2) for n in range(n_layers)]
+
+    found = []
+    for qkv, ffn in zip(
+        multipliers(scaling.qkv_multipliers, arch.n_layers),
+        multipliers(scaling.ffn_multipliers, arch.n_layers),
+        strict=True,
+    ):
+        n_heads = _whole(qkv * arch.d_model, arch.d_head * scaling.gqa_groups) // arch.d_head
+        found.append(_Widths(n_heads, n_heads // scaling.gqa_groups, _whole(ffn * arch.d_model, scaling.ffn_divisor)))
+    return found
+
+
+def _whole(width: float, divisor: int) -> int:
+    """The multiple of ``divisor`` nearest to the width, but not below nine tenths of it."""
+    rounded = max(divisor, int(width + divisor / 2) // divisor * divisor)
+    return rounded + divisor if rounded < 0.9 * width else rounded
+
+
+def _attention(arch: Architecture, known: _Complete, layer: _Widths) -> int:
+    d = known.d_model
+    if arch.kv_lora_rank is not None:
+        return _latent_attention(arch, known, layer.n_heads, arch.kv_lora_rank)
+    head = arch.d_head or d // layer.n_heads
+    d_q, d_kv = layer.n_heads * head, layer.n_kv_heads * head
+    matrices = d * d_q + 2 * d * d_kv + d_q * d
+    qkv_bias = arch.bias if arch.qkv_bias is None else arch.qkv_bias
+    biases = (d_q + 2 * d_kv if qkv_bias else 0) + (d if arch.bias else 0)
+    # Relative positions after Transformer-XL project the encoding of a distance by one more d x d matrix.
+    relative = d * d if arch.positional == "relative" else 0
+    if not known.qk_norm:
+        gains = 0
+    else:
+        gains = known.norm_gain * (2 * head if arch.qk_norm_width == "head" else d_q + d_kv)
+    return matrices + biases + relative + gains
+
+
+def _latent_attention(arch: Architecture, known: _Complete, n_heads: int, kv_rank: int) -> int:
+    """MLA (arXiv 2405.04434, section 2.1): keys and values from one latent, rotated keys shared by all heads."""
+    d = known.d_model
+    nope, rope, value = arch.qk_nope_head_dim or 0, arch.qk_rope_head_dim or 0, arch.v_head_dim or 0
+    d_q = n_heads * (nope + rope)
+    rank = arch.q_lora_rank
+    queries = d * d_q if rank is None else d * rank + rank * known.norm_gain + rank * d_q
+    keys_values = d * (kv_rank + rope) + kv_rank * known.norm_gain + kv_rank * n_heads * (nope + value)
+    return queries + keys_values + n_heads * value * d
+
+
+def _ffn(known: _Complete, width: int, *, biased: bool) -> int:
+    n_in = 2 if known.gated else 1
+    return (n_in + 1) * known.d_model * width + (n_in * width + known.d_model if biased else 0)
+
+
+def _experts(arch: Architecture, known: _Complete, *, routed: int) -> int:
+    """So many routed experts, the shared ones and the router."""
+    each = _ffn(known, arch.d_expert or 0, biased=False)
+    return (routed + (arch.n_shared_experts or 0)) * each + known.d_model * (arch.n_experts or 0)
