@@ -9,10 +9,11 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from leaven.catalogue.consistency import contradictions
 from leaven.catalogue.counting import count_parameters, d_head
 from leaven.catalogue.groups import (
     Architecture,
@@ -87,7 +88,7 @@ class Run(Part):
     id: str
     family: str
     organisation: str
-    date: str  # YYYY-MM of the release or the start
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}$")]  # of the release or the start
     kind: Kind
     status: Literal["succeeded", "succeeded-with-interventions"]
     params_total: int
@@ -106,6 +107,13 @@ class Run(Part):
     throughput: Throughput | None = None
     instabilities: Annotated[tuple[Instability, ...], Field(strict=False)] = ()
     notes: Texts = ()
+
+    @model_validator(mode="after")
+    def _says_what_it_says_twice_the_same(self) -> Self:
+        found = list(contradictions(self))
+        if found:
+            raise ValueError("; ".join(found))
+        return self
 
     @property
     def tokens(self) -> int | None:
