@@ -133,6 +133,10 @@ class Run(Part):
         return self.schedule.peak_lr if self.schedule else None
 
     @property
+    def lr_sources(self) -> tuple[str, ...]:
+        return self.schedule.provenance("peak_lr").sources if self.schedule else ()
+
+    @property
     def lr_comparable(self) -> bool:
         """False where the learning rate means something else: muP, and other optimisers than Adam(W)."""
         return self.comparable_lr(("adam", "adamw"))

@@ -41,7 +41,7 @@ def arms(target: Recipe) -> tuple[Arm, ...]:
             "published",
             f"values of {run.id} (standard)",
             f"lr, init, decay, betas, eps, clip and schedule of the nearest published run, {run.id} "
-            f"({format_quantity(run.params_total)} parameters, {format_quantity(run.tokens)} tokens)",
+            f"({format_quantity(run.params_total)} parameters, {format_quantity(run.tokens or 0)} tokens)",
             published(target, run),
         ),
     )
@@ -53,9 +53,11 @@ def published(target: Recipe, run: Run) -> Recipe:
     Batch and duration stay the target's: at the run's own batch this one would be over in a few steps. The warm-up
     is taken as a share of the run. What the run does not state keeps leaven's default, and GPT-2's init std of 0.02.
     """
-    optim = run.optim
+    optim, of_schedule = run.optim, run.schedule
+    assert optim is not None
+    assert of_schedule is not None  # a run without a learning rate is nobody's neighbour
     stated: dict[str, tuple[Any, Provenance | None]] = {
-        "lr": (run.peak_lr, run.schedule),
+        "lr": (run.peak_lr, of_schedule),
         "init_std": (run.init_std or 0.02, run.init),
         "optimizer": (optim.optimizer, optim),
         **{key: (getattr(optim, key), optim) for key in ("weight_decay", "beta1", "beta2", "eps", "grad_clip")},
@@ -80,6 +82,6 @@ def published(target: Recipe, run: Run) -> Recipe:
             "hyperparameters": hyperparameters,
             "schedule": schedule,
             "scaling": {"rule": "standard"},
-            "why": why | {"schedule": f"{run.id}: {', '.join(run.schedule.sources)}; warm-up as a share of the run"},
+            "why": why | {"schedule": f"{run.id}: {', '.join(of_schedule.sources)}; warm-up as a share of the run"},
         }
     )

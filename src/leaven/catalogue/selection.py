@@ -1,0 +1,158 @@
+"""Which runs a person asks for: ``--params 1B..10B``, ``--where schedule.shape=cosine``."""
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from leaven.catalogue.runs import Run, closest, listed
+from leaven.recipe.errors import InputError
+from leaven.recipe.units import parse_quantity
+
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_CONDITION = re.compile(r"\s*([\w.]+)\s*(!=|<=|>=|=|<|>)\s*(\S.*?)\s*")
+# What a run says in leaven's own terms, beside the paths of its file.
+_PROPERTIES = (
+    "tokens",
+    "batch_tokens",
+    "peak_lr",
+    "optimizer",
+    "decay",
+    "min_lr_ratio",
+    "warmup_fraction",
+    "init_std",
+    "residual_init_std",
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A path, an operator and a value as text: ``optim.beta2 >= 0.99``.
+
+    A run that is silent on the value meets no condition on it, ``!=`` neither.
+    """
+
+    path: str
+    operator: str
+    text: str
+
+    @classmethod
+    def parse(cls, written: str) -> "Condition":
+        """
+        Raises:
+            InputError: if the text is no condition.
+        """
+        match = _CONDITION.fullmatch(written)
+        if match is None:
+            raise InputError(
+                f"{written!r} is no condition; write PATH, one of = != < <= > >= and a value, "
+                "for example schedule.shape=cosine"
+            )
+        return cls(*match.groups())
+
+
+@dataclass(frozen=True)
+class Range:
+    """From ``low`` to ``high``, both included; None where it is open."""
+
+    low: int | None
+    high: int | None
+
+    @classmethod
+    def parse(cls, written: str) -> "Range":
+        """``1B..10B``, ``..10B`` or ``1B..``.
+
+        Raises:
+            InputError: if the text is no range, or an empty one.
+        """
+        low, dots, high = written.partition("..")
+        if not dots or not (low.strip() or high.strip()):
+            raise InputError(f"{written!r} is no range; write for example 1B..10B, ..10B or 1B..")
+        made = cls(*(parse_quantity(end) if end.strip() else None for end in (low, high)))
+        if made.low is not None and made.high is not None and made.low > made.high:
+            raise InputError(f"nothing lies in {written!r}; the smaller end comes first: {high}..{low}")
+        return made
+
+    def holds(self, value: int | None) -> bool:
+        return value is not None and (self.low is None or value >= self.low) and (not self.high or value <= self.high)
+
+
+def select(
+    runs: Sequence[Run],
+    *,
+    params: Range | None = None,
+    tokens: Range | None = None,
+    conditions: Iterable[Condition] = (),
+) -> list[Run]:
+    """The runs that meet all of this, in their order.
+
+    Raises:
+        InputError: if a condition names a path, or compares with a value, that no run has.
+    """
+    known = [(run, values(run)) for run in runs]
+    kept = [run for run in runs if (not params or params.holds(run.params_total))]
+    kept = [run for run in kept if (not tokens or tokens.holds(run.tokens))]
+    for condition in conditions:
+        met = _meeting(condition, known)
+        kept = [run for run in kept if run.id in met]
+    return kept
+
+
+def values(run: Run) -> dict[str, Any]:
+    """All that a condition can ask for, by its path."""
+    own = {name: getattr(run, name) for name in _PROPERTIES}
+    return run.flat() | {name: value for name, value in own.items() if value is not None}
+
+
+def _meeting(condition: Condition, known: Sequence[tuple[Run, dict[str, Any]]]) -> set[str]:
+    """The ids of the runs that meet a condition."""
+    found = {run.id: said[condition.path] for run, said in known if condition.path in said}
+    if not found:
+        raise InputError(
+            f"no published run has a value {condition.path!r}; "
+            f"did you mean {listed(_closest_paths(condition.path, {path for _, said in known for path in said}))}?"
+        )
+    wanted = _wanted(condition, list(found.values()))
+    compare = _OPERATORS[condition.operator]
+    return {id for id, value in found.items() if compare(_folded(value), wanted)}
+
+
+def _wanted(condition: Condition, present: Sequence[Any]) -> Any:
+    """The value of a condition, read as what the runs have there."""
+    text, sample = condition.text, present[0]
+    if isinstance(sample, bool):
+        if text.lower() not in ("true", "false") or condition.operator not in ("=", "!="):
+            raise InputError(f"{condition.path} is true or false; write {condition.path}=true or {condition.path}=false")
+        return text.lower() == "true"
+    if isinstance(sample, int | float):
+        try:
+            return float(text)
+        except ValueError:
+            return parse_quantity(text)
+    if isinstance(sample, str):
+        if condition.operator == "=" and _folded(text) not in map(_folded, present):
+            raise InputError(f"no run has {condition.path} {text!r}; did you mean {listed(closest(text, set(present)))}?")
+        return _folded(text)
+    raise InputError(f"{condition.path} is a list; no operator compares it")
+
+
+def _folded(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _closest_paths(path: str, known: set[str]) -> list[str]:
+    """The three paths most like one that is not known; without a group, of any group."""
+    if "." in path:
+        return closest(path, known)
+    by_last: dict[str, list[str]] = {}
+    for one in sorted(known):
+        by_last.setdefault(one.rpartition(".")[2], []).append(one)
+    return [one for last in closest(path, by_last) for one in by_last[last]][:3]
