@@ -121,8 +121,11 @@ def _schedule(run: "Run") -> Iterator[str]:
     if schedule is None:
         return
     peak, low, ratio = schedule.peak_lr, schedule.min_lr, schedule.min_lr_ratio
-    if peak is not None and low is not None and ratio is not None and not math.isclose(
-        peak * ratio, low, rel_tol=0.01, abs_tol=1e-12
+    if (
+        peak is not None
+        and low is not None
+        and ratio is not None
+        and not math.isclose(peak * ratio, low, rel_tol=0.01, abs_tol=1e-12)
     ):
         yield f"schedule.min_lr_ratio: {ratio:g} of {peak:g} is {peak * ratio:g}, not {low:g}"
     warmups = dict(_warmups(run))

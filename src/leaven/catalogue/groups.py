@@ -12,6 +12,8 @@ from leaven.recipe.base import Part
 
 Confidence = Literal["file", "secondary", "paper-memory"]
 Evidence = Literal["config", "script", "code", "readme", "model-card", "logbook", "paper-text", "notes", "memory"]
+NormPlacement = Literal["pre", "post", "output"]
+Optimizer = Literal["adam", "adamw", "adafactor", "ademamix", "muon"]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has arrays, we keep tuples
 _Pair = Annotated[tuple[float, float], Field(strict=False)]
 _Text = Annotated[str, Field(min_length=1)]
@@ -85,7 +87,7 @@ class Architecture(Group):
     gated: bool | None = None
     norm: Literal["layernorm", "rmsnorm"] | None = None
     norm_affine: bool = True
-    norm_placement: Literal["pre", "post", "output"] | None = None
+    norm_placement: NormPlacement | None = None
     norm_note: str | None = None
     norm_placement_note: str | None = None
     embedding_norm: bool = False
@@ -163,7 +165,7 @@ class Batch(Group):
 
 
 class Optim(Group):
-    optimizer: Literal["adam", "adamw", "adafactor", "ademamix", "muon"] | None = None
+    optimizer: Optimizer | None = None
     optimizer_note: str | None = None
     beta1: float | None = None
     beta2: float | None = None

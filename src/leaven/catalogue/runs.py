@@ -23,7 +23,9 @@ from leaven.catalogue.groups import (
     Init,
     Instability,
     Lineage,
+    NormPlacement,
     Optim,
+    Optimizer,
     Parallel,
     Params,
     Precision,
@@ -66,9 +68,9 @@ _TOKEN_WEIGHT = 0.125
 class Stack(NamedTuple):
     """Norm placement, QK-norm and optimizer; None where it does not matter."""
 
-    norm_placement: str | None = None
+    norm_placement: NormPlacement | None = None
     qk_norm: bool | None = None
-    optimizer: str | None = None
+    optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
         """Whether the other has all that this one asks for. Adam and AdamW are one optimizer here."""
@@ -125,7 +127,7 @@ class Run(Part):
         return self.batch.global_batch_tokens if self.batch else None
 
     @property
-    def optimizer(self) -> str | None:
+    def optimizer(self) -> Optimizer | None:
         return self.optim.optimizer if self.optim else None
 
     @property

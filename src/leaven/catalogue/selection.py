@@ -130,7 +130,9 @@ def _wanted(condition: Condition, present: Sequence[Any]) -> Any:
     text, sample = condition.text, present[0]
     if isinstance(sample, bool):
         if text.lower() not in ("true", "false") or condition.operator not in ("=", "!="):
-            raise InputError(f"{condition.path} is true or false; write {condition.path}=true or {condition.path}=false")
+            raise InputError(
+                f"{condition.path} is true or false; write {condition.path}=true or {condition.path}=false"
+            )
         return text.lower() == "true"
     if isinstance(sample, int | float):
         try:
@@ -139,7 +141,9 @@ def _wanted(condition: Condition, present: Sequence[Any]) -> Any:
             return parse_quantity(text)
     if isinstance(sample, str):
         if condition.operator == "=" and _folded(text) not in map(_folded, present):
-            raise InputError(f"no run has {condition.path} {text!r}; did you mean {listed(closest(text, set(present)))}?")
+            raise InputError(
+                f"no run has {condition.path} {text!r}; did you mean {listed(closest(text, set(present)))}?"
+            )
         return _folded(text)
     raise InputError(f"{condition.path} is a list; no operator compares it")
 

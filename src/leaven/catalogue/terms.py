@@ -75,10 +75,14 @@ def _clip(recipe: Recipe) -> float | None:
     return clip.limit if clip.mode == "global" else None
 
 
-_ARCH = "n_layers d_model n_heads n_kv_heads d_ff norm activation rope_theta qk_norm tied_embeddings embedding_norm bias"
+_ARCH = (
+    "n_layers d_model n_heads n_kv_heads d_ff norm activation rope_theta qk_norm tied_embeddings embedding_norm bias"
+)
 _OPTIM = "optimizer weight_decay beta1 beta2 eps decay_norm_and_bias"
 TERMS: dict[str, _Term] = {
-    "params": _Term(lambda run: run.params_total, lambda recipe: recipe.model.params, ("params_total", "params_active")),
+    "params": _Term(
+        lambda run: run.params_total, lambda recipe: recipe.model.params, ("params_total", "params_active")
+    ),
     **{f"model.{name}": _term(f"model.{name}", f"arch.{name}") for name in _ARCH.split()},
     "model.d_head": _term("model.d_head", "arch.d_head", of_run=lambda run: d_head(run.arch)),
     "model.vocab_size": _term(
@@ -121,7 +125,12 @@ _ABOUT = {"family", "organisation", "date", "kind", "status", "id", "lineage", "
 _FOLLOWS = {"arch.gated", "schedule.total_steps", "schedule.total_samples", "parallel.framework", "data.dataset"}
 _TEXT = ("note", "scheme", "formula")
 # What every model of leaven's has, so that a recipe need not say it.
-_GIVEN = {"arch.norm_placement": "pre", "arch.norm_affine": True, "arch.rotary_pct": 1.0, "arch.qk_norm_width": "head"}
+_GIVEN = {
+    "arch.norm_placement": "pre",
+    "arch.norm_affine": True,
+    "arch.rotary_pct": 1.0,
+    "arch.qk_norm_width": "head",
+}
 # Parts of a recipe that tell how to go about a training, not what is trained.
 _LEAVENS_OWN = {"name", "why", "evaluation", "stability", "data", "layout", "precision"}
 

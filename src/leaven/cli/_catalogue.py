@@ -7,36 +7,49 @@ from rich.text import Text
 
 from leaven.catalogue.groups import Group
 from leaven.catalogue.laws import LawResult
-from leaven.catalogue.runs import Run
+from leaven.catalogue.runs import Run, Stack
 from leaven.recipe.units import format_quantity
 from leaven.report.terminal import Column, Columns, folded, learning_rate
 
 RUN = (
-    Column("params"),
     Column("tokens"),
     Column("peak lr", align="point"),
     Column("batch", "tokens"),
     Column("decay", align="left", drop=2),
 )
 SOURCE = Column("source of the lr", align="left", drop=3, free=True)
+MARK = "*"  # behind a learning rate that means something else
+MARKED = f"{MARK} no lr to compare with the others: muP, or another optimizer than Adam(W)"
 
 
 def run_table(runs: Sequence[Run]) -> Columns:
-    rows = [(run.id, *_cells(run), _source(run)) for run in runs]
-    return Columns((Column("run", align="left"), *RUN, SOURCE), rows)
+    rows = [(run.id, *_sizes(run, runs), *_cells(run), _source(run)) for run in runs]
+    return Columns((Column("run", align="left"), *_size_columns(runs), *RUN, SOURCE), rows)
 
 
 def nearest_table(found: Sequence[tuple[Run, float]]) -> Columns:
     """The distance is in octaves of parameters, beside each run."""
+    runs = [run for run, _ in found]
     columns = (
         Column("run", align="left"),
         Column("distance", "octaves"),
+        *_size_columns(runs),
         *RUN,
+        Column("stack", align="left", drop=3),
         Column("lineage", align="left", drop=1),
-        SOURCE,
+        Column("source of the lr", align="left", drop=4, free=True),
     )
-    rows = [(run.id, f"{away:.2f}", *_cells(run), run.lineage.name, _source(run)) for run, away in found]
+    rows = [
+        (run.id, f"{away:.2f}", *_sizes(run, runs), *_cells(run), stack(run.stack), run.lineage.name, _source(run))
+        for run, away in found
+    ]
     return Columns(columns, rows)
+
+
+def stack(of: Stack) -> str:
+    """``output, qk-norm, adamw``; what is None goes unsaid."""
+    qk_norm = {True: "qk-norm", False: "no qk-norm", None: None}[of.qk_norm]
+    return ", ".join(part for part in (of.norm_placement, qk_norm, of.optimizer) if part)
 
 
 def diff_table(a: str, b: str, rows: Sequence[tuple[str, Any, Any]]) -> Columns:
@@ -51,6 +64,9 @@ def diff_table(a: str, b: str, rows: Sequence[tuple[str, Any, Any]]) -> Columns:
 def run_lines(run: Run, width: int) -> Iterator[Text]:
     """One run, nothing left out: every group with its sources above its values, an exception below its value."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
+    size = f"{format_quantity(run.params_total)} parameters"
+    active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""
+    yield Text(f"{run.kind}, {size}{active}, {_count(run.tokens)} tokens")
     flat = run.flat()
     left = 2 + max(map(len, flat)) + 2
     for name in dict.fromkeys(path.partition(".")[0] for path in flat if "." in path):
@@ -67,6 +83,13 @@ def run_lines(run: Run, width: int) -> Iterator[Text]:
             own = group.provenance(path.split(".")[1])
             if own is not group:
                 yield from _sources((f"known from: {own.confidence}", *own.sources), width, 6)
+    for trouble in run.instabilities:
+        yield Text()
+        yield Text(f"instability (known from: {trouble.confidence})", style="dim")
+        yield from _sources(trouble.sources, width, 4)
+        for label, said in (("what", trouble.what), ("action", trouble.action), ("outcome", trouble.outcome)):
+            for n, line in enumerate(folded(said, width, 11) if said else ()):
+                yield Text(f"  {label if n == 0 else '':<9}{line}")
     if run.notes:
         yield Text()
     for note in run.notes:
@@ -123,18 +146,36 @@ def told(value: Any) -> list[str]:
             return [str(value)]
 
 
+def _size_columns(runs: Sequence[Run]) -> tuple[Column, ...]:
+    return (Column("params"), Column("active")) if _sparse(runs) else (Column("params"),)
+
+
+def _sizes(run: Run, among: Sequence[Run]) -> tuple[str, ...]:
+    """Parameters, and those that a token passes through where that is not all of them."""
+    total, active = format_quantity(run.params_total), format_quantity(run.params_active)
+    return (total, active if _sparse([run]) else "") if _sparse(among) else (total,)
+
+
+def _sparse(runs: Sequence[Run]) -> bool:
+    return any(run.params_active != run.params_total for run in runs)
+
+
 def _cells(run: Run) -> tuple[str, ...]:
+    mark = MARK if run.peak_lr is not None and not run.lr_comparable else ""
     return (
-        format_quantity(run.params_total),
-        format_quantity(run.tokens),
-        learning_rate(run.peak_lr),
-        format_quantity(run.batch_tokens),
-        run.decay,
+        _count(run.tokens),
+        learning_rate(run.peak_lr) + mark,
+        _count(run.batch_tokens),
+        run.decay or "-",
     )
 
 
+def _count(value: int | None) -> str:
+    return "-" if value is None else format_quantity(value)
+
+
 def _source(run: Run) -> str:
-    return "; ".join(run.schedule.sources)
+    return "; ".join(run.lr_sources)
 
 
 def _sources(sources: Sequence[str], width: int, indent: int) -> Iterator[Text]:

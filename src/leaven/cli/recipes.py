@@ -1,14 +1,26 @@
 """leaven recipes: the published runs."""
 
+import csv
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from leaven.catalogue.runs import Run, diff, find_run, load_runs, nearest
-from leaven.cli._catalogue import diff_table, nearest_table, run_lines, run_table
-from leaven.cli._common import JsonOption, console, count_option, emit_json
+from leaven.catalogue.groups import NormPlacement, Optimizer
+from leaven.catalogue.runs import Kind, Run, Stack, diff, find_run, load_runs, nearest, size_ratio
+from leaven.catalogue.selection import Condition, Range, select
+from leaven.catalogue.terms import diff_in_terms
+from leaven.cli._catalogue import MARKED, diff_table, nearest_table, run_lines, run_table, stack
+from leaven.cli._common import JsonOption, console, count_option, emit_json, load
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
+from leaven.scaling.table import resolve
 
 app = typer.Typer(help="Published runs; every value names its source.")
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print comma-separated values and nothing else.")]
+RangeOption = Annotated[str | None, typer.Option(metavar="A..B", help="From A to B, e.g. 1B..10B, ..10B or 1B...")]
 
 
 @app.callback(invoke_without_command=True)
@@ -18,13 +30,37 @@ def _help(context: typer.Context) -> None:
 
 
 @app.command("list")
-def list_runs(json_output: JsonOption = False) -> None:
-    """All published runs, from the smallest to the largest."""
-    runs = load_runs()
+def list_runs(
+    params: RangeOption = None,
+    tokens: RangeOption = None,
+    kind: Annotated[str | None, typer.Option(help="dense, moe or vlm.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="For example adamw.")] = None,
+    family: Annotated[str | None, typer.Option(help="For example Pythia.")] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH=VALUE", help="E.g. schedule.shape=cosine; also != < <= > >=. May be repeated."),
+    ] = None,
+    json_output: JsonOption = False,
+    csv_output: CsvOption = False,
+) -> None:
+    """Published runs, from the smallest to the largest."""
+    named = {"kind": kind, "optimizer": optimizer, "family": family}
+    conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
+    runs = select(
+        load_runs(),
+        params=Range.parse(params) if params else None,
+        tokens=Range.parse(tokens) if tokens else None,
+        conditions=[*conditions, *map(Condition.parse, where or ())],
+    )
     if json_output:
         emit_json([_summary(run) for run in runs])
+    elif csv_output:
+        _emit_csv([_summary(run) for run in runs])
+    elif not runs:
+        console.print("no published run is so")
     else:
         console.print(run_table(runs))
+        _say_marked(runs)
 
 
 @app.command()
@@ -40,17 +76,40 @@ def show(id: Annotated[str, typer.Argument(metavar="ID")], json_output: JsonOpti
 
 @app.command("nearest")
 def nearest_runs(
-    params: Annotated[int, count_option("Parameters, e.g. 7B.")],
-    tokens: Annotated[int, count_option("Training tokens, e.g. 2T.")],
+    params: Annotated[int | None, count_option("Parameters, e.g. 7B.")] = None,
+    tokens: Annotated[int | None, count_option("Training tokens, e.g. 2T.")] = None,
+    like: Annotated[
+        Path | None, typer.Option(metavar="RECIPE", help="Stack, and size where it is not given, of this recipe.")
+    ] = None,
+    norm_placement: Annotated[NormPlacement | None, typer.Option(help="Such runs first.")] = None,
+    qk_norm: Annotated[bool | None, typer.Option("--qk-norm/--no-qk-norm", help="Such runs first.")] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Such runs first.")] = None,
+    kind: Annotated[Kind, typer.Option(help="Experts are another kind than dense models.")] = "dense",
+    factor: Annotated[float, typer.Option(help="How many times larger or smaller a run may be.")] = 4.0,
     limit: Annotated[int, typer.Option(min=1, help="How many runs.")] = 5,
     json_output: JsonOption = False,
+    csv_output: CsvOption = False,
 ) -> None:
-    """The runs nearest in size and duration; of each lineage first its closest."""
-    found = nearest(params, tokens, limit=limit)
-    if json_output:
-        emit_json([_summary(run) | {"distance": distance, "lineage": run.lineage.name} for run, distance in found])
+    """The runs nearest in stack, size and duration; of each lineage first its closest."""
+    recipe = load(like, None) if like else None
+    if recipe is not None:
+        params, tokens = params or recipe.model.params, tokens or recipe.data.tokens
+    if params is None or tokens is None:
+        raise InputError("nearest to what? give --params and --tokens, or --like RECIPE")
+    own = Stack("pre", recipe.model.qk_norm, recipe.hyperparameters.optimizer) if recipe else Stack()
+    asked = Stack(
+        norm_placement or own.norm_placement,
+        own.qk_norm if qk_norm is None else qk_norm,
+        optimizer or own.optimizer,
+    )
+    found = nearest(params, tokens, limit=limit, factor=factor, stack=asked, kind=kind)
+    if json_output or csv_output:
+        rows = [_summary(run) | _nearness(run, away, params, factor, asked) for run, away in found]
+        (emit_json if json_output else _emit_csv)(rows)
         return
     console.print(nearest_table(found))
+    for said in _cautions([run for run, _ in found], params, factor, asked):
+        console.print(said)
     console.print("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
 
 
@@ -60,12 +119,26 @@ def diff_runs(
     b: Annotated[str, typer.Argument(metavar="B")],
     json_output: JsonOption = False,
 ) -> None:
-    """The values in which two runs differ."""
-    rows = diff(find_run(a), find_run(b))
+    """The values in which two runs differ; A and B are published runs, or recipe files (.toml)."""
+    left, right = _run_or_recipe(a), _run_or_recipe(b)
+    if isinstance(left, Run) and isinstance(right, Run):
+        rows = diff(left, right)
+        if json_output:
+            emit_json([{"path": path, "a": in_a, "b": in_b} for path, in_a, in_b in rows])
+        else:
+            console.print(diff_table(a, b, rows))
+        return
+    found = diff_in_terms(left, right, _as_trained)
     if json_output:
-        emit_json([{"path": path, "a": left, "b": right} for path, left, right in rows])
-    else:
-        console.print(diff_table(a, b, rows))
+        emit_json([{"path": row.path, "a": row.a, "b": row.b, "counterpart": row.counterpart} for row in found])
+        return
+    one, other = (of.id if isinstance(of, Run) else of.name for of in (left, right))
+    console.print(diff_table(one, other, [row[:3] for row in found if row.counterpart]))
+    alone = [row[:3] for row in found if not row.counterpart]
+    if alone:
+        console.print("\nwithout a counterpart on the other side")
+        console.print(diff_table(one, other, alone))
+    console.print("of a recipe: lr, init std, decay, betas and eps as its hidden matrices get them", style="dim")
 
 
 def _summary(run: Run) -> dict[str, Any]:
@@ -75,5 +148,60 @@ def _summary(run: Run) -> dict[str, Any]:
         "tokens": run.tokens,
         "peak_lr": run.peak_lr,
         "batch_tokens": run.batch_tokens,
-        "source": "; ".join(run.schedule.sources),
+        "source": "; ".join(run.lr_sources),
+        "params_active": run.params_active,
+        "kind": run.kind,
+        "optimizer": run.optimizer,
+        "decay": run.decay,
+        "lineage": run.lineage.name,
+        "lr_comparable": run.lr_comparable,
     }
+
+
+def _nearness(run: Run, distance: float, params: int, factor: float, asked: Stack) -> dict[str, Any]:
+    ratio = size_ratio(run, params)
+    return {
+        "distance": distance,
+        "size_ratio": ratio,
+        "within_factor": ratio <= factor,
+        "same_stack": asked.fits(run.stack),
+    }
+
+
+def _emit_csv(rows: list[dict[str, Any]]) -> None:
+    """As a spreadsheet reads it; what is not known is empty."""
+    if rows:
+        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cautions(runs: list[Run], params: int, factor: float, asked: Stack) -> list[str]:
+    said = []
+    ratio = size_ratio(runs[0], params)
+    if ratio > factor:
+        side = "larger" if runs[0].params_total > params else "smaller"
+        said.append(
+            f"no published run is within a factor of {factor:g} of {format_quantity(params)} parameters: "
+            f"{runs[0].id} is {ratio:.1f}x {side}"
+        )
+    same = [run for run in runs if asked.fits(run.stack)]
+    if len(same) < len(runs):
+        said.append(f"{len(same) or 'none'} of these {len(runs)} of the stack asked for: {stack(asked)}")
+    return said
+
+
+def _say_marked(runs: list[Run]) -> None:
+    if any(run.peak_lr is not None and not run.lr_comparable for run in runs):
+        console.print(MARKED, style="dim")
+
+
+def _run_or_recipe(written: str) -> Run | Recipe:
+    return load(Path(written), None) if written.endswith(".toml") else find_run(written)
+
+
+def _as_trained(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's values as a hidden matrix in mid-depth gets them; by themselves they are in base coordinates."""
+    row = resolve(recipe)[f"layers.{recipe.model.n_layers // 2}.mlp.in.weight"]
+    quantities = ("lr", "init_std", "weight_decay", "beta1", "beta2", "eps")
+    return {f"hyperparameters.{name}": getattr(row, name) for name in quantities}
