@@ -12,7 +12,7 @@ from leaven.catalogue.counting import count_parameters
 from leaven.catalogue.groups import Group
 
 if TYPE_CHECKING:
-    from leaven.catalogue.runs import Run
+    from leaven.catalogue.run import Run
 
 _PARAMS = 0.03  # of a count from the shape against one that is published rounded
 _TOKENS = 0.02  # of steps x batch against tokens: most are published as "300B"
@@ -43,9 +43,9 @@ def _names(run: "Run") -> Iterator[str]:
 
 def _shape(run: "Run") -> Iterator[str]:
     arch = run.arch
-    if arch.d_model and arch.n_heads and arch.d_head is None and arch.kv_lora_rank is None:
-        if arch.d_model % arch.n_heads:
-            yield f"arch.n_heads: d_model {arch.d_model} does not divide over {arch.n_heads} heads; give d_head"
+    own_width = arch.d_head is not None or arch.kv_lora_rank is not None
+    if arch.d_model and arch.n_heads and not own_width and arch.d_model % arch.n_heads:
+        yield f"arch.n_heads: d_model {arch.d_model} does not divide over {arch.n_heads} heads; give d_head"
     if arch.n_heads and arch.n_kv_heads and arch.n_heads % arch.n_kv_heads:
         yield f"arch.n_kv_heads: {arch.n_heads} heads do not divide over {arch.n_kv_heads} key heads"
     if arch.vocab_size and arch.vocab_padded and arch.vocab_padded < arch.vocab_size:
@@ -85,7 +85,7 @@ def _batch(run: "Run") -> Iterator[str]:
         return
     samples, tokens, seq_len = run.batch.global_batch_samples, run.batch.global_batch_tokens, run.data.seq_len
     if samples and tokens and seq_len and samples * seq_len != tokens:
-        yield f"batch.global_batch_tokens: {samples:,} samples of {seq_len:,} are {samples * seq_len:,}, not {tokens:,}"
+        yield f"batch.global_batch_tokens: {samples:,} samples of {seq_len:,} are not {tokens:,} tokens"
     steps = run.schedule.total_steps if run.schedule else None
     constant = run.batch.rampup is not None and run.batch.rampup.kind == "none"
     if not (steps and tokens and run.tokens and constant) or run.data.note is not None:
@@ -113,7 +113,7 @@ def _ramp(run: "Run") -> Iterator[str]:
     if ramp.n_increments and ramp.start_samples and ramp.increment_samples and ramp.final_samples:
         reached = ramp.start_samples + ramp.n_increments * ramp.increment_samples
         if reached != ramp.final_samples:
-            yield f"batch.rampup: {ramp.n_increments} increments reach {reached:,} samples, not {ramp.final_samples:,}"
+            yield f"batch.rampup: {ramp.n_increments} increments reach {reached:,} samples, not {ramp.final_samples}"
 
 
 def _schedule(run: "Run") -> Iterator[str]:

@@ -147,11 +147,8 @@ def _attention(arch: Architecture, known: _Complete, layer: _Widths) -> int:
     biases = (d_q + 2 * d_kv if qkv_bias else 0) + (d if arch.bias else 0)
     # Relative positions after Transformer-XL project the encoding of a distance by one more d x d matrix.
     relative = d * d if arch.positional == "relative" else 0
-    if not known.qk_norm:
-        gains = 0
-    else:
-        gains = known.norm_gain * (2 * head if arch.qk_norm_width == "head" else d_q + d_kv)
-    return matrices + biases + relative + gains
+    gains = 2 * head if arch.qk_norm_width == "head" else d_q + d_kv
+    return matrices + biases + relative + (gains * known.norm_gain if known.qk_norm else 0)
 
 
 def _latent_attention(arch: Architecture, known: _Complete, n_heads: int, kv_rank: int) -> int:

@@ -127,12 +127,10 @@ def _meeting(condition: Condition, known: Sequence[tuple[Run, dict[str, Any]]]) 
 
 def _wanted(condition: Condition, present: Sequence[Any]) -> Any:
     """The value of a condition, read as what the runs have there."""
-    text, sample = condition.text, present[0]
+    path, text, sample = condition.path, condition.text, present[0]
     if isinstance(sample, bool):
         if text.lower() not in ("true", "false") or condition.operator not in ("=", "!="):
-            raise InputError(
-                f"{condition.path} is true or false; write {condition.path}=true or {condition.path}=false"
-            )
+            raise InputError(f"{path} is true or false; write {path}=true or {path}=false")
         return text.lower() == "true"
     if isinstance(sample, int | float):
         try:
@@ -141,11 +139,9 @@ def _wanted(condition: Condition, present: Sequence[Any]) -> Any:
             return parse_quantity(text)
     if isinstance(sample, str):
         if condition.operator == "=" and _folded(text) not in map(_folded, present):
-            raise InputError(
-                f"no run has {condition.path} {text!r}; did you mean {listed(closest(text, set(present)))}?"
-            )
+            raise InputError(f"no run has {path} {text!r}; did you mean {listed(closest(text, set(present)))}?")
         return _folded(text)
-    raise InputError(f"{condition.path} is a list; no operator compares it")
+    raise InputError(f"{path} is a list; no operator compares it")
 
 
 def _folded(value: Any) -> Any:

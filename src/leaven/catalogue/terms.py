@@ -3,7 +3,7 @@
 The words are the paths of a recipe. What only one of the two knows has no counterpart, and is told apart.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from leaven.catalogue.counting import d_head
@@ -83,7 +83,7 @@ TERMS: dict[str, _Term] = {
     "params": _Term(
         lambda run: run.params_total, lambda recipe: recipe.model.params, ("params_total", "params_active")
     ),
-    **{f"model.{name}": _term(f"model.{name}", f"arch.{name}") for name in _ARCH.split()},
+    **{f"model.{name}": _term(f"model.{name}", f"arch.{name}") for name in f"{_WIDTHS} {_CHOICES}".split()},
     "model.d_head": _term("model.d_head", "arch.d_head", of_run=lambda run: d_head(run.arch)),
     "model.vocab_size": _term(
         "model.vocab_size",
@@ -136,7 +136,7 @@ _LEAVENS_OWN = {"name", "why", "evaluation", "stability", "data", "layout", "pre
 
 
 def diff_in_terms(
-    a: Run | Recipe, b: Run | Recipe, resolved: Callable[[Recipe], Mapping[str, Any]] = lambda recipe: {}
+    a: Run | Recipe, b: Run | Recipe, resolved: Callable[[Recipe], dict[str, Any]] = lambda recipe: {}
 ) -> list[Difference]:
     """The values in which a run or recipe differs from another; None where one is silent.
 

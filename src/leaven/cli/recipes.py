@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from leaven.catalogue.groups import NormPlacement, Optimizer
-from leaven.catalogue.runs import Kind, Run, Stack, diff, find_run, load_runs, nearest, size_ratio
+from leaven.catalogue.run import Kind
+from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, size_ratio
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import diff_in_terms
 from leaven.cli._catalogue import MARKED, diff_table, nearest_table, run_lines, run_table, stack

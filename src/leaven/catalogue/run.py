@@ -1,0 +1,261 @@
+"""One published run: its groups as they were published, its values in leaven's own terms."""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from leaven.catalogue.consistency import contradictions
+from leaven.catalogue.counting import count_parameters, d_head
+from leaven.catalogue.groups import (
+    Architecture,
+    Batch,
+    Data,
+    Hardware,
+    Init,
+    Instability,
+    Lineage,
+    NormPlacement,
+    Optim,
+    Optimizer,
+    Parallel,
+    Params,
+    Precision,
+    Schedule,
+    Texts,
+    Throughput,
+)
+from leaven.recipe.base import Part
+from leaven.recipe.schedule import Decay
+from leaven.recipe.shape import ModelShape, Positions
+
+Kind = Literal["dense", "moe", "vlm"]
+_DECAYS: dict[str, Decay] = {
+    "cosine": "cosine",
+    "cosine_then_constant": "cosine",
+    "linear": "linear",
+    "wsd": "wsd",
+    "multi_step": "wsd",  # constant, then down late: the nearest of our shapes
+    "constant_then_rsqrt": "inverse_sqrt",
+    "constant": "constant",
+}
+_POSITIONS: dict[str, Positions] = {"rotary": "rope", "learned": "learned", "alibi": "alibi"}
+# The fields that say where a value stands, and the free text: not values of the run.
+_NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
+# A layer adds to the residual stream twice, so both say the same.
+_BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
+
+
+def alike(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimisers whose learning rates mean the same."""
+    return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
+
+
+class Stack(NamedTuple):
+    """Norm placement, QK-norm and optimizer; None where it does not matter."""
+
+    norm_placement: NormPlacement | None = None
+    qk_norm: bool | None = None
+    optimizer: Optimizer | None = None
+
+    def fits(self, other: "Stack") -> bool:
+        """Whether the other has all that this one asks for. Adam and AdamW are one optimizer here."""
+        return (
+            self.norm_placement in (None, other.norm_placement)
+            and self.qk_norm in (None, other.qk_norm)
+            and (self.optimizer is None or other.optimizer in alike(self.optimizer))
+        )
+
+
+class Run(Part):
+    """One published run. The groups hold what was published; the properties say it in leaven's terms.
+
+    A property is None where the value is not known.
+    """
+
+    id: str
+    family: str
+    organisation: str
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}$")]  # of the release or the start
+    kind: Kind
+    status: Literal["succeeded", "succeeded-with-interventions"]
+    params_total: int
+    params_active: int
+    lineage: Lineage
+    params: Params
+    arch: Architecture
+    data: Data | None = None
+    batch: Batch | None = None
+    optim: Optim | None = None
+    schedule: Schedule | None = None
+    init: Init | None = None
+    precision: Precision | None = None
+    parallel: Parallel | None = None
+    hardware: Hardware | None = None
+    throughput: Throughput | None = None
+    instabilities: Annotated[tuple[Instability, ...], Field(strict=False)] = ()
+    notes: Texts = ()
+
+    @model_validator(mode="after")
+    def _says_what_it_says_twice_the_same(self) -> Self:
+        found = list(contradictions(self))
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    @property
+    def tokens(self) -> int | None:
+        return self.data.tokens_total if self.data else None
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """The final global batch in tokens."""
+        return self.batch.global_batch_tokens if self.batch else None
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self.optim.optimizer if self.optim else None
+
+    @property
+    def peak_lr(self) -> float | None:
+        return self.schedule.peak_lr if self.schedule else None
+
+    @property
+    def lr_sources(self) -> tuple[str, ...]:
+        return self.schedule.provenance("peak_lr").sources if self.schedule else ()
+
+    @property
+    def lr_comparable(self) -> bool:
+        """False where the learning rate means something else: muP, and other optimisers than Adam(W)."""
+        return self.comparable_lr(alike("adamw"))
+
+    def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
+        """Whether there is a learning rate, of one of these optimisers, that multiplies a plain update."""
+        schedule = self.schedule
+        return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
+
+    @property
+    def min_lr_ratio(self) -> float | None:
+        schedule = self.schedule
+        if schedule is None:
+            return None
+        if schedule.min_lr_ratio is None and schedule.min_lr is not None and schedule.peak_lr:
+            return schedule.min_lr / schedule.peak_lr
+        return schedule.min_lr_ratio
+
+    @property
+    def warmup_fraction(self) -> float | None:
+        """Warm-up in tokens over the tokens of the run.
+
+        A warm-up in steps is turned into tokens at the final batch, so only where the batch did not ramp.
+        """
+        schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
+        if schedule is None:
+            return None
+        if schedule.warmup_tokens is not None and tokens:
+            return schedule.warmup_tokens / tokens
+        ramped = self.batch is not None and self.batch.rampup is not None and self.batch.rampup.kind != "none"
+        if schedule.warmup_steps is not None and tokens and batch and not ramped:
+            return schedule.warmup_steps * batch / tokens
+        return schedule.warmup_fraction
+
+    @property
+    def decay(self) -> Decay | None:
+        """The nearest of leaven's decay shapes."""
+        return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
+
+    @property
+    def init_std(self) -> float | None:
+        return self.init.std if self.init else None
+
+    @property
+    def residual_init_std(self) -> float | None:
+        """Standard deviation of the matrices that write to the residual stream, for the run's own depth.
+
+        None where it is not known, or where it differs from layer to layer (``mitchell``).
+        """
+        init, n_layers = self.init, self.arch.n_layers
+        if init is None or init.residual_std is not None or init.std is None:
+            return init.residual_std if init else None
+        if init.residual_scaling in _BY_DEPTH and n_layers:
+            return init.std / math.sqrt(2 * n_layers)
+        return init.std if init.residual_scaling == "none" else None
+
+    @property
+    def stack(self) -> Stack:
+        """What decides more about a learning rate than the size does."""
+        return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
+
+    @property
+    def params_from_shape(self) -> int | None:
+        """The parameters that the published shape implies, counted module by module; None where it is incomplete."""
+        count = count_parameters(self.arch, self.data.seq_len if self.data else None)
+        return None if count is None else count.total
+
+    def model_shape(self) -> ModelShape | None:
+        """The run's model as leaven would build it; None where leaven has no such model.
+
+        No verb asks for it: it is how the parameter counts of ModelShape, on which planning and transfer stand, are
+        held against published ones.
+        """
+        arch, seq_len = self.arch, self.data.seq_len if self.data else None
+        foreign = (
+            self.kind != "dense",
+            self.params_from_shape is None,
+            seq_len is None,
+            arch.attention is not None,  # sliding, sparse, latent
+            arch.layerwise_scaling is not None,
+            arch.norm_placement != "pre",
+            not arch.norm_affine,
+            arch.norm_bias not in (None, arch.bias),
+            arch.qkv_bias not in (None, arch.bias),
+            arch.bias is None,
+            arch.parallel_block,
+            arch.rotary_pct != 1.0,
+            arch.rotary_dims is not None,
+            arch.qk_norm and arch.qk_norm_width != "head",
+            arch.positional not in _POSITIONS,
+            arch.positional_note is not None,
+            arch.activation in ("geglu", "xielu"),
+        )
+        if any(foreign):
+            return None
+        head = d_head(arch)
+        assert arch.n_heads is not None
+        assert head is not None
+        return ModelShape.model_validate(
+            {
+                "n_layers": arch.n_layers,
+                "d_model": arch.d_model,
+                "n_heads": arch.n_heads,
+                "n_kv_heads": arch.n_kv_heads,
+                "d_head": head,
+                "d_attention": None if arch.n_heads * head == arch.d_model else arch.n_heads * head,
+                "d_ff": arch.d_ff,
+                "vocab_size": arch.vocab_padded or arch.vocab_size,
+                "seq_len": seq_len,
+                "norm": arch.norm,
+                "activation": arch.activation,
+                "positions": _POSITIONS[arch.positional or ""],
+                "qk_norm": arch.qk_norm,
+                "tied_embeddings": arch.tied_embeddings,
+                "embedding_norm": arch.embedding_norm,
+                "bias": arch.bias,
+                **({"rope_theta": arch.rope_theta} if arch.rope_theta else {}),
+            }
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """Every known value by its dotted path, without sources and free text."""
+        return dict(_flatten(self.model_dump(exclude_none=True), ""))
+
+
+def _flatten(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if key in _NOT_VALUES:
+            continue
+        if isinstance(inner, dict):
+            yield from _flatten(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, inner
