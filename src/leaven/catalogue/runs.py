@@ -36,7 +36,7 @@ _TOKEN_WEIGHT = 0.125
 
 def load_runs() -> tuple[Run, ...]:
     """All published runs, from the smallest to the largest."""
-    return tuple(sorted((_read(path) for path in FOLDER.glob("*.toml")), key=lambda run: run.params_total))
+    return tuple(sorted((_read(path) for path in FOLDER.glob("*.toml")), key=lambda run: (run.params_total, run.id)))
 
 
 def find_run(id: str) -> Run:
@@ -73,8 +73,9 @@ def nearest(
     """The runs nearest in stack, size and duration, and their distance in octaves of parameters.
 
     Only runs within ``factor`` of the size, if there are any; else the nearest of all, so that the list is never
-    empty: see :func:`size_ratio`. Within it those of the same stack come first. A lineage has one vote: first the best run of
-    each lineage, then the others, each in that order. An octave of tokens counts as an eighth of one of parameters.
+    empty: see :func:`size_ratio`. Within it those of the same stack come first. A lineage has one vote: first the
+    best run of each lineage, then the others, each in that order. An octave of tokens counts as an eighth of one of
+    parameters.
     Runs whose learning rate means something else are left out, see :attr:`Run.lr_comparable`; a stack that names
     another optimiser asks for the learning rates of that.
 

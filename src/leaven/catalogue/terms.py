@@ -75,15 +75,14 @@ def _clip(recipe: Recipe) -> float | None:
     return clip.limit if clip.mode == "global" else None
 
 
-_ARCH = (
-    "n_layers d_model n_heads n_kv_heads d_ff norm activation rope_theta qk_norm tied_embeddings embedding_norm bias"
-)
+_SHAPE = "n_layers d_model n_heads n_kv_heads d_ff"
+_CHOICES = "norm activation qk_norm tied_embeddings embedding_norm bias"
 _OPTIM = "optimizer weight_decay beta1 beta2 eps decay_norm_and_bias"
 TERMS: dict[str, _Term] = {
     "params": _Term(
         lambda run: run.params_total, lambda recipe: recipe.model.params, ("params_total", "params_active")
     ),
-    **{f"model.{name}": _term(f"model.{name}", f"arch.{name}") for name in f"{_WIDTHS} {_CHOICES}".split()},
+    **{f"model.{name}": _term(f"model.{name}", f"arch.{name}") for name in f"{_SHAPE} {_CHOICES}".split()},
     "model.d_head": _term("model.d_head", "arch.d_head", of_run=lambda run: d_head(run.arch)),
     "model.vocab_size": _term(
         "model.vocab_size",
@@ -92,6 +91,11 @@ TERMS: dict[str, _Term] = {
         of_run=lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     ),
     "model.positions": _term("model.positions", "arch.positional", of_run=_positions),
+    "model.rope_theta": _Term(
+        lambda run: run.arch.rope_theta,
+        lambda recipe: recipe.model.rope_theta if recipe.model.positions == "rope" else None,
+        ("arch.rope_theta",),
+    ),
     "model.seq_len": _term("model.seq_len", "data.seq_len"),
     "model.dropout": _term("model.dropout", "optim.dropout"),
     "data.tokens": _term("data.tokens", "data.tokens_total"),

@@ -1,0 +1,83 @@
+"""What a person asks of the catalogue, and what is said where it has no such value."""
+
+import re
+
+import pytest
+
+from leaven.catalogue.runs import load_runs
+from leaven.catalogue.selection import Condition, Range, select, values
+from leaven.recipe.errors import InputError
+
+RUNS = load_runs()
+
+
+def ids(*conditions: str) -> set[str]:
+    return {run.id for run in select(RUNS, conditions=map(Condition.parse, conditions))}
+
+
+@pytest.mark.parametrize(
+    ("written", "low", "high"),
+    [
+        ("1B..10B", 10**9, 10**10),
+        ("..10B", None, 10**10),
+        ("1B..", 10**9, None),
+        (" 1e9 .. 2.5e9 ", 10**9, 25 * 10**8),
+    ],
+)
+def test_ranges_as_people_write_them(written: str, low: int | None, high: int | None) -> None:
+    assert Range.parse(written) == Range(low, high)
+
+
+@pytest.mark.parametrize("written", ["1B", "1B-10B", "..", "", "10B..1B", "a..b"])
+def test_what_is_no_range(written: str) -> None:
+    with pytest.raises(InputError, match=r"no range|nothing lies in|not a quantity"):
+        Range.parse(written)
+
+
+def test_both_ends_of_a_range_are_in_it() -> None:
+    found = select(RUNS, params=Range(70_426_624, 110_000_000), tokens=Range(299_892_736_000, None))
+    assert [run.id for run in found] == ["pythia-70m"]
+    assert "idefics-80b" not in {run.id for run in select(RUNS, tokens=Range(0, None))}  # not known is not zero
+
+
+@pytest.mark.parametrize(
+    ("conditions", "found"),
+    [
+        (("optim.beta3>0",), {"apertus-8b", "apertus-70b"}),
+        (("arch.norm_placement=Output", "params_total<8B"), {"olmo2-7b", "olmo3-7b"}),
+        (
+            ("arch.qk_norm = true", "schedule.peak_lr>=3e-3"),
+            {"openelm-270m", "openelm-450m", "dclm-411m-1x", "dclm-3b-1x"},
+        ),
+        (("optimizer=muon",), {"kimi-k2", "glm-4.5", "moonlight-16b-a3b"}),
+        (("batch_tokens>60M", "kind!=dense"), {"deepseek-v3", "kimi-k2", "glm-4.5", "mimo-v2-flash"}),
+        (("date>=2025-11",), {"olmo3-7b", "olmo3-32b", "mimo-v2-flash"}),
+        (("optim.grad_clip<1", "optim.grad_clip!=0.1"), {"gopher-280b", "bloomberggpt-50b", "marin-32b"}),
+    ],
+)
+def test_conditions_all_hold(conditions: tuple[str, ...], found: set[str]) -> None:
+    assert ids(*conditions) == found
+
+
+def test_a_silent_run_meets_no_condition() -> None:
+    silent = {run.id for run in RUNS if "optim.beta2" not in values(run)}
+    assert silent
+    assert not silent & ids("optim.beta2!=0.5")
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("schedule.shap=cosine", "no published run has a value 'schedule.shap'; did you mean schedule.shape, "),
+        ("beta2=0.9", "did you mean optim.beta2, optim.beta3 or optim.beta1?"),
+        ("schedule.shape=cosin", "no run has schedule.shape 'cosin'; did you mean cosine, "),
+        ("arch.qk_norm=yes", "arch.qk_norm is true or false; write arch.qk_norm=true or arch.qk_norm=false"),
+        ("arch.qk_norm<true", "arch.qk_norm is true or false"),
+        ("optim.beta2>high", "'high' is not a quantity"),
+        ("batch.rampup.stages=1", "batch.rampup.stages is a list; no operator compares it"),
+        ("peak_lr", "'peak_lr' is no condition; write PATH, one of = != < <= > >= and a value"),
+    ],
+)
+def test_what_the_catalogue_does_not_have_is_said_with_what_it_has(written: str, said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        ids(written)

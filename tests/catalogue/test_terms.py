@@ -1,0 +1,83 @@
+"""A published run and a recipe in the same words."""
+
+from typing import Any
+
+import pytest
+
+from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.terms import TERMS, diff_in_terms, terms, without_counterpart
+from leaven.recipe.recipe import Recipe
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    """BLOOM 176B as leaven would write it down."""
+    model = {"n_layers": 70, "d_model": 14336, "n_heads": 112, "n_kv_heads": 112, "d_head": 128, "d_ff": 57344}
+    model |= {"vocab_size": 250_880, "seq_len": 2048, "norm": "layernorm", "activation": "gelu", "positions": "alibi"}
+    model |= {"tied_embeddings": True, "embedding_norm": True, "bias": True, "dropout": 0.1}
+    ramp = {"start_tokens": 393_216, "increment_tokens": 32_768, "over_tokens": 20_000_000_000}
+    return Recipe.model_validate(
+        {
+            "name": "bloom",
+            "model": model,
+            "data": {"source": "text", "tokens": 366_000_000_000},
+            "batch": {"tokens": 4_194_304, "ramp": ramp, "micro_batch": 2},
+            "schedule": {"warmup_tokens": 374_999_040, "decay": "cosine", "min_lr_ratio": 0.1},
+            "hyperparameters": {"lr": 6e-5, "init_std": 0.0048},
+            "precision": {"compute": "bf16"},
+            "layout": {"dp": 8, "tp": 4, "pp": 12, "zero": 1},
+        }
+    )
+
+
+def test_a_recipe_that_copies_a_run_differs_in_nothing(recipe: Recipe) -> None:
+    found = diff_in_terms(find_run("bloom-176b"), recipe)
+    # What the file is silent on, and what a recipe has no word for.
+    assert {row.path for row in found if row.counterpart} == {"hyperparameters.decay_norm_and_bias"}
+    assert {row.path for row in found if not row.counterpart} == {
+        "data.tokens_planned",
+        "schedule.decay_samples",
+        "schedule.decay_tokens",
+        "init.kind",
+        "init.residual_scaling",
+        "precision.grad_accumulation",
+    }
+
+
+def test_a_difference_is_told_under_the_recipes_path_in_both_orders(recipe: Recipe) -> None:
+    changed = recipe.replace({"hyperparameters.lr": 3e-4, "batch.ramp": None})
+    rows = {row.path: (row.a, row.b) for row in diff_in_terms(find_run("bloom-176b"), changed)}
+    assert rows["hyperparameters.lr"] == (6e-5, 3e-4)
+    assert rows["batch.ramp.start_tokens"] == (393_216, None)
+    assert rows["batch.ramp.over_tokens"] == (20_000_000_000, None)
+    back = {row.path: (row.b, row.a) for row in diff_in_terms(changed, find_run("bloom-176b"))}
+    assert back == rows
+    between = diff_in_terms(recipe, changed)
+    assert {row.path for row in between} == {
+        "hyperparameters.lr",
+        "batch.ramp.start_tokens",
+        "batch.ramp.over_tokens",
+    }
+
+
+def test_what_has_no_counterpart_is_told_apart(recipe: Recipe) -> None:
+    of_run = {row.path for row in diff_in_terms(find_run("deepseek-v3"), recipe) if not row.counterpart}
+    assert {"arch.n_experts", "arch.kv_lora_rank", "optim.moe_bias_update_speed"} <= of_run
+    assert not {"arch.norm_placement", "arch.gated", "schedule.shape_note"} & of_run  # as in a recipe; free text
+    tuned = recipe.replace({"hyperparameters.modules": {"embedding": {"lr": 4.0}}})
+    alone: dict[str, Any] = dict(without_counterpart(tuned))
+    assert alone == {"hyperparameters.modules.embedding.lr": 4.0}
+
+
+def test_a_recipe_is_compared_by_what_its_values_come_to(recipe: Recipe) -> None:
+    found = diff_in_terms(find_run("bloom-176b"), recipe, lambda _: {"hyperparameters.lr": 1e-3})
+    assert ("hyperparameters.lr", 6e-5, 1e-3, True) in found
+
+
+@pytest.mark.parametrize("run", load_runs(), ids=lambda run: run.id)
+def test_every_run_can_be_told_in_a_recipes_words(run: Any) -> None:
+    told = terms(run)
+    assert told["params"] == run.params_total
+    assert set(told) <= set(TERMS)
+    assert told.get("hyperparameters.lr") == run.peak_lr
+    assert None not in told.values()
