@@ -60,7 +60,7 @@ def test_published_runs_are_a_line_each_with_all_numbers(read: Read, width: int)
         assert len(shown) >= 10
         for run in shown:
             numbers = (run.params_total, run.tokens, run.batch_tokens, run.peak_lr)
-            assert len(re.findall(r"\d [kMBT]\b|\d\.\de-\d", by_id[run.id])) >= sum(n is not None for n in numbers)
+            assert len(re.findall(r"\d [kMBT]\b|\d\.\d\de-\d", by_id[run.id])) >= sum(n is not None for n in numbers)
             assert ("*" in by_id[run.id]) is (run.peak_lr is not None and not run.lr_comparable)
 
 

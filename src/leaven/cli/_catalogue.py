@@ -164,7 +164,7 @@ def _cells(run: Run) -> tuple[str, ...]:
     mark = MARK if run.peak_lr is not None and not run.lr_comparable else ""
     return (
         _count(run.tokens),
-        learning_rate(run.peak_lr) + mark,
+        learning_rate(run.peak_lr, 3) + mark,
         _count(run.batch_tokens),
         run.decay or "-",
     )
