@@ -21,7 +21,7 @@ from leaven.scaling.table import resolve
 
 app = typer.Typer(help="Published runs; every value names its source.")
 CsvOption = Annotated[bool, typer.Option("--csv", help="Print comma-separated values and nothing else.")]
-RangeOption = Annotated[str | None, typer.Option(metavar="A..B", help="From A to B: 1B..10B, or open: ..10B and 1B.. too")]
+RangeOption = Annotated[str | None, typer.Option(metavar="A..B", help="For example 1B..10B; ..10B and 1B.. are open")]
 
 
 @app.callback(invoke_without_command=True)
