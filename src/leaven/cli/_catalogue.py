@@ -6,7 +6,6 @@ from typing import Any
 from rich.text import Text
 
 from leaven.catalogue.groups import Group
-from leaven.catalogue.laws import LawResult
 from leaven.catalogue.runs import Run, Stack
 from leaven.recipe.units import format_quantity
 from leaven.report.terminal import Column, Columns, folded, learning_rate
@@ -95,38 +94,6 @@ def run_lines(run: Run, width: int) -> Iterator[Text]:
     for note in run.notes:
         for n, line in enumerate(folded(note, width, 2)):
             yield Text(("- " if n == 0 else "  ") + line)
-
-
-def law_table(results: Sequence[LawResult]) -> Columns:
-    columns = (
-        Column("law", align="left"),
-        Column("peak lr", align="point"),
-        Column("batch", "tokens"),
-        Column("kind", "of batch", align="left"),
-        Column("fitted range", align="left"),
-    )
-    rows = [
-        (
-            result.law,
-            learning_rate(result.lr),
-            "-" if result.batch_tokens is None else format_quantity(result.batch_tokens),
-            result.batch_kind or "-",
-            "inside" if result.in_range else f"{result.extrapolation:.1f}x beyond",
-        )
-        for result in results
-    ]
-    return Columns(columns, rows, notes=[(result.conditions, result.source) for result in results])
-
-
-def law_spread(results: Sequence[LawResult]) -> tuple[str, str]:
-    lrs = [result.lr for result in results if result.lr is not None]
-    batches = [result.batch_tokens for result in results if result.batch_tokens and result.batch_kind == "optimal"]
-    return (
-        f"optimal batch {format_quantity(min(batches))} .. {format_quantity(max(batches))} tokens, "
-        f"a spread of {max(batches) / min(batches):.0f}x",
-        f"peak lr {learning_rate(min(lrs))} .. {learning_rate(max(lrs))}, "
-        f"a spread of {max(lrs) / min(lrs):.0f}x: tune at small scale",
-    )
 
 
 def told(value: Any) -> list[str]:

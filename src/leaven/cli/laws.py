@@ -1,23 +1,87 @@
-"""leaven laws: what every empirical law says of a run."""
+"""leaven laws: what every empirical law says of a run, or of a budget."""
 
 from dataclasses import asdict
 from typing import Annotated
 
-from leaven.catalogue.laws import evaluate
-from leaven.cli._catalogue import law_spread, law_table
+from leaven.catalogue.batch_change import critical_batch, lr_at_batch
+from leaven.catalogue.compute_optimal import compute_optimal
+from leaven.catalogue.laws import LawResult, evaluate
 from leaven.cli._common import JsonOption, console, count_option, emit_json
+from leaven.cli._laws import (
+    batch_facts,
+    batch_table,
+    law_spread,
+    law_table,
+    optimum_spread,
+    optimum_table,
+    other_laws,
+    range_legend,
+)
+from leaven.recipe.errors import InputError
 
 
 def laws(
-    params: Annotated[int, count_option("Parameters, e.g. 7B.")],
-    tokens: Annotated[int, count_option("Training tokens, e.g. 2T.")],
+    params: Annotated[int | None, count_option("Parameters, e.g. 7B.")] = None,
+    tokens: Annotated[int | None, count_option("Training tokens, e.g. 2T.")] = None,
+    batch_tokens: Annotated[
+        int | None, count_option("A batch: each law's lr there, and where it stands against the critical ones.")
+    ] = None,
+    flops: Annotated[
+        int | None, count_option("Instead of --params and --tokens: the best sizes for so many training FLOPs.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Learning rate and batch by every law, with its conditions, and how far it is extrapolated."""
+    """Learning rate, batch, decay and loss by every law: conditions, trust, spread, and how far it is stretched.
+
+    With --flops, the best parameters and tokens for a budget, by Chinchilla's three approaches and those after.
+    """
+    if flops is not None:
+        if params is not None or tokens is not None or batch_tokens is not None:
+            raise InputError("--flops asks for the sizes, --params and --tokens give them; type one or the other")
+        _of_budget(flops, json_output)
+        return
+    for name, value in (("--params", params), ("--tokens", tokens)):
+        if value is None:
+            raise InputError(f"{name} is missing; type: leaven laws --params COUNT --tokens COUNT, or --flops COUNT")
+    if batch_tokens is not None and batch_tokens <= 0:
+        raise InputError(f"--batch-tokens {batch_tokens}: a batch has at least one token")
+    assert params is not None
+    assert tokens is not None
+    _of_run(params, tokens, batch_tokens, json_output)
+
+
+def _of_run(params: int, tokens: int, batch_tokens: int | None, json_output: bool) -> None:
     results = evaluate(params, tokens)
     if json_output:
-        emit_json([asdict(result) for result in results])
+        emit_json([_document(result, results, batch_tokens) for result in results])
         return
     console.print(law_table(results))
-    for line in law_spread(results):
-        console.print(line)
+    console.print()
+    console.print(other_laws(results))
+    console.print()
+    if batch_tokens is not None:
+        console.print(batch_table(results, batch_tokens))
+        console.print(batch_facts(results, batch_tokens))
+        console.print()
+    console.print(range_legend())
+    console.print(law_spread(results, params, tokens, batch_tokens))
+
+
+def _document(result: LawResult, results: list[LawResult], batch_tokens: int | None) -> dict[str, object]:
+    document = asdict(result)
+    if batch_tokens is not None:
+        moved = lr_at_batch(result, batch_tokens, critical_batch(results))
+        document["at_batch"] = asdict(moved) if moved else None
+        document["batch_ratio"] = batch_tokens / result.batch_tokens if result.batch_tokens else None
+    return document
+
+
+def _of_budget(flops: int, json_output: bool) -> None:
+    found = compute_optimal(flops)
+    if json_output:
+        emit_json([asdict(each) for each in found])
+        return
+    console.print(optimum_table(found))
+    console.print()
+    console.print(range_legend())
+    console.print(optimum_spread(found))

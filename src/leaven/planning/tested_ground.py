@@ -105,7 +105,11 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 def _critical_batch(recipe: Recipe) -> Iterator[Caution]:
     model, batch = recipe.model, recipe.batch.tokens
     results = evaluate(model.params, recipe.data.tokens, params_non_embedding=model.params_non_embedding)
-    critical = {law.law: law.batch_tokens for law in results if law.batch_kind == "critical" and law.batch_tokens}
+    critical = {
+        law.law: law.batch_tokens
+        for law in results
+        if law.batch_kind == "critical" and law.batch_tokens and law.form_of is None
+    }
     middle = sorted(critical.values())[len(critical) // 2]
     if batch > middle:
         listed = ", ".join(f"{law} {format_quantity(tokens)}" for law, tokens in critical.items())
