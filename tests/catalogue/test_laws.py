@@ -128,12 +128,12 @@ def test_chinchilla_loss_of_the_two_models_it_compared(params: float, tokens: fl
 
 
 def test_the_replication_disagrees_most_about_what_cannot_be_learned() -> None:
-    """E 1.8172 against 1.69 (arXiv 2404.10102); over Chinchilla's own runs the two are within 2%."""
+    """E 1.8172 against 1.69 (arXiv 2404.10102); over Chinchilla's own runs the two are within 3%."""
     assert CHINCHILLA.loss is not None
     assert REPLICATION.loss is not None
     assert REPLICATION.loss.loss(1e30, 1e30) == pytest.approx(1.8172)
     for point in ((400e6, 8e9), (1e9, 20e9), (10e9, 200e9)):
-        assert REPLICATION.loss.loss(*point) == pytest.approx(CHINCHILLA.loss.loss(*point), rel=0.02)
+        assert REPLICATION.loss.loss(*point) == pytest.approx(CHINCHILLA.loss.loss(*point), rel=0.03)
 
 
 def test_power_lines_timescale() -> None:

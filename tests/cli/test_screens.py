@@ -100,10 +100,12 @@ def test_laws_are_told_in_full_with_the_spread_last(read: Read, width: int) -> N
     lines = read(width, "laws", "--params", "1B", "--tokens", "20B")
     flowing = " ".join(" ".join(lines).split())
     for law in LAWS:
-        assert any(line.startswith(law.name + "  ") for line in lines)
+        assert any(line.startswith(law.name + " ") for line in lines)
         assert law.conditions in flowing
         assert law.source in flowing
-    assert lines[-1] == "peak lr 3.5e-4 .. 2.1e-3, a spread of 6x: tune at small scale"
+        assert f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "") in flowing
+    assert "3.5e-4 .. 2.1e-3, a spread of 6.07x" in flowing
+    assert lines[-1].endswith("tune at small scale")
 
 
 @widths
@@ -198,7 +200,10 @@ VERBS = "laws, new, show, transfer, plan, tune, train, sample, bench, report, de
         ("xyz", f"no such verb: leaven xyz; there are {VERBS}"),
         ("recipes lst", "no such verb: leaven recipes lst; did you mean list?"),
         ("train", "RECIPE is missing; type: leaven train RECIPE"),
-        ("laws --params 1B", "--tokens is missing; type: leaven laws --params COUNT --tokens COUNT"),
+        (
+            "laws --params 1B",
+            "--tokens is missing; type: leaven laws --params COUNT --tokens COUNT, or --flops COUNT",
+        ),
         ("recipes diff a", "B is missing; type: leaven recipes diff A B"),
         ("plan x.toml", "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
         ("plan x.toml --layuot a", "no such option: --layuot; did you mean --layout?"),

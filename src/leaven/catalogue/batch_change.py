@@ -12,7 +12,7 @@ from leaven.catalogue.noise_scale import surge_lr
 class AtBatch:
     """A law's lr at ``batch_tokens``, ``ratio`` times the batch it belongs to.
 
-    ``square_root``: of Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287; Complete(d)P).
+    ``square_root``: of Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287).
     ``linear``: of SGD there (McCandlish et al. 2018), and of AdamW at fixed weight decay if its timescale is to stay
     (Power Lines). ``surge``: of Adam, falling above the noise scale (arXiv 2405.14578), which is taken to be the
     median of the critical batches. ``own``: as in the law's own data, None where it has not told.

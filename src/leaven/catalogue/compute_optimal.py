@@ -1,7 +1,7 @@
 """How large a model, and how long a run, a budget of training FLOPs is best spent on, by every published answer.
 
-C = 6 N D throughout. The approaches of one paper disagree: at Gopher's budget Chinchilla's first says 67B and its third
-40B. Its fit behind the third did not converge (Besiroglu et al. 2024); the replication is near the first.
+C = 6 N D throughout. The approaches of one paper disagree: at Gopher's budget Chinchilla's first says 67B, its third
+40B. The fit behind the third did not converge (Besiroglu et al. 2024); the replication is near the first.
 """
 
 import math
@@ -135,7 +135,7 @@ def compute_optimal(flops: float) -> list[Optimum]:
     """Every answer for a budget of training FLOPs.
 
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
-    ['6.6e+10', '6.2e+10', '4e+10', '7.2e+10']
+    ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']
 
     Raises:
         InputError: if the budget is not enough for one parameter and one token.
@@ -146,7 +146,7 @@ def compute_optimal(flops: float) -> list[Optimum]:
         tokens = flops / 6 / params if params else 0.0
         if params < 1 or tokens < 1:
             raise InputError(
-                f"no law speaks of {flops:g} FLOPs: not enough for one parameter; write e.g. --flops 1e22"
+                f"no law speaks of {flops:g} FLOPs: not enough for one parameter; write for example 1e22"
             )
         beyond = frontier.fitted.beyond(params, tokens, flops)
         assert REPLICATION.loss is not None

@@ -1,4 +1,4 @@
-"""What a law is made of: its form, the range it was fitted on, how sure its constants are, and what it says somewhere.
+"""What a law is made of: its form, the range it was fitted on, how sure its constants are, and what it says.
 
 The units and the definition of N are part of a law; so is the set-up it was fitted in (``conditions``).
 """

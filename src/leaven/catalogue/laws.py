@@ -165,7 +165,7 @@ ZHANG_ONE_DURATION = Law(
     "as above at one duration for all sizes: the form in N says that size alone hardly matters",
     "arXiv 2410.21676",
     "read",
-    doubt="which duration is not in our notes; it meets the form in D at 3B to 4B tokens, which is taken for its range",
+    doubt="which duration is not known here; the range is where it meets the form in D, at 3B to 4B tokens",
     batch=Power(621.3, params=0.087, unit=512, per=1e6),
     batch_kind="critical",
     fitted=Fitted(params=(85e6, 1.2e9), tokens=(3e9, 4e9)),
@@ -242,7 +242,7 @@ MUON_HYPERP = Law(
     "Muon HyperP",
     "all",
     "Muon, not AdamW",
-    "in our notes without a paper",
+    "no paper named",
     "secondary",
     says="lr ~ D^-0.32 B^0.56",
 )

@@ -11,20 +11,18 @@ A ratio of two unbiased estimates is not unbiased, and each alone may be negativ
 import math
 from collections.abc import Iterable
 from statistics import fmean
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
-def squared_gradient(small: float, small_squared: T, big: float, big_squared: T) -> T:
+def squared_gradient(small: float, small_squared: Any, big: float, big_squared: Any) -> Any:
     """An unbiased estimate of |G|^2 from |G_small|^2 and |G_big|^2, of batches of ``small`` and ``big`` tokens; of
     numbers, arrays or tensors."""
-    return (big * big_squared - small * small_squared) / (big - small)  # type: ignore[operator,no-any-return]
+    return (big * big_squared - small * small_squared) / (big - small)
 
 
-def gradient_noise(small: float, small_squared: T, big: float, big_squared: T) -> T:
+def gradient_noise(small: float, small_squared: Any, big: float, big_squared: Any) -> Any:
     """An unbiased estimate of tr(Sigma) of one token, as :func:`squared_gradient`."""
-    return (small_squared - big_squared) / (1 / small - 1 / big)  # type: ignore[operator,no-any-return]
+    return (small_squared - big_squared) / (1 / small - 1 / big)
 
 
 def noise_scale(small: float, big: float, squares: Iterable[tuple[float, float]]) -> float | None:
@@ -57,7 +55,7 @@ def sgd_lr(batch: float, noise: float) -> float:
 
 
 def surge_lr(batch: float, noise: float) -> float:
-    """The best lr of Adam at a batch, over its peak, which is at B_noise: 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)).
+    """The best lr of Adam at a batch, over its peak at B_noise: 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)).
 
     Below it lr ~ sqrt(B), above it lr falls. Li et al. 2024, arXiv 2405.14578.
     """

@@ -1,6 +1,6 @@
 """What a person sees of the laws: all of them side by side, how far each is stretched, and their spread."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from leaven.catalogue.batch_change import critical_batch, lr_at_batch
@@ -195,12 +195,11 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def _notes(law: LawResult | Optimum) -> Iterator[str]:
-    yield law.conditions
+def _notes(law: LawResult | Optimum) -> list[str]:
+    told = [law.conditions]
     if isinstance(law, LawResult):
-        yield _COUNTED[law.params_definition]
-    yield law.source
-    yield f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "")
+        told.append(_COUNTED[law.params_definition])
+    return [*told, law.source, f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "")]
 
 
 def _says(result: LawResult) -> str:

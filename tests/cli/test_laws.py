@@ -1,0 +1,111 @@
+"""The verb as a person types it: the screen, the document, and what it refuses."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from leaven.catalogue.compute_optimal import FRONTIERS
+from leaven.catalogue.laws import LAWS
+from leaven.cli.laws import laws
+from leaven.recipe.errors import InputError
+
+app = typer.Typer()
+app.command()(laws)
+RUN = ("--params", "1B", "--tokens", "20B")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception:
+        raise result.exception
+    return result.stdout
+
+
+def flowing(*arguments: str) -> str:
+    return " ".join(run(*arguments).split())
+
+
+def test_the_document_is_a_list_of_laws_with_their_trust() -> None:
+    rows = json.loads(run(*RUN, "--json"))
+    assert [row["law"] for row in rows] == [law.name for law in LAWS]
+    stay = {"law", "lr", "batch_tokens", "in_range", "conditions", "source"}
+    for row in rows:
+        assert stay <= row.keys()
+        assert "at_batch" not in row
+        assert row["in_range"] is (not row["beyond"])
+        assert row["trust"] in {"verified", "read", "secondary", "memory"}
+
+
+def test_never_one_number_alone() -> None:
+    text = flowing(*RUN)
+    assert "peak lr median 9.8e-4 of 4 laws · 3.5e-4 .. 2.1e-3, a spread of 6.07x" in text
+    assert "2 inside their range: 3.5e-4 .. 1.0e-3" in text
+    assert "optimal batch median 1.08 M of 5 laws · 442 k .. 3.27 M" in text
+    assert "critical batch median 2.19 M of 3 laws · 1.23 M .. 5.54 M" in text
+    assert "loss median 2.555 of 2 laws" in text
+    assert "weight decay 0.25 by tau 0.22, at lr 9.8e-4 and batch 1.08 M" in text
+
+
+def test_who_extrapolates_how_far_and_along_which_axis() -> None:
+    """7B against 1B, 2T against 100B tokens; 1.2e20 FLOPs against 2e19; a model of 3M against 9M."""
+    lines = run("--params", "7B", "--tokens", "2T").splitlines()
+    assert next(line for line in lines if line.startswith("Step Law")).endswith("x20 D, x7 N")
+    assert next(line for line in run(*RUN).splitlines() if line.startswith("DeepSeek")).endswith("x6 C")
+    below = run("--params", "3M", "--tokens", "3B").splitlines()
+    assert next(line for line in below if line.startswith("MiniCPM")).endswith("/3 N")
+
+
+def test_a_law_that_ends_is_still_told_of() -> None:
+    """Kaplan's line crosses zero at 12B."""
+    lines = run("--params", "70B", "--tokens", "1.4T").splitlines()
+    kaplan = next(line for line in lines if line.startswith("Kaplan 2020 learning rate"))
+    assert kaplan.split()[-2:] == ["x47", "N"]
+    assert " - " in kaplan
+
+
+def test_at_a_batch() -> None:
+    rows = {row["law"]: row for row in json.loads(run(*RUN, "--batch-tokens", "2M", "--json"))}
+    kaplan = rows["Kaplan 2020 critical batch"]
+    assert kaplan["batch_ratio"] == pytest.approx(2e6 / kaplan["batch_tokens"])
+    assert kaplan["at_batch"] is None
+    step = rows["Step Law 2025"]["at_batch"]
+    assert step["linear"] / step["square_root"] == pytest.approx(step["ratio"] ** 0.5)
+    text = flowing(*RUN, "--batch-tokens", "2M")
+    assert (
+        "critical batch 0.91x Kaplan 2020 critical batch · 0.36x Power Lines 2025 critical batch · 1.6x Zhang" in text
+    )
+    assert "at the median critical batch of 2.19 M: 1.91x the fewest tokens · 2.09x the fewest steps" in text
+
+
+def test_a_budget() -> None:
+    rows = json.loads(run("--flops", "5.76e23", "--json"))
+    assert [row["law"] for row in rows] == [frontier.name for frontier in FRONTIERS]
+    assert {"law", "params", "tokens", "loss", "loss_replication", "in_range", "trust"} <= rows[0].keys()
+    text = flowing("--flops", "5.76e23")
+    for told in ("67.9 B", "63.7 B", "40.4 B", "72.2 B", "a spread of 2.03x", "all of them extrapolate"):
+        assert told in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--flops", "1e22", "--params", "1B"], "type one or the other"),
+        (["--flops", "1e22", "--tokens", "1B"], "type one or the other"),
+        (["--flops", "1e22", "--batch-tokens", "1M"], "type one or the other"),
+        (["--flops", "0"], "not enough for one parameter"),
+        (["--tokens", "1B"], "--params is missing"),
+        (["--params", "0", "--tokens", "1B"], "both must be above 0"),
+        ([*RUN, "--batch-tokens", "0"], "a batch has at least one token"),
+    ],
+)
+def test_refused_in_one_line(typed: list[str], said: str) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        run(*typed)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("typed", [("--params", "1", "--tokens", "1"), ("--params", "1e30", "--tokens", "1e30")])
+def test_absurd_sizes_are_answered_and_flagged(typed: tuple[str, ...]) -> None:
+    assert "all of them extrapolate" in flowing(*typed)
