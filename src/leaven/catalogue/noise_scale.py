@@ -14,13 +14,13 @@ from statistics import fmean
 from typing import Any
 
 
-def squared_gradient(small: float, small_squared: Any, big: float, big_squared: Any) -> Any:
+def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
     """An unbiased estimate of |G|^2 from |G_small|^2 and |G_big|^2, of batches of ``small`` and ``big`` tokens; of
     numbers, arrays or tensors."""
     return (big * big_squared - small * small_squared) / (big - small)
 
 
-def gradient_noise(small: float, small_squared: Any, big: float, big_squared: Any) -> Any:
+def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
     """An unbiased estimate of tr(Sigma) of one token, as :func:`squared_gradient`."""
     return (small_squared - big_squared) / (1 / small - 1 / big)
 

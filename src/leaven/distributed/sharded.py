@@ -5,7 +5,7 @@ of squares over pieces that are owned, over all processes: each element counts o
 bits, so that what is decided by them is decided alike everywhere.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -105,8 +105,17 @@ class ShardedModel:
         for stage in self.stages:
             stage.train(mode)
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], factor: Tensor | float) -> Tensor:
-        """Add to the gradients; ``factor`` x the sum of the losses of this process, (), as :meth:`total` wants it."""
+    def forward_backward(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        factor: Tensor | float,
+        after_first: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Add to the gradients; ``factor`` x the sum of the losses of this process, (), as :meth:`total` wants it.
+
+        ``after_first`` is called when the gradients are those of the first micro-batch; not in a pipeline, where
+        there is no such moment.
+        """
         for stage in self.stages:
             stage.factor = factor
         if self._pipeline:
@@ -118,6 +127,9 @@ class ShardedModel:
                 part = stage(inputs, targets, documents)[0]
                 part.backward()
                 loss += part.detach()
+                if after_first is not None:
+                    after_first()
+                    after_first = None
         self._gather_gradients()
         return loss
 
@@ -147,6 +159,11 @@ class ShardedModel:
         squares = torch.where(self._owned, torch.stack(mine).double() ** 2, 0)
         by_row = squares.new_zeros(len(groups), self._table_rows).index_copy_(1, self.of_held, squares)
         return list(self.world.sum_(by_row).sqrt().to(mine[0].dtype))
+
+    def gradient_norms(self) -> Tensor:
+        """2-norms by row of the table of the gradients so far, wherever they have been exchanged."""
+        gradients = [held.parameter.grad for held in self.held]
+        return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
     def drop_gradients(self) -> None:
         for held in self.held:

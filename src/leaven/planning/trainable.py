@@ -19,6 +19,10 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
     for refusal in (shape_refusal(recipe.model, recipe.layout), _batch_refusal(recipe)):
         if refusal is not None:
             raise InputError(f"[layout] {refusal}")
+    if recipe.stability.noise_scale_every_tokens is not None:
+        refusal = _noise_refusal(recipe)
+        if refusal is not None:
+            raise InputError(f"[stability] noise_scale_every_tokens {refusal}")
 
 
 def require_ranks(recipe: Recipe, processes: int) -> None:
@@ -104,6 +108,29 @@ def _batch_refusal(recipe: Recipe) -> str | None:
         + (f"lower [batch] micro_batch from {size}, or " if micro_batches(recipe, smallest, 1) >= layout.pp else "")
         + f"begin with a batch of {enough:,} tokens or more"
     )
+
+
+def _noise_refusal(recipe: Recipe) -> str | None:
+    """The noise scale needs the gradient of a part of the batch, over all processes, before that of all of it."""
+    layout = recipe.layout
+    off = "take it out to train like this"
+    if layout.pp > 1:
+        return f"is measured after the first micro-batch, and with pp = {layout.pp} there is no such moment; {off}"
+    if layout.ranks > 1 and (layout.zero < 2 or layout.dp_replicate > 1):
+        return (
+            "needs gradients that are exchanged after every micro-batch, and this layout exchanges them once a step; "
+            f"--set layout.zero=2 --set layout.dp_replicate=1, or {off}"
+        )
+    each = -(-recipe.batch.tokens // recipe.model.seq_len // layout.dp)
+    size = recipe.batch.micro_batch
+    if each == 1:
+        return f"needs two micro-batches a step or more, and a rank has one sequence; take a larger batch, or {off}"
+    if size != "auto" and size >= each:
+        return (
+            f"needs two micro-batches a step or more, and a rank's {each} sequences are one of up to {size}; "
+            f"--set batch.micro_batch={each // 2}, or {off}"
+        )
+    return None
 
 
 def layout_cautions(recipe: Recipe) -> list[Caution]:

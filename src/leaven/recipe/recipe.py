@@ -85,6 +85,8 @@ class Stability(Part):
     then stops; the lr is multiplied by ``rollback_lr`` there and rises back over ``rollback_lr_tokens``. ``skip``
     does not apply a step of outstanding loss or gradient, ``stop`` stops. The newest ``keep`` checkpoints stay, and
     for good the first one in every ``keep_every_tokens``.
+
+    ``noise_scale_every_tokens``: measure the gradient noise scale so often (:mod:`leaven.training.noise`).
     """
 
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
@@ -94,6 +96,7 @@ class Stability(Part):
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
     keep: int = Field(default=2, gt=0)
     keep_every_tokens: int | None = Field(default=None, gt=0)
+    noise_scale_every_tokens: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _a_lower_lr_rises_again(self) -> "Stability":

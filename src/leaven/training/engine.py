@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.clipping import Clipper
 from leaven.training.machine import keep_freed_memory
 from leaven.training.micro_batch import even, rule_of_thumb
+from leaven.training.noise import FirstPart, NoiseScale
 from leaven.training.optimiser import MOMENTS, Optimiser
 from leaven.training.precision import DTYPES, LossScale
 from leaven.training.rewind import Rewind, lr_factor, skipped
@@ -57,7 +59,8 @@ class Step:
 
     ``skipped``: loss or gradient were not finite or not below the limits, and the parameters are those of the step
     before. ``loss_scale`` is that of the step, null where there is none; ``modules`` holds the norms of update and
-    parameters of each module, over all blocks.
+    parameters of each module, over all blocks. ``noise_scale`` is in tokens, null at a step that was not measured or
+    while there is more noise than signal.
     """
 
     step: int
@@ -74,6 +77,7 @@ class Step:
     skipped: bool
     loss_scale: float | None
     modules: dict[str, tuple[float, float]]
+    noise_scale: float | None = None
 
     @property
     def diverged(self) -> bool:
@@ -131,6 +135,7 @@ class Training:
         self.epochs = tokens.epochs(recipe.data.tokens)
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
+        self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.device)
         self.stream = tokens.stream(recipe.model.seq_len, recipe.data.seed)
         self.validation = tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)
         self._end_of_text = tokens.end_of_text if recipe.data.documents == "isolated" else None
@@ -191,10 +196,16 @@ class Training:
             torch.manual_seed(name_seed(recipe.data.seed, "dropout", done.step, *self.world.distinct))
         scale = None if self.loss_scale is None else self.loss_scale.value
         share = 1 / counted if scale is None else scale / counted
-        loss = self.sharded.total(self.sharded.forward_backward(micro_batches, share))
+        first, measured = None, self.noise
+        if measured is not None and measured.due(done.tokens, tokens):
+            first, micro_batches = self._first_of(micro_batches)
+        loss = self.sharded.total(self.sharded.forward_backward(micro_batches, share, first.look if first else None))
         if scale is not None:
             loss /= scale
         grad_norm = self.clipper(scale)
+        noise_scale = torch.full_like(loss, torch.nan)
+        if measured is not None and first is not None:
+            noise_scale = measured.add(first.targets, first.mean_norm(share), counted, grad_norm)
         finite = loss.isfinite() & grad_norm.isfinite()
         limits = limits or Limits()
         applied = (loss < limits.loss) & (grad_norm < limits.grad_norm)  # false of what is no number
@@ -207,7 +218,8 @@ class Training:
             subtract_(before, self.sharded.leaves)
             updates, sizes = map(self._per_module, self.sharded.norms(before, self.sharded.leaves))
         shown_scale = torch.ones_like(loss) if scale is None else scale
-        head = torch.stack([value.double() for value in (loss, grad_norm, updates.norm(), applied, shown_scale)])
+        told = (loss, grad_norm, updates.norm(), applied, shown_scale, noise_scale)
+        head = torch.stack([value.double() for value in told])
         self.progress = Progress(done.step + 1, tokens, done.seconds)
         values, ready = self._to_host(torch.cat((head, updates.double(), sizes.double())))
         return Issued(
@@ -227,7 +239,7 @@ class Training:
         if issued.started is not None and issued.ready is not None:
             seconds = issued.started.elapsed_time(issued.ready) / 1000
         self.progress = replace(self.progress, seconds=self.progress.seconds + seconds)
-        loss, grad_norm, update_norm, applied, scale, *by_module = issued.values.tolist()
+        loss, grad_norm, update_norm, applied, scale, noise_scale, *by_module = issued.values.tolist()
         speed = issued.batch_tokens / seconds
         flops = speed * self._flops_per_token / self.world.size  # of one device
         norms_by_module = zip(by_module[: len(self._modules)], by_module[len(self._modules) :], strict=True)
@@ -246,6 +258,7 @@ class Training:
             skipped=not applied,
             loss_scale=scale if self.loss_scale is not None else None,
             modules=dict(zip(self._modules, norms_by_module, strict=True)),
+            noise_scale=noise_scale if math.isfinite(noise_scale) else None,
         )
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -301,6 +314,14 @@ class Training:
         start, count = self._slice(len(windows))
         mine = windows[start : start + max(count, 1)] if count else windows[:1]
         return self._micro_batches(mine, count, len(windows)), self._counted(mine[:count], len(windows))
+
+    def _first_of(self, micro_batches: Iterator[MicroBatch]) -> tuple[FirstPart, Iterator[MicroBatch]]:
+        """What the noise scale needs to know of the first micro-batch, and all of them."""
+        first = next(micro_batches)
+        targets = (first[1] != IGNORED).sum().double()
+        if self.world is not ALONE:
+            targets = self.world.sum_(targets if self.world.reads_first else torch.zeros_like(targets))
+        return FirstPart(self.sharded, targets), chain([first], micro_batches)
 
     def _slice(self, sequences: int) -> tuple[int, int]:
         """Which of a batch's sequences are this process's: first and number. The last processes may have fewer, or
@@ -359,6 +380,8 @@ class Training:
             optimizer |= self.clipper.state_dict()
             if self.loss_scale is not None:
                 optimizer |= self.loss_scale.state_dict()
+            if self.noise is not None:
+                optimizer |= self.noise.state_dict()
         return Checkpoint(self.progress, model, optimizer, places=places)
 
     @torch.no_grad()
@@ -375,6 +398,8 @@ class Training:
         self.clipper.load_state_dict(checkpoint.optimizer)
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(checkpoint.optimizer)
+        if self.noise is not None:
+            self.noise.load_state_dict(checkpoint.optimizer)
         self.progress = checkpoint.progress
 
     def follow(self, rewinds: tuple[Rewind, ...]) -> None:

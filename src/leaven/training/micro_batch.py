@@ -99,10 +99,12 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 def _most(recipe: Recipe) -> int:
     """Sequences of a forward beyond which a rank's share of the batch is not enough for one to each stage of a
-    pipeline."""
+    pipeline, or for two parts where the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # of the smallest batch too
         batch = min(tokens for _, tokens in recipe.batch.sizes) // layout.pp
+    if recipe.stability.noise_scale_every_tokens is not None:  # which is measured on a part of the batch
+        batch //= 2
     return max(1, batch // layout.dp // recipe.model.seq_len)
 
 
@@ -206,7 +208,7 @@ def choose(training: "Training") -> Choice:
     """What :func:`settle` takes: timed, or in a run too short for that by rule of thumb."""
     began = time.perf_counter()
     recipe, sequences = training.recipe, training.recipe.batch.tokens // training.recipe.model.seq_len
-    everything = sizes(sequences)
+    everything = [size for size in sizes(sequences) if size <= _most(recipe)]
     candidates = fitting(recipe, training.device, everything)
     if recipe.steps < TIMED_STEPS:
         choice = _largest_that_runs(training, candidates)
