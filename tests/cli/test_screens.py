@@ -104,7 +104,7 @@ def test_laws_are_told_in_full_with_the_spread_last(read: Read, width: int) -> N
         assert law.conditions in flowing
         assert law.source in flowing
         assert f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "") in flowing
-    assert "3.5e-4 .. 2.1e-3, a spread of 6.07x" in flowing
+    assert "3.5e-4 .. 2.1e-3, a spread of 6.12x" in flowing
     assert lines[-1].endswith("tune at small scale")
 
 
@@ -202,7 +202,7 @@ VERBS = "laws, new, show, transfer, plan, tune, train, sample, bench, report, de
         ("train", "RECIPE is missing; type: leaven train RECIPE"),
         (
             "laws --params 1B",
-            "--tokens is missing; type: leaven laws --params COUNT --tokens COUNT, or --flops COUNT",
+            "--tokens is missing; type: leaven laws --params COUNT --tokens COUNT",
         ),
         ("recipes diff a", "B is missing; type: leaven recipes diff A B"),
         ("plan x.toml", "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
@@ -238,6 +238,7 @@ def test_rows_of_training_stand_under_their_headers(
         tflops=406.2,
         mfu=0.411,
         memory_gib=50.81,
+        noise_scale=1_234_567.0,
     )
     wide = width >= 120
     monkeypatch.setattr(seen, "width", width)
@@ -265,9 +266,35 @@ def test_rows_of_training_stand_under_their_headers(
     ]
 
 
+@pytest.mark.parametrize(("width", "shown"), [(80, "noise"), (120, "noise MFU memory TFLOP/s left")])
+def test_a_noise_scale_stays_in_its_column_between_measurements(
+    seen: Console, tiny_file: Path, monkeypatch: pytest.MonkeyPatch, width: int, shown: str
+) -> None:
+    monkeypatch.setattr(seen, "width", width)
+    recipe = read_recipe(tiny_file, ["stability.noise_scale_every_tokens=1024"])
+    values: dict[str, Any] = {"lr": 1e-3, "grad_norm": 0.4, "update_norm": 0.0031, "batch_tokens": 256, "loss": 3.0}
+    values |= {"tokens_per_second": 6_410.0, "mfu": None, "tflops": 0.1, "memory_gib": 0.5}
+    with TrainScreen(recipe, log_every=1) as screen:
+        for number, scale in enumerate((None, 1_234_567.0, None)):
+            screen.step(SimpleNamespace(step=number, tokens=256 * (number + 1), noise_scale=scale, **values))
+    head, *rows = seen.export_text().splitlines()
+    assert head.endswith("  ".join(f"{title:>{size}}" for title, size in screen._columns[8:]))
+    assert " ".join(title for title, _ in screen._columns[8:]) == shown
+    assert max(map(len, (head, *rows))) <= width
+    end = head.index("noise") + len("noise")
+    assert [row[:end].split("  ")[-1].strip() for row in rows] == ["-", "1.23 M", "1.23 M"]
+
+
 def test_a_step_that_is_asked_for_and_validated_is_one_row(seen: Console, tiny_file: Path) -> None:
     values: dict[str, Any] = {"lr": 1e-3, "grad_norm": 0.4, "update_norm": 0.0031, "batch_tokens": 256}
-    values |= {"tokens_per_second": 6_410.0, "mfu": None, "tflops": 0.1, "memory_gib": 0.5, "loss": 3.0}
+    values |= {
+        "tokens_per_second": 6_410.0,
+        "mfu": None,
+        "tflops": 0.1,
+        "memory_gib": 0.5,
+        "loss": 3.0,
+        "noise_scale": None,
+    }
     with TrainScreen(read_recipe(tiny_file), log_every=1) as screen:
         for number in range(1, 7):
             tokens = {"tokens": 256 * number}
@@ -301,7 +328,14 @@ def test_on_a_terminal_every_step_is_seen(monkeypatch: pytest.MonkeyPatch, tiny_
     console = Console(width=80, file=screen_text, force_terminal=True, color_system=None)
     monkeypatch.setattr(_screens, "errors", console)
     values = dict(
-        lr=1e-3, grad_norm=1.0, update_norm=0.1, batch_tokens=256, tokens_per_second=9e3, tflops=0.1, mfu=0.1
+        lr=1e-3,
+        grad_norm=1.0,
+        update_norm=0.1,
+        batch_tokens=256,
+        tokens_per_second=9e3,
+        tflops=0.1,
+        mfu=0.1,
+        noise_scale=None,
     )
     with TrainScreen(read_recipe(tiny_file)) as screen:
         for number in (1, 2):

@@ -111,7 +111,8 @@ class TrainScreen(Screen):
     On a terminal every step is seen too, in a row that changes above the bar.
     """
 
-    # The first nine, 78 characters in all, are a line on the narrowest terminal; the others where there is room.
+    # The first nine, 78 characters in all, are a line on the narrowest terminal; the others where there is room. The
+    # noise scale, if it is measured, takes the place of the MFU on the narrowest.
     COLUMNS = (
         ("tokens", 7),
         ("loss", 6),
@@ -123,6 +124,7 @@ class TrainScreen(Screen):
         ("tok/s", 6),
         ("MFU", 5),
         ("memory", 8),
+        ("noise", 6),
         ("TFLOP/s", 7),
         ("left", 11),
     )
@@ -138,11 +140,20 @@ class TrainScreen(Screen):
         self._last: Step | None = None
         self._waiting: Step | None = None  # asked for, and said with its validation if one comes
         self._spoken = time.monotonic()
-        room = errors.width - sum(width + 2 for _, width in self.COLUMNS[: self.ALWAYS]) + 2
-        self._columns = self.COLUMNS[: self.ALWAYS]
-        for column in self.COLUMNS[self.ALWAYS :]:
+        self._noise_scale: float | None = None
+        self._columns = self._fitting(measured=recipe.stability.noise_scale_every_tokens is not None)
+
+    def _fitting(self, measured: bool) -> tuple[tuple[str, int], ...]:
+        """The columns that there is room for, the noise scale in its place or not at all."""
+        columns = [column for column in self.COLUMNS if column[0] != "noise"]
+        if measured:
+            columns.insert(self.ALWAYS - 1, next(column for column in self.COLUMNS if column[0] == "noise"))
+        kept = columns[: self.ALWAYS]
+        room = errors.width - sum(width + 2 for _, width in kept) + 2
+        for column in columns[self.ALWAYS :]:
             if (room := room - 2 - column[1]) >= 0:
-                self._columns += (column,)
+                kept.append(column)
+        return tuple(kept)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -156,6 +167,7 @@ class TrainScreen(Screen):
             self.row(self._cells([title for title, _ in self._columns]))
         self._say_waiting()
         self._last = step
+        self._noise_scale = step.noise_scale or self._noise_scale
         self._progress.row = self._row(step, "")
         self._progress.update(self._task, completed=step.tokens, left=self._time_left(step))
         asked = self._log_every is not None and step.step % self._log_every == 0
@@ -233,25 +245,25 @@ class TrainScreen(Screen):
         return self._left(step.tokens, self._recipe.data.tokens, self._already or 0)
 
     def _row(self, step: "Step", validation: str) -> str:
-        return self._cells(
-            (
-                format_quantity(step.tokens),
-                _fixed(step.loss, 3),
-                validation,
-                learning_rate(step.lr, 3),
-                _fixed(step.grad_norm, 3),
-                _fixed(step.update_norm, 4),
-                format_quantity(step.batch_tokens),
-                format_quantity(step.tokens_per_second),
-                f"{step.mfu:.1%}" if step.mfu is not None else "-",
-                f"{step.memory_gib:.3g} GiB",
-                f"{step.tflops:.3g}",
-                self._time_left(step).removesuffix(" left"),
-            )
-        )
+        cells = {
+            "tokens": format_quantity(step.tokens),
+            "loss": _fixed(step.loss, 3),
+            "validation": validation,
+            "lr": learning_rate(step.lr, 3),
+            "|grad|": _fixed(step.grad_norm, 3),
+            "|update|": _fixed(step.update_norm, 4),
+            "batch": format_quantity(step.batch_tokens),
+            "tok/s": format_quantity(step.tokens_per_second),
+            "MFU": f"{step.mfu:.1%}" if step.mfu is not None else "-",
+            "memory": f"{step.memory_gib:.3g} GiB",
+            "noise": format_quantity(self._noise_scale) if self._noise_scale is not None else "-",
+            "TFLOP/s": f"{step.tflops:.3g}",
+            "left": self._time_left(step).removesuffix(" left"),
+        }
+        return self._cells([cells[title] for title, _ in self._columns])
 
     def _cells(self, cells: Sequence[str]) -> str:
-        return "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, self._columns, strict=False))
+        return "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, self._columns, strict=True))
 
 
 class RunsScreen(Screen):
@@ -405,7 +417,8 @@ def advice(folder: Path) -> str:
 
 def summary_line(summary: "Summary", folder: Path) -> str:
     bits = f" ({summary.bits_per_byte:.4f} bits per byte)" if summary.bits_per_byte is not None else ""
+    noise = f"gradient noise scale {format_quantity(summary.noise_scale)} tokens\n" if summary.noise_scale else ""
     return (
         f"{summary.loss:.4f} nats per token{bits} on validation after {format_quantity(summary.tokens)} tokens, "
-        f"{summary.steps:,} steps, {format_seconds(summary.seconds)}\nrun folder {folder}"
+        f"{summary.steps:,} steps, {format_seconds(summary.seconds)}\n{noise}run folder {folder}"
     )

@@ -42,7 +42,7 @@ def laws(
         return
     for name, value in (("--params", params), ("--tokens", tokens)):
         if value is None:
-            raise InputError(f"{name} is missing; type: leaven laws --params COUNT --tokens COUNT, or --flops COUNT")
+            raise InputError(f"{name} is missing; type: leaven laws --params COUNT --tokens COUNT")
     if batch_tokens is not None and batch_tokens <= 0:
         raise InputError(f"--batch-tokens {batch_tokens}: a batch has at least one token")
     assert params is not None

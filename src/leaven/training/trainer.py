@@ -30,7 +30,8 @@ class Summary:
 
     ``bits_per_byte`` is the same loss a byte of its text, null where the tokenizer does not tell bytes; ``mfu`` the
     median over the steps, beside it the same speed as causal MFU and as HFU. ``unsaved`` says why a run that was
-    stopped could not be saved; it goes on from its newest checkpoint, at ``saved_tokens``.
+    stopped could not be saved; it goes on from its newest checkpoint, at ``saved_tokens``. ``noise_scale`` is in
+    tokens, the last that was measured.
     """
 
     loss: float | None
@@ -46,6 +47,7 @@ class Summary:
     mfu_convention: str | None
     unsaved: str | None = None
     saved_tokens: int = 0
+    noise_scale: float | None = None
 
 
 def train(
@@ -170,7 +172,9 @@ def _ended(run: RunFolder) -> Summary | None:
 def _summary(run: RunFolder, progress: Progress, ended: dict[str, Any] | None, unsaved: str | None = None) -> Summary:
     # Where the peak is measured, each start has its own: the speed of all steps over that of the last start.
     starts = [event for event in run.events() if event.get("peak_tflops")]
-    speeds = [line["tflops"] for line in run.metrics()]
+    metrics = run.metrics()
+    speeds = [line["tflops"] for line in metrics]
+    noise = [line["noise_scale"] for line in metrics if line.get("noise_scale") is not None]
     used = utilisation(run.recipe(), median(speeds) / starts[-1]["peak_tflops"]) if starts and speeds else None
     return Summary(
         loss=ended["loss"] if ended else None,
@@ -186,4 +190,5 @@ def _summary(run: RunFolder, progress: Progress, ended: dict[str, Any] | None, u
         mfu_convention=starts[-1]["mfu_convention"] if starts else None,
         unsaved=unsaved,
         saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),
+        noise_scale=noise[-1] if noise else None,
     )

@@ -1,0 +1,181 @@
+"""The noise scale of a run: against gradients taken apart from it, over a stop, and without a trace in the run."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
+from leaven.data.tokens import TokenSet, prepare
+from leaven.planning.trainable import require_trainable
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Training
+from leaven.training.micro_batch import choose, rule_of_thumb
+from leaven.training.noise import KEEP, NoiseScale
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import train
+
+KEY = "stability.noise_scale_every_tokens"
+
+
+@pytest.fixture
+def measured(tiny: Recipe) -> Recipe:
+    """Eight sequences a step, three to a micro-batch: 3, 3 and 2."""
+    return tiny.replace({"batch.micro_batch": 3, KEY: 256})
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    torch.set_num_threads(1)
+    return prepare(tiny.data, tiny.model.vocab_size)
+
+
+def gradient_norm(training: Training, sequences: range) -> float:
+    """Of the mean loss over sequences of the next batch, by plain autograd on one forward."""
+    windows = torch.from_numpy(training.stream.batch(training.progress.tokens // training.recipe.model.seq_len, 8))
+    training.sharded.stages[0].factor = 1.0  # of the loss: a step leaves its own
+    total, *_ = training.sharded.stages[0](*training.micro_batch_of(windows[list(sequences)], len(sequences)))
+    mean = total / (len(sequences) * training.recipe.model.seq_len)
+    gradients = torch.autograd.grad(mean, list(training.model.parameters()))
+    return math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients))
+
+
+def expected(training: Training, first: range) -> tuple[float, float]:
+    """tr(Sigma) and |G|^2 by the first sequences and all of them."""
+    small, big = gradient_norm(training, first) ** 2, gradient_norm(training, range(8)) ** 2
+    pair = (len(first) * training.recipe.model.seq_len, small, 8 * training.recipe.model.seq_len, big)
+    return gradient_noise(*pair), squared_gradient(*pair)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_it_is_what_two_gradients_say(measured: Recipe, tokens: TokenSet, precision: str) -> None:
+    training = Training(measured.replace({"precision.compute": precision}), tokens)
+    assert training.noise is not None
+    noise = signal = 0.0
+    for _ in range(6):
+        found = expected(training, range(3))
+        if precision == "fp16" and training.step().skipped:
+            continue  # the loss scale was too large: the step says nothing
+        step = training.step() if precision == "fp32" else None
+        noise, signal = KEEP * noise + (1 - KEEP) * found[0], KEEP * signal + (1 - KEEP) * found[1]
+        assert training.noise.averages.tolist() == pytest.approx([noise, signal], rel=2e-3, abs=1e-6)
+        if step is not None:
+            assert step.noise_scale == (pytest.approx(noise / signal, rel=2e-3) if signal > 0 else None)
+
+
+def test_isolated_documents_count_what_counts(measured: Recipe, tokens: TokenSet) -> None:
+    training = Training(measured.replace({"data.documents": "isolated"}), tokens)
+    counts = []
+    for start in range(0, 80, 8):
+        _, targets, _ = next(training._of_batch(start, 8)[0])
+        first, _ = training._first_of(training._of_batch(start, 8)[0])
+        assert float(first.targets) == float((targets >= 0).sum())
+        counts.append(float(first.targets))
+    assert min(counts) < max(counts) == 3 * 32  # some documents begin there
+
+
+def test_off_and_on_are_the_same_run_to_the_last_bit(measured: Recipe, tokens: TokenSet) -> None:
+    plain = Training(measured.replace({KEY: None}), tokens)
+    watched = Training(measured, tokens)
+    for _ in range(5):
+        a, b = plain.step(), watched.step()
+        assert (a.loss, a.grad_norm, a.update_norm, a.modules) == (b.loss, b.grad_norm, b.update_norm, b.modules)
+        assert a.noise_scale is None
+    for mine, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert plain.checkpoint().optimizer.keys() < watched.checkpoint().optimizer.keys()
+
+
+def test_it_is_measured_as_often_as_asked(measured: Recipe, tokens: TokenSet) -> None:
+    training = Training(measured.replace({KEY: 1_000}), tokens)
+    assert training.noise is not None
+    seen = []
+    for _ in range(8):
+        before = training.noise.averages
+        training.step()
+        seen.append(training.noise.averages is not before)
+    assert seen == [False, False, False, True, False, False, False, True]  # at 1,024 and 2,048 tokens
+
+
+def lines(folder: Path) -> list[tuple[float, float | None]]:
+    return [(line["loss"], line["noise_scale"]) for line in RunFolder(folder).metrics()]
+
+
+def test_it_survives_a_stop_to_the_last_bit(measured: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    whole = train(measured, tokens, tmp_path / "whole")
+    train(measured, tokens, tmp_path / "parts", stop=lambda: len(lines(tmp_path / "parts")) >= 13)
+    again = train(measured, tokens, tmp_path / "parts")
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    told = [scale for _, scale in lines(tmp_path / "whole") if scale]
+    assert len(told) > 20
+    assert again.noise_scale == whole.noise_scale == told[-1]
+    off = train(measured.replace({KEY: None}), tokens, tmp_path / "off")
+    assert off.noise_scale is None
+    assert off.loss == whole.loss
+    assert [loss for loss, _ in lines(tmp_path / "off")] == [loss for loss, _ in lines(tmp_path / "whole")]
+
+
+def test_a_checkpoint_without_it_starts_it_anew() -> None:
+    noise = NoiseScale.build(1, torch.device("cpu"))
+    assert noise is not None
+    noise.add(torch.tensor(1.0), torch.tensor(2.0), 2, torch.tensor(1.5))
+    saved = {name: tensor.clone() for name, tensor in noise.state_dict().items()}
+    noise.load_state_dict({})
+    assert noise.averages.tolist() == [0, 0]
+    noise.load_state_dict(saved)
+    assert noise.averages.tolist() == pytest.approx([0.05 * 3.5, 0.05 * 0.5])
+
+
+def test_a_step_that_is_no_number_or_one_micro_batch_leaves_the_averages_alone() -> None:
+    noise = NoiseScale.build(1, torch.device("cpu"))
+    assert noise is not None
+    one = torch.tensor(1.0)
+    noise.add(one, 2 * one, 2, 1.5 * one)
+    before = noise.averages.tolist()
+    noise.add(one, one * torch.inf, 2, one)
+    assert noise.averages.tolist() == before
+    assert float(noise.add(2 * one, one, 2, one)) == pytest.approx(7)  # the first is the whole: as it was
+    assert noise.averages.tolist() == before
+
+
+Change = Callable[[Recipe], Recipe]
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "said"),
+    [
+        (
+            {"batch.micro_batch": 8},
+            1,
+            r"two micro-batches a step or more, and a rank's 8 .* batch.micro_batch=4",
+        ),
+        ({"batch.tokens": 32}, 1, "a rank has one sequence; take a larger batch"),
+        ({"layout.pp": 2}, 2, "with pp = 2 there is no such moment"),
+        ({"layout.dp": 2}, 2, r"--set layout.zero=2 --set layout.dp_replicate=1"),
+        ({"layout.dp": 2, "layout.zero": 1}, 2, r"exchanges them once a step"),
+        ({"layout.dp": 4, "layout.zero": 2, "layout.dp_replicate": 2}, 4, r"exchanges them once a step"),
+    ],
+)
+def test_refused_in_one_line(measured: Recipe, changes: dict[str, object], processes: int, said: str) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        require_trainable(measured.replace(changes), processes)
+    assert "\n" not in str(refused.value)
+    require_trainable(measured.replace({**changes, KEY: None}), processes)
+
+
+def test_an_automatic_micro_batch_leaves_two_parts(measured: Recipe, tokens: TokenSet) -> None:
+    recipe = measured.replace({"batch.micro_batch": "auto"})
+    assert rule_of_thumb(recipe, "cpu") == 4 < rule_of_thumb(recipe.replace({KEY: None}), "cpu") == 8
+    assert choose(Training(recipe, tokens)).micro_batch == 4
+    longer = recipe.replace({"data.tokens": 1_024_000})  # long enough to be timed
+    assert max(timing.micro_batch for timing in choose(Training(longer, tokens)).timings) == 4
+
+
+def test_tensorboard_and_metrics_have_it(measured: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    train(measured.replace({"data.tokens": 2_560}), tokens, tmp_path / "run")
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all("noise_scale" in line for line in written)
