@@ -18,7 +18,7 @@ from leaven.catalogue.runs import find_run, load_runs
 from leaven.cli import _common, _screens, main
 from leaven.cli._screens import TrainScreen, TuneScreen, changes
 from leaven.recipe.files import read_recipe
-from leaven.recipe.init_std import INITS
+from leaven.recipe.init_std import COMPARED
 from leaven.report.terminal import Column, Columns, Facts, at_point
 
 Read = Callable[..., list[str]]
@@ -128,13 +128,16 @@ def test_a_parameter_table_keeps_every_number(read: Read, width: int, tiny_file:
 def test_the_inits_stand_side_by_side_whatever_the_width(read: Read, width: int, tiny_file: Path) -> None:
     lines = read(width, "show", tiny_file)
     start = next(n for n, line in enumerate(lines) if line.startswith("init "))
-    head = next(n for n, line in enumerate(lines) if line.startswith("std of"))
-    end = next(n for n, line in enumerate(lines) if line.startswith("formulas "))
+    head = next(n for n, line in enumerate(lines) if line.startswith("std "))
+    end = next(n for n, line in enumerate(lines) if line.startswith("nearest "))
     assert "rule: init_std 0.1 at the base, moved by complete-d-p" in lines[start]
-    assert " ".join(lines[head].split()) == "std of layers this gpt2 small mt-nlg wang mitchell depth"
-    assert all(len(re.findall(r"(?<= )[\d.]+(?:e-\d+)?(?= |$)", line[20:])) == 7 for line in lines[head + 2 : end])
+    modules = lines[head].split()[2:]
+    assert len(modules) == (8 if width > 80 else 6)
+    named = [line for line in lines[head + 2 : end] if line[0] != " "]  # what is not is a last block's
+    assert [line[:12].strip() for line in named] == ["this recipe", *COMPARED]
+    assert all(len(re.findall(r"(?<= )[\d.]+(?:e-\d+)?(?= |$)", line[19:])) == len(modules) for line in named)
     flowing = " ".join(" ".join(lines[end:]).split())
-    assert all(init.text in flowing for init in INITS.values())
+    assert all(init.text in flowing for init in COMPARED.values())
 
 
 @widths

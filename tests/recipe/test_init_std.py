@@ -10,7 +10,7 @@ from leaven.catalogue.runs import find_run
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.hyperparameters import Hyperparameters
-from leaven.recipe.init_std import INITS, SCALES_BRANCHES, InitName
+from leaven.recipe.init_std import COMPARED, INITS, SCALES_BRANCHES, InitName
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Parameter, Role
 from leaven.scaling.rules import RULES
@@ -28,7 +28,7 @@ def matrices(**change: object) -> Mapping[str, tuple[Parameter, ModelShape]]:
 
 def std(init: str, name: str, **change: object) -> float:
     parameter, shape = matrices(**change)[name]
-    return INITS[init].std(parameter, shape.n_layers, shape.gated)
+    return COMPARED[init].std(parameter, shape.n_layers, shape.gated)
 
 
 def wide(d: int, n_layers: int = 4) -> dict[str, object]:
@@ -46,6 +46,11 @@ def wide(d: int, n_layers: int = 4) -> dict[str, object]:
         ("small-init", 2_048, "0.01398"),  # TinyLlama
         ("wang", 768, "0.02282"),
         ("mitchell", 4_096, "0.01562"),
+        ("fan-in", 576, "0.041667"),  # SmolLM2 135M
+        ("fan-in", 2_048, "0.02210"),  # StarCoder
+        ("openelm", 3_072, "0.018042"),  # OpenELM 3B
+        ("mup", 256, "0.08000"),  # Cerebras-GPT's base
+        ("mup", 1_024, "0.04000"),
         ("gpt2", 1_024, "0.02000"),
         ("depth-scaled", 1_024, "0.02000"),
     ],
@@ -57,7 +62,14 @@ def test_published_numbers_of_a_width(init: str, d: int, expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("init", "run"),
-    [("gpt2", "gpt2-124m-llmc"), ("wang", "gpt-neox-20b"), ("wang", "pythia-70m"), ("mt-nlg", "bloom-176b")],
+    [
+        ("gpt2", "gpt2-124m-llmc"),
+        ("wang", "gpt-neox-20b"),
+        ("wang", "pythia-70m"),
+        ("mt-nlg", "bloom-176b"),
+        ("tinyllama", "tinyllama-1.1b"),
+        ("openelm", "openelm-3b"),
+    ],
 )
 def test_published_runs_have_the_std_of_their_init(init: str, run: str) -> None:
     """Their configuration files, where BLOOM's says 0.0048 for 0.00482."""
@@ -75,6 +87,9 @@ TABLE = {  # embedding, inputs, attention.out and mlp.out of block 0 and of bloc
     "small-init": (SMALL, SMALL, *[SMALL] * 4, SMALL),
     "mt-nlg": (1 / math.sqrt(3) / 8, 1 / math.sqrt(3) / 8, *[1 / math.sqrt(3) / 8 / math.sqrt(8)] * 4, None),
     "wang": (SMALL, SMALL, *[2 / DEPTH / 8] * 4, SMALL),
+    "tinyllama": (SMALL, SMALL, *[1 / DEPTH / 8] * 4, SMALL),
+    "fan-in": (LECUN, LECUN, *[LECUN, 1 / 12] * 2, LECUN),
+    "openelm": (LECUN, LECUN, *[LECUN / math.sqrt(2 * DEPTH)] * 4, LECUN),
     "mitchell": (
         LECUN,
         LECUN,
@@ -104,6 +119,32 @@ def test_a_gated_mlp_in_is_an_output_to_torchtitan_only() -> None:
         gated = 0.02 / math.sqrt(2) if init == "depth-scaled" else inside
         assert std(init, "layers.0.mlp.in") == pytest.approx(gated)
         assert std(init, "layers.0.mlp.in", activation="gelu") == pytest.approx(inside)
+
+
+def test_inits_that_are_only_compared_with() -> None:
+    """nanochat: zero projections, q k v 1 / sqrt(d), the MLP's first matrix x0.4. DeepNet: Xavier normal, of which MLP,
+    value and output have (8 L)^-1/4. muP: variance over width."""
+    assert [std("nanochat", f"layers.0.{name}") for name in ("attention.out", "mlp.out")] == [0, 0]
+    assert std("nanochat", "layers.0.mlp.in") == pytest.approx(0.4 / 8)
+    assert (std("nanochat", "embedding"), std("nanochat", "unembedding")) == (0.8, 0.001)
+    gain = 32**-0.25
+    assert std("deepnet", "layers.0.attention.query") == pytest.approx(math.sqrt(2 / (D + D)))
+    assert std("deepnet", "layers.0.attention.value") == pytest.approx(gain * math.sqrt(2 / (D + D / 2)))
+    assert std("deepnet", "layers.0.mlp.out") == pytest.approx(gain * math.sqrt(2 / (D + FF)))
+    assert std("mup", "layers.0.mlp.in", **wide(512)) / std("mup", "layers.0.mlp.in", **wide(2048)) == 2
+    assert std("mup", "layers.0.mlp.out") == pytest.approx(std("mup", "layers.0.mlp.in") / math.sqrt(2 * DEPTH))
+    assert COMPARED.keys() - INITS.keys() == {"nanochat", "deepnet", "mup"}
+
+
+def test_misprints_of_copies_are_refuted_by_published_numbers() -> None:
+    """GPT-2's outputs over sqrt(L), Wang's for TinyLlama's, small init as sqrt(2 / 5 d), DeepNet as GLM-130B has."""
+    gpt2 = find_run("gpt2-124m-llmc")
+    assert 0.02 / math.sqrt(12) != pytest.approx(gpt2.residual_init_std, rel=0.2)
+    tiny = find_run("tinyllama-1.1b")
+    assert std("wang", "layers.0.mlp.out", **wide(2048, 22)) == pytest.approx(2 * tiny.residual_init_std, rel=0.005)
+    assert math.sqrt(2 / 5 * 2048) > 1000 * tiny.init_std
+    glm = (2 * 70) ** -0.5 * math.sqrt(2 / (D + 4 * D))
+    assert std("deepnet", "layers.0.mlp.out", **wide(D, 70)) > 2 * glm
 
 
 def test_a_tied_matrix_starts_as_the_unembedding() -> None:
@@ -145,9 +186,9 @@ def test_the_init_is_moved_once_or_refused(tiny: Recipe, init: str, rule: str) -
     """Where a named init is let in, the rule has nothing to move and no branch is made smaller twice."""
     start = named(tiny, init, **{"scaling.rule": rule})
     for grown, says in ((WIDER, "both move the init"), (DEEPER, "the depth would count twice"), (LONGER, "")):
-        refused = (grown is WIDER and rule != "standard") or (
-            grown is DEEPER and rule in {"completep", "complete-d-p", "complete-d-p-printed"} and init != "small-init"
-        )
+        scales = rule in {"completep", "complete-d-p", "complete-d-p-printed"}
+        same_at_any_depth = init in {"small-init", "fan-in"}
+        refused = (grown is WIDER and rule != "standard") or (grown is DEEPER and scales and not same_at_any_depth)
         if refused:
             with pytest.raises(InputError, match=says):
                 transfer(start, **grown)

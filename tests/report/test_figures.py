@@ -113,3 +113,19 @@ def test_text_is_escaped_everywhere():
     assert element("p", "<b>", Html("<i></i>"), title='"x"') == '<p title="&quot;x&quot;">&lt;b&gt;<i></i></p>'
     assert "<" not in script_json({"a": "</script><!--"})
     assert figures.text("<b>%{x}</b>") == "&lt;b&gt;%&#123;x}&lt;/b&gt;"
+
+
+def test_a_noise_scale_is_drawn_where_it_was_measured_beside_the_batch(runs):
+    assert figures.noise_scale(runs) is None
+    steps = tuple(
+        step.model_copy(update={"noise_scale": 1000.0 + n if n % 3 == 0 else None})
+        for n, step in enumerate(runs[0].steps)
+    )
+    chart = figures.noise_scale([replace(runs[0], steps=steps), runs[1]])
+    scales, batches = chart.data
+    assert list(scales.y) == [step.noise_scale for step in steps if step.noise_scale]
+    assert set(batches.y) <= {step.batch_tokens for step in steps}
+    assert (scales.legendgroup, batches.line.dash) == (runs[0].key, "dot")
+    low, high = chart.layout.yaxis.range
+    values = [*scales.y, *batches.y]
+    assert low <= math.log10(min(values)) < math.log10(max(values)) <= high

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from leaven.recipe.init_std import INITS
+from leaven.recipe.init_std import COMPARED
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.starts import describe_starts, init_reason, starts
+from leaven.scaling.starts import Start, describe_starts, distances, init_reason, starts
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
@@ -32,7 +32,7 @@ def test_a_line_a_module_and_two_where_blocks_differ(tiny: Recipe) -> None:
     for (module, layers), start in found.items():
         name = f"layers.{layers.partition('-')[0]}.{module}.weight" if layers else f"{module}.weight"
         assert start.std == table[name].init_std
-        assert list(start.published) == list(INITS)
+        assert list(start.published) == list(COMPARED)
     last = found["attention.out", "4"].published
     assert last["mitchell"] == pytest.approx(1 / math.sqrt(2 * 16 * 5))
     assert last["gpt2"] == pytest.approx(0.02 / math.sqrt(10))
@@ -53,7 +53,18 @@ def test_the_document_says_which_applies(tiny: Recipe) -> None:
     assert found["name"] == "mt-nlg"
     assert found["usual_std"] == pytest.approx(math.sqrt(1 / 48))
     assert all(start["std"] == start["published"]["mt-nlg"] for start in found["starts"])
+    assert found["nearest"][0] == {"init": "mt-nlg", "octaves": 0}
     assert found["published"]["depth-scaled"]["std"] == (
         "0.02, embedding 1, outputs 0.02 / sqrt(2 (l + 1)), unembedding 1 / sqrt(d), "
         "a gated mlp.in 0.02 / sqrt(2 (l + 1))"
     )
+
+
+def test_the_nearest_init_is_the_one_with_the_smallest_mean_of_octaves() -> None:
+    """Twice and a quarter of it are 1 and 2 octaves away; what starts at 0 has no distance."""
+    away = [1.0, 2.0, 4.0, 0.0]
+    stds = {name: [1.0, 1.0, 1.0, 1.0] if name == "gpt2" else [8.0, 8.0, 8.0, 8.0] for name in COMPARED}
+    found = [Start(f"m{n}", "", std, {name: each[n] for name, each in stds.items()}) for n, std in enumerate(away)]
+    first, second, *_ = distances(found)
+    assert (first.init, first.octaves) == ("gpt2", pytest.approx(1))
+    assert second.octaves == pytest.approx(2)

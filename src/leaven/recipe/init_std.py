@@ -6,27 +6,33 @@ Each is a rule of its own: it says what a model of any width and depth starts fr
 
 Gains start at 1 and biases at 0 in all of them. Where the original is truncated at 3 sigma (Mitchell, the
 unembedding of ``depth-scaled``), leaven draws a whole normal: the same within 1.4%.
+
+:data:`COMPARED` has those besides that no recipe can name, for they belong to another architecture or to learning
+rates of their own: they are there to compare with.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
 from leaven.recipe.shape import BRANCH_ENDS, Parameter, Role
 
-InitName = Literal["rule", "gpt2", "small-init", "mt-nlg", "wang", "mitchell", "depth-scaled"]
+InitName = Literal[
+    "rule", "gpt2", "small-init", "mt-nlg", "wang", "tinyllama", "mitchell", "fan-in", "openelm", "depth-scaled"
+]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a matrix stands: width d, layers L, its layer l counted from 0, its own fan in f."""
+    """Where a matrix stands: width d, layers L, its layer l counted from 0, its own fan in f and fan out o."""
 
     d: int
     L: int
     l: int  # noqa: E741
     f: int
+    o: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Init:
     """``inputs`` is for every matrix but those that write to the residual stream, ``outputs``.
 
     ``embedding`` and ``unembedding`` are named where they differ from ``inputs``; a tied matrix starts as the
-    unembedding. ``gated_in``: in a gated MLP ``mlp.in`` starts as the outputs do.
+    unembedding. ``gated_in``: in a gated MLP ``mlp.in`` starts as the outputs do. ``modules`` are further exceptions.
     """
 
     source: str
@@ -51,6 +57,7 @@ class Init:
     embedding: Formula | None = None
     unembedding: Formula | None = None
     gated_in: bool = False
+    modules: Mapping[str, Formula] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -58,16 +65,19 @@ class Init:
         named = {"embedding": self.embedding, "outputs": self.outputs, "unembedding": self.unembedding}
         if self.gated_in:
             named["a gated mlp.in"] = self.outputs
+        named |= self.modules
         apart = [f"{what} {formula.text}" for what, formula in named.items() if formula not in (None, self.inputs)]
         return ", ".join([self.inputs.text, *apart])
 
     @property
     def sees_depth(self) -> bool:
         """Whether the end of a branch at the same relative depth starts otherwise in a deeper model."""
-        shallow, deep = (Place(d=64, L=depth, l=depth - 1, f=64) for depth in (2, 4))
+        shallow, deep = (Place(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
     def formula(self, parameter: Parameter, gated: bool) -> Formula:
+        if parameter.module in self.modules:
+            return self.modules[parameter.module]
         outputs = (*BRANCH_ENDS, "mlp.in") if self.gated_in and gated else BRANCH_ENDS
         if parameter.module in outputs:
             return self.outputs
@@ -81,13 +91,19 @@ class Init:
         """The initial standard deviation of one matrix of a model of ``n_layers`` blocks."""
         out, into = parameter.shape
         width = out if parameter.module in BRANCH_ENDS else into
-        return self.formula(parameter, gated).std(Place(width, n_layers, parameter.layer or 0, into))
+        return self.formula(parameter, gated).std(Place(width, n_layers, parameter.layer or 0, into, out))
 
 
 _GPT2 = Formula("0.02", lambda at: 0.02)
 _SMALL = Formula("sqrt(2 / (5 d))", lambda at: math.sqrt(2 / (5 * at.d)))
 _MT_NLG = Formula("sqrt(1 / (3 d))", lambda at: math.sqrt(1 / (3 * at.d)))
 _LECUN = Formula("1 / sqrt(d)", lambda at: at.d**-0.5)
+_FAN_IN = Formula("1 / sqrt(f)", lambda at: at.f**-0.5)
+_ZERO = Formula("0", lambda at: 0.0)
+_DEEPNET = Formula(
+    "(8 L)^-1/4 sqrt(2 / (f + o))", lambda at: math.pow(8 * at.L, -0.25) * math.sqrt(2 / (at.f + at.o))
+)
+_MUP_SIGMA, _MUP_WIDTH = 0.08, 256
 
 INITS: Mapping[str, Init] = MappingProxyType(
     {
@@ -113,10 +129,26 @@ INITS: Mapping[str, Init] = MappingProxyType(
             inputs=_SMALL,
             outputs=Formula("2 / (L sqrt(d))", lambda at: 2 / (at.L * math.sqrt(at.d))),
         ),
+        "tinyllama": Init(
+            source="jzhang38/TinyLlama, lit_gpt/model.py: small-init, outputs half of Wang's",
+            inputs=_SMALL,
+            outputs=Formula("1 / (L sqrt(d))", lambda at: 1 / (at.L * math.sqrt(at.d))),
+        ),
         "mitchell": Init(
-            source="allenai/OLMo, model.py (OLMo 1, open_lm); truncated at 3 sigma there",
+            source="allenai/OLMo, model.py (OLMo 1, open_lm); Lingua with factor current_depth; truncated at 3 sigma",
             inputs=_LECUN,
             outputs=Formula("1 / sqrt(2 f (l + 1))", lambda at: 1 / math.sqrt(2 * at.f * (at.l + 1))),
+        ),
+        "fan-in": Init(
+            source="LeCun et al. 1998: StarCoder, SmolLM, and facebookresearch/lingua as it comes (no factor)",
+            inputs=_FAN_IN,
+            outputs=_FAN_IN,
+            embedding=_LECUN,
+        ),
+        "openelm": Init(
+            source="OpenELM, arXiv 2404.14619; Lingua's factor global_depth has L + 1 for L",
+            inputs=_LECUN,
+            outputs=Formula("1 / sqrt(2 d L)", lambda at: 1 / math.sqrt(2 * at.d * at.L)),
         ),
         "depth-scaled": Init(
             source="pytorch/torchtitan, models/common/param_init.py, and OLMo-core's llama_depth; after Zhang et al. "
@@ -126,6 +158,38 @@ INITS: Mapping[str, Init] = MappingProxyType(
             embedding=Formula("1", lambda at: 1.0),
             unembedding=_LECUN,
             gated_in=True,
+        ),
+    }
+)
+
+COMPARED: Mapping[str, Init] = MappingProxyType(
+    {
+        **INITS,
+        "nanochat": Init(
+            source="karpathy/nanochat; goes with its own lr for each group; q, k and v are drawn uniformly",
+            inputs=_LECUN,
+            outputs=_ZERO,
+            embedding=Formula("0.8", lambda at: 0.8),
+            unembedding=Formula("0.001", lambda at: 0.001),
+            modules={"mlp.in": Formula("0.4 / sqrt(d)", lambda at: 0.4 * at.d**-0.5)},
+        ),
+        "deepnet": Init(
+            source="Wang et al. 2022, arXiv 2203.00555, decoder only; goes with norms after the branches and a "
+            "residual stream times (2 L)^1/4",
+            inputs=Formula("sqrt(2 / (f + o))", lambda at: math.sqrt(2 / (at.f + at.o))),
+            outputs=_DEEPNET,
+            embedding=_LECUN,
+            unembedding=_LECUN,
+            modules={"attention.value": _DEEPNET, "mlp.in": _DEEPNET, "mlp.gate": _DEEPNET},
+        ),
+        "mup": Init(
+            source="Yang et al. 2022, arXiv 2203.03466; Cerebras-GPT's base, 0.08 at width 256; goes with rule mup",
+            inputs=Formula("0.08 sqrt(256 / d)", lambda at: _MUP_SIGMA * math.sqrt(_MUP_WIDTH / at.d)),
+            outputs=Formula(
+                "0.08 sqrt(256 / (2 d L))", lambda at: _MUP_SIGMA * math.sqrt(_MUP_WIDTH / (2 * at.d * at.L))
+            ),
+            embedding=Formula("0.08", lambda at: _MUP_SIGMA),
+            unembedding=Formula("0.08", lambda at: _MUP_SIGMA),
         ),
     }
 )

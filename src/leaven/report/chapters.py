@@ -55,6 +55,20 @@ def curves(made: Sheet, runs: list[Run]) -> None:
         "Both are functions of tokens, not of steps: the schedule does not move when the batch does.",
         made.chart("schedule", figures.schedule(runs), "learning rate and batch over tokens", "tall"),
     )
+    noise(made, runs)
+
+
+def noise(made: Sheet, runs: list[Run]) -> None:
+    """The gradient noise scale against the batch, where a run has measured it."""
+    chart = figures.noise_scale(runs)
+    if chart is None:
+        return
+    made.section(
+        "Gradient noise scale",
+        "The batch at which noise and signal of the gradient are equal (McCandlish et al. 2018), beside the batch, "
+        "dotted. Far below it a larger batch saves steps at no cost in tokens; above it, it saves few.",
+        made.chart("noise", chart, "gradient noise scale and batch over tokens"),
+    )
 
 
 def returns(made: Sheet, run: Run) -> None:

@@ -255,6 +255,27 @@ def schedule(runs: Sequence[Run]) -> "go.Figure":
     return chart
 
 
+def noise_scale(runs: Sequence[Run]) -> "go.Figure | None":
+    """The gradient noise scale over tokens as it was measured, and the batch, dotted; None where none was measured."""
+    runs = [run for run in runs if any(step.noise_scale for step in run.steps)]
+    if not runs:
+        return None
+    chart = figure("tokens consumed", "tokens")
+    _tokens_axis(chart, runs)
+    low, high = math.inf, 0.0
+    for run in _drawn(runs):
+        steps = _known(run, "noise_scale")
+        kept = [steps[i] for i in thin([float(step.tokens) for step in steps], 500)]
+        scales = [step.noise_scale or 1.0 for step in kept]
+        batches = [step.batch_tokens or 1.0 for step in kept]
+        low, high = min(low, *scales, *batches), max(high, *scales, *batches)
+        places = [float(step.tokens) for step in kept]
+        _line(chart, run, places, scales, " tokens")
+        _line(chart, run, places, batches, " tokens a batch", line={"dash": "dot", "shape": "vh"})
+    log_axis(chart, "yaxis", low, high, numbers.quantity, pad=0.06)
+    return chart
+
+
 def gradient(runs: Sequence[Run]) -> "go.Figure | None":
     """Gradient norm over tokens, smoothed; None where no run has written any."""
     runs = [run for run in runs if any(step.grad_norm for step in run.steps)]

@@ -34,6 +34,7 @@ class Step(Entry):
     grad_norm: Number = None
     batch_tokens: Number = None
     tokens_per_second: Number = None
+    noise_scale: Number = None
 
 
 class Part(Entry):

@@ -1,11 +1,12 @@
 """What every matrix of a recipe starts from, beside what each published initialisation would give it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
-from leaven.recipe.init_std import INITS
+from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Parameter
 from leaven.scaling.table import ParameterTable, Row
@@ -43,8 +44,26 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[Start]:
 def _start(recipe: Recipe, row: Row) -> Start:
     parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
     shape = recipe.model
-    published = {name: init.std(parameter, shape.n_layers, shape.gated) for name, init in INITS.items()}
+    published = {name: init.std(parameter, shape.n_layers, shape.gated) for name, init in COMPARED.items()}
     return Start(row.module, "" if row.layer is None else str(row.layer), row.init_std, published)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a published init is from the recipe's: octaves, the mean over ``starts`` that are not 0 in either."""
+
+    init: str
+    octaves: float
+
+
+def distances(found: Sequence[Start]) -> list[Distance]:
+    """Of every published init, the nearest first."""
+    away = []
+    for name in COMPARED:
+        pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]
+        if pairs:
+            away.append(Distance(name, fmean(abs(math.log2(own / theirs)) for own, theirs in pairs)))
+    return sorted(away, key=lambda each: each.octaves)
 
 
 def matrices(table: ParameterTable) -> Iterator[Row]:
@@ -66,11 +85,13 @@ def init_reason(recipe: Recipe) -> str:
 
 
 def describe_starts(recipe: Recipe, table: ParameterTable) -> dict[str, Any]:
-    """As plain data: which init applies, and all of them side by side."""
+    """As plain data: which init applies, and all of them side by side, the nearest first."""
+    found = starts(recipe, table)
     return {
         "name": recipe.hyperparameters.init,
         "why": init_reason(recipe),
         "usual_std": usual_std(recipe.model.d_model),
-        "starts": [asdict(start) for start in starts(recipe, table)],
-        "published": {name: {"std": init.text, "source": init.source} for name, init in INITS.items()},
+        "nearest": [asdict(each) for each in distances(found)],
+        "starts": [asdict(start) for start in found],
+        "published": {name: {"std": init.text, "source": init.source} for name, init in COMPARED.items()},
     }
