@@ -68,7 +68,6 @@ def test_published_numbers_of_a_width(init: str, d: int, expected: str) -> None:
         ("wang", "pythia-70m"),
         ("mt-nlg", "bloom-176b"),
         ("tinyllama", "tinyllama-1.1b"),
-        ("openelm", "openelm-3b"),
     ],
 )
 def test_published_runs_have_the_std_of_their_init(init: str, run: str) -> None:
@@ -122,8 +121,8 @@ def test_a_gated_mlp_in_is_an_output_to_torchtitan_only() -> None:
 
 
 def test_inits_that_are_only_compared_with() -> None:
-    """nanochat: zero projections, q k v 1 / sqrt(d), the MLP's first matrix x0.4. DeepNet: Xavier normal, of which MLP,
-    value and output have (8 L)^-1/4. muP: variance over width."""
+    """nanochat: zero projections, q k v 1 / sqrt(d), the MLP's first matrix x0.4. DeepNet: Xavier normal, with
+    (8 L)^-1/4 for MLP, value and output. muP: variance over width."""
     assert [std("nanochat", f"layers.0.{name}") for name in ("attention.out", "mlp.out")] == [0, 0]
     assert std("nanochat", "layers.0.mlp.in") == pytest.approx(0.4 / 8)
     assert (std("nanochat", "embedding"), std("nanochat", "unembedding")) == (0.8, 0.001)

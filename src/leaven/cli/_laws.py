@@ -102,7 +102,10 @@ def law_spread(results: Sequence[LawResult], params: float, tokens: float, batch
     }
     losses = [(each.loss, each.in_range) for each in own if each.loss]
     best = best_tokens_per_param(6 * params * tokens)
-    lr, batch = median(lr for lr, _ in lrs), batch_tokens or median(each for each, _ in batches["optimal"])
+    lr, batch = median(lr for lr, _ in lrs), median(each for each, _ in batches["optimal"])
+    if batch_tokens is not None:
+        moved = [lr_at_batch(each, batch_tokens, critical_batch(results)) for each in own]
+        lr, batch = median(each.square_root for each in moved if each), batch_tokens
     taus = [each.tau for each in own if each.tau]
     decay = batch / (taus[0] * tokens * lr)
     return Facts(
@@ -214,8 +217,13 @@ def _has_number(result: LawResult) -> bool:
 
 def _range(beyond: Sequence[Beyond], most: int) -> str:
     signs = {"above": "x", "below": "/"}
-    told = [f"{signs[each.side]}{each.factor:.2g} {each.axis}" for each in beyond[:most]]
+    told = [f"{signs[each.side]}{_factor(each.factor)} {each.axis}" for each in beyond[:most]]
     return ", ".join(told) or "inside"
+
+
+def _factor(number: float) -> str:
+    """Two digits: ``1.1``, ``20``, ``4,200``, ``1.7e+16``."""
+    return f"{float(f'{number:.2g}'):,.0f}" if 10 <= number < 1e6 else f"{number:.2g}"
 
 
 def _tokens(number: float | None) -> str:

@@ -256,7 +256,7 @@ def schedule(runs: Sequence[Run]) -> "go.Figure":
 
 
 def noise_scale(runs: Sequence[Run]) -> "go.Figure | None":
-    """The gradient noise scale over tokens as it was measured, and the batch, dotted; None where none was measured."""
+    """The gradient noise scale as it was measured, and the batch, dotted; None where none was measured."""
     runs = [run for run in runs if any(step.noise_scale for step in run.steps)]
     if not runs:
         return None
