@@ -68,6 +68,7 @@ def test_published_numbers_of_a_width(init: str, d: int, expected: str) -> None:
         ("wang", "pythia-70m"),
         ("mt-nlg", "bloom-176b"),
         ("tinyllama", "tinyllama-1.1b"),
+        ("openelm", "openelm-3b"),
     ],
 )
 def test_published_runs_have_the_std_of_their_init(init: str, run: str) -> None:
