@@ -102,7 +102,7 @@ def test_it_is_measured_as_often_as_asked(measured: Recipe, tokens: TokenSet) ->
 
 
 def lines(folder: Path) -> list[tuple[float, float | None]]:
-    return [(line["loss"], line["noise_scale"]) for line in RunFolder(folder).metrics()]
+    return [(line["loss"], line.get("noise_scale")) for line in RunFolder(folder).metrics()]
 
 
 def test_it_survives_a_stop_to_the_last_bit(measured: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
@@ -175,7 +175,10 @@ def test_an_automatic_micro_batch_leaves_two_parts(measured: Recipe, tokens: Tok
     assert max(timing.micro_batch for timing in choose(Training(longer, tokens)).timings) == 4
 
 
-def test_tensorboard_and_metrics_have_it(measured: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    train(measured.replace({"data.tokens": 2_560}), tokens, tmp_path / "run")
+@pytest.mark.parametrize("every", [256, None])
+def test_metrics_have_it_where_it_is_asked_for(
+    measured: Recipe, tokens: TokenSet, tmp_path: Path, every: int | None
+) -> None:
+    train(measured.replace({"data.tokens": 2_560, KEY: every}), tokens, tmp_path / "run")
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all("noise_scale" in line for line in written)
+    assert [("noise_scale" in line) for line in written] == [every is not None] * 10

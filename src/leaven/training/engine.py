@@ -60,7 +60,7 @@ class Step:
     ``skipped``: loss or gradient were not finite or not below the limits, and the parameters are those of the step
     before. ``loss_scale`` is that of the step, null where there is none; ``modules`` holds the norms of update and
     parameters of each module, over all blocks. ``noise_scale`` is in tokens, null at a step that was not measured or
-    while there is more noise than signal.
+    while there is more noise than signal, and not in the file where it is not asked for.
     """
 
     step: int

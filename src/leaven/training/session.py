@@ -145,7 +145,10 @@ class Session:
         if ahead is None:
             return True
         step = ahead.result()
-        self.run.record(asdict(step))
+        line = asdict(step)
+        if self.training.noise is None:
+            del line["noise_scale"]
+        self.run.record(line)
         if self._curves:
             self._curves.step(step)
         trouble = self._guard.observe(step) if self._guard else None
