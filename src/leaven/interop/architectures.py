@@ -2,13 +2,11 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
@@ -45,17 +43,6 @@ class Stored:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        by_head = [part.reshape(self.heads, -1, *part.shape[1:]) for part in parts]
-        joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
-        return joined.T if self.transposed else joined
-
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        joined = tensor.T if self.transposed else tensor
-        rows = [shape[0] // self.heads for shape in self.shapes]
-        by_head = torch.split(joined.reshape(self.heads, -1, *joined.shape[1:]), rows, dim=1)
-        return [part.flatten(0, 1) for part in by_head]
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,22 @@ def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str,
         weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
         for name, shape in zip(stored.parts, stored.shapes, strict=True)
     ]
-    return stored.join(parts)
+    return _join(stored, parts)
+
+
+def _join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
+    """One of theirs from its parts."""
+    by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
+    joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
+    return joined.T if stored.transposed else joined
+
+
+def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
+    """The parts of one of theirs."""
+    joined = tensor.T if stored.transposed else tensor
+    rows = [shape[0] // stored.heads for shape in stored.shapes]
+    by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
+    return [part.flatten(0, 1) for part in by_head]
 
 
 # In ----------------------------------------------------------------------------------------------------------------
@@ -209,7 +224,7 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
                 found = tensors[stored.name].read()
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{folder}: {stored.name} cannot be read: {error}") from None
-            for name, part in zip(stored.parts, stored.split(found), strict=True):
+            for name, part in zip(stored.parts, _split(stored, found), strict=True):
                 piece = pieces.pop(name, None)
                 if piece is not None:
                     mine = cut(part, piece.offset, piece.local.shape)
