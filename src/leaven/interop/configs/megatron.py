@@ -1,7 +1,8 @@
 """Megatron-LM: an argument list as a bash array.
 
 Sources (NVIDIA/Megatron-LM, 2026): ``megatron/training/arguments.py`` and ``training/config/training_config.py``
-@008e9cd (flags), ``core/transformer/transformer_config.py`` @002526d (init, muP), ``core/optimizer/__init__.py``
+@008e9cd (flags), ``training/argument_utils.py`` @0035795 (activations; gelu is the tanh form only where it is fused with a
+bias), ``core/transformer/transformer_config.py`` @002526d (init, muP), ``core/optimizer/__init__.py``
 @0044db1 (what is decayed, decoupled lr, muP's lr and eps), ``core/models/gpt/gpt_model.py`` @007562f (init of the
 output layer), ``core/optimizer_param_scheduler.py`` of megatron-core 0.16.1 (schedules; they count samples).
 
@@ -62,10 +63,15 @@ def export(recipe: Recipe) -> Export:
     shape, losses = v.fitted(recipe.model, HOLDS, TARGET)
     if shape.norm == "layernorm" and not shape.bias:
         losses.append(Loss("model.bias", False, "layer norms would have biases: Megatron's always do"))
+    if shape.activation == "gelu" and not shape.bias:
+        losses.append(Loss("model.activation", "gelu", "would be the exact one: the tanh form comes with biases only"))
     candidates = [_standard(wanted)] + ([_mup(wanted)] if recipe.base.width < shape.d_model else [])
     groups, given, scale = min(candidates, key=lambda each: len(_unlike(wanted, each[1], each[2])))
     losses += _unlike(wanted, given, scale)
     losses += v.of_start(recipe) + v.of_clip(wanted)
+    if not wanted.decoupled:
+        why = "would be adamw: no argument turns off decoupled_weight_decay of OptimizerConfig"
+        losses.append(Loss("hyperparameters.optimizer", "adam", why))
     if recipe.hyperparameters.decay_norm_and_bias:
         losses.append(Loss("hyperparameters.decay_norm_and_bias", True, "gains and biases would not be decayed"))
     flags = (
@@ -171,10 +177,10 @@ def _model(shape: ModelShape, recipe: Recipe) -> Flags:
         flags |= {"group-query-attention": True, "num-query-groups": shape.n_kv_heads}
     if shape.positions == "rope":
         flags |= {"rotary-base": round(shape.rope_theta)}
-    flags |= {
-        {"swiglu": "swiglu", "squared_relu": "squared-relu", "gelu": "openai-gelu"}[shape.activation]: True,
-    }
     for flag, there in {
+        "swiglu": shape.activation == "swiglu",
+        "squared-relu": shape.activation == "squared_relu",
+        "no-bias-gelu-fusion": shape.activation == "gelu" and not shape.bias,
         "qk-layernorm": shape.qk_norm,
         "disable-bias-linear": not shape.bias,
         "untie-embeddings-and-output-weights": not shape.tied_embeddings,
@@ -200,8 +206,6 @@ def _optimiser(wanted: Wanted) -> Flags:
         "adam-beta2": hidden.beta2,
         "clip-grad": hyper.grad_clip.limit,
     }
-    if not wanted.decoupled:
-        flags["no-decoupled-weight-decay"] = True
     precision = wanted.recipe.precision.compute
     return flags | ({} if precision == "fp32" else {precision: True})
 
@@ -286,4 +290,4 @@ def _text(name: str, flags: Flags, losses: list[Loss], notes: list[str]) -> str:
 
 
 def _word(value: Any) -> str:
-    return shlex.quote(value) if isinstance(value, str) else repr(value)
+    return shlex.quote(value) if isinstance(value, str) else repr(float(f"{value:.12g}") if isinstance(value, float) else value)

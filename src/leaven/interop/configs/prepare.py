@@ -1,0 +1,57 @@
+"""Starts a model as a recipe of leaven says and makes its optimizer. Needs torch alone.
+
+    from prepare import prepare
+    optimizer = prepare(model, "parameters.json")
+    Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, None))
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
+    """Draw the weights of ``model`` anew and return Adam or AdamW with a group for each set of values.
+
+    Raises:
+        ValueError: if the file is of another model.
+    """
+    document = json.loads(Path(path).read_text(encoding="utf-8"))
+    wanted, named = document["parameters"], dict(model.named_parameters())
+    if unlike := named.keys() ^ wanted.keys():
+        raise ValueError(f"{path} is of another model: {', '.join(sorted(unlike)[:3])}")
+    groups: dict[str, dict[str, Any]] = {}
+    for name, parameter in named.items():
+        values = wanted[name]
+        _start(parameter, values)
+        settings = {key: values[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        group = groups.setdefault(json.dumps(settings), settings | {"params": []})
+        group["params"].append(parameter)
+    most = max(groups.values(), key=lambda group: sum(parameter.numel() for parameter in group["params"]))
+    kind = torch.optim.AdamW if document["optimizer"] == "adamw" else torch.optim.Adam
+    # The first lr is the optimizer's own, which a scheduler with an absolute end takes as the peak.
+    return kind(list(groups.values()), lr=most["lr"])
+
+
+@torch.no_grad()
+def _start(parameter: Tensor, values: dict[str, Any]) -> None:
+    """Mean plus a normal; a tensor of several parts, within each head or one below the other, has a std for each."""
+    if "rows" not in values:
+        _draw(parameter, values["init_mean"], values["init_std"])
+        return
+    rows = [count // values["heads"] for count in values["rows"]]
+    joined = torch.empty_like(parameter.T if values["transposed"] else parameter, memory_format=torch.contiguous_format)
+    by_head = joined.reshape(values["heads"], -1, *joined.shape[1:])
+    for part, std in zip(torch.split(by_head, rows, dim=1), values["init_std"], strict=True):
+        _draw(part, 0.0, std)
+    parameter.copy_(joined.T if values["transposed"] else joined)
+
+
+def _draw(tensor: Tensor, mean: float, std: float) -> None:
+    if std:
+        tensor.normal_(mean, std)
+    else:
+        tensor.fill_(mean)
