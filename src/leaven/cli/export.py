@@ -5,7 +5,20 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, RunArgument, TokensOption, console, emit_json, say_damaged
+from rich.text import Text
+
+from leaven.cli._common import (
+    JsonOption,
+    RecipeArgument,
+    RunArgument,
+    SetOption,
+    TokensOption,
+    console,
+    emit_json,
+    errors,
+    load,
+    say_damaged,
+)
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
 
@@ -54,3 +67,49 @@ def weights(
             f"wrote {folder}: {architecture.name}, {size} parameters in {dtype}, from the checkpoint at "
             f"{loaded.tokens:,} tokens"
         )
+
+
+@app.command()
+def config(
+    recipe: RecipeArgument,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="TARGET",
+            help="megatron, torchtitan, deepspeed, nanotron, transformers or litgpt.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="PATH", help="A new file (a folder for transformers).")
+    ] = None,
+    lossy: Annotated[bool, typer.Option(help="Write it although values are lost, and say so in the file.")] = False,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Write a recipe, with the values that it resolves to, as the configuration of another trainer.
+
+    What the target cannot express is listed, and nothing written, unless --lossy.
+    """
+    from leaven.interop.configs.targets import require_free, target, write
+
+    chosen = target(to)
+    read = load(recipe, overrides)
+    path = output or Path(chosen.path(read.name))
+    require_free(path)
+    export = chosen.export(read)
+    if export.losses and not lossy:
+        for loss in export.losses:
+            errors.print(Text.assemble(("lost: ", "bold yellow"), loss.text))
+        count = f"{len(export.losses)} values" if len(export.losses) > 1 else "a value"
+        raise InputError(f"{recipe}: {to} would lose {count} (above); add --lossy to write it all the same")
+    write(export, path)
+    if json_output:
+        lost = [{"key": loss.key, "value": loss.value, "why": loss.why} for loss in export.losses]
+        emit_json({"path": str(path), "lost": lost, "notes": export.notes})
+        return
+    for loss in export.losses:
+        console.print(f"lost   {loss.text}")
+    for note in export.notes:
+        console.print(f"note   {note}")
+    console.print(f"wrote {path}")

@@ -9,7 +9,6 @@ Type ``Adam`` means AdamW there unless ``adam_w_mode`` is false. ``WarmupCosineL
 told otherwise, and for two steps at least.
 """
 
-import json
 from typing import Any
 
 from leaven.interop.configs import vocabulary as v
@@ -41,7 +40,7 @@ def export(recipe: Recipe) -> Export:
     if recipe.layout.tp * recipe.layout.pp > 1:
         notes.append("tp and pp are the client's")
     said = {"_leaven": {"lost": [loss.text for loss in losses], "notes": notes}}
-    return Export({"": json.dumps(_document(wanted, warmup) | said, indent=2) + "\n"}, tuple(losses), tuple(notes))
+    return Export({"": v.json_text(_document(wanted, warmup) | said)}, tuple(losses), tuple(notes))
 
 
 def _document(wanted: Wanted, warmup: int) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _unlike(wanted: Wanted, given: Mapping[str, Given], scale: float) -> list[Lo
 def _standard(wanted: Wanted) -> tuple[Flags, dict[str, Given], float]:
     """One value of each for all, but for the std of embeddings and the lr of both ends."""
     hidden, rows = wanted.hidden, wanted.rows
-    ends = {row.name: rows[row.name] for row in wanted.table.rows if row.layer is None and row.role.is_matrix}
+    ends = {row.name: rows[row.name] for row in wanted.table.rows if row.module in {"embedding", "unembedding"}}
     lrs = {given.lr for given in ends.values()}
     lr = hidden.lr
     decoupled = lrs.pop() if len(lrs) == 1 else lr
@@ -290,4 +290,4 @@ def _text(name: str, flags: Flags, losses: list[Loss], notes: list[str]) -> str:
 
 
 def _word(value: Any) -> str:
-    return shlex.quote(value) if isinstance(value, str) else repr(float(f"{value:.12g}") if isinstance(value, float) else value)
+    return shlex.quote(value) if isinstance(value, str) else repr(v.digits(value))

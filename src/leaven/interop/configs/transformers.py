@@ -14,7 +14,6 @@ step where leaven is; the others are at its beginning.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +48,16 @@ def export(recipe: Recipe) -> Export:
         losses.append(Loss("data.documents", "isolated", "documents are as your data set packs them"))
     notes = [*v.common_notes(wanted), *v.rounding_notes(wanted), *_notes(wanted)]
     config = architecture.config(shape) | {
-        "initializer_range": _digits(wanted.hidden.init_std),
+        "initializer_range": wanted.hidden.init_std,
         "use_cache": False,
         # Keys that a config class does not know become attributes; TrainingArguments refuse them.
         "leaven": {"lost": [loss.text for loss in losses], "notes": notes},
     }
     document = {"optimizer": recipe.hyperparameters.optimizer, "parameters": parameters}
     files = {
-        "config.json": _json(config),
-        "training_args.json": _json(_arguments(wanted)),
-        "parameters.json": _json(document),
+        "config.json": v.json_text(config),
+        "training_args.json": v.json_text(_arguments(wanted)),
+        "parameters.json": v.json_text(document),
         "prepare.py": Path(__file__).with_name("prepare.py").read_text(encoding="utf-8"),
     }
     return Export(files, tuple(losses), tuple(notes))
@@ -98,12 +97,12 @@ def _parameters(
         parts = [plain.get(name, fallback) for name in stored.parts]
         first = parts[0]
         parameters[stored.name] = {
-            "init_mean": _digits(first.init_mean),
-            "init_std": [_digits(part.init_std) for part in parts] if len(parts) > 1 else _digits(first.init_std),
-            "lr": _digits(first.lr),
-            "betas": [_digits(first.beta1), _digits(first.beta2)],
-            "eps": _digits(first.eps),
-            "weight_decay": _digits(first.weight_decay),
+            "init_mean": first.init_mean,
+            "init_std": [part.init_std for part in parts] if len(parts) > 1 else first.init_std,
+            "lr": first.lr,
+            "betas": [first.beta1, first.beta2],
+            "eps": first.eps,
+            "weight_decay": first.weight_decay,
         }
         if len(parts) > 1:
             rows = [each[0] for each in stored.shapes]
@@ -125,14 +124,14 @@ def _arguments(wanted: Wanted) -> dict[str, Any]:
         "max_steps": wanted.steps,
         "per_device_train_batch_size": wanted.micro_batch,
         "gradient_accumulation_steps": wanted.accumulate,
-        "learning_rate": _digits(hidden.lr),
+        "learning_rate": hidden.lr,
         "lr_scheduler_type": SCHEDULES[schedule.decay],
         "warmup_steps": wanted.in_steps(schedule.warmup_tokens),
         "optim": "adamw_torch",
-        "weight_decay": _digits(hidden.weight_decay),
-        "adam_beta1": _digits(hidden.beta1),
-        "adam_beta2": _digits(hidden.beta2),
-        "adam_epsilon": _digits(hidden.eps),
+        "weight_decay": hidden.weight_decay,
+        "adam_beta1": hidden.beta1,
+        "adam_beta2": hidden.beta2,
+        "adam_epsilon": hidden.eps,
         "max_grad_norm": recipe.hyperparameters.grad_clip.limit,
         "bf16": recipe.precision.compute == "bf16",
         "fp16": recipe.precision.compute == "fp16",
@@ -144,7 +143,7 @@ def _arguments(wanted: Wanted) -> dict[str, Any]:
         case "cosine":
             arguments["lr_scheduler_kwargs"] = {"min_lr_rate": schedule.min_lr_ratio}
         case "linear":
-            end = _digits(schedule.min_lr_ratio * hidden.lr)
+            end = schedule.min_lr_ratio * hidden.lr
             arguments["lr_scheduler_kwargs"] = {"lr_end": end, "power": 1.0}
         case "wsd":
             arguments["lr_scheduler_kwargs"] = {
@@ -177,11 +176,3 @@ def _notes(wanted: Wanted) -> list[str]:
         notes.append("qk_norm_per_head: this architecture shares the gains of queries and keys")
     return notes
 
-
-def _digits(value: float) -> float:
-    """Twelve digits: what is computed as 2.9999999999999997e-05 is written as it is meant."""
-    return float(f"{value:.12g}")
-
-
-def _json(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=2) + "\n"

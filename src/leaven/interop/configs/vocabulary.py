@@ -335,8 +335,21 @@ def yaml(document: Mapping[str, Any], indent: str = "") -> str:
     return "".join(lines)
 
 
+def digits(value: Any) -> Any:
+    """Floats to twelve digits, at any depth: what was computed as 2.9999999999999997e-05 is written as it is meant."""
+    if isinstance(value, float):
+        return float(f"{value:.12g}")
+    if isinstance(value, Mapping):
+        return {key: digits(inner) for key, inner in value.items()}
+    return [digits(inner) for inner in value] if isinstance(value, list) else value
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    return json.dumps(digits(document), indent=2) + "\n"
+
+
 def _scalar(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(digits(value))
     if isinstance(value, float) and "e" in text and "." not in text:
         return text.replace("e", ".0e")
     return text
