@@ -13,6 +13,7 @@ from leaven.cli import (
     check,
     demo,
     export,
+    import_,
     laws,
     new,
     plan,
@@ -45,6 +46,7 @@ app.command("tune")(tune.tune)
 app.command("train")(train.train_)
 app.command("sample")(sample.sample_)
 app.add_typer(export.app, name="export")
+app.add_typer(import_.app, name="import")
 app.command("bench")(bench.bench_)
 app.command("report")(report.report)
 app.command("demo")(demo.demo)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from rich.text import Text
 
 from leaven.cli._common import (

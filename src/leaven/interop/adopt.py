@@ -4,16 +4,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.catalogue.laws import STEP_LAW, evaluate
-from leaven.catalogue.runs import nearest
 from leaven.data.tokenizer import given_tokenizer
+from leaven.interop.likely import TOKENS_PER_PARAMETER, likely_batch, likely_lr
 from leaven.interop.weights import Plain
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_quantity
-
-TOKENS_PER_PARAMETER = 20
 
 
 def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) -> Recipe:
@@ -40,12 +36,8 @@ def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) ->
         )
 
     duration = tokens or TOKENS_PER_PARAMETER * shape.params
-    laws = evaluate(shape.params, duration, params_non_embedding=shape.params_non_embedding)
-    step_law = next(law for law in laws if law.law == STEP_LAW.name)
-    assert step_law.batch_tokens is not None
-    batch_tokens = max(round(step_law.batch_tokens / shape.seq_len), 1) * shape.seq_len
-    scale = f"{format_quantity(shape.params)} parameters, {format_quantity(duration)} tokens"
-    (neighbour, _), *_ = nearest(shape.params, duration, limit=1)
+    batch_tokens, batch_reason = likely_batch(shape, duration)
+    lr, lr_reason = likely_lr(shape, duration)
     stated = {key: theirs for key, theirs in architecture.keys.items() if theirs}
     if "rope_theta" in stated:
         stated["rope_theta"] += ("rope_scaling", "rope_parameters")
@@ -59,7 +51,7 @@ def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) ->
         "batch": {"tokens": batch_tokens},
         "schedule": {"warmup_tokens": duration // 100},
         "hyperparameters": {
-            "lr": neighbour.peak_lr,
+            "lr": lr,
             "init_std": float(given["initializer_range"]),
         },
         "why": because
@@ -69,12 +61,10 @@ def adopt(plain: Plain, name: str, *, source: str, tokens: int | None = None) ->
             if tokens
             else f"{TOKENS_PER_PARAMETER} a parameter, as a run from scratch takes (Chinchilla); less may do here",
             "start.weights": f"a {architecture.name}; what the rule multiplies is divided out of them",
-            "batch.tokens": f"{step_law.law} at {scale}, in whole sequences"
-            + ("" if step_law.in_range else f"; a factor of {step_law.extrapolation:.3g} outside its range"),
+            "batch.tokens": batch_reason,
             "schedule.warmup_tokens": "1% of the run: the moments of Adam start anew",
-            "hyperparameters.lr": f"the peak of {neighbour.id}, the published run nearest in size, for config.json "
-            "tells none: trained weights go up again to about the peak of their pre-training (Ibrahim et al. 2024, "
-            "arXiv 2403.08763); tune it",
+            "hyperparameters.lr": f"{lr_reason}, for config.json tells none: trained weights go up again to about "
+            "the peak of their pre-training (Ibrahim et al. 2024, arXiv 2403.08763); tune it",
             "hyperparameters.init_std": f"{origin('initializer_range')}; with [start] weights nothing is drawn",
         },
     }

@@ -1,14 +1,15 @@
 """Megatron-LM: an argument list as a bash array.
 
 Sources (NVIDIA/Megatron-LM, 2026): ``megatron/training/arguments.py`` and ``training/config/training_config.py``
-@008e9cd (flags), ``training/argument_utils.py`` @0035795 (activations; gelu is the tanh form only where it is fused with a
-bias), ``core/transformer/transformer_config.py`` @002526d (init, muP), ``core/optimizer/__init__.py``
-@0044db1 (what is decayed, decoupled lr, muP's lr and eps), ``core/models/gpt/gpt_model.py`` @007562f (init of the
-output layer), ``core/optimizer_param_scheduler.py`` of megatron-core 0.16.1 (schedules; they count samples).
+@008e9cd (flags), ``training/argument_utils.py`` @0035795 (activations: gelu is the tanh form only where it is fused
+with a bias), ``core/transformer/transformer_config.py`` @002526d (init, muP), ``core/optimizer/__init__.py`` @0044db1
+(what is decayed, decoupled lr, muP's lr and eps), ``core/models/gpt/gpt_model.py`` @007562f (init of the output
+layer), ``core/num_microbatches_calculator.py`` (batch), ``core/optimizer_param_scheduler.py`` of megatron-core 0.16.1
+(schedules; they count samples).
 
-``--rampup-batch-size`` is still parsed and read by nothing since pull request 4411 (April 2026): a ramp is written as
-``--step-batch-size-schedule``, which takes tokens where ``--seq-length`` is known, and which does not go together with
-``--global-batch-size``.
+``--rampup-batch-size`` is still parsed and read by nothing since pull request 4411 (April 2026): a ramp is written
+as ``--step-batch-size-schedule``, which takes tokens where ``--seq-length`` is known, and which does not go together
+with ``--global-batch-size``.
 
 There are two ways to give lrs: one ``--lr`` (with ``--decoupled-lr`` for embedding and output layer together), and
 ``--use-mup`` in the form of Table 8 of Yang et al. 2022. That is written which loses less.
@@ -64,7 +65,9 @@ def export(recipe: Recipe) -> Export:
     if shape.norm == "layernorm" and not shape.bias:
         losses.append(Loss("model.bias", False, "layer norms would have biases: Megatron's always do"))
     if shape.activation == "gelu" and not shape.bias:
-        losses.append(Loss("model.activation", "gelu", "would be the exact one: the tanh form comes with biases only"))
+        losses.append(
+            Loss("model.activation", "gelu", "would be the exact one: the tanh form comes with biases only")
+        )
     candidates = [_standard(wanted)] + ([_mup(wanted)] if recipe.base.width < shape.d_model else [])
     groups, given, scale = min(candidates, key=lambda each: len(_unlike(wanted, each[1], each[2])))
     losses += _unlike(wanted, given, scale)
@@ -75,7 +78,12 @@ def export(recipe: Recipe) -> Export:
     if recipe.hyperparameters.decay_norm_and_bias:
         losses.append(Loss("hyperparameters.decay_norm_and_bias", True, "gains and biases would not be decayed"))
     flags = (
-        _model(shape, recipe) | groups | _optimiser(wanted) | _batch(wanted) | _schedule(wanted, groups) | _layout(recipe)
+        _model(shape, recipe)
+        | groups
+        | _optimiser(wanted)
+        | _batch(wanted)
+        | _schedule(wanted, groups)
+        | _layout(recipe)
     )
     notes = [*v.common_notes(wanted), *_notes(wanted, flags)]
     return Export({"": _text(recipe.name, flags, losses, notes)}, tuple(losses), tuple(notes))
@@ -279,12 +287,17 @@ def _notes(wanted: Wanted, flags: Flags) -> list[str]:
         notes.append(f"pipeline schedule {recipe.layout.schedule}: 1F1B here, which changes no number")
     if recipe.layout.dp > 1:
         notes.append(f"dp {recipe.layout.dp} follows from the number of processes: {recipe.layout.ranks}")
-    notes.append("warm-up: Megatron takes its first step at lr 0, leaven at that of the end of the step: one step later")
+    notes.append(
+        "warm-up: Megatron takes its first step at lr 0, leaven at that of the end of the step: one step later"
+    )
     return notes
 
 
 def _text(name: str, flags: Flags, losses: list[Loss], notes: list[str]) -> str:
-    head = f'# {name}, written by leaven: torchrun ... pretrain_gpt.py "${{MEGATRON_ARGS[@]}}" and --data-path, tokenizer\n'
+    head = (
+        f"# {name}, written by leaven; with --data-path and a tokenizer:\n"
+        '# torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" ...\n'
+    )
     lines = [f"    --{flag}" + ("" if value is True else f" {_word(value)}") for flag, value in flags.items()]
     return head + v.commented(losses, notes) + "MEGATRON_ARGS=(\n" + "\n".join(lines) + "\n)\n"
 

@@ -1,8 +1,8 @@
 """Starts a model as a recipe of leaven says and makes its optimizer. Needs torch alone.
 
-    from prepare import prepare
-    optimizer = prepare(model, "parameters.json")
-    Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, None))
+from prepare import prepare
+optimizer = prepare(model, "parameters.json")
+Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, None))
 """
 
 import json
@@ -43,7 +43,9 @@ def _start(parameter: Tensor, values: dict[str, Any]) -> None:
         _draw(parameter, values["init_mean"], values["init_std"])
         return
     rows = [count // values["heads"] for count in values["rows"]]
-    joined = torch.empty_like(parameter.T if values["transposed"] else parameter, memory_format=torch.contiguous_format)
+    joined = torch.empty_like(
+        parameter.T if values["transposed"] else parameter, memory_format=torch.contiguous_format
+    )
     by_head = joined.reshape(values["heads"], -1, *joined.shape[1:])
     for part, std in zip(torch.split(by_head, rows, dim=1), values["init_std"], strict=True):
         _draw(part, 0.0, std)

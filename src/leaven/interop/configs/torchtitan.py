@@ -1,9 +1,9 @@
 """torchtitan: a Python module with one function, for ``--module NAME --config NAME``.
 
 Source: torchtitan 0.3.0 (``config/configs.py``, ``components/optimizer/optimizer.py`` and ``lr_scheduler.py``,
-``models/common``, ``models/llama3``, ``models/qwen3``). Its configurations are Python: every parameter may have its own
-start, and a pattern its own optimizer settings, so nearly all of a recipe is expressed; multipliers are folded into
-the weights. Its language models see no further than a document, and it has no batch ramp and no fp16.
+``models/common``, ``models/llama3``, ``models/qwen3``). Its configurations are Python: every parameter may have its
+own start, and a pattern its own optimizer settings, so nearly all of a recipe is expressed; multipliers are folded
+into the weights. Its language models see no further than a document, and it has no batch ramp and no fp16.
 """
 
 import math
@@ -66,8 +66,10 @@ def export(recipe: Recipe) -> Export:
     if recipe.layout.pp > 1:
         notes.append("with pp > 1 torchtitan 0.3.0 refuses a group that matches nothing on some stage: use dp and tp")
     if recipe.layout.zero in {1, 2}:
-        notes.append(f"zero {recipe.layout.zero}: FSDP keeps the gathered weights (fsdp_reshard_after_forward = never)")
-    text = _text(wanted, shape, given, modules, losses, notes)
+        notes.append(
+            f"zero {recipe.layout.zero}: FSDP keeps the gathered weights (fsdp_reshard_after_forward = never)"
+        )
+    text = _text(wanted, shape, given, modules, v.commented(losses, notes))
     return Export({"": text}, tuple(losses), tuple(notes))
 
 
@@ -88,18 +90,17 @@ def _text(
     shape: ModelShape,
     given: Mapping[str, Given],
     modules: Mapping[str, str],
-    losses: Iterable[Loss],
-    notes: Iterable[str],
+    comments: str,
 ) -> str:
     recipe, layout, clip = wanted.recipe, wanted.recipe.layout, wanted.recipe.hyperparameters.grad_clip
     family, rope = ("qwen3", "CosSinRoPE") if shape.qk_norm else ("llama3", "ComplexRoPE")
     function = identifier(recipe.name)
     shards = layout.dp // layout.dp_replicate if layout.zero else 1
     recompute = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}[layout.recompute]
-    title = family.capitalize()
+    title, optimizer = family.capitalize(), "AdamW" if wanted.decoupled else "Adam"
     return f'''"""{recipe.name}, written by leaven for torchtitan 0.3.0: --module THIS_FILE --config {function}"""
 
-{v.commented(losses, notes)}
+{comments}
 import math
 from functools import partial
 
@@ -120,7 +121,8 @@ from torchtitan.models.{family}.model import {title}Model, {title}TransformerBlo
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, FFN = {shape.n_layers}, {shape.d_model}, {shape.n_heads}, {shape.n_kv_heads}, {shape.d_head}, {shape.d_ff}
+LAYERS, WIDTH, FFN = {shape.n_layers}, {shape.d_model}, {shape.d_ff}
+HEADS, KV_HEADS, HEAD = {shape.n_heads}, {shape.n_kv_heads}, {shape.d_head}
 VOCABULARY, LENGTH, NORM_EPS, THETA = {shape.vocab_size}, {shape.seq_len}, {shape.norm_eps}, {shape.rope_theta}
 
 # Standard deviation each matrix starts from, and the value each gain does; a list is one for each layer.
@@ -181,7 +183,7 @@ def model():
         enable_weight_tying={shape.tied_embeddings},
         tok_embeddings=Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=embedding),
         norm=norm(WIDTH, "norm"),
-        lm_head=linear(WIDTH, VOCABULARY, "{'tok_embeddings' if shape.tied_embeddings else 'lm_head'}"),
+        lm_head=linear(WIDTH, VOCABULARY, "{"tok_embeddings" if shape.tied_embeddings else "lm_head"}"),
         layers=[block(layer) for layer in range(LAYERS)],
     )
 
@@ -200,7 +202,7 @@ def {function}():
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)),
         optimizer=OptimizersContainer.Config(
             param_groups=[
-                ParamGroupConfig(pattern=pattern, optimizer_name="{"AdamW" if wanted.decoupled else "Adam"}", optimizer_kwargs=settings)
+                ParamGroupConfig(pattern=pattern, optimizer_name="{optimizer}", optimizer_kwargs=settings)
                 for pattern, settings in GROUPS
             ]
         ),
@@ -210,14 +212,14 @@ def {function}():
             global_batch_size={wanted.sequences},
             seq_len=LENGTH,
             steps={wanted.steps},
-            max_norm={clip.limit or 'math.inf'},
-            mixed_precision_param="{PRECISIONS.get(recipe.precision.compute, 'bfloat16')}",
+            max_norm={clip.limit or "math.inf"},
+            mixed_precision_param="{PRECISIONS.get(recipe.precision.compute, "bfloat16")}",
         ),
         dataloader=HuggingFaceTextDataLoader.Config(dataset="c4_test"),  # yours here, and hf_assets_path
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree={layout.dp // shards},
             data_parallel_shard_degree={shards},
-            fsdp_reshard_after_forward="{'never' if layout.zero in {1, 2} else 'default'}",
+            fsdp_reshard_after_forward="{"never" if layout.zero in {1, 2} else "default"}",
             tensor_parallel_degree={layout.tp},
             pipeline_parallel_degree={layout.pp},
         ),

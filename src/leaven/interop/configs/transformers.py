@@ -91,8 +91,11 @@ def _parameters(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Given]]:
     """What each of their tensors starts from and gets, and what that is for each of ours."""
     plain = wanted.plain
-    fallback = Given(0.0, 0.0, wanted.hidden.lr, 0.0, *(getattr(wanted.hidden, key) for key in ("beta1", "beta2", "eps")))
-    parameters, given = {}, {}
+    fallback = Given(
+        0.0, 0.0, wanted.hidden.lr, 0.0, *(getattr(wanted.hidden, key) for key in ("beta1", "beta2", "eps"))
+    )
+    parameters: dict[str, dict[str, Any]] = {}
+    given = {}
     for stored in architecture.tensors(shape):
         parts = [plain.get(name, fallback) for name in stored.parts]
         first = parts[0]
@@ -161,13 +164,17 @@ def _warm_up(recipe: Recipe) -> list[Loss]:
     if schedule.decay != "wsd" or not schedule.min_lr_ratio or not schedule.warmup_tokens:
         return []
     floor = f"{schedule.min_lr_ratio:g} of the peak"
-    return [Loss("schedule.warmup_tokens", schedule.warmup_tokens, f"would start from {floor}: its wsd has one floor")]
+    return [
+        Loss("schedule.warmup_tokens", schedule.warmup_tokens, f"would start from {floor}: its wsd has one floor")
+    ]
 
 
 def _notes(wanted: Wanted) -> list[str]:
     recipe, notes = wanted.recipe, []
     if recipe.schedule.decay != "cosine" and recipe.schedule.warmup_tokens:
-        notes.append("the first step is at lr 0, leaven's at that of the end of the step: the schedule is one step later")
+        notes.append(
+            "the first step is at lr 0, leaven's at that of the end of the step: the schedule is one step later"
+        )
     if recipe.layout.tp * recipe.layout.pp > 1 or recipe.layout.zero:
         notes.append("tp, pp and zero are left to accelerate, FSDP or DeepSpeed: leaven export config --to deepspeed")
     if recipe.layout.dp > 1:
@@ -175,4 +182,3 @@ def _notes(wanted: Wanted) -> list[str]:
     if recipe.model.qk_norm_per_head:
         notes.append("qk_norm_per_head: this architecture shares the gains of queries and keys")
     return notes
-

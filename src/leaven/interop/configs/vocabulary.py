@@ -92,7 +92,8 @@ class Wanted:
     def rows(self) -> dict[str, Given]:
         """The table as it is."""
         return {
-            row.name: Given(**{quantity: getattr(row, quantity) for quantity in QUANTITIES}) for row in self.table.rows
+            row.name: Given(**{quantity: getattr(row, quantity) for quantity in QUANTITIES})
+            for row in self.table.rows
         }
 
     @property
@@ -112,7 +113,11 @@ class Wanted:
     @property
     def hidden(self) -> Given:
         """What most matrices inside the blocks get: the values for a target that has one of each."""
-        return _most(given for row, given in zip(self.table.rows, self.rows.values(), strict=True) if row.role is Role.HIDDEN_WEIGHT)
+        return _most(
+            given
+            for row, given in zip(self.table.rows, self.rows.values(), strict=True)
+            if row.role is Role.HIDDEN_WEIGHT
+        )
 
     @property
     def sequences(self) -> int:
@@ -147,8 +152,8 @@ class Wanted:
             sequences = tokens // recipe.model.seq_len
             if sequences % dp:
                 raise InputError(
-                    f"a batch of {sequences} sequences does not divide over {dp} data-parallel ranks, as every target "
-                    "wants; set layout.dp to a divisor"
+                    f"a batch of {sequences} sequences does not divide over {dp} data-parallel ranks, as every "
+                    "target wants; set layout.dp to a divisor"
                 )
             share = math.gcd(share, sequences // dp)
         most = 1 if asked == "auto" else asked
@@ -253,7 +258,7 @@ def of_clip(wanted: Wanted, *, plain: bool = False) -> list[Loss]:
             Loss(
                 "hyperparameters.grad_clip",
                 clip.limit,
-                "multipliers are folded into the weights, whose gradients they divide: the same limit on another norm",
+                "multipliers are folded into the weights and divide their gradients: the same limit on another norm",
             )
         ]
     return []
@@ -336,7 +341,7 @@ def yaml(document: Mapping[str, Any], indent: str = "") -> str:
 
 
 def digits(value: Any) -> Any:
-    """Floats to twelve digits, at any depth: what was computed as 2.9999999999999997e-05 is written as it is meant."""
+    """Floats to twelve digits, at any depth: 2.9999999999999997e-05 is written as it is meant."""
     if isinstance(value, float):
         return float(f"{value:.12g}")
     if isinstance(value, Mapping):

@@ -1,0 +1,420 @@
+"""A recipe from a Megatron-LM argument list.
+
+Flags and defaults are those of the sources that :mod:`leaven.interop.configs.megatron` names. Megatron gives every
+matrix one lr, one decay and one standard deviation but for the embedding and the ends of branches; the recipe has
+these as multipliers of modules, and no scaling rule.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from leaven.interop.configs import flags as f
+from leaven.interop.configs.draft import Draft, Imported
+from leaven.interop.configs.megatron import DECAYS
+from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
+from leaven.recipe.shape import BRANCH_ENDS, ModelShape
+
+# What makes another model or another optimizer of it. A prefix ends with a star.
+UNSUPPORTED = {
+    "num-experts": "mixtures of experts",
+    "moe-*": "mixtures of experts",
+    "multi-latent-attention": "multi-latent attention",
+    "mtp-num-layers": "multi-token prediction",
+    "hybrid-*": "hybrids with state-space layers",
+    "is-hybrid-model": "hybrids with state-space layers",
+    "use-mup": "Megatron's muP, whose readout and eps are none of leaven's rules",
+    "window-size": "windows of attention",
+    "quick-geglu": "geglu",
+    "apply-layernorm-1p": "gains around 1",
+    "use-rope-scaling": "scaled rotary positions",
+    "rotary-seq-len-interpolation-factor": "scaled rotary positions",
+    "init-method-xavier-uniform": "uniform initialisation",
+    "heterogeneous-layers-config-path": "layers that differ",
+    "apply-query-key-layer-scaling": "attention scaled by layer",
+    "norm-before-residual*": "post-norm",
+}
+DEFAULTS: dict[str, Any] = {
+    "position-embedding-type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "norm-epsilon": 1e-5,
+    "rotary-base": 10_000,
+    "rotary-percent": 1.0,
+    "attention-dropout": 0.1,
+    "hidden-dropout": 0.1,
+    "init-method-std": 0.02,
+    "weight-decay": 0.01,
+    "adam-beta1": 0.9,
+    "adam-beta2": 0.999,
+    "adam-eps": 1e-8,
+    "clip-grad": 1.0,
+    "lr-decay-style": "linear",
+    "lr-wsd-decay-style": "exponential",
+    "min-lr": 0.0,
+    "seed": 1234,
+    "make-vocab-size-divisible-by": 128,
+    "tensor-model-parallel-size": 1,
+    "pipeline-model-parallel-size": 1,
+    "optimizer": "adam",
+}
+NUMBERS = {
+    "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "seq-length",
+    "max-position-embeddings", "norm-epsilon", "rotary-base", "rotary-percent", "attention-dropout", "hidden-dropout",
+    "vocab-size", "padded-vocab-size", "num-query-groups", "lr", "decoupled-lr", "min-lr", "decoupled-min-lr",
+    "init-method-std", "embedding-init-method-std", "weight-decay", "adam-beta1", "adam-beta2", "adam-eps",
+    "clip-grad", "micro-batch-size", "global-batch-size", "train-samples", "train-iters", "lr-decay-samples",
+    "lr-decay-iters", "lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction", "lr-wsd-decay-samples",
+    "lr-wsd-decay-iters", "seed", "tensor-model-parallel-size", "pipeline-model-parallel-size",
+    "make-vocab-size-divisible-by", "num-virtual-stages-per-pipeline-rank", "recompute-num-layers",
+}  # fmt: skip
+WORDS = {
+    "position-embedding-type", "normalization", "lr-decay-style", "lr-wsd-decay-style", "optimizer",
+    "rampup-batch-size", "step-batch-size-schedule", "recompute-granularity", "recompute-method",
+    "data-parallel-sharding-strategy",
+}  # fmt: skip
+SWITCHES = {
+    "swiglu", "squared-relu", "openai-gelu", "no-bias-gelu-fusion", "disable-bias-linear", "group-query-attention",
+    "untie-embeddings-and-output-weights", "qk-layernorm", "bf16", "fp16", "use-distributed-optimizer",
+    "use-megatron-fsdp", "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "recompute-activations",
+    "use-rotary-position-embeddings",
+}  # fmt: skip
+SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+@dataclass
+class _Given:
+    """The flags that are known, each as a number or a word; ``why`` says where a value is from."""
+
+    origin: str
+    numbers: dict[str, float]
+    words: dict[str, str]
+    switches: set[str]
+    waiting: dict[str, str]
+
+    def number(self, name: str) -> float:
+        if name in self.numbers:
+            return self.numbers[name]
+        if name not in DEFAULTS:
+            raise InputError(f"{self.origin}: no --{name}, without which there is no recipe; add it")
+        return float(DEFAULTS[name])
+
+    def count(self, name: str) -> int:
+        value = self.number(name)
+        if value != int(value):
+            raise InputError(f"{self.origin}: --{name} {value:g}: has to be a whole number")
+        return int(value)
+
+    def word(self, name: str) -> str:
+        return self.words.get(name, str(DEFAULTS.get(name, "")))
+
+    def why(self, *names: str) -> str:
+        there = [f"--{name}" for name in names if name in {*self.numbers, *self.words, *self.switches}]
+        for name in names:
+            if name in self.waiting:
+                return f"Megatron's default, for --{name} waits for {self.waiting[name]}"
+        return " and ".join(there) if there else f"Megatron's default of --{names[0]}"
+
+
+def read(text: str, origin: str, name: str) -> Imported:
+    """The recipe in an argument list.
+
+    Raises:
+        InputError: naming what is of another kind of model, missing or malformed.
+    """
+    draft = Draft(origin)
+    given = _given(f.parse(text, origin), origin, draft)
+    shape = _shape(given, draft)
+    _groups(given, shape, draft)
+    _batch_and_duration(given, shape, draft)
+    _schedule(given, shape, draft)
+    _layout(given, draft)
+    return draft.finish(name, shape)
+
+
+def _given(found: f.Flags, origin: str, draft: Draft) -> _Given:
+    given = _Given(origin, {}, {}, set(), {})
+    for flag, words in found.values.items():
+        name = flag.replace("_", "-")
+        for unsupported, what in UNSUPPORTED.items():
+            if name == unsupported or (unsupported.endswith("*") and name.startswith(unsupported[:-1])):
+                raise InputError(f"{origin}: --{flag}: leaven has no {what}")
+        waiting = [variable for word in words[:1] for variable in f.open_variables(word)]
+        if name in SWITCHES:
+            given.switches.add(name)
+        elif name not in NUMBERS | WORDS:
+            draft.unread.append(f"--{flag}")
+        elif waiting:
+            given.waiting[name] = ", ".join(waiting)
+            draft.unknown.append(f"--{flag}: {given.waiting[name]} is not set in the file")
+        elif not words:
+            raise InputError(f"{origin}: --{flag} has no value")
+        elif name in WORDS:
+            given.words[name] = " ".join(words)
+        else:
+            given.numbers[name] = _number(words[0], flag, origin)
+    return given
+
+
+def _number(word: str, flag: str, origin: str) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        raise InputError(f"{origin}: --{flag} {word}: has to be a number") from None
+    if not math.isfinite(number):
+        raise InputError(f"{origin}: --{flag} {word}: has to be a finite number")
+    return number
+
+
+# Model ------------------------------------------------------------------------------------------------------------
+
+
+def _shape(given: _Given, draft: Draft) -> ModelShape:
+    heads, width = given.count("num-attention-heads"), given.count("hidden-size")
+    if width % heads and "kv-channels" not in given.numbers:
+        raise InputError(f"{given.origin}: --hidden-size {width} does not divide by --num-attention-heads {heads}")
+    d_head = given.count("kv-channels") if "kv-channels" in given.numbers else width // heads
+    length = given.count("seq-length")
+    values: dict[str, tuple[Any, str]] = {
+        "n_layers": (given.count("num-layers"), given.why("num-layers")),
+        "d_model": (width, given.why("hidden-size")),
+        "n_heads": (heads, given.why("num-attention-heads")),
+        "n_kv_heads": (
+            given.count("num-query-groups") if "group-query-attention" in given.switches else heads,
+            given.why("num-query-groups", "num-attention-heads"),
+        ),
+        "d_head": (d_head, given.why("kv-channels", "hidden-size")),
+        "d_attention": (heads * d_head if heads * d_head != width else None, given.why("kv-channels")),
+        "d_ff": _d_ff(given, width),
+        "vocab_size": _vocabulary(given, draft),
+        "seq_len": (length, given.why("seq-length")),
+        "norm": _choice(given, "normalization", {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}),
+        "norm_eps": (given.number("norm-epsilon"), given.why("norm-epsilon")),
+        "activation": _activation(given),
+        "positions": _positions(given),
+        "rope_theta": (given.number("rotary-base"), given.why("rotary-base")),
+        "qk_norm": ("qk-layernorm" in given.switches, given.why("qk-layernorm")),
+        "tied_embeddings": (
+            "untie-embeddings-and-output-weights" not in given.switches,
+            given.why("untie-embeddings-and-output-weights"),
+        ),
+        "bias": ("disable-bias-linear" not in given.switches, given.why("disable-bias-linear")),
+        "dropout": _dropout(given, draft),
+    }
+    if given.number("rotary-percent") != 1:
+        raise InputError(f"{given.origin}: --rotary-percent: leaven rotates whole heads (1.0)")
+    try:
+        shape = ModelShape.model_validate({key: value for key, (value, _) in values.items()})
+    except ValidationError as error:
+        raise InputError(f"{given.origin}: no shape of leaven's: {explain(error)}") from None
+    draft.set_shape(shape, {key: why for key, (_, why) in values.items()})
+    return shape
+
+
+def _choice(given: _Given, name: str, known: dict[str, str]) -> tuple[str, str]:
+    word = given.word(name)
+    if word not in known:
+        raise InputError(f"{given.origin}: --{name} {word}: leaven reads {', '.join(known)}")
+    return known[word], given.why(name)
+
+
+def _positions(given: _Given) -> tuple[str, str]:
+    if "use-rotary-position-embeddings" in given.switches:
+        return "rope", given.why("use-rotary-position-embeddings")
+    return _choice(given, "position-embedding-type", {"rope": "rope", "learned_absolute": "learned"})
+
+
+def _d_ff(given: _Given, width: int) -> tuple[int, str]:
+    if "ffn-hidden-size" in given.numbers:
+        return given.count("ffn-hidden-size"), given.why("ffn-hidden-size")
+    if "swiglu" in given.switches:  # validate_args of arguments.py
+        return int(4 * width * 2 / 3 / 64) * 64, "4 x hidden size x 2 / 3, down to a multiple of 64, with --swiglu"
+    return 4 * width, "4 x hidden size: no --ffn-hidden-size"
+
+
+def _vocabulary(given: _Given, draft: Draft) -> tuple[int, str]:
+    if "padded-vocab-size" in given.numbers:
+        return given.count("padded-vocab-size"), given.why("padded-vocab-size")
+    if "vocab-size" not in given.numbers:
+        draft.unknown.append("model.vocab_size: the tokenizer's; 50,304 (GPT-2's, padded) stands there")
+        return 50_304, "not told: that of GPT-2's tokenizer, padded"
+    multiple = given.count("make-vocab-size-divisible-by") * given.count("tensor-model-parallel-size")
+    padded = -(-given.count("vocab-size") // multiple) * multiple
+    return padded, f"--vocab-size, padded to a multiple of {multiple}"
+
+
+def _activation(given: _Given) -> tuple[str, str]:
+    for flag, ours in {"swiglu": "swiglu", "squared-relu": "squared_relu"}.items():
+        if flag in given.switches:
+            return ours, f"--{flag}"
+    return "gelu", "Megatron's default"
+
+
+def _dropout(given: _Given, draft: Draft) -> tuple[float, str]:
+    attention, hidden = given.number("attention-dropout"), given.number("hidden-dropout")
+    if attention != hidden:
+        draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, that of --hidden-dropout")
+    return hidden, given.why("hidden-dropout", "attention-dropout")
+
+
+# Values -----------------------------------------------------------------------------------------------------------
+
+
+def _groups(given: _Given, shape: ModelShape, draft: Draft) -> None:
+    if given.word("optimizer") != "adam":
+        raise InputError(f"{given.origin}: --optimizer {given.word('optimizer')}: leaven has adam")
+    std = given.number("init-method-std")
+    for path, name in {
+        "hyperparameters.init_std": "init-method-std",
+        "hyperparameters.weight_decay": "weight-decay",
+        "hyperparameters.beta1": "adam-beta1",
+        "hyperparameters.beta2": "adam-beta2",
+        "hyperparameters.eps": "adam-eps",
+        "hyperparameters.grad_clip": "clip-grad",
+    }.items():
+        draft.set(path, given.number(name), given.why(name))
+    ends = 1 / math.sqrt(2 * shape.n_layers)
+    for module in BRANCH_ENDS:
+        draft.set(f"hyperparameters.modules.{module}.init_std", ends, "Megatron starts these at 1 / sqrt(2 L) of it")
+    if "embedding-init-method-std" in given.numbers:
+        relative = given.number("embedding-init-method-std") / std
+        for module in ("embedding", *(["positions"] if shape.positions == "learned" else [])):
+            path = f"hyperparameters.modules.{module}.init_std"
+            draft.set(path, relative, "--embedding-init-method-std / --init-method-std")
+    if "lr" in given.numbers:
+        draft.set("hyperparameters.lr", given.number("lr"), given.why("lr"))
+        if "decoupled-lr" in given.numbers:
+            relative = given.number("decoupled-lr") / given.number("lr")
+            for module in ("embedding", *([] if shape.tied_embeddings else ["unembedding"])):
+                draft.set(f"hyperparameters.modules.{module}.lr", relative, "--decoupled-lr / --lr")
+    draft.set("data.seed", given.count("seed"), given.why("seed"))
+    compute = "bf16" if "bf16" in given.switches else "fp16" if "fp16" in given.switches else "fp32"
+    draft.set("precision.compute", compute, given.why("bf16", "fp16"))
+    isolated = {"reset-position-ids", "reset-attention-mask"} <= given.switches
+    draft.set(
+        "data.documents",
+        "isolated" if isolated else "packed",
+        given.why("reset-attention-mask", "reset-position-ids"),
+    )
+
+
+def _batch_and_duration(given: _Given, shape: ModelShape, draft: Draft) -> None:
+    length = shape.seq_len
+    if "micro-batch-size" in given.numbers:
+        draft.set("batch.micro_batch", given.count("micro-batch-size"), given.why("micro-batch-size"))
+    if "step-batch-size-schedule" in given.words:
+        stages = _stages(given, length)
+        draft.set("batch.stages", stages, given.why("step-batch-size-schedule"))
+        draft.set("batch.tokens", stages[-1]["tokens"], given.why("step-batch-size-schedule"))
+    elif "global-batch-size" in given.numbers:
+        draft.set("batch.tokens", given.count("global-batch-size") * length, "--global-batch-size x --seq-length")
+        if "rampup-batch-size" in given.words:
+            _ramp(given, length, draft)
+    sizes = _sizes(given, draft)
+    if "train-samples" in given.numbers:
+        draft.set("data.tokens", given.count("train-samples") * length, "--train-samples x --seq-length")
+    elif "train-iters" in given.numbers and sizes is not None:
+        tokens = BatchSchedule(sizes).tokens_at_step(given.count("train-iters"))
+        draft.set("data.tokens", tokens, "--train-iters x batch")
+
+
+def _sizes(given: _Given, draft: Draft) -> tuple[tuple[int, int], ...] | None:
+    parts = {
+        key: draft.values[f"batch.{key}"] for key in ("tokens", "ramp", "stages") if f"batch.{key}" in draft.values
+    }
+    if not parts:
+        return None
+    try:
+        return Batch.model_validate(parts).sizes
+    except ValidationError as error:
+        raise InputError(f"{given.origin}: no batch of leaven's: {explain(error)}") from None
+
+
+def _stages(given: _Given, length: int) -> list[dict[str, int]]:
+    stages = []
+    for entry in re.split(r"[\s,]+", given.word("step-batch-size-schedule").strip()):
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise InputError(f"{given.origin}: --step-batch-size-schedule {entry}: write it as TOKENS:BATCH")
+        tokens, sequences = (_suffixed(each, given.origin) for each in (threshold, size))
+        stages.append({"from_tokens": tokens // length * length, "tokens": sequences * length})
+    return stages
+
+
+def _suffixed(word: str, origin: str) -> int:
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(word[-1:].upper(), 1)
+    return int(_number(word[:-1] if scale > 1 else word, "step-batch-size-schedule", origin) * scale)
+
+
+def _ramp(given: _Given, length: int, draft: Draft) -> None:
+    words = given.word("rampup-batch-size").split()
+    if len(words) != 3 or any(f.open_variables(word) for word in words):
+        draft.unknown.append(f"--rampup-batch-size {' '.join(words)}: wants START INCREMENT SAMPLES, all three set")
+        return
+    start, increment, samples = (int(_number(word, "rampup-batch-size", given.origin)) * length for word in words)
+    ramp = {"start_tokens": start, "increment_tokens": increment, "over_tokens": samples}
+    draft.set("batch.ramp", ramp, "--rampup-batch-size, which a Megatron-LM since April 2026 parses and ignores")
+
+
+def _schedule(given: _Given, shape: ModelShape, draft: Draft) -> None:
+    style = given.word("lr-decay-style")
+    ours = {theirs: ours for ours, theirs in DECAYS.items()}
+    if style not in ours:
+        raise InputError(f"{given.origin}: --lr-decay-style {style}: leaven reads {', '.join(ours)}")
+    draft.set("schedule.decay", ours[style], given.why("lr-decay-style"))
+    if "lr" in given.numbers:
+        ratio = float(f"{given.number('min-lr') / given.number('lr'):.12g}")
+        draft.set("schedule.min_lr_ratio", ratio, f"{given.why('min-lr')} / --lr")
+    duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
+    decay = _span(given, "lr-decay", shape.seq_len, batch)
+    if decay is not None and duration is not None and decay != duration:
+        draft.unread.append(f"--lr-decay-samples or -iters: {decay:,} tokens; leaven's schedule ends with the run")
+    warmup = _span(given, "lr-warmup", shape.seq_len, batch)
+    if warmup is None and "lr-warmup-fraction" in given.numbers and duration is not None:
+        warmup = round(given.number("lr-warmup-fraction") * (decay or duration))
+    names = ("lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
+    draft.set("schedule.warmup_tokens", warmup or 0, given.why(*names))
+    if ours[style] == "wsd":
+        if given.word("lr-wsd-decay-style") != "minus_sqrt":
+            draft.unread.append(f"--lr-wsd-decay-style {given.word('lr-wsd-decay-style')}: leaven has minus_sqrt")
+        cooldown = _span(given, "lr-wsd-decay", shape.seq_len, batch)
+        if cooldown is not None and duration:
+            draft.set(
+                "schedule.decay_ratio", cooldown / duration, given.why("lr-wsd-decay-samples", "lr-wsd-decay-iters")
+            )
+
+
+def _span(given: _Given, prefix: str, length: int, batch: int | None) -> int | None:
+    """Tokens, from ``--PREFIX-samples`` or ``--PREFIX-iters``."""
+    if f"{prefix}-samples" in given.numbers:
+        return given.count(f"{prefix}-samples") * length
+    if f"{prefix}-iters" in given.numbers and batch is not None:
+        return given.count(f"{prefix}-iters") * batch
+    return None
+
+
+def _layout(given: _Given, draft: Draft) -> None:
+    for path, name in {
+        "layout.tp": "tensor-model-parallel-size",
+        "layout.pp": "pipeline-model-parallel-size",
+    }.items():
+        draft.set(path, given.count(name), given.why(name))
+    if "use-megatron-fsdp" in given.switches:
+        strategy = given.word("data-parallel-sharding-strategy") or "no_shard"
+        draft.set("layout.zero", SHARDING.get(strategy, 0), given.why("data-parallel-sharding-strategy"))
+    elif "use-distributed-optimizer" in given.switches:
+        draft.set("layout.zero", 1, "--use-distributed-optimizer")
+    recompute = given.word("recompute-granularity") or (
+        "selective" if "recompute-activations" in given.switches else ""
+    )
+    if recompute in {"full", "selective"}:
+        draft.set("layout.recompute", recompute, given.why("recompute-granularity", "recompute-activations"))
+    if "num-virtual-stages-per-pipeline-rank" in given.numbers:
+        stages = given.count("num-virtual-stages-per-pipeline-rank")
+        draft.set("layout.stages_per_rank", stages, given.why("num-virtual-stages-per-pipeline-rank"))
+        draft.set("layout.schedule", "interleaved", given.why("num-virtual-stages-per-pipeline-rank"))
+    draft.unknown.append("layout.dp: follows from the number of processes; 1 stands there")
