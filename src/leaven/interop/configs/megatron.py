@@ -69,7 +69,7 @@ def export(recipe: Recipe) -> Export:
             Loss("model.activation", "gelu", "would be the exact one: the tanh form comes with biases only")
         )
     candidates = [_standard(wanted)] + ([_mup(wanted)] if recipe.base.width < shape.d_model else [])
-    groups, given, scale = min(candidates, key=lambda each: len(_unlike(wanted, each[1], each[2])))
+    groups, given, scale = min(candidates, key=lambda each: v.weight(_unlike(wanted, each[1], each[2])))
     losses += _unlike(wanted, given, scale)
     losses += v.of_start(recipe) + v.of_clip(wanted)
     if not wanted.decoupled:

@@ -44,7 +44,7 @@ def export(recipe: Recipe) -> Export:
     wanted = Wanted.of(recipe)
     shape, losses = v.fitted(recipe.model, HOLDS, TARGET)
     tried = {method: v.compare(wanted, _given(wanted, scaled), REASONS) for method, scaled in SCALINGS.items()}
-    method = min(tried, key=lambda each: len(tried[each]))
+    method = min(tried, key=lambda each: v.weight(tried[each]))
     losses += tried[method]
     if not math.isclose(wanted.table.attention_scale, 1 / math.sqrt(recipe.model.d_head), rel_tol=v.SAME):
         why = "would be 1 / sqrt(d_head)"

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+HEADS = {"lm_head.weight": "embed_out.weight"}
+"""Where GPT-NeoX has its head in a model of transformers 5, and in its checkpoints and before."""
+
 
 def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
     """Draw the weights of ``model`` anew and return Adam or AdamW with a group for each set of values.
@@ -21,6 +24,9 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
     """
     document = json.loads(Path(path).read_text(encoding="utf-8"))
     wanted, named = document["parameters"], dict(model.named_parameters())
+    for now, before in HEADS.items():
+        if now in named and before in wanted:
+            wanted[now] = wanted.pop(before)
     if unlike := named.keys() ^ wanted.keys():
         raise ValueError(f"{path} is of another model: {', '.join(sorted(unlike)[:3])}")
     groups: dict[str, dict[str, Any]] = {}

@@ -79,7 +79,7 @@ def nearest(shape: ModelShape) -> tuple[Architecture, ModelShape, list[Loss]]:
         Loss(f"model.{key}", getattr(shape, key), f"would be {json.dumps(value)}: all that {architecture.name} has")
         for key, value in changes.items()
     ]
-    if shape.dropout and architecture in {LLAMA, QWEN3}:
+    if shape.dropout and architecture in (LLAMA, QWEN3):
         losses.append(Loss("model.dropout", shape.dropout, f"{architecture.name} has it on attention weights only"))
     if shape.dropout and architecture.model_type == "bloom":
         losses.append(Loss("model.dropout", shape.dropout, f"{architecture.name} has none on what enters block 0"))

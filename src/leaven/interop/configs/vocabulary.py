@@ -24,11 +24,15 @@ SAME = 1e-6
 
 @dataclass(frozen=True)
 class Loss:
-    """A value of the recipe that a target does not take over: what the recipe says, and what happens instead."""
+    """A value of the recipe that a target does not take over: what the recipe says, and what happens instead.
+
+    ``modules`` is the number of those that lose it.
+    """
 
     key: str
     value: Any
     why: str
+    modules: int = 1
 
     @property
     def text(self) -> str:
@@ -195,9 +199,14 @@ def compare(
                 left, right = (_range(side) for side in zip(*values, strict=True))
                 found.setdefault((quantity, left, right), []).append(module)
     return [
-        Loss(f"{quantity} of {', '.join(modules)}", ours_, f"would be {theirs}: {reasons[quantity]}")
+        Loss(f"{quantity} of {', '.join(modules)}", ours_, f"would be {theirs}: {reasons[quantity]}", len(modules))
         for (quantity, ours_, theirs), modules in found.items()
     ]
+
+
+def weight(losses: Iterable[Loss]) -> int:
+    """How much is lost, to choose between two ways."""
+    return sum(loss.modules for loss in losses)
 
 
 def _folded(given: Given, wanted: Wanted) -> Given:

@@ -1,0 +1,42 @@
+"""Small recipes of the families that targets know, and ones that hold a value each that some of them do not."""
+
+from typing import Any
+
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.transfer import transfer
+
+LLAMA = {"model.qk_norm": False}
+QWEN3: dict[str, Any] = {}
+GPT2 = {
+    "model.qk_norm": False,
+    "model.norm": "layernorm",
+    "model.positions": "learned",
+    "model.activation": "gelu",
+    "model.bias": True,
+    "model.tied_embeddings": True,
+    "model.n_kv_heads": 2,
+    "model.dropout": 0.1,
+}
+NEOX = GPT2 | {"model.positions": "rope", "model.tied_embeddings": False}
+BLOOM = GPT2 | {"model.positions": "alibi", "model.embedding_norm": True, "model.d_ff": 64, "model.dropout": 0.0}
+FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "neox": NEOX, "bloom": BLOOM}
+
+PER_MODULE = {
+    "hyperparameters.modules": {
+        "embedding": {"lr": 4.0, "init_std": 2.0},
+        "attention.query": {"lr": 0.5, "init_std": 1.4},
+        "mlp.out": {"weight_decay": 0.3, "eps": 10.0, "beta2": 2.0},
+    },
+    "hyperparameters.depth": {"lr": [1.0, 1.5], "init_std": [1.0, 0.5]},
+}
+
+
+def megatron_like(recipe: Recipe) -> Recipe:
+    """Starts the ends of branches as Megatron does."""
+    ends = {"init_std": 1 / (2 * recipe.model.n_layers) ** 0.5}
+    return recipe.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
+
+
+def transferred(recipe: Recipe, rule: str = "complete-d-p") -> Recipe:
+    """At four times the width and three times the depth of its base: multipliers of branches and logits."""
+    return transfer(recipe.replace({"scaling.rule": rule}), width=64, depth=6)

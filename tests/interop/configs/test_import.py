@@ -1,0 +1,314 @@
+"""Recipes out of other people's configurations, and back out of our own."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given as sampled
+from hypothesis import settings
+from hypothesis import strategies as st
+from tests.conftest import TINY
+from tests.interop.configs.recipes import FAMILIES, megatron_like
+
+from leaven.interop.configs import from_megatron, from_transformers, megatron, targets, transformers
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+BLOOM = """\
+#!/bin/bash
+# as bigscience wrote it
+NHIDDEN=14336; NLAYERS=70
+SEQ_LEN=2048
+export TRAIN_SAMPLES=220_000_000
+GPT_ARGS=" \\
+    --num-layers $NLAYERS --hidden-size ${NHIDDEN} --num-attention-heads ${NHEADS:-112} \\
+    --seq-length $SEQ_LEN --max-position-embeddings $SEQ_LEN \\
+    --micro-batch-size 2 --global-batch-size 2048 --rampup-batch-size 192 16 9_765_625 \\
+    --train-samples $TRAIN_SAMPLES \\
+    --tokenizer-name-or-path $TOKENIZER --init-method-std 0.0048 \\
+    --attention-dropout 0 --hidden-dropout 0.0 --bf16 --seed 42 \\
+    "
+OPTIMIZER_ARGS=(
+  --optimizer adam   # the usual
+  --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8
+  '--lr' 6e-5 --min-lr 6e-6 --lr-decay-style cosine
+  --lr-decay-samples 200_000_000 --lr-warmup-samples 183_105
+  --clip-grad 1.0 --weight-decay $WD )
+torchrun --nnodes $(scontrol show) \\
+  pretrain_gpt.py $GPT_ARGS "${OPTIMIZER_ARGS[@]}" --save "$CKPT/x" --vocab-size=250680
+"""
+
+
+def test_a_script_of_blooms_kind() -> None:
+    found = from_megatron.read(BLOOM, "tr11.sh", "bloom")
+    recipe = found.recipe
+    shape = recipe.model
+    assert (shape.n_layers, shape.d_model, shape.n_heads, shape.d_ff) == (70, 14_336, 112, 57_344)
+    assert (shape.norm, shape.bias, shape.tied_embeddings, shape.activation) == ("layernorm", True, True, "gelu")
+    assert shape.vocab_size == 250_752  # padded to 128
+    assert recipe.data.tokens == 220_000_000 * 2048
+    assert recipe.batch.tokens == 2048 * 2048
+    assert recipe.batch.ramp is not None
+    assert recipe.batch.ramp.start_tokens == 192 * 2048
+    assert recipe.batch.ramp.over_tokens == 9_765_625 * 2048
+    assert recipe.schedule.warmup_tokens == 183_105 * 2048
+    assert (recipe.hyperparameters.lr, recipe.schedule.min_lr_ratio) == (6e-5, 0.1)
+    assert recipe.hyperparameters.weight_decay == 0.01
+    assert "waits for $WD" in recipe.why["hyperparameters.weight_decay"]
+    assert recipe.why["hyperparameters.lr"] == "--lr"
+    assert "parses and ignores" in recipe.why["batch.ramp"]
+    assert "--weight-decay: $WD is not set in the file" in found.unknown
+    assert "--tokenizer-name-or-path" in found.unread
+    assert any("409,600,000,000 tokens" in line for line in found.unread)
+    out = resolve(recipe)["layers.3.mlp.out.weight"]
+    assert out.init_std == pytest.approx(0.0048 / 140**0.5)
+    assert set(recipe.why) >= {
+        f"model.{key}" for key in ("n_layers", "d_model", "vocab_size", "positions", "norm_eps")
+    }
+
+
+MINIMAL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
+
+
+def test_one_flag_a_line_and_what_it_does_not_tell() -> None:
+    found = from_megatron.read(MINIMAL.replace(" --", "\n--"), "args.txt", "x")
+    recipe = found.recipe
+    assert recipe.hyperparameters.beta2 == 0.999
+    assert recipe.model.dropout == 0.1
+    told = "\n".join(found.unknown)
+    assert re.findall(r"^[\w.]+", told, re.MULTILINE) == [
+        "model.vocab_size", "layout.dp", "data.tokens", "batch.tokens", "hyperparameters.lr", "data.source",
+    ]  # fmt: skip
+    assert recipe.why["hyperparameters.lr"].startswith("not told by args.txt: the peak of ")
+
+
+def test_steps_and_fractions_are_tokens() -> None:
+    text = f"{MINIMAL} --global-batch-size 8 --train-iters 1000 --lr 1e-3 --lr-warmup-fraction 0.05 --swiglu"
+    recipe = from_megatron.read(f"{text} --vocab-size 500 --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt "
+                                "--lr-wsd-decay-iters 200", "a", "x").recipe  # fmt: skip
+    assert recipe.data.tokens == 1000 * 8 * 128
+    assert recipe.schedule.warmup_tokens == 50 * 8 * 128
+    assert (recipe.schedule.decay, recipe.schedule.decay_ratio) == ("wsd", 0.2)
+    assert recipe.model.d_ff == 128  # 4 x 64 x 2 / 3 = 170, down to 64s
+    ramped = from_megatron.read(f"{text} --rampup-batch-size 2 2 300", "a", "x").recipe
+    assert ramped.steps == 1000
+    stepped = text.replace("--global-batch-size 8", "--step-batch-size-schedule '0:2 0.1M:4 1M:8'")
+    recipe = from_megatron.read(stepped, "a", "x").recipe
+    assert [stage.tokens for stage in recipe.batch.stages] == [256, 512, 1024]
+    assert recipe.batch.stages[1].from_tokens == 99_968  # 100,000 in whole samples of 128
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--num-experts 8", "--num-experts: leaven has no mixtures of experts"),
+        ("--moe-router-topk 2", "--moe-router-topk: leaven has no mixtures of experts"),
+        ("--multi-latent-attention", "multi-latent attention"),
+        ("--use-mup", "--use-mup: leaven has no Megatron's muP"),
+        ("--optimizer sgd", "--optimizer sgd: leaven has adam"),
+        ("--rotary-percent 0.5", "--rotary-percent: leaven rotates whole heads"),
+        ("--position-embedding-type none", "--position-embedding-type none: leaven reads rope, learned_absolute"),
+        ("--lr nan", "--lr nan: has to be a finite number"),
+        ("--lr many", "--lr many: has to be a number"),
+        ("--lr", "--lr has no value"),
+        ("--num-layers 2.5", "--num-layers 2.5: has to be a whole number"),
+        ("--num-attention-heads 5", "does not divide"),
+        ("--group-query-attention --num-query-groups 3", "no shape of leaven's"),
+        ("--lr-decay-style exponential", "--lr-decay-style exponential"),
+        ("--lr 0.1 --weight-decay 20", "no recipe of leaven's"),
+        ("--global-batch-size 8 --rampup-batch-size 3 2 100", "no batch of leaven's"),
+        ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
+        ("--save 'x", "cannot be read as a shell's words"),
+    ],
+)
+def test_what_no_recipe_holds_is_refused_by_name(more: str, says: str) -> None:
+    with pytest.raises(InputError) as refused:
+        from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
+    assert says in str(refused.value)
+    assert str(refused.value).startswith("args.sh: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_argument_list() -> None:
+    with pytest.raises(InputError, match="no --flag in it"):
+        from_megatron.read("just words", "x.txt", "x")
+    with pytest.raises(InputError, match="no --num-attention-heads, without which"):
+        from_megatron.read("--lr 1", "x.txt", "x")
+
+
+# Round trips ------------------------------------------------------------------------------------------------------
+
+COMPUTED = ("model", "batch", "schedule", "data", "precision")
+
+
+def assert_same(ours: Recipe, found: Recipe, skip: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """Every value that both can say: the parts of the recipe, and the resolved table number by number."""
+    for part in COMPUTED:
+        left, right = (getattr(each, part).model_dump() for each in (ours, found))
+        for key, value in left.items():
+            if f"{part}.{key}" in {"data.source", "data.tokenizer", "data.corrupt_share", "batch.micro_batch"} | skip:
+                continue
+            if key == "decay_ratio" and ours.schedule.decay != "wsd":
+                continue
+            if key == "rope_theta" and ours.model.positions != "rope":
+                continue
+            # The cooldown is a whole number of samples there, or of steps.
+            near = ours.batch.tokens / ours.data.tokens if key == "decay_ratio" else None
+            expected = pytest.approx(value, rel=1e-6, abs=near) if isinstance(value, float) else value
+            assert right[key] == expected, f"{part}.{key}"
+    assert found.hyperparameters.grad_clip == ours.hyperparameters.grad_clip
+    for left, right in zip(resolve(ours).rows, resolve(found).rows, strict=True):
+        for quantity in ("init_mean", "init_std", "lr", "weight_decay", "beta1", "beta2", "eps", "multiplier"):
+            assert getattr(right, quantity) == pytest.approx(getattr(left, quantity), rel=1e-6), (left.name, quantity)
+
+
+def numbers(low: float, high: float) -> st.SearchStrategy[float]:
+    """As people write them: in six digits."""
+    return st.floats(low, high).map(lambda value: float(f"{value:.6g}"))
+
+
+VALUES = st.fixed_dictionaries(
+    {
+        "hyperparameters.lr": numbers(1e-5, 0.1),
+        "hyperparameters.init_std": numbers(1e-3, 1.0),
+        "hyperparameters.weight_decay": numbers(0, 1),
+        "hyperparameters.beta2": numbers(0.5, 0.9999),
+        "hyperparameters.eps": numbers(1e-12, 1e-4),
+        "hyperparameters.grad_clip": numbers(0, 4),
+        "schedule.min_lr_ratio": numbers(0, 1),
+        "schedule.warmup_tokens": st.integers(1, 9).map(lambda n: n * 256),
+        "data.tokens": st.integers(10, 60).map(lambda n: n * 256),
+        "data.seed": st.integers(0, 99),
+        "model.norm_eps": numbers(1e-8, 1e-3),
+        "precision.compute": st.sampled_from(["fp32", "bf16", "fp16"]),
+    }
+)
+
+
+def base() -> Recipe:
+    return parse_recipe(TINY, "tiny.toml")
+
+
+@settings(deadline=None, max_examples=60)
+@sampled(
+    values=VALUES,
+    family=st.sampled_from(["llama", "qwen3", "gpt2", "neox"]),
+    decay=st.sampled_from(["cosine", "linear", "wsd", "inverse_sqrt", "constant"]),
+    ramp=st.booleans(),
+)
+def test_out_to_megatron_and_back(values: dict[str, Any], family: str, decay: str, ramp: bool) -> None:
+    steps = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 1_000}
+    more = {"schedule.decay": decay} | ({"batch.ramp": steps} if ramp else {})
+    recipe = megatron_like(base().replace(FAMILIES[family] | values | more))
+    exported = megatron.export(recipe)
+    assert exported.losses == ()
+    found = from_megatron.read(exported.files[""], "args.sh", "tiny").recipe
+    assert_same(recipe, found, {"batch.ramp", "batch.stages"})
+    assert [each.batch_tokens for each in found.batches.segments] == [
+        each.batch_tokens for each in recipe.batches.segments
+    ]
+    assert found.steps == recipe.steps
+
+
+@settings(deadline=None, max_examples=25)
+@sampled(
+    values=VALUES,
+    family=st.sampled_from(["llama", "qwen3", "neox"]),
+    decay=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+)
+def test_out_to_transformers_and_back(tmp_path_factory: Any, values: dict[str, Any], family: str, decay: str) -> None:
+    more = {"schedule.decay": decay, "model.dropout": 0.0}
+    if decay == "wsd":  # of another floor its warm-up is another
+        more["schedule.min_lr_ratio"] = 0.0
+        more["data.tokens"] = 40 * 256
+    recipe = base().replace(FAMILIES[family] | values | more)
+    exported = transformers.export(recipe)
+    assert exported.losses == ()
+    folder = tmp_path_factory.mktemp("hf") / "out"
+    targets.write(exported, folder)
+    found = from_transformers.read(folder, "tiny")
+    skip = {"schedule.min_lr_ratio"} if decay == "constant" else set()
+    assert_same(recipe, found.recipe, skip)
+    assert any(line.startswith("parameters.json") for line in found.unread)
+
+
+# transformers -----------------------------------------------------------------------------------------------------
+
+
+def folder(path: Path, config: dict[str, Any] | None, arguments: dict[str, Any] | None = None) -> Path:
+    path.mkdir(exist_ok=True)
+    for name, document in (("config.json", config), ("training_args.json", arguments)):
+        if document is not None:
+            (path / name).write_text(json.dumps(document))
+    return path
+
+
+CONFIG = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+          "num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 128}  # fmt: skip
+
+
+def test_a_config_alone_and_with_its_arguments(tmp_path: Path) -> None:
+    alone = from_transformers.read(folder(tmp_path, CONFIG) / "config.json", "x")
+    assert {line.split(":")[0] for line in alone.unknown} == {
+        "data.tokens", "batch.tokens", "hyperparameters.lr", "data.source",
+    }  # fmt: skip
+    assert alone.recipe.why["model.d_model"] == "hidden_size of config.json"
+    arguments = {"max_steps": 100, "per_device_train_batch_size": 4, "learning_rate": 1e-4, "warmup_steps": 0.1,
+                 "lr_scheduler_type": "cosine", "report_to": "none", "label_smoothing_factor": 0.1}  # fmt: skip
+    folder(tmp_path, None, arguments)
+    for path in (tmp_path, tmp_path / "config.json", tmp_path / "training_args.json"):
+        found = from_transformers.read(path, "x")
+        recipe = found.recipe
+        assert (recipe.batch.tokens, recipe.data.tokens) == (4 * 128, 100 * 4 * 128)
+        assert recipe.schedule.warmup_tokens == 10 * 4 * 128
+        assert (recipe.hyperparameters.beta2, recipe.hyperparameters.weight_decay) == (0.999, 0.0)
+        assert "default" in recipe.why["hyperparameters.beta2"]
+        assert found.unread == ("label_smoothing_factor",)
+
+
+def test_gpt2_starts_its_outputs_smaller(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 512}
+    rows = resolve(from_transformers.read(folder(tmp_path, config), "x").recipe)
+    assert rows["layers.1.mlp.out.weight"].init_std == pytest.approx(0.02 / 4)
+    assert rows["layers.1.mlp.in.weight"].init_std == 0.02
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "says"),
+    [
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, None, "architecture MixtralForCausalLM"),
+        (CONFIG | {"hidden_size": "wide"}, None, "hidden_size = 'wide': has to be a count"),
+        (CONFIG, {"learning_rate": "fast"}, "learning_rate = 'fast': has to be a number"),
+        (CONFIG, {"gradient_accumulation_steps": 1.5}, "has to be a whole number"),
+        (CONFIG, {"optim": "adafactor"}, "optim = 'adafactor': leaven has adamw and adam"),
+        (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "no schedule of leaven's"),
+        (CONFIG, {"lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs = 3: has to be a table"),
+        (None, {"learning_rate": 1.0}, "no config.json beside it"),
+    ],
+)
+def test_bad_json_of_transformers(tmp_path: Path, config: Any, arguments: Any, says: str) -> None:
+    path = folder(tmp_path, config, arguments)
+    with pytest.raises(InputError) as refused:
+        from_transformers.read(path if config else path / "training_args.json", "x")
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        from_transformers.read(tmp_path / "absent", "x")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read as JSON"):
+        from_transformers.read(tmp_path, "x")
+
+
+def test_what_was_imported_trains_as_a_recipe(tmp_path: Path) -> None:
+    """It is complete: written and read again, it is the same recipe."""
+    from leaven.recipe.files import render
+
+    recipe = from_megatron.read(BLOOM, "tr11.sh", "bloom").recipe
+    assert parse_recipe(render(recipe), "x") == recipe

@@ -1,0 +1,170 @@
+"""Megatron's argument list, held to its flags and to what it makes of them."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from tests.interop.configs.recipes import FAMILIES, NEOX, PER_MODULE, megatron_like, transferred
+
+from leaven.interop.configs import flags as f
+from leaven.interop.configs.megatron import export
+from leaven.interop.configs.vocabulary import Loss
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+# Flags with the type of their value (None: a switch), from arguments.py @008e9cd and the dataclasses that it makes
+# flags of (training_config.py, transformer_config.py, optimizer_config.py).
+FLAGS: dict[str, Any] = {
+    "num-layers": int, "hidden-size": int, "ffn-hidden-size": int, "num-attention-heads": int, "kv-channels": int,
+    "group-query-attention": None, "num-query-groups": int, "seq-length": int, "max-position-embeddings": int,
+    "position-embedding-type": {"learned_absolute", "rope"}, "rotary-base": int,
+    "normalization": {"LayerNorm", "RMSNorm"}, "norm-epsilon": float, "swiglu": None, "squared-relu": None,
+    "no-bias-gelu-fusion": None, "qk-layernorm": None, "disable-bias-linear": None,
+    "untie-embeddings-and-output-weights": None, "vocab-size": int, "make-vocab-size-divisible-by": int,
+    "attention-dropout": float, "hidden-dropout": float, "init-method-std": float, "embedding-init-method-std": float,
+    "use-mup": None, "mup-base-hidden-size": int, "mup-base-head-dim": float,
+    "optimizer": {"adam"}, "lr": float, "decoupled-lr": float, "min-lr": float, "decoupled-min-lr": float,
+    "weight-decay": float, "adam-beta1": float, "adam-beta2": float, "adam-eps": float, "clip-grad": float,
+    "lr-decay-style": {"constant", "linear", "cosine", "inverse-square-root", "WSD"}, "lr-decay-samples": int,
+    "lr-warmup-samples": int, "lr-wsd-decay-style": {"minus_sqrt"}, "lr-wsd-decay-samples": int,
+    "micro-batch-size": int, "global-batch-size": int, "step-batch-size-schedule": str, "train-samples": int,
+    "seed": int, "bf16": None, "fp16": None, "reset-position-ids": None, "reset-attention-mask": None,
+    "eod-mask-loss": None, "tensor-model-parallel-size": int, "pipeline-model-parallel-size": int,
+    "num-virtual-stages-per-pipeline-rank": int, "use-distributed-optimizer": None, "use-megatron-fsdp": None,
+    "data-parallel-sharding-strategy": {"no_shard", "optim", "optim_grads", "optim_grads_params"},
+    "recompute-granularity": {"full", "selective"}, "recompute-method": {"uniform"}, "recompute-num-layers": int,
+}  # fmt: skip
+
+
+def flags_of(recipe: Recipe) -> dict[str, Any]:
+    """As argparse would read them, by the table above."""
+    read = {}
+    for name, words in f.parse(export(recipe).files[""], "args").values.items():
+        kind = FLAGS[name]
+        if kind is None:
+            assert words == []
+            read[name] = True
+        elif isinstance(kind, set):
+            assert words[0] in kind
+            read[name] = words[0]
+        else:
+            assert len(words) == 1, f"--{name} {words}"
+            read[name] = kind(words[0])
+    return read
+
+
+def keys(losses: tuple[Loss, ...]) -> list[str]:
+    return [loss.key for loss in losses]
+
+
+LAYOUT = {"layout.dp": 4, "layout.tp": 2, "layout.pp": 2, "layout.zero": 3, "layout.recompute": "full"}
+INTERLEAVED = {"layout.pp": 2, "layout.schedule": "interleaved", "layout.stages_per_rank": 2, "layout.zero": 1}
+WSD = {"schedule.decay": "wsd", "precision.compute": "fp16", "data.documents": "isolated"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("more", [{}, PER_MODULE, LAYOUT, INTERLEAVED, WSD])
+def test_every_flag_is_one_of_megatrons(tiny: Recipe, family: str, more: dict[str, Any]) -> None:
+    recipe = tiny.replace(FAMILIES[family] | {"model.n_layers": 4} | more)
+    flags = flags_of(recipe)
+    assert ("global-batch-size" in flags) != ("step-batch-size-schedule" in flags)
+    assert "rampup-batch-size" not in flags
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "neox"])
+def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) -> None:
+    recipe = megatron_like(tiny.replace(FAMILIES[family]))
+    assert export(recipe).losses == ()
+    flags = flags_of(recipe)
+    shape = recipe.model
+    assert (flags["lr"], flags["init-method-std"], flags["weight-decay"]) == (0.01, 0.1, 0.1)
+    assert flags["train-samples"] == flags["lr-decay-samples"] == 10_240 // 32
+    assert flags["lr-warmup-samples"] == 1_024 // 32
+    assert flags["min-lr"] == 0.001
+    assert math.prod((flags["num-layers"], flags["hidden-size"])) == shape.n_layers * shape.d_model
+    assert flags["vocab-size"] % flags["make-vocab-size-divisible-by"] == 0  # no padding
+
+
+def test_what_is_lost_has_key_value_and_reason(tiny: Recipe) -> None:
+    losses = export(tiny.replace(PER_MODULE)).losses
+    texts = "\n".join(loss.text for loss in losses)
+    assert "lr of attention.query = 0.005 .. 0.0075: would be" in texts
+    assert "one --adam-beta2" in texts
+    assert all(loss.key and loss.why for loss in losses)
+    by_name = {name: export(tiny.replace(change)).losses for name, change in LOST.items()}
+    for name, found in by_name.items():
+        assert name in keys(found), name
+
+
+LOST: dict[str, dict[str, Any]] = {
+    "model.positions": {"model.positions": "alibi"},
+    "model.activation": {"model.activation": "relu"},
+    "model.qk_norm_per_head": {"model.qk_norm_per_head": True},
+    "model.embedding_norm": {"model.embedding_norm": True},
+    "model.bias": {"model.norm": "layernorm"},
+    "hyperparameters.optimizer": {"hyperparameters.optimizer": "adam"},
+    "hyperparameters.grad_clip.mode": {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 1.0}},
+    "hyperparameters.decay_norm_and_bias": {"hyperparameters.decay_norm_and_bias": True},
+    "start.weights": {"start.weights": "somewhere"},
+}
+
+
+def test_embedding_and_output_together_may_have_an_lr_of_their_own(tiny: Recipe) -> None:
+    both = {"embedding": {"lr": 4.0}, "unembedding": {"lr": 4.0}}
+    recipe = megatron_like(tiny)
+    modules = {name: each.model_dump() for name, each in recipe.hyperparameters.modules.items()}
+    recipe = recipe.replace({"hyperparameters.modules": modules | both})
+    assert export(recipe).losses == ()
+    flags = flags_of(recipe)
+    assert (flags["decoupled-lr"], flags["decoupled-min-lr"], flags["lr"]) == (0.04, 0.004, 0.01)
+    one = recipe.replace({"hyperparameters.modules": modules | {"embedding": {"lr": 4.0}}})
+    assert keys(export(one).losses) == ["lr of embedding"]
+
+
+def test_a_ramp_is_what_a_current_megatron_reads(tiny: Recipe) -> None:
+    ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
+    recipe = megatron_like(tiny.replace({"batch.ramp": ramp}))
+    exported = export(recipe)
+    assert exported.losses == ()
+    assert any("ignores it" in note and "pull request 4411" in note for note in exported.notes)
+    stages = [tuple(map(int, each.split(":"))) for each in flags_of(recipe)["step-batch-size-schedule"].split()]
+    consumed, sizes = 0, []
+    for _ in range(recipe.steps):  # as its calculator does: the last stage whose samples are consumed
+        size = next(size for tokens, size in reversed(stages) if consumed >= tokens // 32)
+        sizes.append(size * 32)
+        consumed += size
+    ours = [
+        recipe.batches.tokens_at_step(step + 1) - recipe.batches.tokens_at_step(step) for step in range(len(sizes))
+    ]
+    assert sizes == ours
+
+
+def test_mup_is_written_where_it_loses_less(tiny: Recipe) -> None:
+    """Table 8 of Yang et al.: only the eps of the readout is another (1 there, 1 / m in Megatron's form)."""
+    recipe = transferred(megatron_like(tiny), rule="mup")
+    depth = recipe.model.n_layers
+    ends = {"init_std": 1 / math.sqrt(2 * depth)}
+    recipe = recipe.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
+    flags = flags_of(recipe)
+    assert (flags["use-mup"], flags["mup-base-hidden-size"], flags["lr"]) == (True, 16, 0.01)
+    assert flags["init-method-std"] == pytest.approx(0.1)
+    table = resolve(recipe)
+    assert table["layers.0.mlp.in.weight"].lr == pytest.approx(0.01 / 4)
+    assert {key.split(" of ")[0] for key in keys(export(recipe).losses)} <= {"eps", "weight_decay"}
+
+
+def test_gelu_is_the_tanh_form_only_with_biases(tiny: Recipe) -> None:
+    without = tiny.replace(NEOX | {"model.bias": False})
+    assert "model.activation" in keys(export(without).losses)
+    assert "no-bias-gelu-fusion" in flags_of(without)
+
+
+def test_the_schema_is_of_the_installed_megatron_core_where_there_is_one() -> None:
+    config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
+    optimizer = pytest.importorskip("megatron.core.optimizer.optimizer_config").OptimizerConfig
+    known = {field.name.replace("_", "-") for each in (config, optimizer) for field in fields(each)}
+    shared = {"num-layers", "hidden-size", "ffn-hidden-size", "kv-channels", "num-query-groups", "init-method-std"}
+    shared |= {"embedding-init-method-std", "qk-layernorm", "lr", "decoupled-lr", "decoupled-min-lr", "adam-eps"}
+    shared |= {"hidden-dropout", "attention-dropout", "weight-decay", "clip-grad", "use-distributed-optimizer"}
+    assert shared <= known

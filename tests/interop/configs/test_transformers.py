@@ -1,0 +1,186 @@
+"""What the exported folder makes of a model of transformers, against the recipe's own table."""
+
+import dataclasses
+import json
+import sys
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, get_scheduler
+
+from leaven.interop.configs import targets
+from leaven.interop.configs.transformers import export, nearest
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+NAMES = {  # where a Llama or Qwen3 has our modules
+    "embedding": "model.embed_tokens", "norm.final": "model.norm", "unembedding": "lm_head",
+    "norm.attention": "input_layernorm", "norm.mlp": "post_attention_layernorm",
+    "norm.query": "self_attn.q_norm", "norm.key": "self_attn.k_norm", "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj", "mlp.in": "mlp.up_proj", "mlp.out": "mlp.down_proj",
+}  # fmt: skip
+
+
+def written(recipe: Recipe, folder: Path) -> Path:
+    targets.write(export(recipe), folder)
+    return folder
+
+
+def prepared(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
+    """As a user would: the config's model, and the optimizer of the prepare.py beside it."""
+    spec = util.spec_from_file_location("prepare", folder / "prepare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return model, module.prepare(model, folder / "parameters.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_has_our_parameters(tiny: Recipe, tmp_path: Path, family: str) -> None:
+    recipe = tiny.replace(FAMILIES[family] | {"model.dropout": 0.0})
+    model, _ = prepared(written(recipe, tmp_path / "out"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
+    assert export(recipe).losses == ()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_groups_and_starts_are_the_tables(tiny: Recipe, tmp_path: Path, family: str, optimizer: str) -> None:
+    """Of a recipe without multipliers in the forward pass: number by number."""
+    wide = {
+        "model.d_model": 64,
+        "model.n_heads": 8,
+        "model.n_kv_heads": 4,
+        "model.d_ff": 128,
+        "model.vocab_size": 640,
+    }
+    recipe = tiny.replace(FAMILIES[family] | PER_MODULE | wide | {"hyperparameters.optimizer": optimizer})
+    model, found = prepared(written(recipe, tmp_path / "out"))
+    assert type(found) is (torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam)
+    groups = {id(parameter): group for group in found.param_groups for parameter in group["params"]}
+    named = dict(model.named_parameters())
+    for row in resolve(recipe).rows:
+        place = NAMES[row.module]
+        parameter = named[f"{place}.weight" if row.layer is None else f"model.layers.{row.layer}.{place}.weight"]
+        group = groups[id(parameter)]
+        ours = (row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)
+        theirs = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
+        assert theirs == pytest.approx(ours, rel=1e-11), row.name
+        assert parameter.shape == row.shape
+        assert float(parameter.detach().std(unbiased=False)) == pytest.approx(row.init_std, rel=0.1), row.name
+        assert float(parameter.detach().mean()) == pytest.approx(row.init_mean, abs=0.3 * row.init_std + 1e-9)
+    assert export(recipe).losses == ()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_multipliers_are_folded_into_start_lr_eps_and_decay(tiny: Recipe, tmp_path: Path, family: str) -> None:
+    recipe = transferred(tiny.replace(FAMILIES[family] | {"hyperparameters.grad_clip": 0.0, "model.dropout": 0.0}))
+    table, exported = resolve(recipe), export(recipe)
+    assert exported.losses == ()
+    out = table["layers.3.attention.out.weight"]
+    assert out.multiplier == pytest.approx(1 / 3)
+    key = {"llama": "model.layers.3.self_attn.o_proj.weight", "gpt2": "transformer.h.3.attn.c_proj.weight"}[family]
+    found = json.loads(exported.files["parameters.json"])["parameters"][key]
+    assert found["lr"] == pytest.approx(out.lr / 3)
+    assert found["eps"] == pytest.approx(out.eps * 3)
+    assert found["init_std"] == pytest.approx(out.init_std / 3)
+    assert found["weight_decay"] * found["lr"] == pytest.approx(out.lr * out.weight_decay)
+    clipped = export(recipe.replace({"hyperparameters.grad_clip": 1.0}))
+    assert [loss.key for loss in clipped.losses] == ["hyperparameters.grad_clip"]
+    model, _ = prepared(written(recipe, tmp_path / "out"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
+
+
+def test_parts_of_one_tensor_start_apart_and_lose_their_own_lr(tiny: Recipe, tmp_path: Path) -> None:
+    """GPT-2 and NeoX keep query, key and value in one tensor, the one in blocks, the other by head."""
+    query = {"hyperparameters.modules": {"attention.query": {"init_std": 20.0, "lr": 2.0}}}
+    for family in ("gpt2", "neox"):
+        recipe = tiny.replace(FAMILIES[family] | query | {"model.dropout": 0.0})
+        assert [loss.key for loss in export(recipe).losses] == ["lr of attention.key, attention.value"]
+        model, _ = prepared(written(recipe, tmp_path / family))
+        if family == "gpt2":
+            parts = model.transformer.h[0].attn.c_attn.weight.T.reshape(3, 16, 16)
+        else:
+            weight = model.gpt_neox.layers[0].attention.query_key_value.weight
+            parts = weight.reshape(2, 3, 8, 16).transpose(0, 1).reshape(3, 16, 16)
+        stds = [float(part.std().detach()) for part in parts]
+        assert stds == pytest.approx([2.0, 0.1, 0.1], rel=0.2)
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "cosine": {},
+    "linear": {"schedule.decay": "linear"},
+    "linear to 0": {"schedule.decay": "linear", "schedule.min_lr_ratio": 0.0},
+    "wsd": {"schedule.decay": "wsd", "schedule.min_lr_ratio": 0.0},
+    "inverse_sqrt": {"schedule.decay": "inverse_sqrt"},
+    "constant": {"schedule.decay": "constant"},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_group_follows_the_recipes_schedule(tiny: Recipe, name: str) -> None:
+    recipe = tiny.replace(PER_MODULE | SCHEDULES[name])
+    arguments = json.loads(export(recipe).files["training_args.json"])
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [parameters[0]], "lr": 3.0}, {"params": [parameters[1]], "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=arguments["learning_rate"])
+    scheduler = get_scheduler(
+        arguments["lr_scheduler_type"],
+        optimizer,
+        arguments["warmup_steps"],
+        arguments["max_steps"],
+        arguments.get("lr_scheduler_kwargs") or {},
+    )
+    late = 0 if name == "cosine" else 1  # a step begins where theirs ends
+    for step in range(arguments["max_steps"]):
+        tokens = (step + 1 - late) * recipe.batch.tokens
+        ours = recipe.schedule.multiplier(tokens, recipe.data.tokens)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3 * ours, ours / 2], abs=1e-7)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("more", [{}, *SCHEDULES.values(), {"precision.compute": "bf16", "layout.recompute": "full"}])
+def test_training_arguments_are_those_of_the_class(tiny: Recipe, more: dict[str, Any]) -> None:
+    """Names and types without making one, which needs accelerate; tests of targets make one."""
+    arguments = json.loads(export(tiny.replace(more)).files["training_args.json"])
+    fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+    assert arguments.keys() <= fields.keys()
+    scheduler = transformers.trainer_utils.SchedulerType(arguments["lr_scheduler_type"])
+    assert scheduler.value == arguments["lr_scheduler_type"]
+    for key, value in arguments.items():
+        default = fields[key].default
+        if isinstance(default, bool | int | float) and default is not None:
+            assert isinstance(value, int | float), key
+
+
+def test_config_json_holds_what_is_lost_and_is_loaded(tiny: Recipe, tmp_path: Path) -> None:
+    recipe = tiny.replace({"model.activation": "relu", "model.dropout": 0.1, "data.documents": "isolated"})
+    exported = export(recipe)
+    keys = [loss.key for loss in exported.losses]
+    assert {"model.activation", "data.documents"} <= set(keys)
+    config = AutoConfig.from_pretrained(written(recipe, tmp_path / "out"))
+    assert config.leaven["lost"] == [loss.text for loss in exported.losses]
+
+
+def test_biases_that_an_architecture_always_has_are_a_loss(tiny: Recipe, tmp_path: Path) -> None:
+    """They could be zero in a checkpoint; a training moves them."""
+    shape = tiny.replace(FAMILIES["gpt2"] | {"model.bias": False, "model.dropout": 0.0}).model
+    architecture, made, losses = nearest(shape)
+    assert (architecture.name, made.bias, [loss.key for loss in losses]) == ("GPT2LMHeadModel", True, ["model.bias"])
+
+
+def test_nothing_of_leaven_is_needed_to_prepare(tiny: Recipe, tmp_path: Path) -> None:
+    text = (written(tiny, tmp_path / "out") / "prepare.py").read_text()
+    assert "import leaven" not in text
+    assert "from leaven" not in text
+    assert "leaven.interop.configs.prepare" not in sys.modules

@@ -1,0 +1,104 @@
+"""What counts as the same training, and how a difference is said."""
+
+import math
+
+import pytest
+import torch
+import yaml as reader
+from hypothesis import given as sampled
+from hypothesis import strategies as st
+from tests.interop.configs.recipes import PER_MODULE, transferred
+
+from leaven.interop.configs import vocabulary as v
+from leaven.interop.configs.vocabulary import Given, Wanted
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+
+REASONS = dict.fromkeys(v.QUANTITIES, "why")
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_matrix_with_its_multiplier_folded_in_trains_the_same(decoupled: bool) -> None:
+    """Twenty steps of torch's own optimizers in float64, in both forms."""
+    torch.manual_seed(0)
+    x, y, start = torch.randn(32, 8).double(), torch.randn(32, 4).double(), torch.randn(4, 8).double()
+    outputs = []
+    plain = Given(0.0, 1.0, lr=0.01, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=0.1)
+    for factor, given in ((3.0, plain), (1.0, plain.folded(3.0, decoupled))):
+        weight = (start * given.init_std).requires_grad_()
+        algorithm = torch.optim.AdamW if decoupled else torch.optim.Adam
+        settings = {"lr": given.lr, "eps": given.eps, "weight_decay": given.weight_decay}
+        optimizer = algorithm([weight], betas=(given.beta1, given.beta2), **settings)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (factor * x @ weight.T - y).square().mean().backward()
+            optimizer.step()
+        outputs.append((factor * x @ weight.T).detach())
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_a_table_is_itself_and_its_plain_form_is_no_other(tiny: Recipe, tied: bool, optimizer: str) -> None:
+    changed = {"model.tied_embeddings": tied, "hyperparameters.optimizer": optimizer}
+    wanted = Wanted.of(transferred(tiny.replace(PER_MODULE | changed)))
+    assert wanted.rescaled
+    assert v.compare(wanted, wanted.rows, REASONS) == []
+    assert v.compare(wanted, wanted.plain, REASONS, plain=True) == []
+    assert tied == bool(v.compare(wanted, wanted.plain, REASONS))  # what is folded into a norm is another parameter
+    assert {given.multiplier for given in wanted.plain.values()} == {1.0}
+
+
+def test_a_difference_is_said_once_for_all_modules_that_have_it(tiny: Recipe) -> None:
+    wanted = Wanted.of(tiny)
+    given = {name: each for name, each in wanted.rows.items()}
+    for name in ("layers.0.attention.key.weight", "layers.1.attention.key.weight", "layers.1.mlp.in.weight"):
+        given[name] = Given(0.0, 0.1, lr=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+    losses = v.compare(wanted, given, REASONS)
+    assert [loss.text for loss in losses] == [
+        "lr of attention.key = 0.01: would be 0.02: why",
+        "lr of mlp.in = 0.01: would be 0.01 .. 0.02: why",
+    ]
+
+
+@sampled(factor=st.floats(1.00001, 10), name=st.sampled_from(["lr", "eps", "weight_decay", "init_std"]))
+def test_no_difference_is_too_small_to_be_lost(factor: float, name: str) -> None:
+    from tests.conftest import TINY
+
+    from leaven.recipe.files import parse_recipe
+
+    wanted = Wanted.of(parse_recipe(TINY, "tiny"))
+    rows = wanted.rows
+    changed = rows["embedding.weight"].__dict__ | {name: getattr(rows["embedding.weight"], name) * factor}
+    assert len(v.compare(wanted, rows | {"embedding.weight": Given(**changed)}, REASONS)) == 1
+
+
+def test_batches_that_no_rank_gets_a_share_of(tiny: Recipe) -> None:
+    recipe = tiny.replace({"layout.dp": 3})
+    with pytest.raises(InputError, match="8 sequences does not divide over 3"):
+        _ = Wanted.of(recipe).micro_batch
+    ramp = {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 2048}
+    recipe = tiny.replace({"batch.ramp": ramp, "batch.micro_batch": 4})  # 4, 6, 8 sequences
+    assert (Wanted.of(recipe).micro_batch, Wanted.of(recipe).accumulate) == (2, 4)
+
+
+def test_yaml_is_read_as_it_is_meant() -> None:
+    """``1e-08`` is a word for YAML 1.1, and 2.9999999999999997e-05 is not what was meant."""
+    document = {
+        "a": {
+            "eps": 1e-8,
+            "lr": 0.1 * 3e-4,
+            "tiny": 1.5e-12,
+            "n": 3,
+            "nothing": None,
+            "yes_": True,
+            "words": ["x", "y"],
+        },
+        "empty": {},
+        "rows": [{"a": 1, "b": {"c": 2.0}}, {"a": 2}],
+    }
+    found = reader.safe_load(v.yaml(document))
+    assert found == v.digits(document)
+    assert found["a"]["lr"] == 3e-5
+    assert isinstance(found["a"]["eps"], float)
+    assert math.isclose(found["a"]["tiny"], 1.5e-12)

@@ -1,0 +1,196 @@
+"""nanotron, litgpt and DeepSpeed: keys and types as their sources have them, and what each of them loses."""
+
+import ast
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+import yaml
+from tests.interop.configs.recipes import FAMILIES, LLAMA, PER_MODULE, transferred
+
+from leaven.interop.configs import deepspeed, litgpt, nanotron, torchtitan
+from leaven.interop.configs.targets import TARGETS
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+# nanotron, config.py @00708b8 and models_config.py @025f314; None may stand where the source says Optional.
+NANOTRON: dict[str, Any] = {
+    "general": {"project": str, "run": str, "seed": int},
+    "parallelism": {
+        "dp": int, "tp": int, "pp": int, "pp_engine": {"1f1b", "afab"}, "tp_mode": {"ALL_REDUCE", "REDUCE_SCATTER"},
+        "tp_linear_async_communication": bool, "recompute_layer": bool,
+    },
+    "model": {
+        "dtype": {"float32", "bfloat16"},
+        "init_method": {"std": float, "scaling_method": {"NONE", "NUM_LAYERS"}},
+        "make_vocab_size_divisible_by": int,
+        "model_config": {
+            "is_llama_config": bool, "hidden_act": {"silu"}, "hidden_size": int, "intermediate_size": int,
+            "max_position_embeddings": int, "num_attention_heads": int, "num_hidden_layers": int,
+            "num_key_value_heads": int, "rms_norm_eps": float, "rope_theta": float, "rope_interleaved": bool,
+            "tie_word_embeddings": bool, "vocab_size": int,
+        },
+    },
+    "tokens": {
+        "sequence_length": int, "train_steps": int, "micro_batch_size": int, "batch_accumulation_per_replica": int,
+    },
+    "optimizer": {
+        "optimizer_factory": {
+            "name": {"adamW"}, "adam_beta1": float, "adam_beta2": float, "adam_eps": float,
+            "torch_adam_is_fused": bool,
+        },
+        "zero_stage": int, "weight_decay": float, "weight_decay_exclude_named_params": list,
+        "clip_grad": (float, type(None)), "accumulate_grad_in_fp32": bool,
+        "learning_rate_scheduler": {
+            "learning_rate": float, "lr_warmup_steps": int, "lr_warmup_style": {"linear"},
+            "lr_decay_style": {"linear", "cosine", "1-sqrt"}, "lr_decay_starting_step": int, "lr_decay_steps": int,
+            "min_decay_lr": float,
+        },
+    },
+}  # fmt: skip
+# litgpt 0.5.13: config.py, args.py, the arguments of pretrain.setup.
+LITGPT: dict[str, Any] = {
+    "model_name": str, "out_dir": str, "devices": int, "seed": int,
+    "precision": {"bf16-true", "bf16-mixed", "32-true"},
+    "model_config": {
+        "name": str, "block_size": int, "n_layer": int, "n_embd": int, "n_head": int, "n_query_groups": int,
+        "head_size": int, "intermediate_size": int, "vocab_size": int, "padded_vocab_size": int,
+        "norm_class_name": {"LayerNorm", "RMSNorm"}, "norm_eps": float, "norm_qk": bool, "parallel_residual": bool,
+        "shared_attention_norm": bool, "rotary_percentage": float, "rope_base": int, "bias": bool, "attn_bias": bool,
+        "mlp_class_name": {"GptNeoxMLP", "LLaMAMLP"}, "gelu_approximate": {"none", "tanh"},
+        "attention_scores_scalar": int,
+    },
+    "train": {
+        "global_batch_size": int, "micro_batch_size": int, "max_tokens": int, "max_seq_length": int,
+        "lr_warmup_steps": int, "max_norm": (float, type(None)), "min_lr": float, "tie_embeddings": bool,
+    },
+    "optimizer": {
+        "class_path": {"torch.optim.AdamW", "torch.optim.Adam"},
+        "init_args": {"lr": float, "betas": list, "eps": float, "weight_decay": float},
+    },
+}  # fmt: skip
+
+
+def fits(document: Any, schema: Any, path: str = "") -> None:
+    if isinstance(schema, dict):
+        assert isinstance(document, dict), path
+        assert document.keys() <= schema.keys(), f"{path}: {document.keys() - schema.keys()}"
+        for key, value in document.items():
+            fits(value, schema[key], f"{path}.{key}")
+    elif isinstance(schema, set):
+        assert document in schema, path
+    else:
+        assert isinstance(document, schema), f"{path}: {document!r}"
+        assert not (isinstance(document, bool) and schema is int), path
+
+
+MORE: list[dict[str, Any]] = [
+    {},
+    PER_MODULE,
+    {"schedule.decay": "wsd", "layout.dp": 4, "layout.zero": 3, "hyperparameters.grad_clip": 0.0},
+    {"schedule.decay": "inverse_sqrt", "hyperparameters.optimizer": "adam", "precision.compute": "fp16"},
+    {"schedule.decay": "constant", "precision.compute": "bf16", "schedule.warmup_tokens": 0},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("more", MORE)
+def test_keys_and_types_are_the_targets(tiny: Recipe, family: str, more: dict[str, Any]) -> None:
+    recipe = tiny.replace(FAMILIES[family] | more)
+    fits(yaml.safe_load(nanotron.export(recipe).files[""]), NANOTRON)
+    fits(yaml.safe_load(litgpt.export(recipe).files[""]), LITGPT)
+    json.loads(deepspeed.export(recipe).files[""])
+    ast.parse(torchtitan.export(recipe).files[""])
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_lost_stands_in_the_file(tiny: Recipe, name: str) -> None:
+    ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
+    lossy = PER_MODULE | {"batch.ramp": ramp, "hyperparameters.grad_clip": {"mode": "running", "limit": 1.0}}
+    exported = TARGETS[name].export(transferred(tiny.replace(lossy)))
+    assert exported.losses
+    everything = json.dumps(list(exported.files.values()))
+    for loss in exported.losses:
+        assert json.dumps(json.dumps(loss.text))[3:-3] in everything or json.dumps(loss.text)[1:-1] in everything
+
+
+def test_nanotron_loses_nothing_of_a_plain_llama(tiny: Recipe) -> None:
+    plain = tiny.replace(LLAMA)
+    assert nanotron.export(plain).losses == ()
+    ends = {"init_std": 1 / math.sqrt(2 * plain.model.n_layers)}
+    scaled = plain.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
+    for recipe, method in ((plain, "NONE"), (scaled, "NUM_LAYERS")):
+        assert nanotron.export(recipe).losses == ()
+        assert yaml.safe_load(nanotron.export(recipe).files[""])["model"]["init_method"]["scaling_method"] == method
+    for more, lost in (
+        ({"model.qk_norm": True}, "model.qk_norm"),
+        ({"hyperparameters.modules": {"embedding": {"lr": 2.0}}}, "lr of embedding"),
+        ({"schedule.decay": "inverse_sqrt"}, "schedule.decay"),
+        ({"precision.compute": "fp16"}, "precision.compute"),
+        ({"hyperparameters.optimizer": "adam"}, "hyperparameters.optimizer"),
+    ):
+        assert [loss.key for loss in nanotron.export(plain.replace(more)).losses] == [lost]
+
+
+def test_nanotrons_floor_and_phases_are_the_schedules(tiny: Recipe) -> None:
+    """Its three phases (helpers.py), at the steps where they meet."""
+    for decay in ("cosine", "linear", "wsd"):
+        recipe = tiny.replace(LLAMA | {"schedule.decay": decay})
+        said = yaml.safe_load(nanotron.export(recipe).files[""])["optimizer"]["learning_rate_scheduler"]
+        assert said["lr_decay_starting_step"] + said["lr_decay_steps"] == recipe.steps
+        half = said["lr_decay_starting_step"] + said["lr_decay_steps"] // 2
+        progress = (half - said["lr_decay_starting_step"]) / said["lr_decay_steps"]
+        shape = {
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+            "linear": 1 - progress,
+            "1-sqrt": 1 - math.sqrt(progress),
+        }[said["lr_decay_style"]]
+        theirs = said["min_decay_lr"] + (said["learning_rate"] - said["min_decay_lr"]) * shape
+        ours = recipe.schedule.multiplier(half * recipe.batch.tokens, recipe.data.tokens)
+        assert theirs == pytest.approx(0.01 * ours)
+
+
+def test_litgpts_own_start_is_no_loss_where_it_is_the_recipes(tiny: Recipe) -> None:
+    d, depth = tiny.model.d_model, tiny.model.n_layers
+    ends = {"init_std": 1 / math.sqrt(d) / depth / math.sqrt(2 / 5 / d)}
+    start = {
+        "hyperparameters.init_std": math.sqrt(2 / 5 / d),
+        "hyperparameters.modules": {"attention.out": ends, "mlp.out": ends},
+        "hyperparameters.decay_norm_and_bias": True,
+    }
+    assert litgpt.export(tiny.replace(start)).losses == ()
+    keys = [loss.key for loss in litgpt.export(tiny).losses]
+    assert [key.split(" of ")[0] for key in keys] == ["init_std", "init_std", "weight_decay"]
+
+
+def test_deepspeed_is_told_what_it_would_guess_otherwise(tiny: Recipe) -> None:
+    exported = deepspeed.export(tiny.replace({"hyperparameters.optimizer": "adam", "layout.dp": 2}))
+    document = json.loads(exported.files[""])
+    assert document["optimizer"] == {
+        "type": "Adam",
+        "params": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": False},
+    }
+    assert document["scheduler"]["params"]["warmup_type"] == "linear"
+    batch, micro = document["train_batch_size"], document["train_micro_batch_size_per_gpu"]
+    assert batch == micro * document["gradient_accumulation_steps"] * 2
+    assert any("parameter groups" in note and "client" in note for note in exported.notes)
+
+
+def test_torchtitans_groups_claim_every_parameter_once(tiny: Recipe) -> None:
+    """First match wins, as in its optimizer: by the patterns in the file, on the names of its models."""
+    recipe = tiny.replace(PER_MODULE | {"model.n_layers": 3})
+    tree = ast.parse(torchtitan.export(recipe).files[""])
+    assigned = [
+        node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS"
+    ]
+    groups = eval(ast.unparse(assigned[0].value))
+    for row in resolve(recipe).rows:
+        place = torchtitan.NAMES[row.module]
+        name = f"{place}.weight" if row.layer is None else f"layers.{row.layer}.{place}.weight"
+        settings = next(settings for pattern, settings in groups if re.search(pattern, name))
+        assert settings["lr"] == pytest.approx(row.lr)
+        assert settings["weight_decay"] == pytest.approx(row.weight_decay)
+        assert settings["eps"] == pytest.approx(row.eps)
+        assert settings["betas"] == pytest.approx((row.beta1, row.beta2))
