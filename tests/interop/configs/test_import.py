@@ -193,7 +193,7 @@ def base() -> Recipe:
     return parse_recipe(TINY, "tiny.toml")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @sampled(
     values=VALUES,
     family=st.sampled_from(["llama", "qwen3", "gpt2", "neox"]),

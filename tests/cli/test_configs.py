@@ -1,0 +1,133 @@
+"""export config and import config, as a user meets them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from leaven.interop.configs.targets import TARGETS
+from leaven.recipe.files import read_recipe
+from tests.interop.configs.recipes import LLAMA
+
+Verb = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plain(tiny_file: Path) -> Path:
+    tiny_file.write_text(tiny_file.read_text().replace("qk_norm = true", "qk_norm = false"))
+    assert not LLAMA["model.qk_norm"]
+    return tiny_file
+
+
+@pytest.mark.parametrize("target", ["nanotron", "transformers", "deepspeed"])
+def test_what_loses_nothing_is_written(leaven: Verb, plain: Path, tmp_path: Path, target: str) -> None:
+    out = tmp_path / "out"
+    code, said, err = leaven("export", "config", plain, "--to", target, "-o", out, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(said)
+    assert (told["path"], told["lost"]) == (str(out), [])
+    assert out.exists()
+    code, _, err = leaven("export", "config", plain, "--to", target, "-o", out)
+    assert (code, err) == (2, f"error: {out}: there is something already; give another name with -o\n")
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan", "litgpt"])
+def test_what_is_lost_is_listed_and_nothing_written_unless_asked(
+    leaven: Verb, plain: Path, tmp_path: Path, target: str
+) -> None:
+    out, before = tmp_path / "out", sorted(tmp_path.iterdir())
+    code, said, err = leaven("export", "config", plain, "--to", target, "-o", out)
+    assert (code, said) == (2, "")
+    *lost, last = err.splitlines()
+    assert lost
+    assert all(line.startswith("lost: ") and " = " in line for line in lost)
+    assert last.startswith(f"error: {plain}: {target} would lose ")
+    assert "--lossy" in last
+    assert sorted(tmp_path.iterdir()) == before
+    code, said, err = leaven("export", "config", plain, "--to", target, "-o", out, "--lossy", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(said)["lost"]
+    assert [f"lost: {each['key']} = {each['value']}: {each['why']}" for each in found] == lost
+    assert all(each["why"] in out.read_text() for each in found)
+
+
+def test_names_follow_the_recipe(
+    leaven: Verb, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for target in TARGETS:
+        assert leaven("export", "config", plain, "--to", target, "--lossy")[0] == 0
+    names = {path.name for path in tmp_path.iterdir() if path != plain}
+    assert names == {"tiny.megatron.sh", "tiny.py", "tiny.deepspeed.json", "tiny.nanotron.yaml", "tiny.litgpt.yaml",
+                     "tiny-transformers"}  # fmt: skip
+
+
+def test_out_and_in_again(leaven: Verb, plain: Path, tmp_path: Path) -> None:
+    script, recipe = tmp_path / "args.sh", tmp_path / "again one.toml"
+    assert leaven("export", "config", plain, "--to", "megatron", "-o", script, "--lossy")[0] == 0
+    code, said, err = leaven("import", "config", script, "--from", "megatron", "-o", recipe)
+    assert code == 0
+    assert "unknown   layout.dp" in err
+    assert said.startswith(f"wrote {recipe} (")
+    assert read_recipe(recipe).name == "again-one"
+    assert read_recipe(recipe).hyperparameters.lr == 0.01
+    code, said, _ = leaven("import", "config", script, "--from", "megatron", "--json")
+    assert code == 0
+    assert json.loads(said)["recipe"]["why"]["hyperparameters.lr"] == "--lr"
+    code, said, _ = leaven("import", "config", script, "--from", "megatron")
+    (tmp_path / "printed.toml").write_text(said)
+    assert read_recipe(tmp_path / "printed.toml").model == read_recipe(plain).model
+
+
+@pytest.mark.parametrize(
+    ("verb", "says"),
+    [
+        ("export config RECIPE --to jax", "--to jax: there are megatron, torchtitan, deepspeed, nanotron, "),
+        ("export config RECIPE", "--to is missing; type: leaven export config RECIPE --to TARGET"),
+        ("export config /absent --to litgpt", "/absent: no such file"),
+        ("export config RECIPE --to nanotron -o RECIPE", "there is something already"),
+        ("export config RECIPE --to nanotron -o RECIPE/x", "there is a file where a folder should be"),
+        ("export config RECIPE --to nanotron --set layout.dp=3", "8 sequences does not divide over 3"),
+        ("import config RECIPE --from jax", "--from jax: there are transformers, megatron"),
+        ("import config RECIPE", "--from is missing"),
+        ("import config /absent --from megatron", "/absent: no such file"),
+        ("import config /absent --from transformers", "/absent: no such file"),
+        ("import config RECIPE --from megatron", "no --flag in it"),
+        ("import config RECIPE --from transformers", "cannot be read as JSON"),
+        ("import config RECIPE --from megatron -o RECIPE", "there is something already; give another name"),
+    ],
+)
+def test_refusals_are_one_line_and_leave_nothing(
+    leaven: Verb, plain: Path, tmp_path: Path, verb: str, says: str
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = leaven(*verb.replace("RECIPE", str(plain)).split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert len(err.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+WITHOUT_EXTRAS = """
+import sys
+for name in ("torch", "tokenizers", "safetensors", "transformers", "pyarrow", "optuna"):
+    sys.modules[name] = None
+from leaven.cli import main
+main()
+"""
+
+
+def test_no_extra_is_needed(plain: Path, tmp_path: Path) -> None:
+    for words in (
+        *(f"export config {plain} --to {target} --lossy -o {tmp_path}/{target}" for target in TARGETS),
+        f"import config {tmp_path}/megatron --from megatron",
+        f"import config {tmp_path}/transformers --from transformers",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_EXTRAS, *words.split()], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

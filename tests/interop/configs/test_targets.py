@@ -1,0 +1,184 @@
+"""The files read by the targets themselves: `make test-targets` has them, the suite of every push does not."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leaven.interop.configs import deepspeed, litgpt, megatron, targets, torchtitan, transformers
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
+
+SCHEDULES = ["cosine", "linear", "wsd", "constant"]
+
+
+@pytest.mark.parametrize("decay", SCHEDULES)
+def test_training_arguments_are_made(tiny: Recipe, tmp_path: Path, decay: str) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import HfArgumentParser, TrainingArguments
+
+    targets.write(transformers.export(tiny.replace({"schedule.decay": decay})), tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "training_args.json").read_text())
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_dict(said | {"use_cpu": True})  # type: ignore[arg-type]
+    assert arguments.max_steps == tiny.steps
+    assert arguments.learning_rate == 0.01
+    with pytest.raises(ValueError, match="not used"):  # so what is lost stands in config.json
+        HfArgumentParser(TrainingArguments).parse_dict(said | {"_leaven": {}})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision.compute": "bf16", "layout.zero": 2}, {"precision.compute": "fp16"}])
+def test_deepspeed_reads_it(tiny: Recipe, changes: dict[str, Any]) -> None:
+    config = pytest.importorskip("deepspeed.runtime.config")
+    read = config.DeepSpeedConfig(json.loads(deepspeed.export(tiny.replace(changes)).files[""]))
+    assert (read.train_batch_size, read.gradient_accumulation_steps) == (8, 8)
+    assert read.optimizer_name == "adamw"
+    assert read.optimizer_params["weight_decay"] == 0.1
+    assert read.gradient_clipping == 1.0
+    assert read.zero_config.stage == changes.get("layout.zero", 0)
+    assert read.scheduler_name == "WarmupCosineLR"
+
+
+@pytest.mark.parametrize("decay", ["cosine", "constant"])
+def test_deepspeeds_schedule_multiplies_each_groups_lr(tiny: Recipe, decay: str) -> None:
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    recipe = tiny.replace({"schedule.decay": decay})
+    said = json.loads(deepspeed.export(recipe).files[""])["scheduler"]
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (3.0, 0.5)]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = getattr(schedules, said["type"])(optimizer, **said["params"])
+    warmup = said["params"]["warmup_num_steps"]
+    for step in range(recipe.steps):
+        scheduler.step()
+        tokens = (step + (step >= warmup)) * recipe.batch.tokens  # its warm-up is at the beginning of a step
+        ours = recipe.schedule.multiplier(tokens, recipe.data.tokens)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3 * ours, ours / 2], abs=1e-7)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "neox"])
+def test_litgpt_reads_it_and_has_our_parameters(tiny: Recipe, tmp_path: Path, family: str) -> None:
+    pretrain = pytest.importorskip("litgpt.pretrain")
+    from jsonargparse import ArgumentParser
+
+    recipe = tiny.replace(FAMILIES[family] | {"model.dropout": 0.0})
+    (tmp_path / "x.yaml").write_text(litgpt.export(recipe).files[""])
+    parser = ArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_function_arguments(pretrain.setup)
+    read = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "x.yaml")]))
+    with torch.device("meta"):
+        model = pretrain.GPT(read.model_config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
+    assert (read.train.global_batch_size, read.train.max_tokens) == (8, recipe.data.tokens)
+    optimizer = pretrain.instantiate_torch_optimizer(read.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["lr"] == 0.01
+
+
+def module_of(recipe: Recipe, folder: Path, name: str) -> Any:
+    (folder / f"{name}.py").write_text(torchtitan.export(recipe).files[""])
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+TITAN: dict[str, dict[str, Any]] = {
+    "llama": FAMILIES["llama"],
+    "qwen3": FAMILIES["qwen3"] | PER_MODULE,
+    "tied": {"model.tied_embeddings": True},
+    "adam": {"hyperparameters.optimizer": "adam", "schedule.decay": "wsd"},
+    "linear": {"schedule.decay": "linear", "layout.recompute": "full", "precision.compute": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", TITAN)
+def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("torchtitan.trainer")
+    wide = {"model.vocab_size": 640, "model.d_head": 16, "model.d_model": 32, "model.d_ff": 128}
+    recipe = tiny.replace(TITAN[name] | wide | {"data.documents": "isolated"})
+    assert torchtitan.export(recipe).losses == ()
+    module = module_of(recipe, tmp_path, f"titan_{name}")
+    config = module.tiny()
+    torch.manual_seed(0)
+    model = config.model_spec.model.build()
+    model.init_states()
+    assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
+    config.optimizer.implementation = "for-loop"
+    optimizers = config.optimizer.build(model_parts=[model])
+    groups = {id(each): group for one in optimizers for group in one.param_groups for each in group["params"]}
+    named = dict(model.named_parameters())
+    for row in resolve(recipe).rows:
+        place = torchtitan.NAMES[row.module]
+        parameter = named[f"{place}.weight" if row.layer is None else f"layers.{row.layer}.{place}.weight"]
+        group = groups[id(parameter)]
+        found = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
+        assert found == pytest.approx((row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)), row.name
+        assert float(parameter.detach().std(unbiased=False)) == pytest.approx(row.init_std, rel=0.15, abs=1e-9)
+    schedule = config.lr_scheduler.build(optimizers=optimizers, training_steps=config.training.steps)
+    peaks = [group["initial_lr"] for group in optimizers.optimizers[0].param_groups]
+    for step in range(recipe.steps):
+        ours = recipe.schedule.multiplier((step + 1) * recipe.batch.tokens, recipe.data.tokens)
+        found = [group["lr"] for group in optimizers.optimizers[0].param_groups]
+        assert found == pytest.approx([ours * peak for peak in peaks], abs=1e-9), step
+        optimizers.step()
+        schedule.step()
+
+
+def test_torchtitan_starts_a_transferred_recipe_folded(tiny: Recipe, tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan.trainer")
+    recipe = transferred(tiny.replace({"hyperparameters.grad_clip": 0.0, "data.documents": "isolated"}))
+    assert torchtitan.export(recipe).losses == ()
+    torch.manual_seed(0)
+    model = module_of(recipe, tmp_path, "titan_folded").tiny().model_spec.model.build()
+    model.init_states()
+    row = resolve(recipe)["layers.3.mlp.out.weight"]
+    started = dict(model.named_parameters())["layers.3.feed_forward.w2.weight"]
+    assert float(started.detach().std()) == pytest.approx(row.init_std * row.multiplier, rel=0.05)
+
+
+@pytest.mark.parametrize("decay", [*SCHEDULES, "inverse_sqrt"])
+def test_megatrons_scheduler_is_the_recipes(tiny: Recipe, decay: str) -> None:
+    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    from tests.interop.configs.test_megatron import flags_of
+
+    recipe = tiny.replace({"schedule.decay": decay})
+    flags = flags_of(recipe)
+    group = {"params": [], "max_lr": flags["lr"], "min_lr": flags["min-lr"]}
+    made = scheduler(
+        type("Optimizer", (), {"param_groups": [group]})(),
+        init_lr=0.0,
+        max_lr=flags["lr"],
+        min_lr=flags["min-lr"],
+        lr_warmup_steps=flags["lr-warmup-samples"],
+        lr_decay_steps=flags["lr-decay-samples"],
+        lr_decay_style=flags["lr-decay-style"],
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=10,
+        wd_incr_style="constant",
+        wsd_decay_steps=flags.get("lr-wsd-decay-samples"),
+        lr_wsd_decay_style=flags.get("lr-wsd-decay-style"),
+        use_checkpoint_opt_param_scheduler=False,
+    )
+    for step in range(recipe.steps + 1):
+        made.num_steps = step * 8
+        ours = 0.01 * recipe.schedule.multiplier(step * 256, recipe.data.tokens)
+        assert made.get_lr(group) == pytest.approx(ours, rel=1e-6), step
+
+
+def test_megatrons_init_is_what_is_compared_with(tiny: Recipe) -> None:
+    config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
+    made = config(num_layers=2, hidden_size=1024, num_attention_heads=8, init_method_std=0.1)
+    tensors = [torch.empty(1024, 1024) for _ in range(3)]
+    made.init_method(tensors[0])
+    made.output_layer_init_method(tensors[1])
+    made.embedding_init_method(tensors[2])
+    stds = [float(tensor.std()) for tensor in tensors]
+    assert stds == pytest.approx([0.1, 0.05, 0.1], rel=0.01)
+    assert [loss.value for loss in megatron.export(tiny).losses] == ["0.1"]  # and would be 0.05
