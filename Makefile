@@ -1,5 +1,5 @@
 # `make demo`: the whole way on real text, about ten minutes. `make test`: everything CI runs. Neither takes input.
-.PHONY: demo test test-slow clean
+.PHONY: demo test test-slow test-targets clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,6 +18,18 @@ test: .venv/installed
 test-slow: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
 
+# The targets of `leaven export config` with their own parsers. litgpt asks for an older huggingface-hub than transformers
+# does, which comes second and wins; litgpt's parser does not mind.
+TARGETS := litgpt==0.5.13 jsonargparse deepspeed==0.19.8 torchtitan==0.3.0 triton megatron-core==0.16.1 accelerate
+test-targets: .venv-targets/installed
+	OMP_NUM_THREADS=1 .venv-targets/bin/pytest tests/interop/configs
+
+.venv-targets/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-targets
+	@.venv-targets/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch $(TARGETS)
+	@.venv-targets/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	@touch $@
+
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaven needs Python 3.11 or newer; this is %d.%d. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
 	@echo "setting up .venv once (a minute or two; torch is the long part)"
@@ -26,4 +38,4 @@ test-slow: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-targets .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

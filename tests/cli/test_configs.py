@@ -54,9 +54,7 @@ def test_what_is_lost_is_listed_and_nothing_written_unless_asked(
     assert all(each["why"] in out.read_text() for each in found)
 
 
-def test_names_follow_the_recipe(
-    leaven: Verb, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_follow_the_recipe(leaven: Verb, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for target in TARGETS:
         assert leaven("export", "config", plain, "--to", target, "--lossy")[0] == 0

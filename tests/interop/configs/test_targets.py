@@ -31,7 +31,9 @@ def test_training_arguments_are_made(tiny: Recipe, tmp_path: Path, decay: str) -
         HfArgumentParser(TrainingArguments).parse_dict(said | {"_leaven": {}})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision.compute": "bf16", "layout.zero": 2}, {"precision.compute": "fp16"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision.compute": "bf16", "layout.zero": 2}, {"precision.compute": "fp16"}]
+)
 def test_deepspeed_reads_it(tiny: Recipe, changes: dict[str, Any]) -> None:
     config = pytest.importorskip("deepspeed.runtime.config")
     read = config.DeepSpeedConfig(json.loads(deepspeed.export(tiny.replace(changes)).files[""]))
@@ -123,7 +125,8 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
     schedule = config.lr_scheduler.build(optimizers=optimizers, training_steps=config.training.steps)
     peaks = [group["initial_lr"] for group in optimizers.optimizers[0].param_groups]
     for step in range(recipe.steps):
-        ours = recipe.schedule.multiplier((step + 1) * recipe.batch.tokens, recipe.data.tokens)
+        end = step + (step < config.lr_scheduler.warmup_steps)  # its decay is that of the beginning of a step
+        ours = recipe.schedule.multiplier(end * recipe.batch.tokens, recipe.data.tokens)
         found = [group["lr"] for group in optimizers.optimizers[0].param_groups]
         assert found == pytest.approx([ours * peak for peak in peaks], abs=1e-9), step
         optimizers.step()

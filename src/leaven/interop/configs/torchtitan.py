@@ -63,6 +63,7 @@ def export(recipe: Recipe) -> Export:
     if recipe.precision.compute not in PRECISIONS:
         losses.append(Loss("precision.compute", recipe.precision.compute, "would be bf16: it has no fp16"))
     notes = [*v.common_notes(wanted), *v.rounding_notes(wanted)]
+    notes.append("its decay is that of the beginning of a step, leaven's of the end: it is one step later")
     if recipe.layout.pp > 1:
         notes.append("with pp > 1 torchtitan 0.3.0 refuses a group that matches nothing on some stage: use dp and tp")
     if recipe.layout.zero in {1, 2}:
