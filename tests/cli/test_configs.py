@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.interop.configs.recipes import LLAMA
 
 from leaven.interop.configs.targets import TARGETS
 from leaven.recipe.files import read_recipe
-from tests.interop.configs.recipes import LLAMA
 
 Verb = Callable[..., tuple[int, str, str]]
 

@@ -21,5 +21,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
     """The peak of the published run that is nearest in size."""
-    (neighbour, _), *_ = nearest(shape.params, tokens, limit=1)
-    return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
+    for neighbour, _ in nearest(shape.params, tokens, limit=99):
+        if neighbour.peak_lr is not None:
+            return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
+    raise AssertionError("no published run tells its lr")

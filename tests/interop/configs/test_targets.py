@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 
 from leaven.interop.configs import deepspeed, litgpt, megatron, targets, torchtitan, transformers
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
-from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 
