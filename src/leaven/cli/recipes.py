@@ -1,19 +1,22 @@
-"""leaven recipes: the published runs."""
+"""leaven recipes: the published runs, and a recipe beside them."""
 
 import csv
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from leaven.catalogue.findings import CHECKS, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.catalogue.run import Kind
 from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, size_ratio
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import diff_in_terms
 from leaven.cli._catalogue import MARKED, diff_table, nearest_table, run_lines, run_table, stack
-from leaven.cli._common import JsonOption, console, count_option, emit_json, load
+from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load
+from leaven.cli._findings import finding_lines
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
@@ -140,6 +143,39 @@ def diff_runs(
         console.print("\nwithout a counterpart on the other side")
         console.print(diff_table(one, other, alone))
     console.print("of a recipe: lr, init std, decay, betas and eps as its hidden matrices get them", style="dim")
+
+
+@app.command()
+def check(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    corpus_tokens: Annotated[
+        int | None, count_option("How many tokens the text has, e.g. 25B; else it is taken to be seen once.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Where a recipe leaves the range of published runs, which of them say so, and what to set; 1 if it does."""
+    read = load(recipe, overrides)
+    if corpus_tokens is not None and corpus_tokens < 1:
+        raise InputError("a text of no tokens has no epochs; give --corpus-tokens above 0, for example 25B")
+    found = findings(read, resolve(read).rows, corpus_tokens)
+    passed = all(one.severity == "note" for one in found)
+    if json_output:
+        emit_json(
+            {
+                "name": read.name,
+                "params": read.model.params,
+                "tokens": read.data.tokens,
+                "passed": passed,
+                "checks": [name for name, *_ in CHECKS],
+                "findings": [asdict(one) for one in found],
+            }
+        )
+    else:
+        for line in finding_lines(read, found, len(CHECKS), console.width):
+            console.print(line)
+    if not passed:
+        raise typer.Exit(1)
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Finding:
 
 
 class Limits(NamedTuple):
-    """Beyond ``usual`` is a note, beyond ``outside`` and ``far`` what they say; each within the next."""
+    """Beyond ``usual`` is a note, beyond ``outside`` and ``far`` what they say; each lies within the next."""
 
     usual: Bounds
     outside: Bounds
@@ -93,10 +93,14 @@ class Case:
     corpus_tokens: int | None = None
 
     @cached_property
+    def params(self) -> int:
+        return self.recipe.model.params
+
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
         """Dense runs whose learning rate is one of Adam(W), the nearest in size first."""
         known = (run for run in load_runs() if run.kind == "dense" and run.lr_comparable)
-        return tuple(sorted(known, key=lambda run: size_ratio(run, self.recipe.model.params)))
+        return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
 
     @cached_property
     def stack(self) -> Stack:
@@ -105,9 +109,9 @@ class Case:
     @cached_property
     def neighbours(self) -> tuple[Run, ...]:
         """The nearest run of each lineage, at most five, same stack first; none where none is within a factor of 4."""
-        model, tokens = self.recipe.model, self.recipe.data.tokens
-        ranked = nearest(model.params, tokens, limit=len(load_runs()), factor=SIZE_FACTOR, stack=self.stack)
-        near = [run for run, _ in ranked if size_ratio(run, model.params) <= SIZE_FACTOR]
+        everything, tokens = len(load_runs()), self.recipe.data.tokens
+        ranked = nearest(self.params, tokens, limit=everything, factor=SIZE_FACTOR, stack=self.stack)
+        near = [run for run, _ in ranked if size_ratio(run, self.params) <= SIZE_FACTOR]
         return tuple(one_a_lineage(near)[:VOTES])
 
     @cached_property
@@ -118,7 +122,7 @@ class Case:
             run.id
             for run in self.runs
             if self.stack.fits(run.stack)
-            and size_ratio(run, recipe.model.params) <= _ALIKE["params"]
+            and size_ratio(run, self.params) <= _ALIKE["params"]
             and ratio(run.peak_lr or 0.0, lr) <= _ALIKE["lr"]
             and (run.batch_tokens is None or ratio(run.batch_tokens, recipe.batch.tokens) <= _ALIKE["batch"])
         )
@@ -172,17 +176,27 @@ class Case:
         """A finding if the value is not the usual one. ``among``: the runs that say so, else all whose value is
         usual; ``scale`` says in what the distance is counted, as 1 / (1 - beta)."""
         low, high = limits.usual
-        if _within(value, limits.usual):
+
+        def within(value: float, bounds: Bounds) -> bool:
+            """As far as published values are exact."""
+            least, most = map(scale, bounds)
+            return (least if least <= 0 else least / _ROUNDING) <= scale(value) <= most * _ROUNDING
+
+        if within(value, limits.usual):
             return
-        far, outside = not _within(value, limits.far), not _within(value, limits.outside)
-        severity: Severity = "far outside" if far else "outside" if outside else "note"
-        valued = [(run, found) for run in self.runs if (found := of_run(run)) is not None]
+        severity: Severity = (
+            "far outside"
+            if not within(value, limits.far)
+            else "outside"
+            if not within(value, limits.outside)
+            else "note"
+        )
         above = value > high
-        did_so = [
-            run for run, found in valued if (found >= value / _ROUNDING if above else found <= value * _ROUNDING)
-        ]
-        same = [run.id for run in did_so if run.id in self.alike]
-        usual = [run for run, found in valued if _within(found, limits.usual)]
+        beyond = (value, math.inf) if above else (-math.inf, value)
+        valued = [(run, found) for run in self.runs if (found := of_run(run)) is not None]
+        did_so = [run.id for run, found in valued if within(found, beyond)]
+        same = [id for id in did_so if id in self.alike]
+        usual = [run for run, found in valued if within(found, limits.usual)]
         yield Finding(
             path=path,
             severity="note" if same else severity,
@@ -192,7 +206,7 @@ class Case:
             factor=ratio(scale(value), scale(high if above else low)),
             says=says,
             runs=tuple(run.id for run in (one_a_lineage(usual)[:VOTES] if among is None else among)),
-            did_so=tuple(run.id for run in did_so),
+            did_so=tuple(did_so),
             alike=tuple(same),
             mend=mend or {},
         )
@@ -214,11 +228,6 @@ def ratio(a: float, b: float) -> float:
 def upward(usual: float, outside: float, far: float) -> Limits:
     """Limits for what cannot be too small."""
     return Limits((-math.inf, usual), (-math.inf, outside), (-math.inf, far))
-
-
-def _within(value: float, bounds: Bounds) -> bool:
-    low, high = bounds
-    return (low if low <= 0 else low / _ROUNDING) <= value <= high * _ROUNDING
 
 
 def _known(runs: Iterable[Run], of_run: Value) -> list[float]:

@@ -7,7 +7,7 @@ from statistics import median
 from leaven.catalogue.findings.case import Case, Finding, Limits, upward
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import Run
-from leaven.catalogue.terms import terms
+from leaven.catalogue.terms import TERMS
 from leaven.recipe.units import format_quantity
 
 _CHINCHILLA = 20  # tokens per parameter
@@ -18,7 +18,7 @@ def size(case: Case) -> Iterator[Finding]:
     """Whether there is anything to hold the recipe against."""
     if case.neighbours:
         return
-    params, nearest = case.recipe.model.params, case.runs[0]
+    params, nearest = case.params, case.runs[0]
     apart = max(nearest.params_total / params, params / nearest.params_total)
     side = "larger" if nearest.params_total > params else "smaller"
     yield Finding(
@@ -36,7 +36,7 @@ def size(case: Case) -> Iterator[Finding]:
 
 def tokens_per_parameter(case: Case) -> Iterator[Finding]:
     recipe = case.recipe
-    value = recipe.data.tokens / recipe.model.params
+    value = recipe.data.tokens / case.params
     most = case.published(_tokens_per_parameter)[1]
     side = "under Chinchilla's 20" if value < _CHINCHILLA else f"the most published is {most:,.0f}"
     yield from case.judge(
@@ -46,7 +46,7 @@ def tokens_per_parameter(case: Case) -> Iterator[Finding]:
         Limits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
         f"{value:,.3g} tokens a parameter, {side}"
         + (": a smaller model would be better for the same compute" if value < _CHINCHILLA else ""),
-        mend={"data.tokens": _CHINCHILLA * recipe.model.params},
+        mend={"data.tokens": _CHINCHILLA * case.params},
     )
 
 
@@ -101,7 +101,7 @@ def batch(case: Case) -> Iterator[Finding]:
 def critical_batch(case: Case) -> Iterator[Finding]:
     """Against the median of the laws; beyond what any published run had over its own, it is outside."""
     model, tokens = case.recipe.model, case.recipe.data.tokens
-    told = _critical(model.params, tokens, model.params_non_embedding)
+    told = _critical(case.params, tokens, model.params_non_embedding)
     middle, most = median(told.values()), case.published(_over_critical)[1]
     value = case.recipe.batch.tokens / middle
     listed = ", ".join(f"{law} {format_quantity(size)}" for law, size in told.items())
@@ -228,18 +228,18 @@ def _steps(run: Run) -> float | None:
 
 
 def _constant_batch(run: Run) -> float | None:
-    """The batch of a run that says it had no ramp."""
+    """The batch of a run that says it had it from the start."""
     constant = run.batch and run.batch.rampup and run.batch.rampup.kind == "none"
-    return run.batch_tokens if constant else None
+    return run.batch_tokens if constant or _start(run) == 1 else None
 
 
 def _start(run: Run) -> float | None:
-    start = terms(run).get("batch.ramp.start_tokens")
+    start = TERMS["batch.ramp.start_tokens"].of_run(run)
     return start / run.batch_tokens if start and run.batch_tokens else None
 
 
 def _ramp_length(run: Run) -> float | None:
-    over = terms(run).get("batch.ramp.over_tokens")
+    over = TERMS["batch.ramp.over_tokens"].of_run(run)
     in_stages = run.batch and run.batch.rampup and run.batch.rampup.kind == "stages"
     return over / run.tokens if over and run.tokens and not in_stages else None
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 
 from leaven.catalogue.counting import d_head
-from leaven.catalogue.findings.case import Case, Finding, Limits, upward
+from leaven.catalogue.findings.case import SIZE_FACTOR, Case, Finding, Limits, upward
 from leaven.catalogue.run import Run
-from leaven.catalogue.runs import load_runs
+from leaven.catalogue.runs import load_runs, size_ratio
 from leaven.recipe.shape import BRANCH_ENDS
 
 
@@ -179,8 +179,7 @@ def seq_len(case: Case) -> Iterator[Finding]:
 
 
 def _near(case: Case) -> set[str]:
-    params = case.recipe.model.params
-    return {run.id for run in case.runs if max(run.params_total / params, params / run.params_total) <= 4}
+    return {run.id for run in case.runs if size_ratio(run, case.params) <= SIZE_FACTOR}
 
 
 def _init_std(run: Run) -> float | None:

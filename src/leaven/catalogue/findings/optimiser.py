@@ -23,7 +23,7 @@ def lr(case: Case) -> Iterator[Finding]:
     middle, lowest, highest = median(known), known[0], known[-1]
     outside = (min(lowest, middle / 3), max(highest, 3 * middle))
     model = case.recipe.model
-    told = evaluate(model.params, case.recipe.data.tokens, params_non_embedding=model.params_non_embedding)
+    told = evaluate(case.params, case.recipe.data.tokens, params_non_embedding=model.params_non_embedding)
     laws = sorted(result.lr for result in told if result.lr)
     value = case.hidden("lr")
     yield from case.judge(
@@ -91,7 +91,7 @@ def beta1(case: Case) -> Iterator[Finding]:
         Limits((0.88, 0.92), (0.8, 0.95), (0.5, 0.98)),
         f"beta1 {value:.4g} of the hidden matrices; every run with Adam(W) that tells has 0.9",
         mend={"hyperparameters.beta1": case.at_base("beta1", 0.9)},
-        scale=lambda beta: 1 / (1 - beta),
+        scale=_horizon,
     )
 
 
@@ -111,7 +111,7 @@ def beta2(case: Case) -> Iterator[Finding]:
         f"beta2 {value:.5g} of the hidden matrices at a batch of {format_quantity(batch)} tokens; "
         f"{sum(beta == 0.95 for beta in told)} of {len(told)} runs have 0.95",
         mend={"hyperparameters.beta2": case.at_base("beta2", 0.95)},
-        scale=lambda beta: 1 / (1 - beta),
+        scale=_horizon,
     )
 
 
@@ -152,7 +152,7 @@ def timescale(case: Case) -> Iterator[Finding]:
         return
     recipe = case.recipe
     tau = recipe.batch.tokens / (case.hidden("lr") * decay * recipe.data.tokens)
-    best = power_lines_tau(recipe.model.params, recipe.data.tokens)
+    best = power_lines_tau(case.params, recipe.data.tokens)
     yield from case.judge(
         "hyperparameters.weight_decay",
         tau / best,
@@ -182,7 +182,8 @@ def decay_of_gains(case: Case) -> Iterator[Finding]:
 
 
 def decay_of_embeddings(case: Case) -> Iterator[Finding]:
-    decayed = [row for row in case.rows if row.role is Role.EMBEDDING and row.weight_decay]
+    """Of an embedding that is one with the unembedding nothing is said: that decays as any matrix does."""
+    decayed = [row for row in case.rows if row.role is Role.EMBEDDING and row.module == "embedding" and row.weight_decay]
     without = [run.id for run in load_runs() if run.optim and run.optim.decay_embeddings is False]
     if decayed and not case.recipe.model.embedding_norm:
         yield Finding(
@@ -192,7 +193,8 @@ def decay_of_embeddings(case: Case) -> Iterator[Finding]:
             low=None,
             high=0.0,
             factor=None,
-            says="the embedding decays; runs that had spikes with it stopped: small embeddings have large gradients",
+            says="the embedding decays; OLMo 2 left that out against spikes, for small embeddings have large gradients, and "
+            "later runs followed",
             runs=tuple(without),
             mend={"hyperparameters.modules.embedding.weight_decay": 0.0},
         )
@@ -223,6 +225,11 @@ def grad_clip(case: Case) -> Iterator[Finding]:
         "exploded again and again",
         mend=mend,
     )
+
+
+def _horizon(beta: float) -> float:
+    """Steps that a moment looks back; a beta may be asked for that no run has."""
+    return 1 / (1 - beta) if math.isfinite(beta) else beta
 
 
 def _peak_lr(run: Run) -> float | None:

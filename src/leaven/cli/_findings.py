@@ -1,0 +1,84 @@
+"""What a person sees of a recipe beside the published runs: one finding after the other, the verdict last."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from leaven.catalogue.findings import Finding
+from leaven.catalogue.runs import find_run, listed
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
+from leaven.report.terminal import folded
+
+_STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
+_LABEL = max(map(len, _STYLES)) + 2
+_MOST = 4  # ids in a line; --json has all
+
+
+def finding_lines(recipe: Recipe, found: Sequence[Finding], checks: int, width: int) -> Iterator[Text]:
+    """The farthest outside first."""
+    size, tokens = format_quantity(recipe.model.params), format_quantity(recipe.data.tokens)
+    yield Text(f"{recipe.name}  {size} parameters, {tokens} tokens; values as its matrices get them")
+    for one in found:
+        yield Text()
+        said = [f"{one.check}: {one.says}", *_evidence(one)]
+        lines = [line for part in said for line in folded(part, width, _LABEL)]
+        for n, line in enumerate(lines):
+            label = one.severity.upper() if one.severity != "note" else one.severity
+            yield Text.assemble(((label if n == 0 else "").ljust(_LABEL), _STYLES[one.severity]), line)
+        if one.mend:
+            yield Text(" " * _LABEL + "-> " + " ".join(f"--set {path}={written(to)}" for path, to in one.mend.items()))
+    yield Text()
+    yield verdict(found, checks)
+
+
+def verdict(found: Sequence[Finding], checks: int) -> Text:
+    notes = sum(one.severity == "note" for one in found)
+    bad = {one.check for one in found if one.severity != "note"}
+    noted = f", {notes} note{'s' if notes != 1 else ''}" if notes else ""
+    if bad:
+        return Text.assemble(("FAILED", "bold red"), f": {len(bad)} of {checks} checks outside{noted}")
+    return Text.assemble(("passed", "bold green"), f": {checks} checks, none outside{noted}")
+
+
+def written(value: Any) -> str:
+    """As ``--set`` reads it; None takes a value out."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "true" if value else "false"
+        case dict():
+            return "'{" + ", ".join(f"{key} = {written(inner)}" for key, inner in value.items()) + "}'"
+        case _:
+            return f"{value}"
+
+
+def _evidence(one: Finding) -> Iterator[str]:
+    if one.factor is not None and math.isfinite(one.factor) and one.severity != "note":
+        yield f"{one.factor:.2g} x beyond {_range(one)}"
+    if one.runs:
+        yield f"says: {_ids(one.runs)}; {one.source}"
+    else:
+        yield f"says: {one.source}"
+    if one.alike:
+        helped = {"succeeded-with-interventions": "succeeded, with interventions"}
+        ends = sorted({helped.get(find_run(id).status, "succeeded") for id in one.alike})
+        yield f"{_ids(one.alike)}, alike in size, lr, batch and stack, did so too and {' or '.join(ends)}"
+    elif one.did_so:
+        yield f"did so too, in another stack or size: {_ids(one.did_so)}"
+
+
+def _range(one: Finding) -> str:
+    low, high = (None if end is None or math.isinf(end) else end for end in (one.low, one.high))
+    if low is None or high is None:
+        return f"{high if low is None else low:.3g}"
+    return f"{low:.3g} .. {high:.3g}"
+
+
+def _ids(ids: Sequence[str]) -> str:
+    if len(ids) <= _MOST:
+        return listed(ids).replace(" or ", " and ")
+    return f"{', '.join(ids[:_MOST])} and {len(ids) - _MOST} more"

@@ -1,0 +1,246 @@
+"""Where a recipe leaves the published range: published runs pass, planted faults are found, what is told mends them."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from leaven.catalogue.findings import CHECKS, Finding, findings
+from leaven.catalogue.run import Run
+from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.terms import terms
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+
+# 360 M parameters and 8 B tokens, as many do it.
+HEALTHY: dict[str, Any] = {
+    "name": "healthy",
+    "model": {
+        "n_layers": 24, "d_model": 1024, "n_heads": 16, "n_kv_heads": 16, "d_head": 64, "d_ff": 2752,
+        "vocab_size": 32_768, "seq_len": 2048,
+    },
+    "data": {"tokens": 8_000_000_000},
+    "batch": {"tokens": 524_288},
+    "schedule": {"warmup_tokens": 80_000_000},
+    "hyperparameters": {
+        "lr": 6e-4, "init_std": 0.018,
+        "modules": {"attention.out": {"init_std": 0.144}, "mlp.out": {"init_std": 0.144},
+                    "embedding": {"weight_decay": 0.0}},
+    },
+    "scaling": {"rule": "standard"},
+}  # fmt: skip
+
+
+def healthy(**changes: Any) -> Recipe:
+    return Recipe.model_validate(HEALTHY).replace({path.replace("__", "."): value for path, value in changes.items()})
+
+
+def found(recipe: Recipe, corpus_tokens: int | None = None) -> list[Finding]:
+    return findings(recipe, resolve(recipe).rows, corpus_tokens)
+
+
+def outside(recipe: Recipe, corpus_tokens: int | None = None) -> set[str]:
+    return {one.check for one in found(recipe, corpus_tokens) if one.severity != "note"}
+
+
+def ramp(run: Run, batch: int, seq_len: int) -> dict[str, Any]:
+    """The published ramp in one step; a short one where it is not known whether there was any."""
+    told, kind = terms(run), run.batch.rampup.kind if run.batch and run.batch.rampup else None
+    if kind == "none":
+        return {}
+    start = round(told.get("batch.ramp.start_tokens", batch / 4) / seq_len) * seq_len
+    over = told.get("batch.ramp.over_tokens", (run.tokens or 0) // 25)
+    if start >= batch:
+        return {}
+    if kind == "stages":
+        return {"stages": [{"from_tokens": 0, "tokens": start}, {"from_tokens": over, "tokens": batch}]}
+    return {"ramp": {"start_tokens": start, "increment_tokens": batch - start, "over_tokens": over}}
+
+
+def as_recipe(run: Run) -> Recipe | None:
+    """A published run as a recipe; what it does not tell is as in an ordinary one. None where leaven has no such."""
+    shape = run.model_shape()
+    if shape is None or not run.lr_comparable or not run.tokens:
+        return None
+    told = terms(run)
+    batch = round((run.batch_tokens or 4_194_304) / shape.seq_len) * shape.seq_len
+    std = run.init_std or math.sqrt(1 / (3 * shape.d_model))
+    ends = (run.residual_init_std or std / math.sqrt(2 * shape.n_layers)) / std
+    tuned = {
+        key.removeprefix("hyperparameters."): value
+        for key, value in told.items()
+        if key.startswith("hyperparameters.") and not key.endswith(("optimizer", "init_std"))
+    }
+    document = {
+        "name": run.id,
+        "model": shape.model_dump() | {"dropout": told.get("model.dropout", 0.0)},
+        "data": {"tokens": run.tokens},
+        "batch": {"tokens": batch} | ramp(run, batch, shape.seq_len),
+        "schedule": {
+            "warmup_tokens": told.get("schedule.warmup_tokens", run.tokens // 100),
+            "decay": told.get("schedule.decay", "cosine"),
+            "min_lr_ratio": told.get("schedule.min_lr_ratio", 0.1),
+        },
+        "hyperparameters": tuned
+        | {
+            "lr": run.peak_lr,
+            "init_std": std,
+            "modules": {"attention.out": {"init_std": ends}, "mlp.out": {"init_std": ends}},
+        },
+        "scaling": {"rule": "standard"},
+    }
+    return Recipe.model_validate(document)
+
+
+def published() -> Iterator[tuple[Run, Recipe]]:
+    for run in load_runs():
+        recipe = as_recipe(run)
+        if recipe is not None:
+            yield run, recipe
+
+
+def test_a_recipe_that_is_a_published_run_is_not_outside_what_was_published() -> None:
+    runs = list(published())
+    assert len(runs) > 50
+    worst = {}
+    for run, recipe in runs:
+        came_up = found(recipe)
+        assert [one for one in came_up if one.severity != "note"] == [], run.id
+        worst[run.id] = len(came_up)
+    assert max(worst.values()) <= 8, worst
+
+
+def test_what_a_published_run_itself_did_names_the_run() -> None:
+    recipe = as_recipe(find_run("bigscience-tr1-13b"))
+    assert recipe is not None
+    by_check = {one.check: one for one in found(recipe)}
+    for check in ("beta2", "init std", "dropout"):
+        assert by_check[check].severity == "note"
+        assert "bigscience-tr1-13b" in by_check[check].alike
+        assert "bigscience-tr1-13b" in by_check[check].did_so
+
+
+def test_the_healthy_recipe_passes() -> None:
+    assert found(healthy()) == []
+
+
+RAMP = {"start_tokens": 131_072, "increment_tokens": 131_072, "over_tokens": 320_000_000}
+LARGE = {"batch__tokens": 2**26, "data__tokens": 2_000_000_000_000, "schedule__warmup_tokens": 20_000_000_000}
+# Each check with a fault that it has to find, how bad that is, and the recipe next to it that passes.
+PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("size", "note", {"model__n_layers": 1, "model__d_model": 128, "model__n_heads": 2, "model__n_kv_heads": 2}, {}),
+    ("lr", "outside", {"hyperparameters__lr": 5e-3}, {"hyperparameters__lr": 2.9e-3}),
+    ("lr", "outside", {"hyperparameters__lr": 5e-5}, {"hyperparameters__lr": 2e-4}),
+    ("lr", "far outside", {"hyperparameters__lr": 0.2}, {}),
+    ("qk-norm", "outside", {"hyperparameters__lr": 8e-3}, {"hyperparameters__lr": 8e-3, "model__qk_norm": True}),
+    ("z-loss", "note", {"hyperparameters__lr": 5e-3}, {}),
+    ("beta1", "outside", {"hyperparameters__beta1": 0.98}, {"hyperparameters__beta1": 0.9}),
+    ("beta2", "outside", {"hyperparameters__beta2": 0.999}, {"hyperparameters__beta2": 0.98}),
+    ("beta2", "outside", {"hyperparameters__beta2": 0.8}, {"hyperparameters__beta2": 0.95}),
+    ("eps", "far outside", {"hyperparameters__eps": 1e-3}, {"hyperparameters__eps": 1e-9}),
+    ("weight decay", "outside", {"hyperparameters__weight_decay": 0.0}, {"hyperparameters__weight_decay": 0.05}),
+    ("weight decay", "far outside", {"hyperparameters__weight_decay": 2.0}, {"hyperparameters__weight_decay": 0.1}),
+    ("timescale", "outside", {"hyperparameters__weight_decay": 0.01}, {"hyperparameters__weight_decay": 0.1}),
+    ("decay of gains", "note", {"hyperparameters__decay_norm_and_bias": True}, {}),
+    ("decay of embeddings", "note", {"hyperparameters.modules.embedding.weight_decay": 1.0}, {}),
+    ("clip", "far outside", {"hyperparameters__grad_clip": 0.0}, {}),
+    ("clip", "outside", {"hyperparameters__grad_clip": 2.5}, {"hyperparameters__grad_clip": 0.3}),
+    ("clip", "note", {"hyperparameters__grad_clip": {"mode": "per-module", "limit": 1.0}}, {}),
+    ("tokens per parameter", "outside", {"data__tokens": 1_500_000_000}, {"data__tokens": 200_000_000_000}),
+    ("steps", "outside", {"batch__tokens": 2048 * 8000}, {}),
+    ("batch", "outside", {"batch__tokens": 2048 * 4000}, {"batch__tokens": 2**20}),
+    ("critical batch", "outside", {"batch__tokens": 2048 * 4000}, {}),
+    ("no ramp", "outside", LARGE, LARGE | {"batch__ramp": RAMP | {"over_tokens": 60_000_000_000}}),
+    ("ramp start", "outside", {"batch__ramp": RAMP | {"start_tokens": 2048, "increment_tokens": 2048}}, {"batch__ramp": RAMP}),
+    ("ramp length", "outside", {"batch__ramp": RAMP | {"over_tokens": 2_000_000_000}}, {"batch__ramp": RAMP}),
+    ("warm-up", "outside", {"schedule__warmup_tokens": 7_000_000}, {"schedule__warmup_tokens": 8_000_000}),
+    ("warm-up", "far outside", {"schedule__warmup_tokens": 0}, {}),
+    ("warm-up", "outside", {"schedule__warmup_tokens": 2_500_000_000}, {"schedule__warmup_tokens": 800_000_000}),
+    ("final lr", "far outside", {"schedule__decay": "constant"}, {"schedule__decay": "wsd"}),
+    ("final lr", "outside", {"schedule__min_lr_ratio": 0.3}, {"schedule__min_lr_ratio": 0.0}),
+    ("init std", "outside", {"hyperparameters__init_std": 0.04}, {"hyperparameters__init_std": 0.006}),
+    ("init std", "note", {"hyperparameters__init_std": 0.02}, {}),
+    ("init std", "far outside", {"hyperparameters__init_std": 0.1}, {}),
+    ("residual std", "note", {"hyperparameters.modules": {}}, {}),
+    ("residual std", "outside", {"hyperparameters.modules": {}, "model__n_layers": 48}, {}),
+    ("dropout", "outside", {"model__dropout": 0.1}, {}),
+    ("precision", "note", {"precision__compute": "fp16"}, {"precision__compute": "bf16"}),
+    ("aspect ratio", "outside", {"model__n_layers": 80}, {}),
+    ("head size", "outside", {"model__d_head": 32, "model__n_heads": 32, "model__n_kv_heads": 32}, {}),
+    ("mlp ratio", "outside", {"model__d_ff": 1024}, {}),
+    ("vocabulary", "note", {"model__vocab_size": 32_769}, {}),
+    ("sequence length", "outside", {"model__seq_len": 256}, {"model__seq_len": 4096}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "severity", "fault", "sound"), PLANTED, ids=lambda value: str(value)[:60])
+def test_a_planted_fault_is_found_and_what_is_told_mends_it(
+    check: str, severity: str, fault: dict[str, Any], sound: dict[str, Any]
+) -> None:
+    recipe = healthy(**fault)
+    (one,) = [one for one in found(recipe) if one.check == check]
+    assert one.severity == severity, one
+    assert one.says
+    assert one.source
+    assert {run.id for run in load_runs()} >= {*one.runs, *one.did_so}
+    assert check not in {one.check for one in found(healthy(**sound))}
+    if one.mend:
+        assert check not in outside(recipe.replace(one.mend))
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    assert {check.name for check in CHECKS} == {check for check, *_ in PLANTED} | {"epochs"}
+
+
+def test_epochs_and_dropout_know_how_long_the_text_is() -> None:
+    dropped = healthy(model__dropout=0.1)
+    assert "dropout" in outside(dropped, corpus_tokens=8_000_000_000)
+    assert "dropout" not in outside(dropped, corpus_tokens=2_000_000_000)
+    assert "epochs" not in {one.check for one in found(healthy(), corpus_tokens=2_000_000_000)}
+    (six,) = [one for one in found(healthy(), corpus_tokens=1_333_333_333) if one.check == "epochs"]
+    assert six.severity == "outside"
+    assert six.factor == pytest.approx(1.5)
+    assert "epochs" not in outside(healthy().replace(six.mend), corpus_tokens=1_333_333_333)
+
+
+def test_what_the_matrices_get_is_compared_not_what_is_written() -> None:
+    """A muP recipe whose lr is right at width 128 has an eighth of it at 1024; unmoved it would be 8 times too high."""
+    base = {"width": 128, "depth": 24, "batch_tokens": 524_288, "tokens": 8_000_000_000}
+    written = healthy(hyperparameters__lr=4.8e-3, scaling__base=base)
+    assert "lr" in outside(written)
+    moved = written.replace({"scaling.rule": "mup"})
+    assert "lr" not in {one.check for one in found(moved)}
+    too_high = moved.replace({"hyperparameters.lr": 0.16})
+    (one,) = [one for one in found(too_high) if one.check == "lr"]
+    assert one.value == pytest.approx(0.02)
+    mended = too_high.replace(one.mend)
+    assert resolve(mended)["layers.12.mlp.in.weight"].lr == pytest.approx(4e-4, rel=0.5)
+    assert "lr" not in {one.check for one in found(mended)}
+
+
+def test_a_beta_that_a_rule_moves_is_mended_at_the_base() -> None:
+    base = {"width": 1024, "depth": 24, "batch_tokens": 65_536, "tokens": 8_000_000_000}
+    moved = healthy(scaling__rule="complete-d-p", scaling__base=base)
+    (one,) = [one for one in found(moved) if one.check == "beta1"]
+    assert one.value == pytest.approx(0.9**8)
+    mended = moved.replace(one.mend)
+    assert resolve(mended)["layers.12.mlp.in.weight"].beta1 == pytest.approx(0.9, abs=5e-3)
+
+
+def test_the_neighbours_are_one_of_each_lineage() -> None:
+    (one,) = [one for one in found(healthy(hyperparameters__lr=1e-2)) if one.check == "lr"]
+    lineages = [find_run(id).lineage.name for id in one.runs]
+    assert len(lineages) == len(set(lineages)) == 5
+    lrs = sorted(find_run(id).peak_lr or 0 for id in one.runs)
+    assert (one.low, one.high) == (lrs[0], lrs[-1])
+    assert one.factor == pytest.approx(1e-2 / lrs[-1])
+
+
+def test_a_recipe_that_is_small_is_told_that_nothing_is_near() -> None:
+    small = {"n_layers": 4, "d_model": 128, "n_heads": 4, "n_kv_heads": 4, "d_head": 32, "d_ff": 384}
+    recipe = healthy(**{f"model__{key}": value for key, value in small.items()})
+    (one,) = [one for one in found(recipe) if one.check == "size"]
+    assert one.factor is not None
+    assert one.factor > 4
+    assert not {"lr", "batch", "aspect ratio", "head size"} & {each.check for each in found(recipe)}
