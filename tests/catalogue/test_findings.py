@@ -1,4 +1,4 @@
-"""Where a recipe leaves the published range: published runs pass, planted faults are found, what is told mends them."""
+"""Where a recipe leaves the published range: published runs pass, planted faults are found and mended."""
 
 import math
 from collections.abc import Iterator
@@ -126,6 +126,7 @@ def test_the_healthy_recipe_passes() -> None:
 
 
 RAMP = {"start_tokens": 131_072, "increment_tokens": 131_072, "over_tokens": 320_000_000}
+SMALL_START = {"start_tokens": 2048, "increment_tokens": 2048}
 LARGE = {"batch__tokens": 2**26, "data__tokens": 2_000_000_000_000, "schedule__warmup_tokens": 20_000_000_000}
 # Each check with a fault that it has to find, how bad that is, and the recipe next to it that passes.
 PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
@@ -152,7 +153,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("batch", "outside", {"batch__tokens": 2048 * 4000}, {"batch__tokens": 2**20}),
     ("critical batch", "outside", {"batch__tokens": 2048 * 4000}, {}),
     ("no ramp", "outside", LARGE, LARGE | {"batch__ramp": RAMP | {"over_tokens": 60_000_000_000}}),
-    ("ramp start", "outside", {"batch__ramp": RAMP | {"start_tokens": 2048, "increment_tokens": 2048}}, {"batch__ramp": RAMP}),
+    ("ramp start", "outside", {"batch__ramp": RAMP | SMALL_START}, {"batch__ramp": RAMP}),
     ("ramp length", "outside", {"batch__ramp": RAMP | {"over_tokens": 2_000_000_000}}, {"batch__ramp": RAMP}),
     ("warm-up", "outside", {"schedule__warmup_tokens": 7_000_000}, {"schedule__warmup_tokens": 8_000_000}),
     ("warm-up", "far outside", {"schedule__warmup_tokens": 0}, {}),
@@ -205,7 +206,7 @@ def test_epochs_and_dropout_know_how_long_the_text_is() -> None:
 
 
 def test_what_the_matrices_get_is_compared_not_what_is_written() -> None:
-    """A muP recipe whose lr is right at width 128 has an eighth of it at 1024; unmoved it would be 8 times too high."""
+    """A muP recipe whose lr is right at width 128 has an eighth of it at 1024; unmoved it is 8 times too high."""
     base = {"width": 128, "depth": 24, "batch_tokens": 524_288, "tokens": 8_000_000_000}
     written = healthy(hyperparameters__lr=4.8e-3, scaling__base=base)
     assert "lr" in outside(written)

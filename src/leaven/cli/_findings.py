@@ -29,7 +29,9 @@ def finding_lines(recipe: Recipe, found: Sequence[Finding], checks: int, width: 
             label = one.severity.upper() if one.severity != "note" else one.severity
             yield Text.assemble(((label if n == 0 else "").ljust(_LABEL), _STYLES[one.severity]), line)
         if one.mend:
-            yield Text(" " * _LABEL + "-> " + " ".join(f"--set {path}={written(to)}" for path, to in one.mend.items()))
+            yield Text(
+                " " * _LABEL + "-> " + " ".join(f"--set {path}={written(to)}" for path, to in one.mend.items())
+            )
     yield Text()
     yield verdict(found, checks)
 
@@ -68,7 +70,7 @@ def _evidence(one: Finding) -> Iterator[str]:
         ends = sorted({helped.get(find_run(id).status, "succeeded") for id in one.alike})
         yield f"{_ids(one.alike)}, alike in size, lr, batch and stack, did so too and {' or '.join(ends)}"
     elif one.did_so:
-        yield f"did so too, in another stack or size: {_ids(one.did_so)}"
+        yield f"did so too, with another size, lr, batch or stack: {_ids(one.did_so)}"
 
 
 def _range(one: Finding) -> str:

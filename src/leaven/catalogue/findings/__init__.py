@@ -27,7 +27,9 @@ class Check(NamedTuple):
 _CATALOGUE = "the published runs"
 CHECKS = (
     Check("size", "parameters", _CATALOGUE, duration.size),
-    Check("lr", "lr of the hidden matrices", "the nearest run of each lineage; the laws of leaven laws", optimiser.lr),
+    Check(
+        "lr", "lr of the hidden matrices", "the nearest run of each lineage; the laws of leaven laws", optimiser.lr
+    ),
     Check("qk-norm", "qk_norm, lr", "the nearest run of each lineage; their instabilities", optimiser.qk_norm),
     Check("z-loss", "lr", "the nearest run of each lineage", optimiser.z_loss),
     Check("beta1", "beta1 of the hidden matrices", _CATALOGUE, optimiser.beta1),
@@ -61,7 +63,9 @@ CHECKS = (
     Check("warm-up", "warmup_tokens, tokens, batch", _CATALOGUE, duration.warmup),
     Check("final lr", "decay, min_lr_ratio", _CATALOGUE, duration.min_lr_ratio),
     Check("init std", "init std of the hidden matrices, d_model", "arXiv 2201.11990 and BLOOM-176B", model.init_std),
-    Check("residual std", "init std and multipliers of the ends of branches", "GPT-2, Megatron-LM", model.residual_std),
+    Check(
+        "residual std", "init std and multipliers of the ends of branches", "GPT-2, Megatron-LM", model.residual_std
+    ),
     Check("dropout", "dropout, epochs", _CATALOGUE, model.dropout),
     Check("precision", "compute dtype", "instabilities of the published runs", model.precision),
     Check("aspect ratio", "d_model, n_layers", _CATALOGUE, model.aspect_ratio),

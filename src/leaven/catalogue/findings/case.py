@@ -21,7 +21,7 @@ Bounds = tuple[float, float]
 
 SIZE_FACTOR = 4.0  # a run of another size says little about lr and batch
 VOTES = 5
-# Alike in size, lr and stack by these factors, and in batch where it is known: what such a run did is no mistake here.
+# Runs within these factors (in batch where it is known) are alike: what one of them did is no mistake here.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 _ROUNDING = 1.02  # published values are rounded
 
@@ -108,7 +108,7 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[Run, ...]:
-        """The nearest run of each lineage, at most five, same stack first; none where none is within a factor of 4."""
+        """The nearest run of each lineage, at most five, same stack first; none if none is within a factor of 4."""
         everything, tokens = len(load_runs()), self.recipe.data.tokens
         ranked = nearest(self.params, tokens, limit=everything, factor=SIZE_FACTOR, stack=self.stack)
         near = [run for run, _ in ranked if size_ratio(run, self.params) <= SIZE_FACTOR]
@@ -129,7 +129,8 @@ class Case:
 
     def hidden(self, quantity: str) -> float:
         """The median over the matrices of the blocks: a search moves single modules on purpose."""
-        return median(getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT)
+        values: list[float] = [getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT]
+        return median(values)
 
     @cached_property
     def init_std(self) -> float:
@@ -140,7 +141,7 @@ class Case:
 
     @cached_property
     def residual_std(self) -> float:
-        """Of the matrices that write to it, over the blocks (root mean square), their branch's multiplier included."""
+        """Of those that write to it, over the blocks (root mean square), their branch's multiplier included."""
         ends = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
         return math.sqrt(sum(ends) / len(ends))
 
@@ -210,6 +211,17 @@ class Case:
             alike=tuple(same),
             mend=mend or {},
         )
+
+
+def told(path: str) -> Value:
+    """What a run's file has at a path: ``optim.beta2``."""
+    group, _, name = path.partition(".")
+
+    def of_run(run: Run) -> float | None:
+        value: float | None = getattr(getattr(run, group), name, None)
+        return value
+
+    return of_run
 
 
 def one_a_lineage(runs: Iterable[Run]) -> list[Run]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
 from leaven.catalogue.findings.case import Case, Finding, Limits, upward
 from leaven.catalogue.laws import evaluate
@@ -70,9 +71,11 @@ def epochs(case: Case) -> Iterator[Finding]:
     yield from case.judge(
         "data.tokens",
         value,
-        lambda run: (run.tokens / run.data.tokens_in_dataset)
-        if run.tokens and run.data and run.data.tokens_in_dataset
-        else None,
+        lambda run: (
+            (run.tokens / run.data.tokens_in_dataset)
+            if run.tokens and run.data and run.data.tokens_in_dataset
+            else None
+        ),
         upward(4, 4, 16),
         f"{value:.3g} epochs of the text; up to 4 are nearly as good as new text, beyond about 16 hardly anything is "
         "learned from more",
@@ -91,8 +94,8 @@ def batch(case: Case) -> Iterator[Finding]:
         value,
         lambda run: run.batch_tokens,
         upward(highest, 3 * highest, 10 * highest),
-        f"a batch of {format_quantity(value)} tokens; the nearest comparable runs have {format_quantity(known[0])} .. "
-        f"{format_quantity(highest)}",
+        f"a batch of {format_quantity(value)} tokens; the nearest comparable runs have "
+        f"{format_quantity(known[0])} .. {format_quantity(highest)}",
         mend=_batch(case, median(known)),
         among=case.neighbours,
     )
@@ -110,8 +113,8 @@ def critical_batch(case: Case) -> Iterator[Finding]:
         value,
         _over_critical,
         upward(1.0, most, 4 * most),
-        f"a batch of {format_quantity(case.recipe.batch.tokens)} tokens is {value:.2g} x the critical one ({listed}): "
-        "more of it saves few steps and costs tokens",
+        f"a batch of {format_quantity(case.recipe.batch.tokens)} tokens is {value:.2g} x the critical one "
+        f"({listed}): more of it saves few steps and costs tokens",
         mend=_batch(case, middle),
     )
 
@@ -127,8 +130,8 @@ def no_ramp(case: Case) -> Iterator[Finding]:
         spec.tokens,
         _constant_batch,
         upward(4.2e6, most, 4 * most),
-        f"a batch of {format_quantity(spec.tokens)} tokens from the first step: the critical batch is small at first, "
-        f"and larger batches were ramped up to; the largest without is {format_quantity(most)}",
+        f"a batch of {format_quantity(spec.tokens)} tokens from the first step: the critical batch is small at "
+        f"first, and larger batches were ramped up to; the largest without is {format_quantity(most)}",
         mend={
             "batch.ramp": {
                 "start_tokens": start,
@@ -254,10 +257,10 @@ def _sequences(case: Case, tokens: float) -> int:
     return max(round(tokens / seq_len), 1) * seq_len
 
 
-def _batch(case: Case, tokens: float) -> dict[str, object]:
+def _batch(case: Case, tokens: float) -> dict[str, Any]:
     """A batch of about so many tokens; a ramp or stages to another size go with it."""
     spec = case.recipe.batch
-    gone = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
+    gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
     return {"batch.tokens": _sequences(case, tokens)} | gone
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from leaven.catalogue.counting import d_head
-from leaven.catalogue.findings.case import SIZE_FACTOR, Case, Finding, Limits, upward
+from leaven.catalogue.findings.case import SIZE_FACTOR, Case, Finding, Limits, told, upward
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import load_runs, size_ratio
 from leaven.recipe.shape import BRANCH_ENDS
@@ -22,9 +22,9 @@ def init_std(case: Case) -> Iterator[Finding]:
         std / usual,
         _init_std,
         Limits((0.25, 1.05), (0.1, 1.8), (0.03, 3.0)),
-        f"init std {std:.3g} at width {case.recipe.model.d_model} is {std / usual:.2g} x sqrt(1 / (3 d)) = {usual:.3g}, "
-        "where MT-NLG 530B and BLOOM-176B started; with 2.5 x BigScience's 13B had large spikes, with 3.7 x its 104B "
-        "failed",
+        f"init std {std:.3g} at width {case.recipe.model.d_model} is {std / usual:.2g} x sqrt(1 / (3 d)) = "
+        f"{usual:.3g}, where MT-NLG 530B and BLOOM-176B started; with 2.5 x BigScience's 13B had large "
+        "spikes, with 3.7 x its 104B failed",
         mend={"hyperparameters.init": "mt-nlg"}
         if named
         else {"hyperparameters.init_std": float(f"{written * usual / std:.3g}")},
@@ -66,10 +66,10 @@ def dropout(case: Case) -> Iterator[Finding]:
     yield from case.judge(
         "model.dropout",
         value,
-        lambda run: run.optim and run.optim.dropout,
+        told("optim.dropout"),
         upward(0.0, 0.0, 0.15),
-        f"dropout {value:g} in a run of one epoch{seen}; {without} of the {known} runs that tell have none, and the "
-        "others took 0.1 over from older code",
+        f"dropout {value:g} in a run of one epoch{seen}; {without} of the {known} runs that tell have none, the "
+        "others 0.1",
         mend={"model.dropout": 0.0},
     )
 
@@ -80,7 +80,7 @@ def precision(case: Case) -> Iterator[Finding]:
         return
     troubled = [(run, one) for run in load_runs() for one in run.instabilities if "fp16" in one.what]
     used = [run.id for run in case.runs if run.precision and run.precision.dtype == "fp16"]
-    told = " | ".join(f"{run.id}: {one.what}" for run, one in troubled)
+    what = " | ".join(f"{run.id}: {one.what}" for run, one in troubled)
     yield Finding(
         path="precision.compute",
         severity="note",
@@ -88,7 +88,7 @@ def precision(case: Case) -> Iterator[Finding]:
         low=None,
         high=None,
         factor=None,
-        says=f"fp16, with a loss scale that looks after itself; runs since 2022 are in bf16. What happened: {told}",
+        says=f"fp16, with a loss scale that looks after itself; runs since 2022 are in bf16. What happened: {what}",
         runs=tuple(dict.fromkeys(run.id for run, _ in troubled)),
         did_so=tuple(used),
         mend={"precision.compute": "bf16"},
@@ -107,8 +107,8 @@ def aspect_ratio(case: Case) -> Iterator[Finding]:
         value,
         _aspect,
         Limits((min(near), max(near)), (low, high), (low / 2, 2 * high)),
-        f"d_model / n_layers = {value:.3g}; runs within 4 times the size have {min(near):.3g} .. {max(near):.3g}, all "
-        f"runs {low:.3g} .. {high:.3g}",
+        f"d_model / n_layers = {value:.3g}; runs within 4 times the size have {min(near):.3g} .. {max(near):.3g}, "
+        f"all runs {low:.3g} .. {high:.3g}",
         mend={"model.n_layers": max(round(model.d_model / 80), 1)},
     )
 
@@ -171,9 +171,9 @@ def seq_len(case: Case) -> Iterator[Finding]:
     yield from case.judge(
         "model.seq_len",
         value,
-        lambda run: run.data and run.data.seq_len,
+        told("data.seq_len"),
         Limits((1024, 8192), (512, 16_384), (128, 65_536)),
-        f"sequences of {value:,} tokens; published pre-training has 1,024 .. 8,192, longer ones come at the end of it",
+        f"sequences of {value:,} tokens; published pre-training has 1,024 .. 8,192; longer ones come at its end",
         mend={"model.seq_len": 1024 if value < 1024 else 8192},
     )
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from leaven.catalogue.findings.case import Case, Finding, Limits, ratio, upward
+from leaven.catalogue.findings.case import Case, Finding, Limits, ratio, told, upward
 from leaven.catalogue.laws import evaluate, power_lines_tau
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import load_runs
@@ -23,8 +23,8 @@ def lr(case: Case) -> Iterator[Finding]:
     middle, lowest, highest = median(known), known[0], known[-1]
     outside = (min(lowest, middle / 3), max(highest, 3 * middle))
     model = case.recipe.model
-    told = evaluate(case.params, case.recipe.data.tokens, params_non_embedding=model.params_non_embedding)
-    laws = sorted(result.lr for result in told if result.lr)
+    results = evaluate(case.params, case.recipe.data.tokens, params_non_embedding=model.params_non_embedding)
+    laws = sorted(result.lr for result in results if result.lr)
     value = case.hidden("lr")
     yield from case.judge(
         "hyperparameters.lr",
@@ -87,7 +87,7 @@ def beta1(case: Case) -> Iterator[Finding]:
     yield from case.judge(
         "hyperparameters.beta1",
         value,
-        lambda run: run.optim and run.optim.beta1,
+        told("optim.beta1"),
         Limits((0.88, 0.92), (0.8, 0.95), (0.5, 0.98)),
         f"beta1 {value:.4g} of the hidden matrices; every run with Adam(W) that tells has 0.9",
         mend={"hyperparameters.beta1": case.at_base("beta1", 0.9)},
@@ -102,14 +102,14 @@ def beta2(case: Case) -> Iterator[Finding]:
         limits = Limits((0.94, 0.999), (0.9, 0.9995), (0.8, 0.99995))
     else:
         limits = Limits((0.94, 0.98), (0.9, 0.99), (0.8, 0.9995))
-    told = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
+    known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     yield from case.judge(
         "hyperparameters.beta2",
         value,
-        _beta2,
+        told("optim.beta2"),
         limits,
         f"beta2 {value:.5g} of the hidden matrices at a batch of {format_quantity(batch)} tokens; "
-        f"{sum(beta == 0.95 for beta in told)} of {len(told)} runs have 0.95",
+        f"{sum(beta == 0.95 for beta in known)} of {len(known)} runs have 0.95",
         mend={"hyperparameters.beta2": case.at_base("beta2", 0.95)},
         scale=_horizon,
     )
@@ -121,7 +121,7 @@ def eps(case: Case) -> Iterator[Finding]:
     yield from case.judge(
         "hyperparameters.eps",
         value,
-        lambda run: run.optim and run.optim.eps,
+        told("optim.eps"),
         upward(1e-7, 1e-5, 1e-4),
         f"eps {value:.2g} of the hidden matrices; nearly all runs have 1e-8, the largest published are 1e-5",
         mend={"hyperparameters.eps": case.at_base("eps", 1e-8)},
@@ -137,7 +137,7 @@ def weight_decay(case: Case) -> Iterator[Finding]:
     yield from case.judge(
         "hyperparameters.weight_decay",
         value,
-        lambda run: run.optim and run.optim.weight_decay,
+        told("optim.weight_decay"),
         Limits((0.01, 0.1), (0.003, 0.3), (0.0, 1.0)),
         f"weight decay {value:.2g}; published runs have 0.01 .. 0.1, most of them 0.1",
         mend={"hyperparameters.weight_decay": 0.1},
@@ -153,14 +153,16 @@ def timescale(case: Case) -> Iterator[Finding]:
     recipe = case.recipe
     tau = recipe.batch.tokens / (case.hidden("lr") * decay * recipe.data.tokens)
     best = power_lines_tau(case.params, recipe.data.tokens)
+    usual = (1 / 3, 5.0)
+    nearest = min(max(tau / best, usual[0]), usual[1])
     yield from case.judge(
         "hyperparameters.weight_decay",
         tau / best,
         _timescale,
-        Limits((1 / 3, 5.0), (1 / 5, 12.0), (1 / 20, 50.0)),
-        f"lr x decay: weights remember {tau:.2g} of the run, {tau / best:.2g} x the best by Power Lines ({best:.2g}); "
-        "published runs lie within 0.34 .. 11 of it",
-        mend={"hyperparameters.weight_decay": case.at_base("weight_decay", decay * tau / best)},
+        Limits(usual, (1 / 5, 12.0), (1 / 20, 50.0)),
+        f"lr x decay: weights remember {tau:.2g} of the run, {tau / best:.2g} x the best by Power Lines "
+        f"({best:.2g}); published runs lie within 0.34 .. 11 of it",
+        mend={"hyperparameters.weight_decay": case.at_base("weight_decay", decay * tau / best / nearest)},
     )
 
 
@@ -174,8 +176,8 @@ def decay_of_gains(case: Case) -> Iterator[Finding]:
             low=None,
             high=None,
             factor=None,
-            says="gains and biases decay towards 0, which most code leaves out (nanoGPT and Megatron-LM: matrices only); "
-            "the paper of Complete(d)P prints it",
+            says="gains and biases decay towards 0, which most code leaves out (nanoGPT and Megatron-LM: matrices "
+            "only); the paper of Complete(d)P prints it",
             did_so=tuple(did),
             mend={"hyperparameters.decay_norm_and_bias": False},
         )
@@ -183,7 +185,9 @@ def decay_of_gains(case: Case) -> Iterator[Finding]:
 
 def decay_of_embeddings(case: Case) -> Iterator[Finding]:
     """Of an embedding that is one with the unembedding nothing is said: that decays as any matrix does."""
-    decayed = [row for row in case.rows if row.role is Role.EMBEDDING and row.module == "embedding" and row.weight_decay]
+    decayed = [
+        row for row in case.rows if row.role is Role.EMBEDDING and row.module == "embedding" and row.weight_decay
+    ]
     without = [run.id for run in load_runs() if run.optim and run.optim.decay_embeddings is False]
     if decayed and not case.recipe.model.embedding_norm:
         yield Finding(
@@ -193,8 +197,8 @@ def decay_of_embeddings(case: Case) -> Iterator[Finding]:
             low=None,
             high=0.0,
             factor=None,
-            says="the embedding decays; OLMo 2 left that out against spikes, for small embeddings have large gradients, and "
-            "later runs followed",
+            says="the embedding decays; OLMo 2 left that out against spikes, for small embeddings have large "
+            "gradients, and later runs followed",
             runs=tuple(without),
             mend={"hyperparameters.modules.embedding.weight_decay": 0.0},
         )
@@ -215,14 +219,14 @@ def grad_clip(case: Case) -> Iterator[Finding]:
             mend=mend,
         )
         return
-    told = f"clipped at {clip.limit:g}" if clip.limit else "not clipped"
+    state = f"clipped at {clip.limit:g}" if clip.limit else "not clipped"
     yield from case.judge(
         "hyperparameters.grad_clip",
         clip.limit or math.inf,
-        lambda run: run.optim and run.optim.grad_clip,
+        told("optim.grad_clip"),
         Limits((0.1, 1.0), (0.01, 1.0), (0.001, 10.0)),
-        f"the gradient is {told}; published runs clip its norm at 1.0, a few lower. OPT-175B's first lineage, at 2.5, "
-        "exploded again and again",
+        f"the gradient is {state}; published runs clip its norm at 1.0, a few lower. OPT-175B's first lineage, at "
+        "2.5, exploded again and again",
         mend=mend,
     )
 
@@ -234,10 +238,6 @@ def _horizon(beta: float) -> float:
 
 def _peak_lr(run: Run) -> float | None:
     return run.peak_lr
-
-
-def _beta2(run: Run) -> float | None:
-    return run.optim and run.optim.beta2
 
 
 def _z_loss(run: Run) -> bool:
