@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -211,6 +212,7 @@ def min_lr_ratio(case: Case) -> Iterator[Finding]:
     )
 
 
+@cache
 def _critical(params: float, tokens: float, non_embedding: float | None = None) -> dict[str, float]:
     told = evaluate(params, tokens, params_non_embedding=non_embedding)
     return {one.law: one.batch_tokens for one in told if one.batch_kind == "critical" and one.batch_tokens}

@@ -99,7 +99,7 @@ def aspect_ratio(case: Case) -> Iterator[Finding]:
     if not case.neighbours:
         return
     model = case.recipe.model
-    near = [one for run in case.runs if run.id in _near(case) and (one := _aspect(run))]
+    near = [one for run in case.runs if size_ratio(run, case.params) <= SIZE_FACTOR and (one := _aspect(run))]
     low, high = case.published(_aspect)
     value = model.d_model / model.n_layers
     yield from case.judge(
@@ -176,10 +176,6 @@ def seq_len(case: Case) -> Iterator[Finding]:
         f"sequences of {value:,} tokens; published pre-training has 1,024 .. 8,192; longer ones come at its end",
         mend={"model.seq_len": 1024 if value < 1024 else 8192},
     )
-
-
-def _near(case: Case) -> set[str]:
-    return {run.id for run in case.runs if size_ratio(run, case.params) <= SIZE_FACTOR}
 
 
 def _init_std(run: Run) -> float | None:
