@@ -6,6 +6,7 @@ import pytest
 from chromium import BINARY, Browser
 from written import HOSTILE, slopes_check, write_demo, write_losses_check
 
+from leaven.report.catalogue import write_catalogue
 from leaven.report.checks import write_check
 from leaven.report.page import write_page
 
@@ -37,6 +38,7 @@ def pages(demo_folder, real_demo, tmp_path_factory):
         "demo": write_page(demo_folder, folder / "demo.html"),
         "study": write_page(demo_folder / "proxy", folder / "study.html"),
         "run": write_page(demo_folder / "runs/copied", folder / "run.html"),
+        "catalogue": write_catalogue(folder / "catalogue.html"),
         "check of slopes": write_check(slopes_check(), folder / "slopes.html"),
         "check of runs": write_page(write_losses_check(folder / "check"), folder / "losses.html"),
     }
@@ -55,7 +57,7 @@ def browser(tmp_path_factory):
         ("real", 390),
         *(
             (kind, width)
-            for kind in ("demo", "study", "run", "check of slopes", "check of runs")
+            for kind in ("demo", "study", "run", "catalogue", "check of slopes", "check of runs")
             for width in (1600, 390)
         ),
     ],

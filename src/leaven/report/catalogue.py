@@ -78,8 +78,7 @@ def page(runs: Sequence[Run]) -> str:
         "A colour is a lineage: whose learning rate a run took over; press one to hide it. A circle is a run with "
         "Adam(W), a diamond one under muP, a square one with another optimizer: their learning rates mean something "
         "else. Hollow: experts, at their total size. The band holds the middle half of the lineages, each with one "
-        f"vote, at sizes within a factor of {BAND_FACTOR:g}, of the filled and hollow circles. Hover or tap a point "
-        "for its source."
+        f"vote, at sizes within a factor of {BAND_FACTOR:g}, among the circles. Hover or tap a point for its source."
     )
     made.sections.append(element("section", element("p", key, class_="told"), _legend(runs, hues)))
     charts = [_chart(made, quantity, runs, hues) for quantity in QUANTITIES]
@@ -138,13 +137,13 @@ def symbol(run: Run) -> str:
 
 def _chart(made: chapters.Sheet, quantity: Quantity, runs: Sequence[Run], hues: dict[str, str]) -> Html:
     figure, drawn = scatter(quantity, runs, hues)
-    names = [f"{n} {line.name}" for n, line in enumerate(drawn, start=1)]
+    names = [join(" · " if n > 1 else "", element("b", n), f" {line.name}") for n, line in enumerate(drawn, start=1)]
     return element(
         "div",
         element("h3", quantity.title),
         element("p", quantity.told, class_="told"),
         made.chart(quantity.key, figure, f"{quantity.title} against size", "tall"),
-        element("p", "Lines: ", " · ".join(names), class_="told lines") if names else None,
+        element("p", "Lines: ", names, class_="told lines") if names else None,
     )
 
 
@@ -285,17 +284,17 @@ def _law_lines(pick: str) -> Callable[[Sequence[float]], list[Line]]:
 
 
 def _chinchilla(sizes: Sequence[float]) -> list[Line]:
-    return [Line("20 tokens a parameter (Chinchilla)", [(size, 20 * size, True) for size in sizes])]
+    return [Line("Chinchilla, 20 tokens a parameter", [(size, 20 * size, True) for size in sizes])]
 
 
 def _inits(sizes: Sequence[float]) -> list[Line]:
     """N = 12 L d^2 without embeddings, so d = (N x aspect / 12)^(1/3)."""
     widths = [(size, (size * ASPECT / 12) ** (1 / 3)) for size in sizes]
     rules: dict[str, Callable[[float], float]] = {
-        "1 / sqrt(d), fan-in": lambda d: d**-0.5,
-        "sqrt(2 / (5 d)), small-init": lambda d: math.sqrt(2 / (5 * d)),
-        "sqrt(1 / (3 d)), MT-NLG": lambda d: math.sqrt(1 / (3 * d)),
-        "0.02, GPT-2": lambda d: 0.02,
+        "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
+        "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),
+        "MT-NLG, sqrt(1 / (3 d))": lambda d: math.sqrt(1 / (3 * d)),
+        "GPT-2, 0.02": lambda d: 0.02,
     }
     return [Line(name, [(size, std(d), True) for size, d in widths]) for name, std in rules.items()]
 
@@ -307,7 +306,7 @@ QUANTITIES = (
         lambda run: run.schedule, "peak_lr", lambda value: f"peak lr {numbers.value(value)}", _law_lines("lr"),
     ),
     Quantity(
-        "batch", "Batch", f"The final one. Thin lines: optimal and critical batches by laws {_AT_20}.", "tokens a step",
+        "batch", "Batch", f"The final one. Thin lines: optimal and critical ones by laws {_AT_20}.", "tokens a step",
         lambda run: run.batch_tokens, lambda run: run.batch, "global_batch_tokens",
         lambda value: f"batch {numbers.quantity(value)} tokens", _law_lines("batch_tokens"),
     ),

@@ -1,0 +1,86 @@
+"""`leaven recipes check` and `leaven report --catalogue` as a person calls them."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples/350m.toml"
+
+
+def test_a_recipe_within_the_published_range_passes(leaven: Verb) -> None:
+    code, out, err = leaven("recipes", "check", EXAMPLE)
+    assert (code, err) == (0, "")
+    assert out.rstrip().endswith("4 notes")
+    assert "passed: 31 checks, none outside" in out
+
+
+def test_one_outside_fails_names_the_runs_and_what_it_says_to_type_mends_it(leaven: Verb) -> None:
+    fault = (
+        "--set",
+        "hyperparameters.lr=0.02",
+        "--set",
+        "schedule.warmup_tokens=0",
+        "--set",
+        "batch.tokens=67_108_864",
+    )
+    code, out, err = leaven("recipes", "check", EXAMPLE, *fault)
+    assert (code, err) == (1, "")
+    assert "FAR OUTSIDE  lr: peak lr 0.02" in out
+    assert "says: gpt2-350m-llmc" in out
+    assert re.search(r"FAILED: \d+ of 31 checks outside, \d notes", out)
+    assert all(len(line) <= 120 or "--set" in line for line in out.splitlines())
+    mends = [shlex.split(line.split("->")[1]) for line in out.splitlines() if line.strip().startswith("->")]
+    code, out, err = leaven("recipes", "check", EXAMPLE, *fault, *(word for mend in mends for word in mend))
+    assert err == ""
+    assert "FAR OUTSIDE" not in out
+
+
+def test_as_json(leaven: Verb) -> None:
+    code, out, _ = leaven("recipes", "check", EXAMPLE, "--set", "hyperparameters.grad_clip=0", "--json")
+    document = json.loads(out)
+    assert code == 1
+    assert document["passed"] is False
+    assert len(document["checks"]) == 31
+    (clip,) = [one for one in document["findings"] if one["check"] == "clip"]
+    assert clip["severity"] == "far outside"
+    assert (clip["value"], clip["factor"]) == (None, None)  # no number can say how far off is
+    assert clip["mend"] == {"hyperparameters.grad_clip": 1.0}
+    assert len(clip["runs"]) == 5
+
+
+def test_bad_input_is_one_line_and_2(leaven: Verb, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text("[tool]\nx = 1\n")
+    for arguments, said in (
+        ((tmp_path / "none.toml",), "no such file"),
+        ((other,), "tool: no such key"),
+        ((EXAMPLE, "--corpus-tokens", "0"), "--corpus-tokens above 0"),
+        ((EXAMPLE, "--set", "hyperparameters.lr=fast"), "lr"),
+    ):
+        code, out, err = leaven("recipes", "check", *arguments)
+        assert (code, out) == (2, "")
+        assert said in err
+        assert err.count("\n") == 1
+
+
+def test_report_of_the_catalogue(leaven: Verb, tmp_path: Path) -> None:
+    out = tmp_path / "catalogue.html"
+    assert leaven("report", "--catalogue", "-o", out, "--json")[:2] == (
+        0,
+        json.dumps({"path": str(out)}, indent=2) + "\n",
+    )
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_report_takes_a_path_or_the_catalogue(leaven: Verb, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    code, _, err = leaven("report", tmp_path, "--catalogue", "-o", out)
+    assert code == 2
+    assert "takes no PATH" in err
+    code, _, err = leaven("report", "-o", out)
+    assert code == 2
+    assert "or --catalogue" in err
+    assert not out.exists()
