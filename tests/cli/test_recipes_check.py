@@ -3,10 +3,10 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
-
-
+Verb = Callable[..., tuple[int, str, str]]
 EXAMPLE = Path(__file__).parents[2] / "examples/350m.toml"
 
 

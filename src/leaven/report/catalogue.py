@@ -225,7 +225,7 @@ def hover(quantity: Quantity, run: Run, value: float) -> str:
     said += [special] if special else []
     if known:
         said += [f"{source} ({known.confidence})" for source in known.sources]
-    lines = [line for part in said for line in textwrap.wrap(part, 46)]
+    lines = [line for part in said for line in textwrap.wrap(part, 46, break_on_hyphens=False)]
     return "<br>".join([f"<b>{figures.text(run.id)}</b>", *map(figures.text, lines)])
 
 
@@ -269,14 +269,14 @@ def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[fl
 
 
 def _law_lines(pick: str) -> Callable[[Sequence[float]], list[Line]]:
-    """What each law says at 20 tokens a parameter."""
+    """What each law says at 20 tokens a parameter; another form of the same law is no other."""
 
     def lines(sizes: Sequence[float]) -> list[Line]:
         said: dict[str, list[tuple[float, float, bool]]] = {}
         for size in sizes:
             for result in evaluate(size, TOKENS_PER_PARAMETER * size):
                 value = getattr(result, pick)
-                if value:
+                if value and result.form_of is None:
                     said.setdefault(result.law, []).append((size, value, result.in_range))
         return [Line(name, points) for name, points in said.items()]
 

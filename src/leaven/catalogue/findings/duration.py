@@ -215,7 +215,11 @@ def min_lr_ratio(case: Case) -> Iterator[Finding]:
 @cache
 def _critical(params: float, tokens: float, non_embedding: float | None = None) -> dict[str, float]:
     told = evaluate(params, tokens, params_non_embedding=non_embedding)
-    return {one.law: one.batch_tokens for one in told if one.batch_kind == "critical" and one.batch_tokens}
+    return {
+        one.law: one.batch_tokens
+        for one in told
+        if one.batch_kind == "critical" and one.batch_tokens and not one.form_of
+    }
 
 
 def _over_critical(run: Run) -> float | None:

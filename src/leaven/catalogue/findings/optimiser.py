@@ -24,7 +24,7 @@ def lr(case: Case) -> Iterator[Finding]:
     outside = (min(lowest, middle / 3), max(highest, 3 * middle))
     model = case.recipe.model
     results = evaluate(case.params, case.recipe.data.tokens, params_non_embedding=model.params_non_embedding)
-    laws = sorted(result.lr for result in results if result.lr)
+    laws = sorted(result.lr for result in results if result.lr and not result.form_of)
     value = case.hidden("lr")
     yield from case.judge(
         "hyperparameters.lr",
@@ -32,7 +32,7 @@ def lr(case: Case) -> Iterator[Finding]:
         _peak_lr,
         Limits((lowest, highest), outside, (outside[0] / 3, outside[1] * 3)),
         f"peak lr {value:.2g}: {value / middle:.2g} x the median {middle:.2g} of the nearest comparable runs, which "
-        f"have {lowest:.2g} .. {highest:.2g}; laws say {laws[0]:.2g} .. {laws[-1]:.2g}",
+        f"have {lowest:.2g} .. {highest:.2g}; laws, each at its own batch, say {laws[0]:.2g} .. {laws[-1]:.2g}",
         mend={"hyperparameters.lr": case.at_base("lr", middle)},
         among=case.neighbours,
     )
