@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from leaven.catalogue.findings import CHECKS, Finding, findings
 from leaven.catalogue.run import Run
@@ -245,3 +247,44 @@ def test_a_recipe_that_is_small_is_told_that_nothing_is_near() -> None:
     assert one.factor is not None
     assert one.factor > 4
     assert not {"lr", "batch", "aspect ratio", "head size"} & {each.check for each in found(recipe)}
+
+
+def powers(low: int, high: int) -> st.SearchStrategy[float]:
+    return st.floats(low, high).map(lambda exponent: 10.0**exponent)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    width=st.sampled_from([1, 4, 16, 64]),
+    layers=st.integers(1, 40),
+    sequences=powers(0, 4).map(round),
+    tokens=powers(6, 13).map(round),
+    tuned=st.fixed_dictionaries(
+        {
+            "lr": powers(-6, -1), "init_std": powers(-4, 0), "weight_decay": st.just(0.0) | powers(-4, 0),
+            "beta1": st.floats(0, 0.999), "beta2": st.floats(0, 0.99999), "eps": powers(-12, -2),
+            "grad_clip": st.just(0.0) | powers(-3, 2),
+        }
+    ),
+    share=st.floats(0, 1), rule=st.sampled_from(["standard", "mup", "complete-d-p"]),
+    decay=st.sampled_from(["cosine", "constant", "wsd"]), zero_ends=st.booleans(),
+)  # fmt: skip
+def test_whatever_the_recipe_each_thing_to_type_is_a_recipe_that_is_mended(
+    width: int, layers: int, sequences: int, tokens: int, tuned: dict[str, float], share: float, rule: str, decay: str,
+    zero_ends: bool,
+) -> None:  # fmt: skip
+    shape = {"n_layers": layers, "d_model": 64 * width, "n_heads": width, "n_kv_heads": width, "d_head": 64}
+    recipe = healthy(
+        **{f"model__{key}": value for key, value in (shape | {"d_ff": 128 * width}).items()},
+        batch__tokens=2048 * sequences,
+        data__tokens=tokens,
+        schedule={"warmup_tokens": round(share * tokens), "decay": decay},
+        scaling={
+            "rule": rule, "base": {"width": 64, "depth": 4, "batch_tokens": 65_536, "tokens": 10**9},
+        },
+        hyperparameters=tuned | {"modules": {"mlp.out": {"init_std": 0.0 if zero_ends else 1.0}}},
+    )  # fmt: skip
+    for one in found(recipe):
+        assert one.factor is None or one.factor >= 1
+        if one.mend:
+            assert one.check not in outside(recipe.replace(one.mend)), one

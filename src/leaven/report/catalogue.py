@@ -83,7 +83,7 @@ def page(runs: Sequence[Run]) -> str:
     made.sections.append(element("section", element("p", key, class_="told"), _legend(runs, hues)))
     charts = [_chart(made, quantity, runs, hues) for quantity in QUANTITIES]
     for pair in (charts[:2], charts[2:]):
-        made.sections.append(element("section", *pair, class_="pair"))
+        made.sections.append(element("section", *pair, class_="pair even"))
     told = (
         "Every value is in leaven recipes show ID with its own source; here is that of the learning rate. How it is "
         "known: file (read there), secondary (in notes on it), paper-memory (from memory)."
@@ -137,13 +137,16 @@ def symbol(run: Run) -> str:
 
 def _chart(made: chapters.Sheet, quantity: Quantity, runs: Sequence[Run], hues: dict[str, str]) -> Html:
     figure, drawn = scatter(quantity, runs, hues)
-    names = [join(" · " if n > 1 else "", element("b", n), f" {line.name}") for n, line in enumerate(drawn, start=1)]
+    names = [
+        element("span", element("b", n), f" {line.name}{',' if n < len(drawn) else ''}")
+        for n, line in enumerate(drawn, start=1)
+    ]
     return element(
         "div",
         element("h3", quantity.title),
         element("p", quantity.told, class_="told"),
         made.chart(quantity.key, figure, f"{quantity.title} against size", "tall"),
-        element("p", "Lines: ", names, class_="told lines") if names else None,
+        element("p", [(name, " ") for name in names], class_="told lines") if names else None,
     )
 
 

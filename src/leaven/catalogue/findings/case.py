@@ -34,10 +34,6 @@ class Row(Protocol):
     @property
     def module(self) -> str: ...
     @property
-    def layer(self) -> int | None: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
     def init_std(self) -> float: ...
     @property
     def lr(self) -> float: ...
@@ -134,10 +130,9 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Of the matrices that read the residual stream."""
-        width = self.recipe.model.d_model
+        """Of the matrices that read the residual stream and start from random numbers; 0 if none does."""
         reads = [row for row in self.rows if row.role is Role.HIDDEN_WEIGHT and row.module not in BRANCH_ENDS]
-        return median(row.init_std for row in reads if row.shape[1] == width)
+        return median([row.init_std for row in reads if row.init_std] or [0.0])
 
     @cached_property
     def residual_std(self) -> float:

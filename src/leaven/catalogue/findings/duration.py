@@ -148,6 +148,7 @@ def ramp_start(case: Case) -> Iterator[Finding]:
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return
+    tenth = _sequences(case, case.recipe.batch.tokens / 10)
     value, least = ramp.start_tokens / case.recipe.batch.tokens, case.published(_start)[0]
     yield from case.judge(
         "batch.ramp.start_tokens",
@@ -157,7 +158,10 @@ def ramp_start(case: Case) -> Iterator[Finding]:
         f"the ramp starts at {format_quantity(ramp.start_tokens)} tokens, {value:.2g} of the batch; the least "
         f"published is {least:.2g}. So small a batch keeps few devices busy (BLOOM: 8 TFLOP/s at 16 sequences, 73 at "
         "192)",
-        mend={"batch.ramp.start_tokens": _start_that_fits(case, 0.1)},
+        mend={
+            "batch.ramp.start_tokens": case.recipe.batch.tokens - 9 * tenth,
+            "batch.ramp.increment_tokens": tenth,
+        },
     )
 
 
@@ -268,11 +272,3 @@ def _batch(case: Case, tokens: float) -> dict[str, Any]:
     spec = case.recipe.batch
     gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
     return {"batch.tokens": _sequences(case, tokens)} | gone
-
-
-def _start_that_fits(case: Case, share: float) -> int:
-    """A start of about this share of the batch from which whole increments lead to it."""
-    spec, ramp = case.recipe.batch, case.recipe.batch.ramp
-    assert ramp is not None
-    increments = max(round((1 - share) * spec.tokens / ramp.increment_tokens), 1)
-    return spec.tokens - increments * ramp.increment_tokens

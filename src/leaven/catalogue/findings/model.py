@@ -15,6 +15,8 @@ def init_std(case: Case) -> Iterator[Finding]:
     the largest rule; BigScience's 104B broke at 3.7."""
     usual = math.sqrt(1 / (3 * case.recipe.model.d_model))
     std = case.init_std
+    if not std:
+        return
     named = case.recipe.hyperparameters.init != "rule"
     written = case.recipe.hyperparameters.init_std or 0.0
     yield from case.judge(
@@ -33,6 +35,8 @@ def init_std(case: Case) -> Iterator[Finding]:
 
 def residual_std(case: Case) -> Iterator[Finding]:
     """The start of what writes to the residual stream, times sqrt(2 L), over that of what reads it: 1 as in GPT-2."""
+    if not case.init_std:
+        return
     n_layers = case.recipe.model.n_layers
     value = case.residual_std / case.init_std * math.sqrt(2 * n_layers)
     most = max(_residual_std(run) or 0.0 for run in case.runs if run.arch.norm_placement == "pre")

@@ -232,8 +232,8 @@ def grad_clip(case: Case) -> Iterator[Finding]:
 
 
 def _horizon(beta: float) -> float:
-    """Steps that a moment looks back; a beta may be asked for that no run has."""
-    return 1 / (1 - beta) if math.isfinite(beta) else beta
+    """Steps that a moment looks back; a rule may bring a beta to 1 in the last bit."""
+    return 1 / (1 - beta) if beta < 1 else math.inf
 
 
 def _peak_lr(run: Run) -> float | None:
