@@ -154,7 +154,8 @@ class Case:
         base: float = getattr(self.recipe.hyperparameters, quantity)
         actual = self.hidden(quantity)
         if quantity.startswith("beta"):  # a rule raises it to a power
-            return float(f"{base ** (math.log(wanted) / math.log(actual)):.3g}") if 0 < actual < 1 else wanted
+            beta = base ** (math.log(wanted) / math.log(actual)) if 0 < actual < 1 else wanted
+            return float(f"{beta:.3g}") if beta < 0.9 else round(1 - float(f"{1 - beta:.3g}"), 12)
         return float(f"{base * wanted / actual:.2g}") if actual else wanted
 
     def judge(

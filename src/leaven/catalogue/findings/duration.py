@@ -48,20 +48,23 @@ def tokens_per_parameter(case: Case) -> Iterator[Finding]:
         Limits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
         f"{value:,.3g} tokens a parameter, {side}"
         + (": a smaller model would be better for the same compute" if value < _CHINCHILLA else ""),
-        mend={"data.tokens": _CHINCHILLA * case.params},
+        mend=_tokens(case, _CHINCHILLA * case.params),
     )
 
 
 def steps(case: Case) -> Iterator[Finding]:
     value = float(case.recipe.steps)
     fewest = case.published(_steps)[0]
+    smaller = case.recipe.data.tokens / 10_000
     yield from case.judge(
         "batch.tokens",
         value,
         _steps,
         Limits((5000.0, math.inf), (1000.0, math.inf), (100.0, math.inf)),
         f"{value:,.0f} optimiser steps; the fewest published are {fewest:,.0f}",
-        mend=_batch(case, case.recipe.data.tokens / 10_000),
+        mend=_batch(case, smaller)
+        if smaller >= case.recipe.model.seq_len
+        else _tokens(case, 10_000 * case.recipe.batch.tokens),
     )
 
 
@@ -80,7 +83,7 @@ def epochs(case: Case) -> Iterator[Finding]:
         upward(4, 4, 16),
         f"{value:.3g} epochs of the text; up to 4 are nearly as good as new text, beyond about 16 hardly anything is "
         "learned from more",
-        mend={"data.tokens": 4 * case.corpus_tokens},
+        mend=_tokens(case, 4 * case.corpus_tokens),
     )
 
 
@@ -265,6 +268,12 @@ def _sequences(case: Case, tokens: float) -> int:
     """The nearest whole number of sequences, at least one."""
     seq_len = case.recipe.model.seq_len
     return max(round(tokens / seq_len), 1) * seq_len
+
+
+def _tokens(case: Case, tokens: int) -> dict[str, Any]:
+    """So many tokens; a warm-up that is longer goes with them."""
+    longer = case.recipe.schedule.warmup_tokens > tokens
+    return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})
 
 
 def _batch(case: Case, tokens: float) -> dict[str, Any]:
