@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,3 +289,13 @@ def test_whatever_the_recipe_each_thing_to_type_is_a_recipe_that_is_mended(
         assert one.factor is None or one.factor >= 1
         if one.mend:
             assert one.check not in outside(recipe.replace(one.mend)), one
+
+
+def test_the_docs_have_a_line_a_check() -> None:
+    docs = (Path(__file__).parents[2] / "docs/catalogue.md").read_text(encoding="utf-8")
+    lines = [line for line in docs.splitlines() if line.startswith("| ")][1:]
+    assert len(lines) == len(CHECKS)
+    for check, line in zip(CHECKS, lines, strict=True):
+        assert line.startswith(f"| {check.name}"), line
+    assert "all 52 to that" in docs
+    assert len(list(published())) == 52
