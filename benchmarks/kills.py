@@ -36,7 +36,7 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
         recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(
             {
                 "model.n_kv_heads": 2,
-                "data.tokens": 256 * (60 + 30 * kills),
+                "data.tokens": 256 * (60 + 12 * kills),
                 "batch.micro_batch": 1,
                 "stability.checkpoint_every_tokens": 256 * 4,
                 "evaluation.every_tokens": 256 * 100,

@@ -73,7 +73,8 @@ def warned(quiet: bool) -> list[str]:
 
 
 def test_quiet_about_views_and_nothing_else(ranks: Pool) -> None:
-    assert len(ranks(1, warned, False)[0]) == 1
+    """torch began to warn with 2.13."""
+    assert len(ranks(1, warned, False)[0]) == (torch.__version__ >= "2.13")
     assert ranks(1, warned, True)[0] == []
 
 

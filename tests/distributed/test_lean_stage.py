@@ -10,7 +10,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import layout
 from torch.distributed.tensor import DTensor
 
-from leaven.distributed.lean_stage import LeanStage
+from leaven.distributed.lean_stage import LeanStage, received
 from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.stage import Stage
 from leaven.distributed.world import joined
@@ -42,7 +42,7 @@ def watched(recipe: Recipe) -> tuple[list[Held], int]:
             shared = [each for each in self.submod.parameters() if isinstance(each, DTensor)]
             waiting = [each for each in whole if each.grad is not None] + [p for p in shared if p.grad is None]
             infos = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
-            buffers = [info.buffer for some in infos for info in some if info.buffer is not None]
+            buffers = [info.buffer for some in infos for info in received(some)]
             seen.append(
                 Held(
                     sum(each.numel() for each in whole),

@@ -75,10 +75,10 @@ def test_a_loss_that_is_no_number_leaves_the_parameters(dtype: str, tiny: Recipe
     training.step()
     with torch.no_grad():
         training.model.embedding.weight[:, 0] = torch.nan
-    before = training.model.layers[0].mlp["out"].weight.detach().clone()
+    before = training.model.layers[0].mlp.out.weight.detach().clone()
     with pytest.raises(Diverged, match="loss nan"):
         training.step()
-    assert torch.equal(before, training.model.layers[0].mlp["out"].weight)
+    assert torch.equal(before, training.model.layers[0].mlp.out.weight)
 
 
 def test_fp16_resumes_to_the_last_bit(

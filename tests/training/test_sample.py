@@ -32,8 +32,8 @@ def test_characters_of_several_tokens_come_whole(run: LoadedRun) -> None:
     assert len(letter) == 2
     with torch.no_grad():  # what was read says what comes next: no branches, an embedding that is looked up backwards
         for block in run.model.layers:
-            block.attention["out"].weight.zero_()
-            block.mlp["out"].weight.zero_()
+            block.attention.out.weight.zero_()
+            block.mlp.out.weight.zero_()
         run.model.embedding.weight.copy_(torch.eye(320, 16))
         run.model.unembedding.weight.zero_()
         for last, following in zip(letter, letter[::-1], strict=True):

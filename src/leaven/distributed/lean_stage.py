@@ -1,6 +1,6 @@
 """A stage of a pipeline that holds what it needs now, and not what the whole step needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,26 +35,24 @@ class LeanStage(PipelineStage):
         finally:
             self.device = device
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+    def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
         with self._only_shapes():
-            super()._setup_forward_recv_info(num_microbatches, has_backward)
+            return super()._prepare_forward_infra(*arguments, **named)
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
         with self._only_shapes():
-            super()._setup_backward_recv_info(num_microbatches)
+            return super()._create_grad_recv_info(act_send_info)
 
     def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[P2POp]:
-        for info in recv_infos:
-            if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
+        for info in received(recv_infos):
+            info.buffer = _anew(info.buffer, self.device)
         return super()._get_recv_ops(recv_infos)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
         for infos in (self.args_recv_info, self.grad_recv_info):
-            for info in infos.get(bwd_chunk_id, ()):
-                if info.buffer is not None:
-                    info.buffer = torch.empty_like(info.buffer, device="meta")
+            for info in received(infos.get(bwd_chunk_id, ())):
+                info.buffer = _anew(info.buffer, torch.device("meta"))
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -69,3 +67,12 @@ class LeanStage(PipelineStage):
         stage.set_requires_all_reduce(last_backward)  # between replicas, once a step
         of = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
         return stage_backward(*of), None
+
+
+def received(infos: Iterable[Any]) -> list[Any]:
+    """Those that come over a wire. What a first stage is given has no buffer; in torch 2.11 not even the name."""
+    return [info for info in infos if getattr(info, "buffer", None) is not None]
+
+
+def _anew(buffer: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)

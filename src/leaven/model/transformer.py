@@ -44,23 +44,20 @@ class PerHeadNorm(nn.Module):
         return (norm(wide_BTHE, size, eps=self.eps) * self.weight).to(x_BTHE.dtype)
 
 
-class Attention(nn.ModuleDict):
+class Attention(nn.Module):
     def __init__(self, shape: ModelShape, scale: float) -> None:
         d, d_q, d_kv = shape.d_model, shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
-        super().__init__(
-            {
-                "query": nn.Linear(d, d_q, shape.bias),
-                "key": nn.Linear(d, d_kv, shape.bias),
-                "value": nn.Linear(d, d_kv, shape.bias),
-                "out": nn.Linear(d_q, d, shape.bias),
-            }
-        )
+        super().__init__()
+        self.query = nn.Linear(d, d_q, shape.bias)
+        self.key = nn.Linear(d, d_kv, shape.bias)
+        self.value = nn.Linear(d, d_kv, shape.bias)
+        self.out = nn.Linear(d_q, d, shape.bias)
         self.d_head, self.dropout, self.scale = shape.d_head, shape.dropout, scale
 
     def forward(self, x_BTD: Tensor, norm: nn.ModuleDict, positions: "Positions") -> Tensor:
         # The number of heads is read off the tensor, so that a slice of the heads works as well.
         q_BTHE, k_BTKE, v_BTKE = (
-            self[side](x_BTD).unflatten(-1, (-1, self.d_head)) for side in ("query", "key", "value")
+            side(x_BTD).unflatten(-1, (-1, self.d_head)) for side in (self.query, self.key, self.value)
         )
         if "query" in norm:
             q_BTHE, k_BTKE = norm["query"](q_BTHE), norm["key"](k_BTKE)
@@ -79,29 +76,30 @@ class Attention(nn.ModuleDict):
                 scale=self.scale,
                 enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
             )
-        branch_BTD: Tensor = self["out"](y_BHTE.transpose(1, 2).flatten(-2))
+        branch_BTD: Tensor = self.out(y_BHTE.transpose(1, 2).flatten(-2))
         return branch_BTD
 
 
-class MLP(nn.ModuleDict):
+class MLP(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
-        inputs = ("gate", "in") if shape.gated else ("in",)
-        super().__init__({name: nn.Linear(shape.d_model, shape.d_ff, shape.bias) for name in inputs})
-        self["out"] = nn.Linear(shape.d_ff, shape.d_model, shape.bias)
+        super().__init__()
+        for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a word of Python's own
+            self.add_module(name, nn.Linear(shape.d_model, shape.d_ff, shape.bias))
+        self.out = nn.Linear(shape.d_ff, shape.d_model, shape.bias)
         self.activation = shape.activation
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTF: Tensor = self["in"](x_BTD)
+        h_BTF: Tensor = getattr(self, "in")(x_BTD)
         match self.activation:
             case "swiglu":
-                h_BTF = F.silu(self["gate"](x_BTD)) * h_BTF
+                h_BTF = F.silu(self.gate(x_BTD)) * h_BTF
             case "gelu":
                 h_BTF = F.gelu(h_BTF, approximate="tanh")
             case "relu":
                 h_BTF = F.relu(h_BTF)
             case "squared_relu":
                 h_BTF = F.relu(h_BTF).square()
-        branch_BTD: Tensor = self["out"](h_BTF)
+        branch_BTD: Tensor = self.out(h_BTF)
         return branch_BTD
 
 
