@@ -81,6 +81,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    gate: nn.Linear  # of a gated one
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a word of Python's own
