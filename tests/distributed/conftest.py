@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from tests.distributed.cases import train
 from tests.distributed.pool import Pool
 
@@ -41,5 +42,7 @@ def once() -> Alone:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All that want ranks go to one worker: eight processes for each of several would be in each other's way."""
     for item in items:
+        if "zero-bubble" in item.name and torch.__version__ < "2.13":
+            item.add_marker(pytest.mark.skip(reason="torch before 2.13 computes wrong gradients: it is refused"))
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))

@@ -66,6 +66,16 @@ def test_a_schedule_that_computes_wrong_gradients_is_refused(tiny_text: str) -> 
         parse_recipe(text, "recipe.toml")
 
 
+@pytest.mark.parametrize(("there", "wrong"), [("2.11.0+cu130", True), ("2.12.1", True), ("2.13.0+cpu", False)])
+def test_zero_bubble_is_refused_where_torch_computes_it_wrong(there: str, wrong: bool, tiny: Recipe) -> None:
+    recipe = tiny.replace(FOUR | layout(pp=2, schedule="zero-bubble"))
+    with patch("leaven.planning.trainable.version", lambda _: there):
+        if not wrong:
+            return require_trainable(recipe, 2)
+        with pytest.raises(InputError, match="wrong gradients in torch 2.1.* install torch 2.13, or take"):
+            require_trainable(recipe, 2)
+
+
 @pytest.mark.parametrize(
     ("processes", "said"),
     [

@@ -1,5 +1,7 @@
 """What a layout asks of the model, the batch and the processes: said before anything is started."""
 
+from importlib.metadata import version
+
 from pydantic import ValidationError
 
 from leaven.planning.arrangement import shape_refusal
@@ -16,7 +18,7 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
         InputError: saying what would work.
     """
     require_ranks(recipe, processes)
-    for refusal in (shape_refusal(recipe.model, recipe.layout), _batch_refusal(recipe)):
+    for refusal in (shape_refusal(recipe.model, recipe.layout), _batch_refusal(recipe), _torch_refusal(recipe)):
         if refusal is not None:
             raise InputError(f"[layout] {refusal}")
     if recipe.stability.noise_scale_every_tokens is not None:
@@ -131,6 +133,15 @@ def _noise_refusal(recipe: Recipe) -> str | None:
             f"--set batch.micro_batch={each // 2}, or {off}"
         )
     return None
+
+
+def _torch_refusal(recipe: Recipe) -> str | None:
+    """Of a backward pass in two halves, torch before 2.13 takes the gradients of some weights for a wrong output
+    (2.11), or adds them twice where one is computed from another (2.12): wrong without a word."""
+    there = version("torch")
+    if recipe.layout.schedule != "zero-bubble" or tuple(map(int, there.split(".")[:2])) >= (2, 13):
+        return None
+    return f'schedule = "zero-bubble" computes wrong gradients in torch {there}; install torch 2.13, or take "1f1b"'
 
 
 def layout_cautions(recipe: Recipe) -> list[Caution]:

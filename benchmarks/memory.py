@@ -1,0 +1,129 @@
+"""Memory that the planner predicts against what a step takes: `PYTHONPATH=src python -m benchmarks.memory [NAME ...]`.
+
+On the processor, where every allocation and release is noted (torch.profiler) and nothing else has a place in the
+count: no context, no kernels' workspaces, no fragments. So the planner's fixed amount and its slack are left out too,
+and what is compared is its formulas. Of the rank that needs most; the second step, when all there ever is is there.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.conftest import TINY
+from tests.distributed.pool import Pool
+from torch.profiler import ProfilerActivity, profile
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.distributed.world import joined
+from leaven.planning.arrangement import Arrangement
+from dataclasses import replace
+from leaven.planning.memory import LEAVEN_BF16, Memory, stage_memory
+from leaven.planning.trainable import micro_batches
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Training
+
+TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
+MIB = 2**20
+MODEL: dict[str, Any] = {
+    "model.vocab_size": 4096,
+    "model.n_layers": 8,
+    "model.d_model": 256,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 4,
+    "model.d_head": 64,
+    "model.d_ff": 704,
+    "model.seq_len": 256,
+    "batch.tokens": 256 * 16,
+    "data.tokens": 256 * 16 * 8,
+    "batch.micro_batch": 2,
+    "precision.compute": "bf16",
+}
+
+
+def layouts() -> dict[str, dict[str, Any]]:
+    def at(**layout: Any) -> dict[str, Any]:
+        return {f"layout.{key}": value for key, value in layout.items()}
+
+    return {
+        "one process": {},
+        "one process, fp32": {"precision.compute": "fp32"},
+        "one process, recompute": at(recompute="full"),
+        "dp2, ZeRO 0": at(dp=2),
+        "dp2, ZeRO 1": at(dp=2, zero=1),
+        "dp2, ZeRO 2": at(dp=2, zero=2),
+        "dp2, ZeRO 3": at(dp=2, zero=3),
+        "dp4, ZeRO 3": at(dp=4, zero=3),
+        "tp2": at(tp=2),
+        "tp2, recompute": at(tp=2, recompute="full"),
+        "pp2": at(pp=2),
+        "pp4, gpipe": at(pp=4, schedule="gpipe"),
+        "pp2 interleaved": at(pp=2, schedule="interleaved", stages_per_rank=2),
+        "2x2x2, ZeRO 1": at(dp=2, tp=2, pp=2, zero=1),
+        "2x2x2, ZeRO 3": at(dp=2, tp=2, pp=2, zero=3),
+    }
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LEAVEN_CACHE"] = f"{folder}/cache"
+        for number in range(40):
+            (Path(folder) / f"{number}.txt").write_text(TEXT[number * 4_000 : (number + 1) * 4_000])
+        tiny = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(MODEL)
+        ranks = Pool(8)
+        try:
+            table(ranks, tiny, names)
+        finally:
+            ranks.close()
+
+
+def table(ranks: Pool, tiny: Recipe, names: list[str]) -> None:
+    tokens = prepare(tiny.data, tiny.model.vocab_size)
+    print("| layout | states, measured | predicted | ratio | the rest at its peak, measured | predicted | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for name, changes in layouts().items():
+        if names and name not in names:
+            continue
+        recipe = tiny.replace(changes)
+        states, rest = map(max, zip(*ranks(recipe.layout.ranks, taken, recipe, tokens), strict=True))
+        said = max((predicted(recipe, stage) for stage in range(recipe.layout.pp)), key=lambda memory: memory.total)
+        said_states = said.weights + said.optimizer
+        said_rest = said.total - said_states
+        print(
+            f"| {name} | {states / MIB:.1f} MiB | {said_states / MIB:.1f} | {said_states / states:.2f} "
+            f"| {rest / MIB:.1f} MiB | {said_rest / MIB:.1f} | {said_rest / rest:.2f} |",
+            flush=True,
+        )
+
+
+def predicted(recipe: Recipe, stage: int) -> Memory:
+    layout, size = recipe.layout, recipe.batch.micro_batch
+    assert isinstance(size, int)
+    how = Arrangement(layout, size, micro_batches(recipe, recipe.batch.tokens, size))
+    return stage_memory(recipe.model, how, stage, replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0))
+
+
+def taken(recipe: Recipe, tokens: TokenSet) -> tuple[int, int]:
+    """Bytes of parameters and optimiser states; bytes beside them at the peak of a step, gradients included."""
+    with joined(recipe.layout, torch.device("cpu")) as world:
+        training = Training(recipe, tokens, device="cpu", world=world)
+        training.step()
+        training.sharded.drop_gradients()
+        leaves = training.sharded.leaves
+        states = sum(leaf.nbytes for leaf in (*leaves, *training.optimiser.state_dict().values()))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+            training.step()
+        level = highest = 0
+        events = watched.profiler.kineto_results.events()
+        for event in sorted((each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns()):
+            level += event.nbytes()
+            highest = max(highest, level)
+    return states, highest
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
