@@ -9,6 +9,7 @@ from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import (
     GIB,
     Implementation,
+    in_flight,
     layer_activation_bytes,
     stage_layers,
     stage_memory,
@@ -31,7 +32,10 @@ def test_korthikanti_2022_equation_2_activations_of_a_gpt_block(t: int) -> None:
 
 def test_a_swiglu_block_is_16_h_plus_8_d_ff_a_token_with_as_many_kv_heads_as_heads() -> None:
     tokens = 2 * SMALL.seq_len
-    assert layer_activation_bytes(SMALL, 2, 1) == tokens * (16 * SMALL.d_model + 8 * SMALL.d_ff)
+    plain = Implementation()
+    assert layer_activation_bytes(SMALL, 2, 1, plain) == tokens * (16 * SMALL.d_model + 8 * SMALL.d_ff)
+    # leaven's residual stream is fp32, and norms keep their input.
+    assert layer_activation_bytes(SMALL, 2, 1) == tokens * (20 * SMALL.d_model + 8 * SMALL.d_ff)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +50,13 @@ def test_zero_stages_divide_states_as_the_zero_paper_says(
     assert memory.optimizer == pytest.approx(optimizer * SMALL.params)
 
 
-def test_zero_3_divides_everything_but_two_gathered_blocks() -> None:
-    memory = stage_memory(SMALL, Arrangement(Layout(dp=8, zero=3), 1, 1), 0)
-    block = (SMALL.params - 2 * 32_768 * 768 - 768) / 12
-    assert memory.weights == pytest.approx(4 * SMALL.params / 8 + 2 * 2 * block)
+def test_zero_3_divides_everything_but_two_gathered_blocks_and_leavens_ends() -> None:
+    how = Arrangement(Layout(dp=8, zero=3), 1, 1)
+    ends = 2 * 32_768 * 768 + 768
+    blocks = 4 * SMALL.params / 8 + 2 * 2 * (SMALL.params - ends) / 12
+    assert stage_memory(SMALL, how, 0, Implementation()).weights == pytest.approx(blocks)
+    memory = stage_memory(SMALL, how, 0)
+    assert memory.weights == pytest.approx(blocks + 4 * ends)
     assert memory.grads + memory.optimizer == pytest.approx(12 * SMALL.params / 8)
 
 
@@ -77,7 +84,7 @@ def test_an_embedding_norm_is_on_the_first_stage_and_keeps_its_input() -> None:
     grown = [
         stage_memory(normed, how, stage).activations - stage_memory(plain, how, stage).activations for stage in (0, 3)
     ]
-    assert grown == [4 * 2 * 2 * 2048 * 6144, 0]  # four micro-batches of two sequences in bf16
+    assert grown == [4 * 4 * 2 * 2048 * 6144, 0]  # four micro-batches of two sequences in fp32
 
 
 def test_bloom_70_layers_on_12_stages_as_it_was_trained() -> None:
@@ -183,3 +190,32 @@ def test_selective_recomputation_saves_the_scores_and_nothing_with_a_flash_kerne
         for code in (MEGATRON_FP16, Implementation())
     ]
     assert saved == [pytest.approx(47 * scores), 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "flying"),
+    [
+        (Layout(pp=4, schedule="gpipe"), [16, 16, 16, 16]),
+        (Layout(pp=4), [4, 3, 2, 1]),
+        # The passes before the first backward one, Narayanan et al. 2021, figure 4: 11, 9, 7, 5 halves of a rank.
+        (Layout(pp=4, schedule="interleaved", stages_per_rank=2), [11 / 2, 9 / 2, 7 / 2, 5 / 2]),
+    ],
+)
+def test_micro_batches_in_flight(layout: Layout, flying: list[float]) -> None:
+    assert [in_flight(layout, rank, 16) for rank in range(4)] == flying
+    assert in_flight(layout, 0, 1) == 1
+
+
+def test_ranks_with_several_stages_share_all_layers_and_zero_shards_within_a_replica() -> None:
+    layout = Layout(pp=4, schedule="interleaved", stages_per_rank=2)
+    assert sum(stage_parameters(LLAMA_8B, layout, rank) for rank in range(4)) == LLAMA_8B.params
+    whole = stage_memory(SMALL, Arrangement(Layout(dp=8, zero=1), 1, 1), 0)
+    replicated = stage_memory(SMALL, Arrangement(Layout(dp=8, zero=1, dp_replicate=4), 1, 1), 0)
+    assert replicated.optimizer == 4 * whole.optimizer
+
+
+def test_an_update_needs_the_parameters_before_it() -> None:
+    """Beside which activations, copies and logits of a small micro-batch are gone, and do not count."""
+    short = SMALL.model_copy(update={"seq_len": 8})
+    memory = stage_memory(short, Arrangement(Layout(), 1, 1), 0)
+    assert memory.total - memory.other == pytest.approx((4 + 4 + 4 + 8) * short.params)

@@ -11,7 +11,9 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
-_KEYS = ("dp", "tp", "pp", "zero", "mbs", "recompute")
+_NUMBERS = ("dp", "tp", "pp", "zero", "mbs", "dp_replicate", "stages_per_rank")
+_WORDS = ("recompute", "schedule")
+_KEYS = _NUMBERS + _WORDS
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,11 @@ class Arrangement:
 
     def __str__(self) -> str:
         layout = self.layout
+        dp = f"{layout.dp}" + (f" in {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else "")
+        pp = f"{layout.pp}" + (f" {layout.schedule}" if layout.schedule != "1f1b" else "")
+        pp += f" of {layout.stages_per_rank} stages each" if layout.stages_per_rank > 1 else ""
         return (
-            f"dp {layout.dp} · tp {layout.tp} · pp {layout.pp} · zero {layout.zero} · micro-batch {self.micro_batch}"
+            f"dp {dp} · tp {layout.tp} · pp {pp} · zero {layout.zero} · micro-batch {self.micro_batch}"
             f" · accumulate {self.grad_accumulation} · recompute {layout.recompute}"
         )
 
@@ -52,9 +57,9 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
             close = get_close_matches(key, _KEYS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_KEYS)}"
             raise InputError(f"layout {text!r}: no such key {key!r}; {hint}")
-        if not separator or (key != "recompute" and not value.isdecimal()):
+        if not separator or (key in _NUMBERS and not value.isdecimal()):
             raise InputError(f"layout {text!r}: {item!r} has no whole number; write for example {key}=1")
-        values[key] = value if key == "recompute" else int(value)
+        values[key] = int(value) if key in _NUMBERS else value
     micro_batch = values.pop("mbs", None)
     if micro_batch == 0:
         raise InputError(f"layout {text!r}: mbs=0 is no micro-batch; write mbs=1 or leave it out")
@@ -62,7 +67,9 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
         layout = Layout.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InputError(f"layout {text!r}: {first['loc'][0]}: {first['msg'].lower()}") from error
+        where = "".join(f"{key}: " for key in first["loc"])
+        said = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
     if "dp" not in values and gpus % layout.ranks == 0:
         layout = layout.model_copy(update={"dp": gpus // layout.ranks})
     if layout.ranks != gpus:

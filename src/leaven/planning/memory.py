@@ -1,12 +1,14 @@
-"""Memory of one rank, by part, in bytes: the worst pipeline stage under 1F1B.
+"""Memory of one rank, by part, in bytes: that of the rank of a pipeline that needs most.
 
 First principles: what the optimiser needs for every parameter, what the backward pass needs of every operator,
 the logits, and a fixed amount that no formula gives. Measured activations of compiled and uncompiled code differ
-from the count by up to 1.4x (SwiGLU, Ultra-Scale Playbook: 22 h + 12 d_ff against 16 h + 8 d_ff), buckets of the
-gradient reduction are not counted, and fp32 residual streams neither: that is the thin part. A fused or chunked
-cross-entropy needs far less than ``logit`` says: 24 of 61 published MPT rows that fit in 80 GB are counted above it.
+from the count by up to 1.4x (SwiGLU, Ultra-Scale Playbook: 22 h + 12 d_ff against 16 h + 8 d_ff), and buckets of the
+gradient reduction are not counted: that is the thin part. A fused or chunked cross-entropy needs far less than
+``logit`` says: 24 of 61 published MPT rows that fit in 80 GB are counted above it. leaven's own steps are held
+against the count by benchmarks/memory.py.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -24,8 +26,12 @@ class Implementation:
     """What memory depends on besides shape and layout: the training code.
 
     ``weights``, ``grads``, ``optimizer``: bytes a parameter. ``compute_copy``: bytes a parameter of the copy that
-    the matmuls read, where the weights are kept in fp32. ``element``: bytes of an activation. ``logit``: bytes a
-    logit at the peak of an unfused cross-entropy: bf16 and fp32 logits, their log-softmax, and a gradient.
+    the matmuls read, where the weights are kept in fp32; ``gathered_ends`` of what is in no block, if every one of
+    several ranks has that whole. ``update_copy``: bytes a parameter in an update, when the activations are gone.
+    ``element``: bytes of an activation; ``residual``: of one of the residual stream. ``gathered_inputs``: with
+    sequence parallelism, the inputs of column-parallel products are kept whole. ``logit``: bytes a logit at the peak
+    of an unfused cross-entropy: bf16 and fp32 logits, their log-softmax, and a gradient; ``logits_at_once``: how many
+    there are at most; ``unembedding``: bytes a parameter that the loss needs of it beside its copy and gradient.
     ``even_stages``: a pipeline's blocks in equal numbers, whatever the ends weigh. ``fixed_gib``: context, NCCL,
     kernels. ``slack``: share of everything else lost to fragmentation.
     """
@@ -34,17 +40,34 @@ class Implementation:
     grads: int = 4
     optimizer: int = 8
     compute_copy: int = 2
+    gathered_ends: int = 0
+    update_copy: int = 0
     element: int = 2
+    residual: int = 2
     logit: int = 14
+    logits_at_once: float = math.inf
+    unembedding: int = 0
     flash_attention: bool = True
     sequence_parallel: bool = False
+    gathered_inputs: bool = False
     even_stages: bool = False
     fixed_gib: float = 2.0
     slack: float = 0.05
 
 
-# leaven's own trainer: fp32 weights and AdamW states, matmuls in bf16.
-LEAVEN_BF16 = Implementation()
+# leaven's own trainer: fp32 weights, AdamW states and residual stream, matmuls in bf16, the ends gathered in fp32,
+# some logits at a time (model/loss.py: bf16, and fp32 log-softmaxes that become the gradient) with the unembedding's
+# gradient of one micro-batch in fp32 and bf16, and the parameters before an update beside those after it.
+LEAVEN_BF16 = Implementation(
+    gathered_ends=4,
+    update_copy=4,
+    residual=4,
+    logit=6,
+    logits_at_once=2**27,
+    unembedding=6,
+    sequence_parallel=True,
+    gathered_inputs=True,
+)
 
 
 @dataclass(frozen=True)
@@ -132,12 +155,21 @@ def stage_layers(shape: ModelShape, stages: int, even: bool = False) -> tuple[in
     return min(splits, key=load)
 
 
+def rank_layers(shape: ModelShape, layout: Layout, rank: int, code: Implementation = LEAVEN_BF16) -> int:
+    """Blocks on a rank of the pipeline, of all its stages: r, r + pp, ..."""
+    return sum(stage_layers(shape, layout.pp * layout.stages_per_rank, code.even_stages)[rank :: layout.pp])
+
+
 def stage_parameters(shape: ModelShape, layout: Layout, stage: int, code: Implementation = LEAVEN_BF16) -> float:
-    """Parameters on one tensor-parallel rank of a stage. Tied embeddings are on both ends."""
+    """Parameters on one tensor-parallel rank of a rank of the pipeline. Tied embeddings are on both ends."""
     count, t = parameter_counts(shape), layout.tp
-    layers = stage_layers(shape, layout.pp, code.even_stages)[stage]
-    parameters = layers * (count.layer_matrices / t + count.layer_vectors)
-    first, last = stage == 0, stage == layout.pp - 1
+    blocks = rank_layers(shape, layout, stage, code) * (count.layer_matrices / t + count.layer_vectors)
+    return blocks + _end_parameters(shape, layout, stage)
+
+
+def _end_parameters(shape: ModelShape, layout: Layout, stage: int) -> float:
+    count, t = parameter_counts(shape), layout.tp
+    parameters, first, last = 0.0, stage == 0, stage == layout.pp - 1
     if first:
         parameters += count.embedding / t + count.embedding_vectors + count.positions
     if last:
@@ -153,42 +185,63 @@ def layer_activation_bytes(shape: ModelShape, sequences: int, tp: int, code: Imp
     """
     tokens, d, e = sequences * shape.seq_len, shape.d_model, code.element
     d_q, d_kv = shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
-    whole = 4 * e * d + (2 * d if shape.dropout else 0)  # inputs of two norms and of two groups of matmuls
+    norms, products = 2 * code.residual * d + (2 * d if shape.dropout else 0), 2 * e * d  # the inputs of two of each
     split = 2 * e * (d_q + d_kv) + e * _MLP_TENSORS[shape.activation] * shape.d_ff
     if shape.qk_norm:
         split += e * (d_q + d_kv)
     if not code.flash_attention:
         scores = shape.n_heads * shape.seq_len
         split += scores * (2 * e + 1 if shape.dropout else e)
-    return tokens * (whole / (tp if code.sequence_parallel else 1) + split / tp)
+    stretch = tp if code.sequence_parallel else 1
+    return tokens * (norms / stretch + products / (1 if code.gathered_inputs else stretch) + split / tp)
+
+
+def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
+    """Micro-batches of which a rank of the pipeline keeps what it needs, of all its stages, at the most.
+
+    All under GPipe, p - r under 1F1B; of v stages 2 (p - r - 1) + (v - 1) p + 1 of the v m passes (Narayanan et al.
+    2021, arXiv 2104.04473, 2.2, and the schedules of torch).
+    """
+    p, v = layout.pp, layout.stages_per_rank
+    if layout.schedule == "gpipe":
+        return micro_batches
+    if v == 1:
+        return min(micro_batches, p - rank)
+    return min(v * micro_batches, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
 
 
 def stage_memory(shape: ModelShape, how: Arrangement, stage: int, code: Implementation = LEAVEN_BF16) -> Memory:
-    """Memory of one rank of one pipeline stage under 1F1B.
+    """Memory of one rank in one place of the pipeline.
 
-    States: ZeRO paper, arXiv 1910.02054. In flight: min(m, p - stage) micro-batches. Full recomputation keeps the
-    input of every block and the working set of one.
+    States: ZeRO paper, arXiv 1910.02054. Full recomputation keeps every block's input and the working set of one.
     """
-    layout, d = how.layout, how.layout.dp
-    parameters = stage_parameters(shape, layout, stage, code)
+    layout, sharers = how.layout, how.layout.dp // how.layout.dp_replicate
+    parameters, ends = stage_parameters(shape, layout, stage, code), _end_parameters(shape, layout, stage)
     weights, grads, optimizer = (
-        parameters * size / (d if layout.zero >= sharded_from else 1)
+        parameters * size / (sharers if layout.zero >= sharded_from else 1)
         for size, sharded_from in ((code.weights, 3), (code.grads, 2), (code.optimizer, 1))
     )
     if layout.zero == 3:  # the gathered unit in use and the one fetched ahead
         count = parameter_counts(shape)
         unit = count.layer_matrices / layout.tp + count.layer_vectors
-        weights += 2 * unit * (code.compute_copy or code.weights)
+        copy = 2 * unit * (code.compute_copy or code.weights)
     else:
-        weights += parameters * code.compute_copy
+        copy = parameters * code.compute_copy
+    if code.gathered_ends and layout.ranks > 1:
+        copy += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
     kept, working_set = _kept_and_working_set(shape, how, code)
-    in_flight = min(how.grad_accumulation, layout.pp - stage)
-    activations = in_flight * stage_layers(shape, layout.pp, code.even_stages)[stage] * kept + working_set
+    flying = in_flight(layout, stage, how.grad_accumulation)
+    activations = flying * rank_layers(shape, layout, stage, code) * kept + working_set
+    tokens = how.micro_batch * shape.seq_len
     if shape.embedding_norm and stage == 0:  # its input
-        activations += in_flight * code.element * how.micro_batch * shape.seq_len * shape.d_model
+        activations += flying * code.residual * tokens * shape.d_model
     logits = 0.0
     if stage == layout.pp - 1:
-        logits = code.logit * how.micro_batch * shape.seq_len * shape.vocab_size / layout.tp
+        logits = code.logit * min(tokens * shape.vocab_size / layout.tp, code.logits_at_once)
+        logits += code.unembedding * parameter_counts(shape).unembedding / layout.tp
+    update = code.update_copy * parameters / (sharers if layout.zero else 1)
+    activations = max(activations, update - copy - logits)  # when the update is made, all of these are gone
+    weights += copy
     dynamic = weights + grads + optimizer + activations + logits
     other = code.fixed_gib * GIB + code.slack * dynamic
     return Memory(weights, grads, optimizer, activations, logits, other)
@@ -208,7 +261,7 @@ def _kept_and_working_set(shape: ModelShape, how: Arrangement, code: Implementat
     if how.layout.recompute == "none":
         return layer, 0.0
     if how.layout.recompute == "full":
-        block_input = code.element * how.micro_batch * shape.seq_len * shape.d_model
+        block_input = code.residual * how.micro_batch * shape.seq_len * shape.d_model
         return block_input / (tp if code.sequence_parallel else 1), layer
     # selective: the attention core again. A flash kernel does that anyway, then there is nothing left to save.
     without_scores = layer_activation_bytes(shape, how.micro_batch, tp, replace(code, flash_attention=True))

@@ -18,7 +18,7 @@ from leaven.planning.memory import (
     LEAVEN_BF16,
     Implementation,
     layer_activation_bytes,
-    stage_layers,
+    rank_layers,
     stage_parameters,
 )
 from leaven.recipe.shape import ModelShape
@@ -85,7 +85,8 @@ def block_time(
 
 
 def step_time(shape: ModelShape, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> StepTime:
-    """Time of one optimiser step under 1F1B: (m + p - 1) slots of the slowest stage, then the optimiser."""
+    """Time of one optimiser step: (m + (p - 1) / v) slots of the slowest of p ranks with v stages each, then the
+    optimiser. A zero-bubble schedule hides more of its bubble than is said here."""
     layout, m, p = how.layout, how.grad_accumulation, how.layout.pp
     block = block_time(shape, how, cluster, code)
     tokens = how.micro_batch * shape.seq_len
@@ -93,20 +94,20 @@ def step_time(shape: ModelShape, how: Arrangement, cluster: Cluster, code: Imple
         3 * tokens * forward_flops(shape).unembedding / layout.tp / (cluster.accelerator.matmul_flops * SUSTAINED)
     )
     # The slowest stage: the last with the logits, or one of more blocks in the middle.
-    layers = stage_layers(shape, p, code.even_stages)
+    layers = [rank_layers(shape, layout, rank, code) for rank in range(p)]
     seconds = block.forward + block.backward + block.all_reduce
     last_is_slowest = layers[-1] * seconds + logits >= max(layers) * seconds
     n, extra = (layers[-1], logits) if last_is_slowest else (max(layers), 0.0)
     compute, reduce = n * (block.forward + block.backward) + extra, n * block.all_reduce
-    hop = code.element * tokens * shape.d_model / layout.tp / _bandwidth(cluster, layout.ranks, layout.ranks)
-    transfer = 2 * hop if p > 1 else 0.0
+    hop = code.residual * tokens * shape.d_model / layout.tp / _bandwidth(cluster, layout.ranks, layout.ranks)
+    transfer = 2 * hop * layout.stages_per_rank if p > 1 else 0.0
     states = code.weights + code.grads + code.optimizer
-    own = stage_parameters(shape, layout, 0, code) / (layout.dp if layout.zero else 1)
+    own = stage_parameters(shape, layout, 0, code) / (layout.dp // layout.dp_replicate if layout.zero else 1)
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * reduce,
         pipeline=m * transfer,
-        bubble=(p - 1) * (compute + reduce + transfer),
+        bubble=(p - 1) * (compute + reduce + transfer) / layout.stages_per_rank,
         data_parallel=_exposed_data_parallel(shape, how, cluster, code, n * block.forward),
         optimizer=2 * own * states / (cluster.accelerator.memory_tb_s * 1e12),
     )
@@ -119,19 +120,22 @@ def _exposed_data_parallel(
     layout, m = how.layout, how.grad_accumulation
     if layout.dp == 1:
         return 0.0
-    backward = 2 * forward
-    bandwidth = _bandwidth(cluster, layout.tp * layout.dp, layout.tp)
+    backward, sharers = 2 * forward, layout.dp // layout.dp_replicate
+    bandwidth = _bandwidth(cluster, layout.tp * sharers, layout.tp)
     parameters = stage_parameters(shape, layout, 0, code)
-    scatter = _ring(parameters * code.grads, layout.dp, bandwidth)
-    gather = _ring(parameters * code.weights, layout.dp, bandwidth)
+    scatter = _ring(parameters * code.grads, sharers, bandwidth)
+    gather = _ring(parameters * code.weights, sharers, bandwidth)
     if layout.zero == 0:
         return max(0.0, 2 * scatter - backward)
+    # Between replicas, of the share of each, once a step.
+    between = _bandwidth(cluster, layout.tp * layout.dp, layout.tp * sharers)
+    reduce = 2 * _ring(parameters * code.grads / sharers, layout.dp_replicate, between)
     if layout.zero == 1:
-        return max(0.0, scatter - backward) + gather
+        return max(0.0, scatter + reduce - backward) + gather
     if layout.zero == 2:
-        return m * max(0.0, scatter - backward) + gather
-    fetch = _ring(parameters * (code.compute_copy or code.weights), layout.dp, bandwidth)
-    return m * (max(0.0, fetch - forward) + max(0.0, fetch + scatter - backward))
+        return m * max(0.0, scatter - backward) + reduce + gather
+    fetch = _ring(parameters * (code.compute_copy or code.weights), sharers, bandwidth)
+    return m * (max(0.0, fetch - forward) + max(0.0, fetch + scatter - backward)) + reduce
 
 
 def _ring(size: float, ranks: int, bandwidth: float) -> float:
