@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -182,3 +183,35 @@ def test_killed_and_started_again_by_torchrun_it_comes_to_the_same_bits(
     assert mine[:before] == whole[:before]
     assert mine == pytest.approx(whole, abs=1e-5)
     assert json.loads(done.stdout)["loss"] == pytest.approx(ranks(2, run, two, tokens, tmp_path / "whole")[0]["loss"])
+
+
+@pytest.mark.slow
+def test_a_node_fewer_goes_on_with_the_ranks_there_are(
+    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
+) -> None:
+    """Two agents on this machine, each with one process. One of them is gone at step 8, with all
+    that it started; the other notices, meets alone and goes on with dp = 1."""
+    write_recipe(two.replace({"layout.timeout_seconds": 60}), tmp_path / "two.toml")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meet = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    meet += ["--rdzv-id=leaven", "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=8"]
+    command = torchrun(tmp_path / "two.toml", tmp_path / "run", 1, *meet)
+    agents = [subprocess.Popen(command, start_new_session=True)]
+    time.sleep(2)  # the first one keeps the meeting place
+    agents.append(subprocess.Popen(command, start_new_session=True))
+    try:
+        until = time.monotonic() + 240
+        while len(losses(tmp_path / "run")) < 8 and time.monotonic() < until:
+            time.sleep(0.01)
+        for process in (*processes_of(agents[1].pid), agents[1].pid):
+            os.kill(process, signal.SIGKILL)
+        assert agents[0].wait(timeout=240) == 0
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+    assert "resume" in events(tmp_path / "run")
+    ranks(2, run, two, tokens, tmp_path / "whole")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)

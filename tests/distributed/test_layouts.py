@@ -149,3 +149,23 @@ def test_every_product_of_degrees(
     found = differences(ranks, alone, tiny, changes)
     assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
     assert found["parameter"] < 1e-10, found
+
+
+@pytest.mark.slow  # a minute and more each: the compiler's
+@pytest.mark.parametrize(
+    "changes",
+    [
+        layout(dp=2, zero=3),
+        layout(tp=2),
+        layout(pp=2),
+        layout(dp=2, tp=2, zero=2),
+        layout(dp=2, tp=2, zero=1) | {"layout.recompute": "full"},
+    ],
+    ids=str,
+)
+def test_compiled_layouts_are_the_same_model(
+    changes: dict[str, Any], ranks: Pool, alone: Alone, tiny: Recipe
+) -> None:
+    found = differences(ranks, alone, tiny, changes | {"layout.compile": True}, steps=3)
+    assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
+    assert found["parameter"] < 1e-10, found

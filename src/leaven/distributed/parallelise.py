@@ -49,11 +49,22 @@ def build_stage(
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if layout.compile:
         for block in stage.layers:
-            block.compile()
+            compile_block(block, whole=layout.tp == 1)
     if world.mesh is not None:
         shard(stage, world, layout.zero)
     stage.to_empty(device=device)
     return stage
+
+
+def compile_block(block: nn.Module, whole: bool) -> None:
+    """A block, or its two large parts each by itself: FSDP's hooks at those are not compiled, and a DTensor that
+    passes from what is compiled before such a hook to what is after it comes back without its gradient's layout."""
+    if whole:
+        block.compile()
+        return
+    for name in _MATRICES:
+        module = getattr(block, name)
+        module.forward = torch.compile(module.forward)
 
 
 def shard(stage: Stage, world: World, zero: int) -> None:
