@@ -1,5 +1,6 @@
-# `make demo`: the whole way on real text, about ten minutes. `make test`: everything CI runs. Neither takes input.
-.PHONY: demo test test-slow test-targets clean
+# `make demo`: the whole way on real text, about ten minutes. `make test`: the tests. CI runs them and
+# `make kills`. None takes input.
+.PHONY: demo test kills test-slow test-targets clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,6 +15,9 @@ test: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+
+kills: .venv/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.kills 5 --layout 2,2,2
 
 test-slow: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
