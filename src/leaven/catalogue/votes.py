@@ -1,0 +1,139 @@
+"""What published runs near a size say, a lineage having one vote: the value most of them have, or their middle.
+
+Values go by the paths of a recipe (:mod:`leaven.catalogue.terms`). Middles are medians of logarithms: half and twice
+are equally far.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from leaven.catalogue.run import Run, Stack
+from leaven.catalogue.runs import load_runs, nearest, size_ratio
+from leaven.catalogue.terms import terms
+
+FACTOR = 4.0
+"""Runs within this factor of a size are its neighbours."""
+NEAREST = 3
+"""Lineages that speak where a size has no neighbour."""
+_STACK = Stack(norm_placement="pre", optimizer="adamw")
+
+
+@dataclass(frozen=True)
+class Said:
+    """One number made of many: the middle or the most frequent, and who said what."""
+
+    value: Any
+    by: Mapping[str, Any]  # run id or name of a law -> its value
+
+    @property
+    def low(self) -> float:
+        return float(min(self.by.values()))
+
+    @property
+    def high(self) -> float:
+        return float(max(self.by.values()))
+
+    @property
+    def spread(self) -> float:
+        """The highest over the lowest."""
+        return self.high / self.low if self.low else math.inf
+
+    def told(self, show: Callable[[Any], str]) -> str:
+        """``tinyllama-1.1b 0.1, dclm-3b-1x 0.033``"""
+        return ", ".join(f"{who} {show(value)}" for who, value in self.by.items())
+
+    def counted(self, show: Callable[[Any], str]) -> str:
+        """``3 of 4 lineages (a, b, c); else d 0.033``"""
+        agree = [who for who, value in self.by.items() if value == self.value]
+        other = ", ".join(f"{who} {show(value)}" for who, value in self.by.items() if value != self.value)
+        named = f"{len(agree)} of {len(self.by)} lineages ({', '.join(agree)})"
+        return f"{named}; else {other}" if other else named
+
+
+def middle(by: Mapping[str, float]) -> Said:
+    """The median of the logarithms."""
+    return Said(math.exp(median(map(math.log, by.values()))), by)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Of each lineage the run nearest to a size, the nearest first; ``within`` the factor, or else the nearest few.
+
+    With a ``lead`` its own values come first, and the others are asked only where it is silent.
+    """
+
+    params: int
+    runs: tuple[Run, ...]
+    within: bool
+    lead: Run | None = None
+
+    @cached_property
+    def _terms(self) -> dict[str, dict[str, Any]]:
+        return {run.id: terms(run) for run in (*self.runs, *([self.lead] if self.lead else []))}
+
+    def values(self, path: str) -> dict[str, Any]:
+        """Who says what; only the lead where it says something."""
+        if self.lead and path in self._terms[self.lead.id]:
+            return {self.lead.id: self._terms[self.lead.id][path]}
+        return {run.id: self._terms[run.id][path] for run in self.runs if path in self._terms[run.id]}
+
+    def of(self, value: Callable[[Run], Any]) -> dict[str, Any]:
+        """As :meth:`values`, of what is no path of a recipe; None is silence."""
+        if self.lead and value(self.lead) is not None:
+            return {self.lead.id: value(self.lead)}
+        return {run.id: said for run in self.runs if (said := value(run)) is not None}
+
+    def most(self, path: str) -> Said | None:
+        """The most frequent value; of equally frequent ones the one of the nearest run."""
+        by = self.values(path)
+        return Said(Counter(by.values()).most_common(1)[0][0], by) if by else None
+
+    @property
+    def distance(self) -> float:
+        """The factor between the size and the nearest run's."""
+        return size_ratio(self.runs[0], self.params)
+
+    @property
+    def table(self) -> dict[str, Run]:
+        return {run.id: run for run in (*self.runs, *([self.lead] if self.lead else []))}
+
+
+def neighbours(params: int, tokens: int, lead: Run | None = None) -> Neighbours:
+    """The published dense runs with a comparable learning rate near a size, a lineage once, pre-norm ones first."""
+    found = [run for run, _ in nearest(params, tokens, limit=1_000, factor=FACTOR, stack=_STACK)]
+    within = size_ratio(found[0], params) <= FACTOR
+    once = list({run.lineage.name: run for run in reversed(found)}.values())
+    once.sort(key=found.index)
+    first = sorted(once if within else once[:NEAREST], key=lambda run: size_ratio(run, params))
+    return Neighbours(params, tuple(first), within, lead)
+
+
+def batch_ramps(runs: Iterable[Run] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+    """Of the published batch ramps: the first batch as a share of the last, the length as a share of the run.
+
+    A family has one vote, its largest run: a ramp belongs to whoever ran it, not to a table of learning rates.
+    """
+    starts: dict[str, tuple[str, float]] = {}
+    lengths: dict[str, tuple[str, float]] = {}
+    for run in runs or load_runs():  # from small to large, so that the largest stays
+        said, ramp = terms(run), run.batch.rampup if run.batch else None
+        if run.kind != "dense" or ramp is None or ramp.kind not in ("increments", "linear"):
+            continue
+        start, over = said.get("batch.ramp.start_tokens"), said.get("batch.ramp.over_tokens")
+        if start and run.batch_tokens:
+            starts[run.family] = run.id, start / run.batch_tokens
+        if over and run.tokens:
+            lengths[run.family] = run.id, over / run.tokens
+        elif ramp.over_fraction_of_samples:
+            lengths[run.family] = run.id, ramp.over_fraction_of_samples
+    return dict(starts.values()), dict(lengths.values())
+
+
+def ramp_votes(found: Sequence[Run]) -> dict[str, bool]:
+    """Who grew the batch and who says that it did not, by run; the silent are left out."""
+    return {run.id: run.batch.rampup.kind != "none" for run in found if run.batch and run.batch.rampup}
