@@ -15,7 +15,7 @@ VOCABULARIES = (2_048, 4_096, 8_192, 16_384, 32_768, 49_152, 65_536, 98_304, 131
 """Vocabularies that divide by 128 and by every tensor-parallel degree up to 8."""
 VOCABULARY_SHARE = 0.25
 """Most of the parameters that one matrix of the vocabulary may take."""
-TIED_SHARE = 0.1
+TIED_SHARE = 0.08
 """From this share of the parameters on, embedding and unembedding are one matrix."""
 _DEEPEST = 200
 _UNEVEN = (0.0, 0.1, 0.03, 0.1)  # by the remainder of the layers by 4
@@ -102,7 +102,9 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 
 def _round(d: int) -> int:
     """Widths are multiples of this: from 4,096 on, heads of 128 divide by 8, the most a node takes in parallel."""
-    return next(step for least, step in ((4_096, 1_024), (2_048, 512), (1_024, 256), (0, 64)) if d >= least)
+    return next(
+        step for least, step in ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (0, 64)) if d >= least
+    )
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:

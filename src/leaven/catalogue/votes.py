@@ -98,6 +98,10 @@ class Neighbours:
         """The factor between the size and the nearest run's."""
         return size_ratio(self.runs[0], self.params)
 
+    def sources(self, ids: Iterable[str]) -> list[str]:
+        """Each run with where its learning rate stands."""
+        return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
+
     @property
     def table(self) -> dict[str, Run]:
         return {run.id: run for run in (*self.runs, *([self.lead] if self.lead else []))}

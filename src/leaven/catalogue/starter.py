@@ -1,0 +1,321 @@
+"""A recipe for so many parameters and tokens out of published runs and laws: every value with its reason.
+
+The method, in the order of the steps (:mod:`leaven.catalogue.starter_values` has those after the duration):
+
+- a lineage of published runs has one vote, and only runs within a factor of 4 of the size have one;
+- what depends on size or duration is moved there before it is averaged: the lr of a neighbour with its size, its
+  batch with its tokens, the lr of a law with the batch;
+- laws together and neighbours together weigh the same: neither has been right alone.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from leaven.catalogue.derivation import Derivation, Draft
+from leaven.catalogue.lead import find_lead, left_behind
+from leaven.catalogue.run import Run
+from leaven.catalogue.runs import load_runs, size_ratio
+from leaven.catalogue.starter_shape import (
+    TIED_SHARE,
+    VOCABULARY_SHARE,
+    Proportions,
+    shape_of,
+    usual_ff_ratio,
+    usual_width,
+    vocabulary,
+)
+from leaven.catalogue.starter_values import Setting, after_duration, rest
+from leaven.catalogue.votes import FACTOR, Neighbours, middle, neighbours
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
+from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import format_quantity
+
+LEAST_PARAMS, MOST_PARAMS = 1_000_000, 10**13
+LEAST_SEQUENCES, MOST_TOKENS = 2_000, 10**15
+_STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
+_QK_NORM = (
+    "bounds the attention logits, so that an lr that is too high costs less (Wortsman et al. 2023, arXiv 2309.14322)"
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a starter is asked for. ``gpus``: the batch is to divide over so many; ``lead``: the id of a run."""
+
+    name: str
+    params: int
+    tokens: int
+    source: str = "python-stdlib"
+    vocab: int | None = None
+    seq_len: int | None = None
+    lead: str | None = None
+    gpus: int = 1
+
+
+def starter(asked: Asked) -> Derivation:
+    """The recipe and its derivation; the same for the same question. Where it is laid out is left to the planner.
+
+    Raises:
+        InputError: if the size or the length makes no sense, or the run to start from cannot be started from.
+    """
+    _check(asked)
+    lead = find_lead(asked.lead) if asked.lead else None
+    near = neighbours(asked.params, asked.tokens, lead)
+    draft = Draft()
+    draft.set("name", asked.name, "the name of the file")
+    model = _shape(asked, near)
+    _size(draft, asked, model)
+    _near(draft, near)
+    _model(draft, asked, near, model)
+    if asked.tokens < LEAST_SEQUENCES * model.seq_len:
+        raise InputError(
+            f"--tokens {format_quantity(asked.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
+            f"{model.seq_len:,}; give {format_quantity(LEAST_SEQUENCES * model.seq_len)} or more, or a shorter --seq-len"
+        )
+    _duration(draft, asked, model)
+    setting = Setting(near, model, asked.tokens, asked.gpus)
+    after_duration(draft, setting)
+    rest(draft, setting)
+    try:
+        return Derivation(draft.recipe(), tuple(draft.steps))
+    except ValidationError as error:
+        raise InputError(f"no recipe comes of this: {explain(error)}") from None
+
+
+def _check(asked: Asked) -> None:
+    largest = max(run.params_total for run in load_runs() if run.kind == "dense")
+    if not LEAST_PARAMS <= asked.params <= MOST_PARAMS:
+        beyond = (
+            f"the largest published dense run has {format_quantity(largest)}"
+            if asked.params > MOST_PARAMS
+            else "below it a vocabulary is all there is room for"
+        )
+        raise InputError(
+            f"--params {asked.params:,}: give {format_quantity(LEAST_PARAMS)} to {format_quantity(MOST_PARAMS)}; {beyond}"
+        )
+    if not 0 < asked.tokens <= MOST_TOKENS:
+        raise InputError(f"--tokens {asked.tokens:,}: give a count up to {format_quantity(MOST_TOKENS)}, e.g. 20B")
+    for option, count, least in (("--vocab", asked.vocab, 257), ("--seq-len", asked.seq_len, 16)):
+        if count is not None and count < least:
+            raise InputError(f"{option} {count}: give {least} or more, or leave it out")
+
+
+def _shape(asked: Asked, near: Neighbours) -> ModelShape:
+    lead = near.lead
+    stack = _stack_of(lead) if lead else _STACK
+    aspect = middle(_aspects(near)).value
+    width = usual_width(asked.params, aspect)
+    usual = middle(near.values("model.vocab_size")).value
+    vocab = asked.vocab or (round(usual) if lead else vocabulary(asked.params, width, usual))
+    tied = lead.arch.tied_embeddings if lead else None
+    if tied is None:
+        tied = vocab * width > TIED_SHARE * asked.params
+    fixed = stack | {"vocab_size": vocab, "seq_len": _seq_len(asked, near), "tied_embeddings": tied}
+    return shape_of(asked.params, _proportions(near, aspect, width, str(stack["activation"])), fixed)
+
+
+def _proportions(near: Neighbours, aspect: float, width: float, activation: str) -> Proportions:
+    lead = near.lead
+    if lead and lead.arch.n_heads and lead.arch.n_kv_heads and lead.arch.d_ff and lead.arch.d_model:
+        arch, d_head = lead.arch, near.values("model.d_head")[lead.id]
+        return Proportions(
+            aspect,
+            arch.d_ff / arch.d_model,
+            d_head,
+            arch.n_heads // arch.n_kv_heads,
+            exact=True,  # type: ignore[operator]
+        )
+    d_head = 128 if width >= 1_024 else 64
+    grouped = _grouped(near) and width >= 2 * 8 * d_head
+    ratio = usual_ff_ratio(activation, round(width / d_head), 8 if grouped else round(width / d_head))
+    return Proportions(aspect, ratio, d_head, n_kv_heads=8 if grouped else None)
+
+
+def _aspects(near: Neighbours) -> dict[str, float]:
+    return near.of(
+        lambda run: run.arch.d_model / run.arch.n_layers if run.arch.d_model and run.arch.n_layers else None
+    )
+
+
+def _grouped(near: Neighbours) -> bool:
+    """Whether most lineages since 2023 share key-value heads."""
+    shares = list(_groups(near).values())
+    return sum(group > 1 for group in shares) * 2 > len(shares)
+
+
+def _groups(near: Neighbours) -> dict[str, float]:
+    return {
+        run.id: run.arch.n_heads / run.arch.n_kv_heads
+        for run in near.runs
+        if run.arch.n_heads and run.arch.n_kv_heads and run.date >= "2023"
+    }
+
+
+def _seq_len(asked: Asked, near: Neighbours) -> int:
+    usual = middle(near.values("model.seq_len")).value
+    return asked.seq_len or (round(usual) if near.lead else 2 ** round(math.log2(usual)))
+
+
+def _stack_of(lead: Run) -> dict[str, Any]:
+    """A run's choices, as far as leaven has them."""
+    arch = lead.arch
+    known = {
+        "norm": arch.norm,
+        "activation": arch.activation if arch.activation in ("swiglu", "gelu", "relu", "squared_relu") else None,
+        "positions": {"rotary": "rope", "learned": "learned", "alibi": "alibi"}.get(arch.positional or ""),
+        "qk_norm": arch.qk_norm,
+        "bias": arch.bias,
+        "embedding_norm": arch.embedding_norm,
+        "rope_theta": arch.rope_theta,
+        "dropout": lead.optim.dropout if lead.optim else None,
+    }
+    chosen = _STACK | {"qk_norm": False} | {key: value for key, value in known.items() if value is not None}
+    if known["activation"] is None and arch.activation and not arch.gated:
+        chosen["activation"] = "gelu"
+    return chosen
+
+
+def _size(draft: Draft, asked: Asked, model: ModelShape) -> None:
+    off = model.params / asked.params - 1
+    said = [
+        f"{format_quantity(asked.params)} parameters asked for, N all of them",
+        f"{format_quantity(model.params)} hit ({off:+.1%}), {format_quantity(model.params_non_embedding)} without "
+        "embeddings",
+    ]
+    if abs(off) > 0.03:
+        said.append("further off than 3%: this vocabulary and these proportions come no nearer")
+    draft.step("size", said)
+
+
+def _near(draft: Draft, near: Neighbours) -> None:
+    if near.within:
+        said = [f"{len(near.runs)} lineages within a factor of {FACTOR:g}, the nearest run of each"]
+    else:
+        side = "smaller" if near.runs[0].params_total > near.params else "larger"
+        said = [
+            f"none within a factor of {FACTOR:g}: this is {near.distance:.3g} times {side} than the nearest, "
+            f"{near.runs[0].id}; the {len(near.runs)} nearest lineages speak, and everything below is extrapolated"
+        ]
+    if near.lead:
+        ratio = size_ratio(near.lead, near.params)
+        said.insert(0, f"values of {near.lead.id} taken together, {ratio:.2g} times from it in size")
+        lost = list(left_behind(near.lead))
+        if lost:
+            said.insert(1, f"not carried over: {', '.join(lost)}")
+        said.append("they speak where it is silent")
+    said.append(", ".join(f"{run.id} ({run.lineage.name})" for run in near.runs))
+    draft.step("neighbours", said, near.sources(near.table))
+
+
+def _model(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -> None:
+    lead = near.lead
+    aspects, heads = middle(_aspects(near)), model.n_heads
+    of = f"as {lead.id}" if lead else "the middle of the neighbours"
+    said_aspect = (
+        f"d / L {model.d_model / model.n_layers:.3g}; {of} {aspects.value:.3g}: {aspects.told('{:.3g}'.format)}"
+    )
+    whole = "layers that 4 pipeline stages share" if model.n_layers % 4 == 0 else "the count that hits the size"
+    draft.set("model.n_layers", model.n_layers, f"{said_aspect}; {whole}")
+    draft.set("model.d_model", model.d_model, f"{said_aspect}; a multiple of the head dimension {model.d_head}")
+    head_dims = near.values("model.d_head")
+    said_head = f"64 below a width of 1,024, 128 from there: {middle(head_dims).told(str)}"
+    draft.set("model.d_head", model.d_head, f"as {lead.id}" if lead else said_head)
+    draft.set("model.n_heads", heads, "d_model / d_head")
+    groups = ", ".join(f"{id} {group:.3g}" for id, group in _groups(near).items())
+    shared = (
+        f"{model.n_kv_heads} for {heads}: most lineages since 2023 share them, and 8 divide over a node"
+        if model.n_kv_heads < heads
+        else "one each: most lineages since 2023 share none, or the model is too narrow for 8"
+    )
+    draft.set(
+        "model.n_kv_heads",
+        model.n_kv_heads,
+        f"query heads to a key-value head as {lead.id}" if lead else f"{shared}; query heads to each: {groups}",
+    )
+    ratio = model.d_ff / model.d_model
+    usual = usual_ff_ratio(model.activation, heads, model.n_kv_heads)
+    draft.set(
+        "model.d_ff",
+        model.d_ff,
+        f"{ratio:.3g} d_model, a multiple of 64: {of if lead else f'{usual:.3g} makes a block of 12 d_model^2'}"
+        + ("" if lead else " (Shazeer 2020, arXiv 2002.05202; what fewer key-value heads save goes here)"),
+    )
+    vocabularies = middle(near.values("model.vocab_size"))
+    draft.set(
+        "model.vocab_size",
+        model.vocab_size,
+        "asked for"
+        if asked.vocab
+        else f"{of} {vocabularies.value:,.0f}: {vocabularies.told('{:,}'.format)}"
+        + ("" if lead else f"; rounded, and its matrix at most {VOCABULARY_SHARE:.0%} of the parameters"),
+    )
+    share = model.vocab_size * model.d_model / asked.params
+    draft.set(
+        "model.tied_embeddings",
+        model.tied_embeddings,
+        f"as {lead.id}"
+        if lead and lead.arch.tied_embeddings is not None
+        else f"a matrix of the vocabulary is {share:.1%} of the parameters; one for both ends from {TIED_SHARE:.0%} on: "
+        f"{_told(near, 'model.tied_embeddings')}",
+    )
+    lengths = middle(near.values("model.seq_len"))
+    draft.set(
+        "model.seq_len",
+        model.seq_len,
+        "asked for" if asked.seq_len else f"{of} {lengths.value:,.0f}: {lengths.told(str)}",
+    )
+    for field in ("norm", "activation", "positions", "qk_norm", "bias", "embedding_norm", "rope_theta", "dropout"):
+        path, value = f"model.{field}", getattr(model, field)
+        if field in _STACK or (lead and lead.id in near.values(path)):
+            draft.set(path, value, _stack_reason(near, path, value))
+    draft.step(
+        "shape",
+        [
+            f"L {model.n_layers}  d {model.d_model:,}  heads {heads}x{model.d_head}  kv {model.n_kv_heads}  "
+            f"d_ff {model.d_ff:,}  vocab {model.vocab_size:,}  seq {model.seq_len:,}",
+            f"d / L {model.d_model / model.n_layers:.3g} ({of} {aspects.value:.3g}, {aspects.low:.3g} .. "
+            f"{aspects.high:.3g})",
+            f"d_ff / d {ratio:.3g}",
+            "embeddings tied" if model.tied_embeddings else "embeddings not tied",
+            f"{model.norm}, {model.activation}, {model.positions}" + (", QK-norm" if model.qk_norm else ""),
+        ],
+        [*near.sources(aspects.by), "Shazeer 2020, arXiv 2002.05202"],
+    )
+
+
+def _told(near: Neighbours, path: str) -> str:
+    return ", ".join(f"{who} {value}" for who, value in near.values(path).items())
+
+
+def _stack_reason(near: Neighbours, path: str, value: Any) -> str:
+    by = near.values(path)
+    if near.lead:
+        own = by.get(near.lead.id)
+        return (
+            f"as {near.lead.id}" if own == value else f"leaven's own, for {near.lead.id} has what it does not build"
+        )
+    agree = [who for who, said in by.items() if said == value]
+    counted = f"{len(agree)} of {len(by)} lineages ({', '.join(agree) or 'none'})"
+    if path == "model.qk_norm":
+        return f"{_QK_NORM}; {counted} of this size, and since 2024 OLMo 2 and 3, OpenELM, DCLM, Marin, Apertus"
+    return f"the block of LLaMA, which every exporter knows: {counted}"
+
+
+def _duration(draft: Draft, asked: Asked, model: ModelShape) -> None:
+    each = asked.tokens / model.params
+    draft.set("data.tokens", asked.tokens, f"asked for: {each:.3g} tokens a parameter")
+    draft.set("data.source", asked.source, "asked for, or the text that is on every machine with Python")
+    draft.set("data.tokenizer", "bpe", "trained on the source, to vocab_size tokens or as many as its pairs give")
+    draft.step(
+        "duration",
+        [
+            f"{format_quantity(asked.tokens)} tokens",
+            f"{each:.3g} a parameter",
+            "about 20 is compute-optimal (Chinchilla 2022); more makes a smaller model that is cheaper to use",
+        ],
+        ["arXiv 2203.15556"],
+    )
