@@ -119,19 +119,15 @@ def _shape(asked: Asked, near: Neighbours) -> ModelShape:
 
 
 def _proportions(near: Neighbours, aspect: float, width: float, activation: str) -> Proportions:
-    lead = near.lead
-    if lead and lead.arch.n_heads and lead.arch.n_kv_heads and lead.arch.d_ff and lead.arch.d_model:
-        arch, d_head = lead.arch, near.values("model.d_head")[lead.id]
-        return Proportions(
-            aspect,
-            arch.d_ff / arch.d_model,
-            d_head,
-            arch.n_heads // arch.n_kv_heads,
-            exact=True,  # type: ignore[operator]
-        )
+    arch = near.lead.arch if near.lead else None
+    if arch and arch.n_heads and arch.n_kv_heads and arch.d_ff and arch.d_model:
+        d_head = arch.d_head or arch.d_model // arch.n_heads
+        group = arch.n_heads // arch.n_kv_heads
+        return Proportions(aspect, arch.d_ff / arch.d_model, d_head, group, width=arch.d_model)
     d_head = 128 if width >= 1_024 else 64
     grouped = _grouped(near) and width >= 2 * 8 * d_head
-    ratio = usual_ff_ratio(activation, round(width / d_head), 8 if grouped else round(width / d_head))
+    n_heads = round(width / d_head)
+    ratio = usual_ff_ratio(activation, n_heads, 8 if grouped else n_heads)
     return Proportions(aspect, ratio, d_head, n_kv_heads=8 if grouped else None)
 
 

@@ -29,7 +29,7 @@ class Proportions(NamedTuple):
     d_head: int
     group: int = 1
     n_kv_heads: int | None = None
-    exact: bool = False  # of one published run: its own steps in width, no rounder ones
+    width: int | None = None  # of one published run: considered though it may not be round
 
     @property
     def unit(self) -> int:
@@ -95,9 +95,7 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
-    if not proportions.exact:
-        widths = [d for d in widths if d % _round(d) == 0] or widths
-    return widths or [unit]
+    return [d for d in widths if d % _round(d) == 0 or d == proportions.width] or widths or [unit]
 
 
 def _round(d: int) -> int:
@@ -110,7 +108,7 @@ def _round(d: int) -> int:
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
     """Multiples of 64 (of 128 and 256 where that is fine enough) within an eighth of the ratio, nearest first."""
     wanted = proportions.ff_ratio * d
-    step = 64 if d < 1_024 or proportions.exact else 128 if d < 2_048 else 256
+    step = 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
     around = sorted({nearest + n * step for n in range(-6, 7)}, key=lambda f: abs(f - wanted))
     return [f for f in around if f > 0 and abs(f / wanted - 1) <= 1 / 8] or [nearest]

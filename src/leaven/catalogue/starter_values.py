@@ -1,6 +1,7 @@
 """The values of a starter: batch, learning rate, schedule, Adam, init and ramp, each out of laws and neighbours."""
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,8 +52,8 @@ class Setting:
         found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
         return [law for law in found if law.form_of is None]
 
-    def law_sources(self, names: object) -> list[str]:
-        wanted = set(names)  # type: ignore[call-overload]
+    def law_sources(self, names: Iterable[str]) -> list[str]:
+        wanted = set(names)
         return [f"{law.law}: {law.source}" for law in self.laws if law.law in wanted]
 
     def inside(self, laws: Said) -> int:
@@ -95,7 +96,7 @@ def _batch(draft: Draft, at: Setting) -> int:
             )
         reason = f"as {lead.id}: lr and batch are taken together; laws {_range(optimal, format_quantity)}"
         said = [f"{format_quantity(batch)} tokens, as {lead.id}", f"laws {_range(optimal, format_quantity)}"]
-        named = [lead.id]
+        named, spread = [lead.id], max(optimal.high, batch) / min(optimal.low, batch)
     else:
         moved = middle(
             {
@@ -123,7 +124,7 @@ def _batch(draft: Draft, at: Setting) -> int:
             said.append(f"bounded by {bound}")
         named = list(moved.by)
         spread = max(optimal.high, moved.high) / min(optimal.low, moved.low)
-        draft.unsure.append(Unsure("batch", spread, "any batch below the critical one costs only time"))
+    draft.unsure.append(Unsure("batch", spread, "a smaller one costs time, one above the critical one tokens"))
     said.append(f"critical batch about {format_quantity(critical)}")
     draft.set("batch.tokens", batch, reason)
     draft.step("batch", said, [*at.law_sources(optimal.by), *at.near.sources(named)])
@@ -154,6 +155,8 @@ def _lr(draft: Draft, at: Setting, batch: int) -> float:
             f"the peak of {lead.id}, with its batch, at its width and depth; {said_laws}",
         )
         draft.step("lr", [f"{_short(lead.peak_lr)} peak, as {lead.id}", said_laws], _lr_sources(at, laws, [lead.id]))
+        spread = max(laws.high, lead.peak_lr) / min(laws.low, lead.peak_lr)
+        draft.unsure.append(Unsure("lr", spread, "tune it at small scale"))
         return lead.peak_lr
     near = middle(
         {run.id: run.peak_lr * (params / run.params_total) ** LR_SIZE_EXPONENT for run in at.near.runs if run.peak_lr}
@@ -166,7 +169,7 @@ def _lr(draft: Draft, at: Setting, batch: int) -> float:
         lr,
         f"between the middle of the laws, {_short(laws.value)} ({laws.told(_short)}, each moved to this batch by its "
         f"square root), and of the neighbours, {_short(near.value)} (each x (size / its size)^-1/3: "
-        f"{near.told(_short)}); spread {spread:.2g}x, tune it",
+        f"{near.told(_short)}); spread {spread:.3g}x, tune it",
     )
     draft.step(
         "lr",
@@ -175,16 +178,16 @@ def _lr(draft: Draft, at: Setting, batch: int) -> float:
             said_laws,
             f"neighbours, moved to this size, {_range(near, _short)}",
             "muP, Adafactor, AdEMAMix and Muon runs left out",
-            f"spread {spread:.2g}x: tune it at small scale",
+            f"spread {spread:.3g}x: tune it at small scale",
         ],
         _lr_sources(at, laws, near.by),
     )
-    draft.unsure.append(Unsure("lr", spread, "tune it at small scale (below)"))
+    draft.unsure.append(Unsure("lr", spread, "tune it at small scale"))
     return lr
 
 
-def _lr_sources(at: Setting, laws: Said, ids: object) -> list[str]:
-    return [*at.law_sources(laws.by), *at.near.sources(ids)]  # type: ignore[arg-type]
+def _lr_sources(at: Setting, laws: Said, ids: Iterable[str]) -> list[str]:
+    return [*at.law_sources(laws.by), *at.near.sources(ids)]
 
 
 def _schedule(draft: Draft, at: Setting, batch: int) -> None:
@@ -340,15 +343,14 @@ def _ramp(draft: Draft, at: Setting, batch: int) -> None:
         about = f"as {lead.id}" if ramps else f"{lead.id} had none, or does not tell enough of it"
         voters: list[str] = [lead.id]
     else:
-        by_family = {
-            run.family: run for run in load_runs() if run.kind == "dense" and size_ratio(run, near.params) <= FACTOR
-        }
+        speak = [run for run in load_runs() if run.kind == "dense" and size_ratio(run, near.params) <= FACTOR]
+        by_family = {run.family: run for run in (speak if near.within else near.runs)}
         votes = ramp_votes(list(by_family.values()))
         ramps = sum(votes.values()) * 2 > len(votes)
         start, length = middle(starts).value, middle(lengths).value
         yes, no = ([id for id, grew in votes.items() if grew is side] for side in (True, False))
-        about = f"{len(yes)} of {len(votes)} families of this size grew it ({', '.join(yes) or 'none'}"
-        about += f"), not {', '.join(no) or 'none'}"
+        about = f"{len(yes)} of {len(votes)} families of this size grew it"
+        about += (f": {', '.join(yes)}" if yes else "") + (f"; not {', '.join(no)}" if no else "")
         voters = list(votes)
     if not (ramps and shares):
         reason = about if not ramps else f"{about}; this batch has no whole share to start from"
@@ -387,7 +389,8 @@ def rest(draft: Draft, at: Setting) -> None:
     draft.step(
         "precision, layout and scaling",
         [
-            f"{draft.document['precision']['compute']}, one process, micro-batch timed where the run starts",
+            draft.document["precision"]["compute"],
+            "one process, micro-batch timed where the run starts",
             f"rule complete-d-p, base {_base_text(draft)}",
         ],
     )
@@ -410,8 +413,8 @@ def rest(draft: Draft, at: Setting) -> None:
         "rollback from spikes",
         *next_steps(draft.recipe()),
         "least sure: "
-        + ", ".join(
-            f"{one.about} (sources differ {one.spread:.2g}x: {one.remedy})"
+        + "; ".join(
+            f"{one.about}, {one.spread:.3g}x between its sources ({one.remedy})"
             for one in sorted(draft.unsure, key=lambda one: -one.spread)
         ),
     ]
@@ -428,27 +431,26 @@ def _scaling(draft: Draft, at: Setting) -> None:
     """The values are those of a scale: this one's, or with a lead its own, from where the rule moves them."""
     model, lead, batch = at.model, at.lead, draft.document["batch"]["tokens"]
     base = {"width": model.d_model, "depth": model.n_layers}
-    why = "this recipe's own scale: published values and laws are of a size, so every ratio is 1 until it is transferred"
-    if lead:
-        arch = lead.arch
-        theirs = {
-            "width": arch.d_model,
-            "depth": arch.n_layers,
-            "d_ff": arch.d_ff,
+    why = (
+        "this recipe's own scale: published values and laws are those of a size, so every ratio is 1 until it is "
+        "transferred"
+    )
+    if lead and lead.arch.d_model and lead.arch.n_layers:
+        group = model.n_heads // model.n_kv_heads
+        unit = model.d_head * group
+        width = max(round(lead.arch.d_model / unit), 1) * unit
+        base = {
+            "width": width,
+            "depth": lead.arch.n_layers,
+            "d_ff": lead.arch.d_ff or round(model.d_ff / model.d_model * width),
             "d_head": model.d_head,
-            "n_kv_heads": arch.n_kv_heads,
+            "n_kv_heads": width // unit,
         }
-        known = {key: value for key, value in theirs.items() if value}
-        try:
-            model.scaled(known["width"], known["depth"], **{k: v for k, v in known.items() if k not in base})
-        except ValueError as error:
-            why = f"this recipe's own scale, for that of {lead.id} is none of this family's ({error}): values as they are"
-        else:
-            base = known
-            why = (
-                f"the width and depth of {lead.id}, from where the rule moves its values to this shape; not moved for "
-                "tokens, on which laws disagree in sign"
-            )
+        rounded = "" if width == lead.arch.d_model else f" (its width of {lead.arch.d_model:,} in whole heads)"
+        why = (
+            f"the width and depth of {lead.id}{rounded}, from where the rule moves its values to this shape; not moved "
+            "for tokens, for on those laws disagree in sign"
+        )
     for key, value in (base | {"batch_tokens": batch, "tokens": at.tokens}).items():
         draft.set(f"scaling.base.{key}", value, why)
     draft.set(
@@ -461,14 +463,14 @@ def _scaling(draft: Draft, at: Setting) -> None:
 
 def _base_text(draft: Draft) -> str:
     base, model = draft.document["scaling"]["base"], draft.document["model"]
-    own = (base["width"], base["depth"]) == (model["d_model"], model["n_layers"])
-    return f"width {base['width']:,} and depth {base['depth']}" + (": its own, every ratio is 1" if own else "")
+    wider, deeper = model["d_model"] / base["width"], model["n_layers"] / base["depth"]
+    ratios = "its own, every ratio is 1" if wider == deeper == 1 else f"width x{wider:.3g}, depth x{deeper:.3g}"
+    return f"width {base['width']:,} and depth {base['depth']}: {ratios}"
 
 
-def _range(said: Said, show: object) -> str:
-    """``4.5e-4 (1e-4 .. 2e-3)``: middle, lowest, highest."""
-    text = show  # a formatter
-    return f"{text(said.value)} ({text(said.low)} .. {text(said.high)})"  # type: ignore[operator]
+def _range(said: Said, show: Callable[[float], str]) -> str:
+    """``0.00045 (0.0001 .. 0.002)``: middle, lowest, highest."""
+    return f"{show(said.value)} ({show(said.low)} .. {show(said.high)})"
 
 
 def _short(value: float) -> str:

@@ -1,4 +1,4 @@
-"""leaven new OUT --from-weights DIR"""
+"""leaven new OUT --params --tokens, or OUT --from-weights DIR"""
 
 import re
 from pathlib import Path
@@ -6,30 +6,84 @@ from typing import Annotated
 
 import typer
 
+from leaven.catalogue.starter import Asked, starter
 from leaven.cli._common import JsonOption, console, count_option, emit_json
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.starter_layout import laid_out
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.units import format_quantity
+from leaven.report.terminal import Facts
 
 
 def new(
     output: Annotated[Path, typer.Argument(metavar="OUT.toml", help="The recipe to write.", show_default=False)],
+    params: Annotated[int | None, count_option("The size, all parameters counted, e.g. 1B.")] = None,
+    tokens: Annotated[
+        int | None, count_option("Duration in tokens, e.g. 20B (with --from-weights: 20 a parameter).")
+    ] = None,
+    from_run: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="ID",
+            help="Take one published run's values together: leaven recipes list.",
+            show_default=False,
+        ),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="COUNTxNAME", help="Lay it out on a cluster, e.g. 8xH100-80GB.", show_default=False),
+    ] = None,
     from_weights: Annotated[
-        Path, typer.Option(metavar="DIR", help="A model in Hugging Face's format to start from.", show_default=False)
-    ],
-    tokens: Annotated[int | None, count_option("Duration in tokens, e.g. 2B (20 a parameter).")] = None,
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Instead: a model in Hugging Face's format to start from.", show_default=False
+        ),
+    ] = None,
     source: Annotated[str, typer.Option(help=r"The text: see \[data] source of a recipe.")] = "python-stdlib",
+    vocab: Annotated[int | None, count_option("Tokens of the vocabulary.")] = None,
+    seq_len: Annotated[int | None, count_option("Tokens of a sequence.")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Write a recipe, with a reason for every value."""
+    """Write a recipe, with a reason for every value: from published runs and laws, or for a model that is there."""
+    if output.exists():
+        raise InputError(f"{output}: there is something already; give another name")
+    # A recipe's name is a word; a file's may be anything.
+    name = re.sub(r"^\W+|[^\w.\-]+", "-", output.stem).strip("-") or "new"
+    if from_weights is not None:
+        others = {"--params": params, "--from": from_run, "--gpus": gpus, "--vocab": vocab, "--seq-len": seq_len}
+        given = [option for option, value in others.items() if value is not None]
+        if given:
+            raise InputError(
+                f"--from-weights takes its shape from the model, {given[0]} asks for a new one; type one or the other"
+            )
+        _adopted(output, name, from_weights, tokens, source, json_output)
+        return
+    if params is None:
+        raise InputError(
+            "type leaven new OUT.toml --params COUNT --tokens COUNT, or leaven new OUT.toml --from-weights DIR"
+        )
+    if tokens is None:
+        raise InputError(f"--tokens is missing; 20 a parameter would be --tokens {20 * params}")
+    cluster = parse_cluster(gpus) if gpus else None
+    asked = Asked(name, params, tokens, source, vocab, seq_len, from_run, cluster.gpus if cluster else 1)
+    derived = starter(asked)
+    if cluster:
+        derived = laid_out(derived, cluster)
+    write_recipe(derived.recipe, output)
+    if json_output:
+        emit_json({"path": str(output), **derived.to_json()})
+        return
+    console.print(Facts([(f"{step.number} {step.title}", step.said) for step in derived.steps]))
+    _wrote(output, derived.recipe.why)
+
+
+def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source: str, json_output: bool) -> None:
     from leaven.interop.adopt import adopt
     from leaven.interop.weights import read_plain
 
-    if output.exists():
-        raise InputError(f"{output}: there is something already; give another name")
-    plain = read_plain(from_weights)
-    # A recipe's name is a word; a file's may be anything.
-    name = re.sub(r"^\W+|[^\w.\-]+", "-", output.stem).strip("-") or "new"
+    plain = read_plain(weights)
     recipe = adopt(plain, name, source=source, tokens=tokens)
     write_recipe(recipe, output)
     shape, found = recipe.model, plain.architecture.name
@@ -39,11 +93,15 @@ def new(
     lines = {
         "shape": f"L {shape.n_layers}  d {shape.d_model}  heads {shape.n_heads}x{shape.d_head}  d_ff {shape.d_ff}  "
         f"vocab {shape.vocab_size:,}   {format_quantity(shape.params)} params",
-        "weights": f"{from_weights}   {found}",
+        "weights": f"{weights}   {found}",
         "duration": f"{format_quantity(recipe.data.tokens)} tokens   {recipe.why['data.tokens']}",
         "batch": f"{format_quantity(recipe.batch.tokens)} tokens   {recipe.why['batch.tokens']}",
         "lr": f"{recipe.hyperparameters.lr:g} peak   {recipe.why['hyperparameters.lr']}",
     }
     for what, said in lines.items():
         console.print(f"{what:<10} {said}")
-    console.print(f"wrote {output} ({len(recipe.why)} values with their reason under [why])")
+    _wrote(output, recipe.why)
+
+
+def _wrote(output: Path, why: dict[str, str]) -> None:
+    console.print(f"wrote {output} ({len(why)} values with their reason under [why])")
