@@ -18,6 +18,7 @@ from leaven.catalogue.derivation import Derivation, Draft
 from leaven.catalogue.lead import find_lead, left_behind
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import load_runs, size_ratio
+from leaven.catalogue.starter_next import commands
 from leaven.catalogue.starter_shape import (
     TIED_SHARE,
     VOCABULARY_SHARE,
@@ -74,14 +75,15 @@ def starter(asked: Asked) -> Derivation:
     if asked.tokens < LEAST_SEQUENCES * model.seq_len:
         raise InputError(
             f"--tokens {format_quantity(asked.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
-            f"{model.seq_len:,}; give {format_quantity(LEAST_SEQUENCES * model.seq_len)} or more, or a shorter --seq-len"
+            f"{model.seq_len:,}; {format_quantity(LEAST_SEQUENCES * model.seq_len)} or more will do, or a shorter --seq-len"
         )
     _duration(draft, asked, model)
     setting = Setting(near, model, asked.tokens, asked.gpus)
     after_duration(draft, setting)
     rest(draft, setting)
     try:
-        return Derivation(draft.recipe(), tuple(draft.steps))
+        recipe = draft.recipe()
+        return Derivation(recipe, tuple(draft.steps), commands(recipe))
     except ValidationError as error:
         raise InputError(f"no recipe comes of this: {explain(error)}") from None
 
@@ -95,7 +97,8 @@ def _check(asked: Asked) -> None:
             else "below it a vocabulary is all there is room for"
         )
         raise InputError(
-            f"--params {asked.params:,}: give {format_quantity(LEAST_PARAMS)} to {format_quantity(MOST_PARAMS)}; {beyond}"
+            f"--params {asked.params:,}: give {format_quantity(LEAST_PARAMS)} to {format_quantity(MOST_PARAMS)}; "
+            f"{beyond}"
         )
     if not 0 < asked.tokens <= MOST_TOKENS:
         raise InputError(f"--tokens {asked.tokens:,}: give a count up to {format_quantity(MOST_TOKENS)}, e.g. 20B")
@@ -255,7 +258,7 @@ def _model(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -> N
         model.tied_embeddings,
         f"as {lead.id}"
         if lead and lead.arch.tied_embeddings is not None
-        else f"a matrix of the vocabulary is {share:.1%} of the parameters; one for both ends from {TIED_SHARE:.0%} on: "
+        else f"a matrix of the vocabulary is {share:.1%} of the parameters; one for both from {TIED_SHARE:.0%} on: "
         f"{_told(near, 'model.tied_embeddings')}",
     )
     lengths = middle(near.values("model.seq_len"))

@@ -11,27 +11,45 @@ TOKENS_PER_PARAMETER = 20
 TRIALS = 64
 
 
-def next_steps(recipe: Recipe) -> list[str]:
-    """The commands from a proxy to the tuned recipe, or to tune as it is what is small already."""
-    model, tokens, name = recipe.model, recipe.data.tokens, recipe.name
-    proxy = proxy_shape(model)
-    file = f"{name}.toml"
+def tuning(recipe: Recipe) -> str:
+    """Which proxy to tune, and what that costs."""
+    proxy = proxy_recipe(recipe)
     if proxy is None:
-        return [f"next: tune it as it is: leaven tune {file} --study studies/{name} --trials {TRIALS}"]
-    sequences = max(recipe.batch.tokens // model.seq_len // SMALLER_BATCH, 1)
-    batch = sequences * model.seq_len
-    length = min(max(TOKENS_PER_PARAMETER * proxy.params, tokens // SHORTER), tokens)
-    cost = TRIALS * proxy.params * length / (model.params * tokens)
-    kept = proxy.d_ff * model.d_model == model.d_ff * proxy.d_model
-    there, back = ("", "") if kept else (f" --d-ff {proxy.d_ff}", f" --d-ff {model.d_ff}")
-    return [
-        f"next, a proxy of {format_quantity(proxy.params)}, {TRIALS} trials of which cost {cost:.2g} of this run",
-        f"leaven transfer {file} --width {proxy.d_model} --depth {proxy.n_layers}{there} --batch-tokens {batch} "
-        f"--tokens {length} -o {name}-proxy.toml",
+        return "small enough to tune as it is"
+    shape, _, length = proxy
+    cost = TRIALS * shape.params * length / (recipe.model.params * recipe.data.tokens)
+    return f"tune a proxy of {format_quantity(shape.params)} first: {TRIALS} trials cost {cost:.1%} of this run"
+
+
+def commands(recipe: Recipe) -> tuple[str, ...]:
+    """From a proxy to the tuned recipe, or to tune as it is what is small already."""
+    model, name = recipe.model, recipe.name
+    proxy = proxy_recipe(recipe)
+    if proxy is None:
+        return (f"leaven tune {name}.toml --study studies/{name} --trials {TRIALS}",)
+    shape, batch, length = proxy
+    whole = shape.d_ff * model.d_model == model.d_ff * shape.d_model
+
+    def transfer(to: ModelShape, batch_tokens: int, tokens: int) -> str:
+        d_ff = "" if whole else f" --d-ff {to.d_ff}"
+        return f"--width {to.d_model} --depth {to.n_layers}{d_ff} --batch-tokens {batch_tokens} --tokens {tokens}"
+
+    back = transfer(model, recipe.batch.tokens, recipe.data.tokens)
+    return (
+        f"leaven transfer {name}.toml {transfer(shape, batch, length)} -o {name}-proxy.toml",
         f"leaven tune {name}-proxy.toml --study studies/{name} --trials {TRIALS}",
-        f"leaven transfer studies/{name}/best.toml --width {model.d_model} --depth {model.n_layers}{back} "
-        f"--batch-tokens {recipe.batch.tokens} --tokens {tokens} -o {name}-tuned.toml",
-    ]
+        f"leaven transfer studies/{name}/best.toml {back} -o {name}-tuned.toml",
+    )
+
+
+def proxy_recipe(recipe: Recipe) -> tuple[ModelShape, int, int] | None:
+    """Shape, batch and tokens of a proxy."""
+    shape = proxy_shape(recipe.model)
+    if shape is None:
+        return None
+    sequences = max(recipe.batch.tokens // shape.seq_len // SMALLER_BATCH, 1)
+    length = max(TOKENS_PER_PARAMETER * shape.params, recipe.data.tokens // SHORTER)
+    return shape, sequences * shape.seq_len, min(length, recipe.data.tokens)
 
 
 def proxy_shape(model: ModelShape) -> ModelShape | None:

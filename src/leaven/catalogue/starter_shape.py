@@ -22,7 +22,7 @@ _UNEVEN = (0.0, 0.1, 0.03, 0.1)  # by the remainder of the layers by 4
 
 
 class Proportions(NamedTuple):
-    """``aspect`` d / L, ``ff_ratio`` f / d; key-value heads by their number, or by the query heads to each of them."""
+    """``aspect`` d / L, ``ff_ratio`` f / d; key-value heads by number, or by the query heads to each of them."""
 
     aspect: float
     ff_ratio: float

@@ -11,7 +11,7 @@ from leaven.catalogue.laws import LawResult, evaluate, power_lines_tau
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import load_runs, size_ratio
 from leaven.catalogue.starter_defaults import DEFAULTS
-from leaven.catalogue.starter_next import next_steps
+from leaven.catalogue.starter_next import tuning
 from leaven.catalogue.votes import FACTOR, Neighbours, Said, batch_ramps, middle, ramp_votes
 from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError
@@ -28,8 +28,8 @@ LR_WIDENING = 2.0
 """The lr stays within the neighbours' own, moved to this size, widened by this factor."""
 LEAST_STEPS = 200
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001
-INCREMENTS = (16, 8, 4, 2)
-"""A ramp starts at a whole share of the batch, and grows by as much."""
+MOST_INCREMENTS = 16
+"""A ramp starts at a whole share of the batch, 1/2 to 1/16, and grows by as much."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,10 @@ def _batch(draft: Draft, at: Setting) -> int:
             f"neighbours, moved to these tokens, {_range(moved, format_quantity)}",
         ]
         reason = (
-            f"between the middle of the laws, {format_quantity(optimal.value)} ({optimal.told(format_quantity)}), and "
-            f"of the neighbours, {format_quantity(moved.value)} (each x (tokens / its tokens)^"
-            f"{BATCH_TOKENS_EXPONENT}: {moved.told(format_quantity)}); {batch // seq_len:,} sequences, one odd factor"
+            f"between the middle of the laws, {format_quantity(optimal.value)} ({optimal.told(format_quantity)}), and"
+            f" of the neighbours, {format_quantity(moved.value)} (each x (tokens / its tokens)^"
+            f"{BATCH_TOKENS_EXPONENT}: {moved.told(format_quantity)}); rounded to {batch // seq_len:,} "
+            "sequences, which ranks divide"
         )
         if wanted > most:
             bound = "the critical batch" if most == critical else f"{LEAST_STEPS} steps"
@@ -273,7 +274,7 @@ def _adam(draft: Draft, at: Setting, batch: int, lr: float) -> None:
     width = at.lead.arch.d_model if at.lead and at.lead.arch.d_model else at.model.d_model
     places = ", ".join(f"{name} {value:.2g}" for name, value in _rules(width).items())
     draft.step(
-        "adam and init",
+        "adam, init",
         [
             f"betas {chosen['hyperparameters.beta1']:g}, {chosen['hyperparameters.beta2']:g}",
             f"eps {chosen['hyperparameters.eps']:g}",
@@ -317,7 +318,7 @@ def _init(draft: Draft, at: Setting) -> None:
         others = ", ".join(f"{name} {value / rules['mt-nlg sqrt(1/(3d))']:.2g}x" for name, value in rules.items())
         told = ", ".join(f"{id} {value:.2g}" for id, value in scaled.items()) or "none tells"
         reason = (
-            f"sqrt(1 / (3 x {width:,})), MT-NLG 530B and BLOOM-176B: the smallest of the rules, for too small is safer "
+            f"sqrt(1 / (3 x {width:,})), MT-NLG 530B and BLOOM-176B: the smallest rule, for too small is safer "
             f"than too large; against it {others}; std x sqrt(d) here 0.58, neighbours: {told}"
         )
         branch = "1 / sqrt(2 L): 2 L branches add up in the residual stream (GPT-2, Megatron-LM)"
@@ -335,7 +336,8 @@ def _ramp(draft: Draft, at: Setting, batch: int) -> None:
     near, lead, tokens = at.near, at.lead, at.tokens
     starts, lengths = batch_ramps()
     sequences = batch // at.model.seq_len
-    shares = [n for n in INCREMENTS if sequences % n == 0 and (sequences // n) % math.gcd(at.gpus, sequences) == 0]
+    ranks = math.gcd(at.gpus, sequences)  # the most that the batch divides over, and so its start has to
+    shares = [n for n in range(2, MOST_INCREMENTS + 1) if sequences % (n * ranks) == 0]
     if lead:
         own_starts, own_lengths = batch_ramps([lead])
         ramps = bool(own_starts and own_lengths)
@@ -387,7 +389,7 @@ def rest(draft: Draft, at: Setting) -> None:
     _precision(draft, at)
     _scaling(draft, at)
     draft.step(
-        "precision, layout and scaling",
+        "layout, scale",
         [
             draft.document["precision"]["compute"],
             "one process, micro-batch timed where the run starts",
@@ -402,23 +404,31 @@ def rest(draft: Draft, at: Setting) -> None:
         f"{len(trouble)} of {len(at.near.runs)} neighbours tell of trouble"
         + (f": {', '.join(trouble)}" if trouble else ""),
     )
-    draft.set("stability.checkpoint_every_tokens", max(tokens // 50, 1), "a fiftieth of the run: what a crash costs")
-    draft.set("evaluation.every_tokens", max(tokens // 100, 1), "a hundredth of the run")
+    checkpoint, evaluation = max(tokens // 50, 1), max(tokens // 50, 1)
+    held_out = min(max(tokens // 1_000, 8 * at.model.seq_len), 131_072)
+    draft.set("stability.checkpoint_every_tokens", checkpoint, "a fiftieth of the run: what a crash costs at most")
+    draft.set("evaluation.every_tokens", evaluation, "a fiftieth of the run")
+    draft.set(
+        "evaluation.tokens",
+        held_out,
+        "50 evaluations of a thousandth of the run are 2% of its forward passes; "
+        "8 sequences at least, 131,072 tokens at most",
+    )
     finished = draft.recipe().model_dump(mode="json", exclude_none=True, exclude={"why"})
     for path in flatten(finished):
         if path not in draft.why and path in DEFAULTS:
             draft.why[path] = DEFAULTS[path]
     said = [
-        f"checkpoint every {format_quantity(tokens // 50)}, evaluation every {format_quantity(tokens // 100)} tokens, "
+        f"checkpoint and evaluation every {format_quantity(checkpoint)} tokens, on {format_quantity(held_out)} held out",
         "rollback from spikes",
-        *next_steps(draft.recipe()),
+        tuning(draft.recipe()),
         "least sure: "
         + "; ".join(
             f"{one.about}, {one.spread:.3g}x between its sources ({one.remedy})"
             for one in sorted(draft.unsure, key=lambda one: -one.spread)
         ),
     ]
-    draft.step("guards, and what comes next", said)
+    draft.step("guards, next", said)
 
 
 def _precision(draft: Draft, at: Setting) -> None:
@@ -448,8 +458,8 @@ def _scaling(draft: Draft, at: Setting) -> None:
         }
         rounded = "" if width == lead.arch.d_model else f" (its width of {lead.arch.d_model:,} in whole heads)"
         why = (
-            f"the width and depth of {lead.id}{rounded}, from where the rule moves its values to this shape; not moved "
-            "for tokens, for on those laws disagree in sign"
+            f"the width and depth of {lead.id}{rounded}, from where the rule moves its values to this shape; "
+            "not moved for tokens, for on those laws disagree in sign"
         )
     for key, value in (base | {"batch_tokens": batch, "tokens": at.tokens}).items():
         draft.set(f"scaling.base.{key}", value, why)

@@ -76,6 +76,8 @@ def new(
         emit_json({"path": str(output), **derived.to_json()})
         return
     console.print(Facts([(f"{step.number} {step.title}", step.said) for step in derived.steps]))
+    for n, command in enumerate(derived.commands):
+        console.print(f"{'' if n else 'then':<6}{command}")
     _wrote(output, derived.recipe.why)
 
 

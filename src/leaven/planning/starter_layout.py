@@ -20,8 +20,8 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     how = found.arrangement
     memory = f"{found.memory.total / GIB:.1f} GiB of {cluster.accelerator.memory_gib:g}"
     speed = f"{found.speed.tflops_per_gpu:.0f} TFLOP/s a GPU, MFU {found.speed.mfu:.0%}"
-    reason = f"the fastest that fits {cluster} by the planner: {how}; {memory}, {speed} ({ACCURACY})"
-    chosen = {f"layout.{key}": value for key, value in how.layout.model_dump().items()}
+    reason = f"the fastest that fits {cluster} by the planner: {how}; {memory}, {speed}"
+    chosen = {f"layout.{key}": getattr(how.layout, key) for key in ("dp", "tp", "pp", "zero", "recompute")}
     chosen["batch.micro_batch"] = how.micro_batch
     placed = recipe.replace(chosen)
     placed = placed.replace({"why": recipe.why | dict.fromkeys(chosen, reason)})
@@ -37,4 +37,4 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
         else step
         for step in derivation.steps
     )
-    return Derivation(placed, steps)
+    return replace(derivation, recipe=placed, steps=steps)
