@@ -75,7 +75,7 @@ def starter(asked: Asked) -> Derivation:
     if asked.tokens < LEAST_SEQUENCES * model.seq_len:
         raise InputError(
             f"--tokens {format_quantity(asked.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
-            f"{model.seq_len:,}; {format_quantity(LEAST_SEQUENCES * model.seq_len)} or more will do, or a shorter --seq-len"
+            f"{model.seq_len:,}; {format_quantity(LEAST_SEQUENCES * model.seq_len)} will do, or a shorter --seq-len"
         )
     _duration(draft, asked, model)
     setting = Setting(near, model, asked.tokens, asked.gpus)

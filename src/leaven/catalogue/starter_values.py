@@ -419,7 +419,7 @@ def rest(draft: Draft, at: Setting) -> None:
         if path not in draft.why and path in DEFAULTS:
             draft.why[path] = DEFAULTS[path]
     said = [
-        f"checkpoint and evaluation every {format_quantity(checkpoint)} tokens, on {format_quantity(held_out)} held out",
+        f"checkpoint and evaluation every {format_quantity(checkpoint)} tokens",
         "rollback from spikes",
         tuning(draft.recipe()),
         "least sure: "

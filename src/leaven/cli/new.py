@@ -13,7 +13,7 @@ from leaven.planning.starter_layout import laid_out
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.units import format_quantity
-from leaven.report.terminal import Facts
+from leaven.report.derivation import derivation
 
 
 def new(
@@ -75,9 +75,7 @@ def new(
     if json_output:
         emit_json({"path": str(output), **derived.to_json()})
         return
-    console.print(Facts([(f"{step.number} {step.title}", step.said) for step in derived.steps]))
-    for n, command in enumerate(derived.commands):
-        console.print(f"{'' if n else 'then':<6}{command}")
+    console.print(derivation(derived))
     _wrote(output, derived.recipe.why)
 
 

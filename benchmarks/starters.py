@@ -1,0 +1,44 @@
+"""The derivations in docs/starters.md: `make docs-starters` writes what `leaven new` prints of each into its fence.
+
+A fence begins with the command; all below it is replaced.
+"""
+
+import io
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from leaven.catalogue.starter import Asked, starter
+from leaven.recipe.units import parse_quantity
+from leaven.report.derivation import derivation
+
+PAGE = Path(__file__).parents[1] / "docs" / "starters.md"
+_FENCE = re.compile(
+    r"```\n\$ leaven new (\S+)\.toml --params (\S+) --tokens (\S+)(?: --from (\S+))?\n.*?```", re.DOTALL
+)
+
+
+def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str:
+    """What the verb prints, in 100 columns."""
+    out = io.StringIO()
+    derived = starter(Asked(name, parse_quantity(params), parse_quantity(tokens), lead=lead))
+    Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True).print(derivation(derived))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def renewed(page: str) -> str:
+    """The page with every derivation as it is now."""
+
+    def fence(found: re.Match[str]) -> str:
+        name, params, tokens, lead = found.groups()
+        command = f"$ leaven new {name}.toml --params {params} --tokens {tokens}" + (
+            f" --from {lead}" if lead else ""
+        )
+        return f"```\n{command}\n{printed(name, params, tokens, lead)}\n```"
+
+    return _FENCE.sub(fence, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
