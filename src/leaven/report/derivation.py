@@ -1,4 +1,4 @@
-"""A derivation as a person reads it: its steps, then the commands that come next, whole so that they can be copied."""
+"""A derivation as a person reads it: its steps, then the commands that come next, whole, to be copied."""
 
 from rich.console import Group
 from rich.text import Text
