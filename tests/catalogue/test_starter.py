@@ -1,0 +1,235 @@
+"""`leaven new`: a whole recipe out of published runs and laws, sensible wherever one asks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leaven.catalogue.derivation import Derivation
+from leaven.catalogue.laws import DEEPSEEK, POWER_LINES, POWER_LINES_CRITICAL, STEP_LAW, ZHANG
+from leaven.catalogue.run import Run
+from leaven.catalogue.runs import find_run, load_runs, size_ratio
+from leaven.catalogue.starter import Asked, starter
+from leaven.catalogue.starter_next import SHALLOWER, proxy_recipe
+from leaven.catalogue.starter_shape import usual_ff_ratio
+from leaven.catalogue.starter_values import BATCH_TOKENS_EXPONENT, LEAST_STEPS, LR_SIZE_EXPONENT
+from leaven.catalogue.votes import batch_ramps, middle, neighbours
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.starter_layout import laid_out
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_recipe, render
+from leaven.recipe.recipe import Recipe, flatten
+from leaven.scaling.table import resolve
+from leaven.scaling.transfer import transfer
+
+B, T = 10**9, 10**12
+
+
+def new(params: float, tokens: float, **asked: object) -> Derivation:
+    return starter(replace(Asked("wheat", int(params), int(tokens)), **asked))  # type: ignore[arg-type]
+
+
+def comparable(params: float) -> list[Run]:
+    """Dense runs within a factor of 4 whose lr is one of plain Adam, without the module under test."""
+    return [
+        run for run in load_runs() if run.kind == "dense" and run.lr_comparable and size_ratio(run, int(params)) <= 4
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    params=st.floats(math.log(20e6), math.log(200e9)).map(math.exp),
+    tokens_per_param=st.floats(0, math.log(300)).map(math.exp),
+)
+def test_every_size_and_length_gets_a_sensible_recipe(params: float, tokens_per_param: float) -> None:
+    tokens = params * tokens_per_param
+    derived = new(params, tokens)
+    recipe = derived.recipe
+    model, batch = recipe.model, recipe.batch.tokens
+    assert model.params == pytest.approx(params, rel=0.03)
+    assert (model.d_model % model.n_heads, model.n_heads % model.n_kv_heads, model.d_ff % 64) == (0, 0, 0)
+    assert model.vocab_size % 128 == 0
+    assert batch % model.seq_len == 0
+    assert batch <= tokens / LEAST_STEPS
+    assert recipe.schedule.warmup_tokens <= 0.05 * tokens
+    moved = [run.peak_lr * (run.params_total / model.params) ** (1 / 3) for run in comparable(params) if run.peak_lr]
+    assert min(moved) / 2.01 <= recipe.hyperparameters.lr <= max(moved) * 2.01
+    assert parse_recipe(render(recipe), "it") == recipe
+    assert set(_written(recipe)) <= set(recipe.why)
+    proxy = proxy_recipe(recipe)
+    assert proxy is None or model.n_layers <= SHALLOWER * proxy[0].n_layers
+
+
+def _written(recipe: Recipe) -> dict[str, object]:
+    return flatten(recipe.model_dump(mode="json", exclude_none=True, exclude={"why"})) | {}
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "like", "lr", "batch"),
+    [
+        (125e6, 2.5e9, "cerebras-gpt-111m", (6e-4, 3e-3), (0.2e6, 0.6e6)),
+        (1e9, 20e9, "olmo-1b", (2e-4, 3e-3), (0.25e6, 1.1e6)),
+        (7e9, 2e12, "llama2-7b", (3e-4, 6e-4), (4e6, 5e6)),
+        (70e9, 1.4e12, "llama1-65b", (1e-4, 1.5e-4), (3e6, 8.4e6)),
+    ],
+)
+def test_next_to_published_runs(
+    params: float, tokens: float, like: str, lr: tuple[float, float], batch: tuple[float, float]
+) -> None:
+    """The bounds are those of published runs of the size, in lr and in batch of about the same length."""
+    recipe, run = new(params, tokens).recipe, find_run(like)
+    assert lr[0] <= recipe.hyperparameters.lr <= lr[1]
+    assert batch[0] <= recipe.batch.tokens <= batch[1]
+    assert run.arch.d_model
+    assert run.arch.d_model / 1.5 <= recipe.model.d_model <= run.arch.d_model * 1.5
+    assert recipe.hyperparameters.weight_decay == 0.1
+    assert recipe.hyperparameters.beta2 == 0.95
+
+
+def test_seven_billion_is_the_shape_of_llama() -> None:
+    model, arch = new(7e9, 2e12).recipe.model, find_run("llama1-7b").arch
+    assert (model.n_layers, model.d_model, model.n_heads, model.d_ff) == (
+        arch.n_layers,
+        arch.d_model,
+        arch.n_heads,
+        arch.d_ff,
+    )
+
+
+def test_a_block_has_twelve_squares() -> None:
+    assert usual_ff_ratio("swiglu", 32, 32) == pytest.approx(8 / 3)
+    assert usual_ff_ratio("gelu", 32, 32) == 4
+    assert usual_ff_ratio("swiglu", 128, 16) == pytest.approx(3.25)  # Llama 3 405B: 53,248 / 16,384
+
+
+def test_the_exponents_are_those_of_lineages_and_laws() -> None:
+    for lineage in ("gpt3-table", "llama"):
+        pairs = [
+            (math.log(run.params_total), math.log(run.peak_lr))
+            for run in load_runs()
+            if run.lineage.name == lineage and run.kind == "dense" and run.lr_comparable and run.peak_lr
+        ]
+        x, y = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        slope = sum((a - x) * (b - y) for a, b in pairs) / sum((a - x) ** 2 for a, _ in pairs)
+        assert slope == pytest.approx(LR_SIZE_EXPONENT, abs=0.02)
+    powers = [law.batch for law in (STEP_LAW, ZHANG, POWER_LINES, POWER_LINES_CRITICAL, DEEPSEEK)]
+    exponents = sorted(power.tokens or power.compute for power in powers if hasattr(power, "compute"))
+    assert exponents[2] == pytest.approx(BATCH_TOKENS_EXPONENT, abs=0.005)
+
+
+def test_a_lineage_has_one_vote_and_an_lr_of_another_kind_none() -> None:
+    runs = neighbours(B, 20 * B).runs
+    lineages = [run.lineage.name for run in runs]
+    assert len(lineages) == len(set(lineages))
+    assert all(run.lr_comparable for run in runs)
+    assert middle({"a": 1.0, "b": 4.0}).value == pytest.approx(2)
+
+
+def test_the_ramp_is_cited_and_divides() -> None:
+    recipe = new(70 * B, 1.4 * T).recipe
+    ramp = recipe.batch.ramp
+    assert ramp
+    assert recipe.batch.tokens % ramp.start_tokens == 0
+    assert 0.025 < ramp.over_tokens / recipe.data.tokens < 0.055  # GLM-130B 2.5%, BLOOM-176B 5.5%
+    assert "bloom-176b 5.5%" in recipe.why["batch.ramp.over_tokens"]
+    assert new(B, 20 * B).recipe.batch.ramp is None
+    starts, lengths = batch_ramps()
+    assert starts["bloom-176b"] == pytest.approx(192 / 2048)
+    assert lengths["glm-130b"] == 0.025
+
+
+@pytest.mark.parametrize("id", ["olmo2-7b", "gpt3-13b", "smollm2-135m", "openelm-3b", "llama2-70b", "bloom-7b1"])
+def test_from_a_run_its_values_stay_together(id: str) -> None:
+    run = find_run(id)
+    assert run.batch_tokens
+    assert run.optim
+    recipe = new(run.params_total / 2, 300 * B, lead=id).recipe
+    assert recipe.hyperparameters.lr == run.peak_lr
+    assert recipe.batch.tokens == pytest.approx(run.batch_tokens, rel=1e-3)
+    assert recipe.hyperparameters.weight_decay == run.optim.weight_decay
+    assert recipe.schedule.decay == run.decay
+    assert recipe.model.params == pytest.approx(run.params_total / 2, rel=0.03)
+    assert recipe.base.depth == run.arch.n_layers
+    assert recipe.base.width == pytest.approx(run.arch.d_model, rel=0.01)
+    assert set(_written(recipe)) <= set(recipe.why)
+
+
+def test_from_a_run_at_its_own_size_the_rule_does_nothing() -> None:
+    run = find_run("cerebras-gpt-1.3b")
+    recipe = new(run.params_total, run.tokens or 0, lead=run.id).recipe
+    ratios = resolve(recipe).ratios
+    assert (ratios.width, ratios.depth, ratios.batch, ratios.tokens) == (1, 1, 1, 1)
+
+
+def test_what_cannot_be_carried_over_is_listed() -> None:
+    said = " ".join(new(7 * B, 2 * T, lead="olmo2-7b").steps[1].said)
+    assert "not carried over: norms at the output of a branch" in said
+    assert "z_loss" in said
+
+
+def test_no_neighbour_is_said_and_goes_on() -> None:
+    said = " ".join(new(10**6, 40e6).steps[1].said)
+    assert "none within a factor of 4: this is 70.4 times smaller than the nearest, pythia-70m" in said
+    assert "18.9 times larger" in " ".join(new(10 * T, 200 * T).steps[1].said)
+
+
+def test_laid_out_on_a_cluster() -> None:
+    for params, gpus in ((B, "24xA100-80GB"), (70 * B, "512xH100-80GB")):
+        cluster = parse_cluster(gpus)
+        recipe = laid_out(new(params, 20 * params, gpus=cluster.gpus), cluster).recipe
+        layout = recipe.layout
+        assert layout.ranks == cluster.gpus
+        assert all(size // recipe.model.seq_len % layout.dp == 0 for _, size in recipe.batch.sizes)
+        assert "MFU" in recipe.why["layout.dp"]
+        assert set(_written(recipe)) <= set(recipe.why)
+
+
+def test_the_proxy_is_there_and_back_again() -> None:
+    recipe = new(B, 20 * B).recipe
+    proxy = proxy_recipe(recipe)
+    assert proxy
+    shape, batch, tokens = proxy
+    small = transfer(
+        recipe, width=shape.d_model, depth=shape.n_layers, d_ff=shape.d_ff, batch_tokens=batch, tokens=tokens
+    )
+    assert small.model == shape
+    model = recipe.model
+    back = transfer(
+        small,
+        width=model.d_model,
+        depth=model.n_layers,
+        d_ff=model.d_ff,
+        batch_tokens=recipe.batch.tokens,
+        tokens=recipe.data.tokens,
+    )
+    assert resolve(back).rows == resolve(recipe).rows
+
+
+def test_the_same_question_the_same_answer() -> None:
+    assert new(B, 20 * B) == new(B, 20 * B)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"params": 0}, "--params 0: give 1 M to 10 T"),
+        ({"params": 10**14}, "the largest published dense run has 540 B"),
+        ({"tokens": 0}, "--tokens 0: give a count"),
+        ({"tokens": 10**16}, "give a count up to 1,000 T"),
+        ({"tokens": 1_000}, "fewer than 2,000 sequences of 2,048; 4.10 M will do"),
+        ({"vocab": 5}, "--vocab 5: give 257"),
+        ({"lead": "olmo2"}, "did you mean olmo2-7b, "),
+        ({"lead": "olmoe-1b-7b"}, "a mixture of experts, and leaven builds dense ones of text; near it are olmo-1b"),
+        ({"lead": "nemotron-4-15b"}, "it publishes no learning rate; near it are"),
+        ({"lead": "cerebras-gpt-1.3b-mup"}, "is that of muP"),
+        ({"lead": "llama3-8b"}, "it does not tell its batch"),
+        ({"lead": "llama2-70b", "tokens": 10**8}, "makes 25 steps of 100 M tokens; give 800 M or more"),
+    ],
+)
+def test_bad_input_is_one_line(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        starter(replace(Asked("wheat", B, 20 * B), **asked))  # type: ignore[arg-type]
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
