@@ -1,6 +1,6 @@
 # `make demo`: the whole way on real text, about ten minutes. `make test`: the tests. CI runs them and
 # `make kills`. None takes input.
-.PHONY: demo test kills test-slow test-targets clean
+.PHONY: demo test kills test-slow test-targets docs-starters clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -40,6 +40,10 @@ test-targets: .venv-targets/installed
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	@touch $@
+
+# What docs/starters.md quotes of `leaven new`, as it is now.
+docs-starters: .venv/installed
+	$(BIN)/python benchmarks/starters.py
 
 clean:
 	rm -rf .venv .venv-targets .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

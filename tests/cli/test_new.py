@@ -1,0 +1,85 @@
+"""leaven new from published runs and laws, as a user meets it."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.starters import PAGE, renewed
+from leaven.recipe.files import read_recipe
+
+Verb = Callable[..., tuple[int, str, str]]
+
+
+def test_what_is_written_goes_through_every_verb(
+    leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said, err = leaven("new", "wheat.toml", "--params", "1B", "--tokens", "20B", "--gpus", "8xH100-80GB")
+    assert (code, err) == (0, "")
+    assert said.splitlines()[0].startswith("1 size")
+    assert "11 guards, next" in said
+    for verb in (("show",), ("plan", "--gpus", "8xH100-80GB")):
+        assert leaven(verb[0], "wheat.toml", *verb[1:])[0] == 0
+    command = next(line for line in said.splitlines() if line.startswith("then"))
+    assert leaven(*shlex.split(command)[2:])[0] == 0  # then leaven transfer ...
+    assert read_recipe("wheat-proxy.toml").base.width == read_recipe("wheat.toml").model.d_model
+
+
+def test_what_is_written_trains_as_it_is(leaven: Verb, tmp_path: Path, corpus: Path) -> None:
+    recipe, run = tmp_path / "tiny.toml", tmp_path / "run"
+    small = ("--params", "1M", "--tokens", "40k", "--seq-len", "16", "--vocab", "320")
+    assert leaven("new", recipe, *small, "--source", corpus)[0] == 0
+    code, said, _ = leaven("train", recipe, "--run", run, "--json")
+    assert code == 0
+    assert json.loads(said)["loss"] < 5.5  # log 320 = 5.8
+
+
+def test_json_has_every_step_with_its_sources(leaven: Verb, tmp_path: Path) -> None:
+    path = tmp_path / "wheat.toml"
+    code, said, _ = leaven("new", path, "--params", "125M", "--tokens", "2.5B", "--json")
+    told = json.loads(said)
+    assert code == 0
+    assert list(told) == ["path", "params", "tokens", "steps", "next"]
+    assert [step["step"] for step in told["steps"]] == list(range(1, 12))
+    lr = next(step for step in told["steps"] if "hyperparameters.lr" in step["values"])
+    assert lr["values"]["hyperparameters.lr"] == read_recipe(path).hyperparameters.lr
+    assert any(source.startswith("Step Law 2025: arXiv") for source in lr["sources"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "nothing to start from; type --params COUNT --tokens COUNT, or --from-weights DIR"),
+        (("--params", "1B"), "--tokens is missing; 20 a parameter would be --tokens 20000000000"),
+        (("--params", "1B", "--from-weights", "x"), "--params asks for a new one; type one or the other"),
+        (("--params", "0", "--tokens", "1B"), "--params 0: give 1 M to 10 T"),
+        (("--params", "1B", "--tokens", "20B", "--gpus", "8xZ9"), "no accelerator 'Z9' in the table"),
+        (("--params", "1B", "--tokens", "20B", "--from", "olmo2"), "no published run 'olmo2'; did you mean"),
+        (("--params", "70B", "--tokens", "20B", "--gpus", "1xL40S"), "nothing fits"),
+    ],
+)
+def test_bad_input_writes_nothing(leaven: Verb, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    path = tmp_path / "out.toml"
+    code, said, err = leaven("new", path, *options)
+    assert (code, said) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not path.exists()
+
+
+def test_what_is_there_stays(leaven: Verb, tmp_path: Path) -> None:
+    path = tmp_path / "out.toml"
+    path.write_text("mine")
+    code, _, err = leaven("new", path, "--params", "1B", "--tokens", "20B")
+    assert code == 2
+    assert "there is something already" in err
+    assert path.read_text() == "mine"
+
+
+def test_the_docs_quote_what_is_printed() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.count("$ leaven new ") == 5
+    assert renewed(page) == page, "type: make docs-starters"
