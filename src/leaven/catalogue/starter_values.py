@@ -155,7 +155,11 @@ def _lr(draft: Draft, at: Setting, batch: int) -> float:
             lead.peak_lr,
             f"the peak of {lead.id}, with its batch, at its width and depth; {said_laws}",
         )
-        draft.step("lr", [f"{_short(lead.peak_lr)} peak, as {lead.id}", said_laws], _lr_sources(at, laws, [lead.id]))
+        draft.step(
+            "lr",
+            [f"{_short(lead.peak_lr)} peak, as {lead.id}, at its width and depth", said_laws],
+            _lr_sources(at, laws, [lead.id]),
+        )
         spread = max(laws.high, lead.peak_lr) / min(laws.low, lead.peak_lr)
         draft.unsure.append(Unsure("lr", spread, "tune it at small scale"))
         return lead.peak_lr
@@ -270,7 +274,8 @@ def _adam(draft: Draft, at: Setting, batch: int, lr: float) -> None:
     if off > 2:
         draft.unsure.append(Unsure("weight decay", off, f"the tau law would take {by_tau:.2g}"))
     _init(draft, at)
-    std = draft.document["hyperparameters"]["init_std"]
+    std, ends = (draft.document["hyperparameters"][key] for key in ("init_std", "modules"))
+    ends = ends["attention.out"]
     width = at.lead.arch.d_model if at.lead and at.lead.arch.d_model else at.model.d_model
     places = ", ".join(f"{name} {value:.2g}" for name, value in _rules(width).items())
     draft.step(
@@ -280,7 +285,7 @@ def _adam(draft: Draft, at: Setting, batch: int, lr: float) -> None:
             f"eps {chosen['hyperparameters.eps']:g}",
             f"decay {decay:g} ({check})",
             f"clip {limit:g}",
-            f"init std {std:.3g}, what ends a branch / sqrt(2 L)",
+            f"init std {std:.3g}, what ends a branch x {ends['init_std']:.3g}",
             f"at width {width:,}: {places}",
         ],
         [*near.sources(counted), "Power Lines 2025 timescale: arXiv 2505.13738", INITS["mt-nlg"].source],
