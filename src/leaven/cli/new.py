@@ -61,9 +61,7 @@ def new(
         _adopted(output, name, from_weights, tokens, source, json_output)
         return
     if params is None:
-        raise InputError(
-            "type leaven new OUT.toml --params COUNT --tokens COUNT, or leaven new OUT.toml --from-weights DIR"
-        )
+        raise InputError("nothing to start from; type --params COUNT --tokens COUNT, or --from-weights DIR")
     if tokens is None:
         raise InputError(f"--tokens is missing; 20 a parameter would be --tokens {20 * params}")
     cluster = parse_cluster(gpus) if gpus else None
