@@ -17,7 +17,7 @@ from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import flatten
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
@@ -274,8 +274,8 @@ def _adam(draft: Draft, at: Setting, batch: int, lr: float) -> None:
     if off > 2:
         draft.unsure.append(Unsure("weight decay", off, f"the tau law would take {by_tau:.2g}"))
     _init(draft, at)
-    std, ends = (draft.document["hyperparameters"][key] for key in ("init_std", "modules"))
-    ends = ends["attention.out"]
+    std = draft.document["hyperparameters"]["init_std"]
+    ends = draft.document["hyperparameters"].get("modules", {}).get("attention.out", {}).get("init_std", 1.0)
     width = at.lead.arch.d_model if at.lead and at.lead.arch.d_model else at.model.d_model
     places = ", ".join(f"{name} {value:.2g}" for name, value in _rules(width).items())
     draft.step(
@@ -285,7 +285,7 @@ def _adam(draft: Draft, at: Setting, batch: int, lr: float) -> None:
             f"eps {chosen['hyperparameters.eps']:g}",
             f"decay {decay:g} ({check})",
             f"clip {limit:g}",
-            f"init std {std:.3g}, what ends a branch x {ends['init_std']:.3g}",
+            f"init std {std:.3g}, what ends a branch x {ends:.3g}",
             f"at width {width:,}: {places}",
         ],
         [*near.sources(counted), "Power Lines 2025 timescale: arXiv 2505.13738", INITS["mt-nlg"].source],
@@ -333,7 +333,7 @@ def _init(draft: Draft, at: Setting) -> None:
         "hyperparameters.init", "rule", "a number that the scaling rule can move to a proxy; named ones it may not"
     )
     draft.set("hyperparameters.init_std", float(f"{std:.3g}"), reason)
-    for module in ("attention.out", "mlp.out"):
+    for module in BRANCH_ENDS if residual != 1 else ():
         draft.set(f"hyperparameters.modules.{module}.init_std", float(f"{residual:.4g}"), branch)
 
 
