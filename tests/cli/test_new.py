@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from benchmarks.starters import PAGE, renewed
+
 from leaven.recipe.files import read_recipe
 
 Verb = Callable[..., tuple[int, str, str]]
