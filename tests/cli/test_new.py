@@ -31,7 +31,7 @@ def test_what_is_written_goes_through_every_verb(
 def test_what_is_written_trains_as_it_is(leaven: Verb, tmp_path: Path, corpus: Path) -> None:
     recipe, run = tmp_path / "tiny.toml", tmp_path / "run"
     small = ("--params", "1M", "--tokens", "40k", "--seq-len", "16", "--vocab", "320")
-    assert leaven("new", recipe, *small, "--source", corpus)[0] == 0
+    assert leaven("new", recipe, *small, "--source", f"{corpus}/*.txt")[0] == 0
     code, said, _ = leaven("train", recipe, "--run", run, "--json")
     assert code == 0
     assert json.loads(said)["loss"] < 5.5  # log 320 = 5.8

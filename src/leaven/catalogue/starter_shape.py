@@ -63,7 +63,7 @@ def shape_of(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Mo
     """
 
     def cost(shape: ModelShape, size: int) -> tuple[bool, float]:
-        off = abs(math.log(size / params))
+        off = abs(size / params - 1)
         aspect = abs(math.log(shape.d_model / shape.n_layers / proportions.aspect))
         ff = abs(math.log(shape.d_ff / shape.d_model / proportions.ff_ratio))
         outside = off > TOLERANCE
