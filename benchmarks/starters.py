@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from leaven.catalogue.starter import Asked, starter
+from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.starter import starter
 from leaven.recipe.units import parse_quantity
 from leaven.report.derivation import derivation
 

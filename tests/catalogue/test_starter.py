@@ -12,10 +12,12 @@ from leaven.catalogue.derivation import Derivation
 from leaven.catalogue.laws import DEEPSEEK, POWER_LINES, POWER_LINES_CRITICAL, STEP_LAW, ZHANG
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import find_run, load_runs, size_ratio
-from leaven.catalogue.starter import Asked, starter
-from leaven.catalogue.starter_next import SHALLOWER, proxy_recipe
-from leaven.catalogue.starter_shape import usual_ff_ratio
-from leaven.catalogue.starter_values import BATCH_TOKENS_EXPONENT, LEAST_STEPS, LR_SIZE_EXPONENT
+from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS
+from leaven.catalogue.starter.lr import LR_SIZE_EXPONENT
+from leaven.catalogue.starter.proxy import SHALLOWER, proxy_recipe
+from leaven.catalogue.starter.shape import usual_ff_ratio
+from leaven.catalogue.starter.starter import starter
 from leaven.catalogue.votes import batch_ramps, middle, neighbours
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.starter_layout import laid_out

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from leaven.catalogue.starter import Asked, starter
+from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.starter import starter
 from leaven.cli._common import JsonOption, console, count_option, emit_json
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.starter_layout import laid_out

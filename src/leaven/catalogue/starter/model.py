@@ -1,25 +1,12 @@
-"""A recipe for so many parameters and tokens out of published runs and laws: every value with its reason.
-
-The method, in the order of the steps (:mod:`leaven.catalogue.starter_values` has those after the duration):
-
-- a lineage of published runs has one vote, and only runs within a factor of 4 of the size have one;
-- what depends on size or duration is moved there before it is averaged: the lr of a neighbour with its size, its
-  batch with its tokens, the lr of a law with the batch;
-- laws together and neighbours together weigh the same: neither has been right alone.
-"""
+"""The shape of a starter and its reasons: proportions as the neighbours have them, at the size asked for."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
-from leaven.catalogue.derivation import Derivation, Draft
-from leaven.catalogue.lead import find_lead, left_behind
+from leaven.catalogue.derivation import Draft
 from leaven.catalogue.run import Run
-from leaven.catalogue.runs import load_runs, size_ratio
-from leaven.catalogue.starter_next import commands
-from leaven.catalogue.starter_shape import (
+from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.shape import (
     TIED_SHARE,
     VOCABULARY_SHARE,
     Proportions,
@@ -28,86 +15,16 @@ from leaven.catalogue.starter_shape import (
     usual_width,
     vocabulary,
 )
-from leaven.catalogue.starter_values import Setting, after_duration, rest
-from leaven.catalogue.votes import FACTOR, Neighbours, middle, neighbours
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import explain
+from leaven.catalogue.votes import Neighbours, middle
 from leaven.recipe.shape import ModelShape
-from leaven.recipe.units import format_quantity
 
-LEAST_PARAMS, MOST_PARAMS = 1_000_000, 10**13
-LEAST_SEQUENCES, MOST_TOKENS = 2_000, 10**15
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
 _QK_NORM = (
     "bounds the attention logits, so that an lr that is too high costs less (Wortsman et al. 2023, arXiv 2309.14322)"
 )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a starter is asked for. ``gpus``: the batch is to divide over so many; ``lead``: the id of a run."""
-
-    name: str
-    params: int
-    tokens: int
-    source: str = "python-stdlib"
-    vocab: int | None = None
-    seq_len: int | None = None
-    lead: str | None = None
-    gpus: int = 1
-
-
-def starter(asked: Asked) -> Derivation:
-    """The recipe and its derivation; the same for the same question. Where it is laid out is left to the planner.
-
-    Raises:
-        InputError: if the size or the length makes no sense, or the run to start from cannot be started from.
-    """
-    _check(asked)
-    lead = find_lead(asked.lead) if asked.lead else None
-    near = neighbours(asked.params, asked.tokens, lead)
-    draft = Draft()
-    draft.set("name", asked.name, "the name of the file")
-    model = _shape(asked, near)
-    _size(draft, asked, model)
-    _near(draft, near)
-    _model(draft, asked, near, model)
-    if asked.tokens < LEAST_SEQUENCES * model.seq_len:
-        raise InputError(
-            f"--tokens {format_quantity(asked.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
-            f"{model.seq_len:,}; {format_quantity(LEAST_SEQUENCES * model.seq_len)} will do, or a shorter --seq-len"
-        )
-    _duration(draft, asked, model)
-    setting = Setting(near, model, asked.tokens, asked.gpus)
-    after_duration(draft, setting)
-    rest(draft, setting)
-    try:
-        recipe = draft.recipe()
-        return Derivation(recipe, tuple(draft.steps), commands(recipe))
-    except ValidationError as error:
-        raise InputError(f"no recipe comes of this: {explain(error)}") from None
-
-
-def _check(asked: Asked) -> None:
-    largest = max(run.params_total for run in load_runs() if run.kind == "dense")
-    if not LEAST_PARAMS <= asked.params <= MOST_PARAMS:
-        beyond = (
-            f"the largest published dense run has {format_quantity(largest)}"
-            if asked.params > MOST_PARAMS
-            else "below it a vocabulary is all there is room for"
-        )
-        raise InputError(
-            f"--params {asked.params:,}: give {format_quantity(LEAST_PARAMS)} to {format_quantity(MOST_PARAMS)}; "
-            f"{beyond}"
-        )
-    if not 0 < asked.tokens <= MOST_TOKENS:
-        raise InputError(f"--tokens {asked.tokens:,}: give a count up to {format_quantity(MOST_TOKENS)}, e.g. 20B")
-    for option, count, least in (("--vocab", asked.vocab, 257), ("--seq-len", asked.seq_len, 16)):
-        if count is not None and count < least:
-            raise InputError(f"{option} {count}: give {least} or more, or leave it out")
-
-
-def _shape(asked: Asked, near: Neighbours) -> ModelShape:
+def choose_shape(asked: Asked, near: Neighbours) -> ModelShape:
     lead = near.lead
     stack = _stack_of(lead) if lead else _STACK
     aspect = middle(_aspects(near)).value
@@ -178,39 +95,7 @@ def _stack_of(lead: Run) -> dict[str, Any]:
     return chosen
 
 
-def _size(draft: Draft, asked: Asked, model: ModelShape) -> None:
-    off = model.params / asked.params - 1
-    said = [
-        f"{format_quantity(asked.params)} parameters asked for, N all of them",
-        f"{format_quantity(model.params)} hit ({off:+.1%}), {format_quantity(model.params_non_embedding)} without "
-        "embeddings",
-    ]
-    if abs(off) > 0.03:
-        said.append("further off than 3%: this vocabulary and these proportions come no nearer")
-    draft.step("size", said)
-
-
-def _near(draft: Draft, near: Neighbours) -> None:
-    if near.within:
-        said = [f"{len(near.runs)} lineages within a factor of {FACTOR:g}, the nearest run of each"]
-    else:
-        side = "smaller" if near.runs[0].params_total > near.params else "larger"
-        said = [
-            f"none within a factor of {FACTOR:g}: this is {near.distance:.3g} times {side} than the nearest, "
-            f"{near.runs[0].id}; the {len(near.runs)} nearest lineages speak, and everything below is extrapolated"
-        ]
-    if near.lead:
-        ratio = size_ratio(near.lead, near.params)
-        said.insert(0, f"values of {near.lead.id} taken together, {ratio:.2g} times from it in size")
-        lost = list(left_behind(near.lead))
-        if lost:
-            said.insert(1, f"not carried over: {', '.join(lost)}")
-        said.append("they speak where it is silent")
-    said.append(", ".join(f"{run.id} ({run.lineage.name})" for run in near.runs))
-    draft.step("neighbours", said, near.sources(near.table))
-
-
-def _model(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -> None:
+def explain_shape(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -> None:
     lead = near.lead
     aspects, heads = middle(_aspects(near)), model.n_heads
     of = f"as {lead.id}" if lead else "the middle of the neighbours"
@@ -302,19 +187,3 @@ def _stack_reason(near: Neighbours, path: str, value: Any) -> str:
     if path == "model.qk_norm":
         return f"{_QK_NORM}; {counted} of this size, and since 2024 OLMo 2 and 3, OpenELM, DCLM, Marin, Apertus"
     return f"the block of LLaMA, which every exporter knows: {counted}"
-
-
-def _duration(draft: Draft, asked: Asked, model: ModelShape) -> None:
-    each = asked.tokens / model.params
-    draft.set("data.tokens", asked.tokens, f"asked for: {each:.3g} tokens a parameter")
-    draft.set("data.source", asked.source, "asked for, or the text that is on every machine with Python")
-    draft.set("data.tokenizer", "bpe", "trained on the source, to vocab_size tokens or as many as its pairs give")
-    draft.step(
-        "duration",
-        [
-            f"{format_quantity(asked.tokens)} tokens",
-            f"{each:.3g} a parameter",
-            "about 20 is compute-optimal (Chinchilla 2022); more makes a smaller model that is cheaper to use",
-        ],
-        ["arXiv 2203.15556"],
-    )

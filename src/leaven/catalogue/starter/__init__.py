@@ -1,0 +1,1 @@
+"""A recipe to start from: `leaven new`."""

@@ -1,0 +1,115 @@
+"""The learning rate of a starter: its peak, and its schedule."""
+
+from collections.abc import Iterable
+
+from leaven.catalogue.batch_change import critical_batch, lr_at_batch
+from leaven.catalogue.derivation import Draft, Unsure
+from leaven.catalogue.starter.setting import Setting, said_range, short
+from leaven.catalogue.votes import Said, middle
+from leaven.recipe.units import format_quantity
+
+LR_SIZE_EXPONENT = -1 / 3
+"""Of a published lr with size within one lineage: GPT-3's table -0.32, LLaMA's -0.33; and of Porian's law, -0.36."""
+LR_WIDENING = 2.0
+"""The lr stays within the neighbours' own, moved to this size, widened by this factor."""
+LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001
+
+
+def choose_lr(draft: Draft, at: Setting, batch: int) -> float:
+    lead, params = at.lead, at.model.params
+    critical = critical_batch(at.laws)
+    moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws}
+    laws = middle({name: lr.square_root for name, lr in moved.items() if lr})
+    said_laws = f"laws at this batch (x sqrt(batch / theirs)) {said_range(laws, short)} ({at.heard(laws)})"
+    if lead and lead.peak_lr:
+        draft.set(
+            "hyperparameters.lr",
+            lead.peak_lr,
+            f"the peak of {lead.id}, with its batch, at its width and depth; {said_laws}",
+        )
+        draft.step(
+            "lr",
+            [f"{short(lead.peak_lr)} peak, as {lead.id}, at its width and depth", said_laws],
+            _lr_sources(at, laws, [lead.id]),
+        )
+        spread = max(laws.high, lead.peak_lr) / min(laws.low, lead.peak_lr)
+        draft.unsure.append(Unsure("lr", spread, "tune it at small scale"))
+        return lead.peak_lr
+    near = middle(
+        {run.id: run.peak_lr * (params / run.params_total) ** LR_SIZE_EXPONENT for run in at.near.runs if run.peak_lr}
+    )
+    low, high = near.low / LR_WIDENING, near.high * LR_WIDENING
+    lr = float(f"{min(max(at.between(laws, near), low), high):.2g}")
+    spread = max(laws.high, near.high) / min(laws.low, near.low)
+    draft.set(
+        "hyperparameters.lr",
+        lr,
+        f"between the middle of the laws, {short(laws.value)} ({laws.told(short)}, each moved to this batch by its "
+        f"square root), and of the neighbours, {short(near.value)} (each x (size / its size)^-1/3: "
+        f"{near.told(short)}); spread {spread:.3g}x, tune it",
+    )
+    draft.step(
+        "lr",
+        [
+            f"{short(lr)} peak",
+            said_laws,
+            f"neighbours, moved to this size, {said_range(near, short)}",
+            "muP, Adafactor, AdEMAMix and Muon runs left out",
+            f"spread {spread:.3g}x: tune it at small scale",
+        ],
+        _lr_sources(at, laws, near.by),
+    )
+    draft.unsure.append(Unsure("lr", spread, "tune it at small scale"))
+    return lr
+
+
+def _lr_sources(at: Setting, laws: Said, ids: Iterable[str]) -> list[str]:
+    return [*at.law_sources(laws.by), *at.near.sources(ids)]
+
+
+def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
+    near, tokens = at.near, at.tokens
+    steps = middle(
+        near.of(
+            lambda run: (
+                run.warmup_fraction * run.tokens / run.batch_tokens
+                if run.warmup_fraction and run.tokens and run.batch_tokens
+                else None
+            )
+        )
+    )
+    wanted = steps.value * batch
+    warmup = round(min(max(wanted, SHORTEST_WARMUP * tokens), LONGEST_WARMUP * tokens))
+    bound = (
+        ""
+        if warmup == round(wanted)
+        else f"; bounded at {LONGEST_WARMUP:.0%} of the run"
+        if wanted > warmup
+        else f"; at least {SHORTEST_WARMUP:.1%} of the run"
+    )
+    rounded = "{:,.0f}".format
+    whose = f"as {near.lead.id}" if near.lead and near.lead.id in steps.by else "the middle of the neighbours"
+    draft.set(
+        "schedule.warmup_tokens",
+        warmup,
+        f"{steps.value:,.0f} steps, {whose} ({steps.told(rounded)}), x the batch{bound}",
+    )
+    decay = near.most("schedule.decay")
+    assert decay is not None
+    draft.set("schedule.decay", decay.value, decay.counted(str))
+    # Of those that decay so: a floor belongs to its shape (0 to a linear one, 10% to a cosine).
+    floors = near.values("schedule.min_lr_ratio")
+    alike = {who: floor for who, floor in floors.items() if decay.by.get(who) == decay.value} or floors
+    counts = list(alike.values())
+    floor = float(max(dict.fromkeys(counts), key=counts.count))
+    floor_said = Said(floor, alike)
+    draft.set("schedule.min_lr_ratio", floor, f"of runs that decay so: {floor_said.counted('{:.3g}'.format)}")
+    draft.step(
+        "schedule",
+        [
+            f"warm-up {format_quantity(warmup)} tokens, {warmup / tokens:.2%} of the run",
+            f"{steps.value:,.0f} steps, {whose} ({steps.low:,.0f} .. {steps.high:,.0f}){bound}",
+            f"{decay.value} to {floor:.0%}",
+        ],
+        near.sources([*steps.by, *decay.by]),
+    )

@@ -1,0 +1,113 @@
+"""A recipe for so many parameters and tokens out of published runs and laws: every value with its reason.
+
+The method, whose steps are in the modules beside this one:
+
+- a lineage of published runs has one vote, and only runs within a factor of 4 of the size have one;
+- what depends on size or duration is moved there before it is averaged: the lr of a neighbour with its size, its
+  batch with its tokens, the lr of a law with the batch;
+- laws together and neighbours together weigh the same: neither has been right alone.
+"""
+
+from pydantic import ValidationError
+
+from leaven.catalogue.derivation import Derivation, Draft
+from leaven.catalogue.lead import find_lead, left_behind
+from leaven.catalogue.runs import size_ratio
+from leaven.catalogue.starter.adam import choose_adam
+from leaven.catalogue.starter.asked import Asked, check
+from leaven.catalogue.starter.batch import choose_batch, choose_ramp
+from leaven.catalogue.starter.guards import finish
+from leaven.catalogue.starter.lr import choose_lr, choose_schedule
+from leaven.catalogue.starter.model import choose_shape, explain_shape
+from leaven.catalogue.starter.proxy import commands
+from leaven.catalogue.starter.setting import Setting
+from leaven.catalogue.votes import FACTOR, Neighbours, neighbours
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
+from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import format_quantity
+
+LEAST_SEQUENCES = 2_000
+
+
+def starter(asked: Asked) -> Derivation:
+    """The recipe and its derivation; the same for the same question. Where it is laid out is left to the planner.
+
+    Raises:
+        InputError: if the size or the length makes no sense, or the run to start from cannot be started from.
+    """
+    check(asked)
+    lead = find_lead(asked.lead) if asked.lead else None
+    near = neighbours(asked.params, asked.tokens, lead)
+    draft = Draft()
+    draft.set("name", asked.name, "the name of the file")
+    model = choose_shape(asked, near)
+    _size(draft, asked, model)
+    _near(draft, near)
+    explain_shape(draft, asked, near, model)
+    if asked.tokens < LEAST_SEQUENCES * model.seq_len:
+        raise InputError(
+            f"--tokens {format_quantity(asked.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
+            f"{model.seq_len:,}; {format_quantity(LEAST_SEQUENCES * model.seq_len)} will do, or a shorter --seq-len"
+        )
+    _duration(draft, asked, model)
+    setting = Setting(near, model, asked.tokens, asked.gpus)
+    batch = choose_batch(draft, setting)
+    lr = choose_lr(draft, setting, batch)
+    choose_schedule(draft, setting, batch)
+    choose_adam(draft, setting, batch, lr)
+    choose_ramp(draft, setting, batch)
+    finish(draft, setting)
+    try:
+        recipe = draft.recipe()
+        return Derivation(recipe, tuple(draft.steps), commands(recipe))
+    except ValidationError as error:
+        raise InputError(f"no recipe comes of this: {explain(error)}") from None
+
+
+def _size(draft: Draft, asked: Asked, model: ModelShape) -> None:
+    off = model.params / asked.params - 1
+    said = [
+        f"{format_quantity(asked.params)} parameters asked for, N all of them",
+        f"{format_quantity(model.params)} hit ({off:+.1%}), {format_quantity(model.params_non_embedding)} without "
+        "embeddings",
+    ]
+    if abs(off) > 0.03:
+        said.append("further off than 3%: this vocabulary and these proportions come no nearer")
+    draft.step("size", said)
+
+
+def _near(draft: Draft, near: Neighbours) -> None:
+    if near.within:
+        said = [f"{len(near.runs)} lineages within a factor of {FACTOR:g}, the nearest run of each"]
+    else:
+        side = "smaller" if near.runs[0].params_total > near.params else "larger"
+        said = [
+            f"none within a factor of {FACTOR:g}: this is {near.distance:.3g} times {side} than the nearest, "
+            f"{near.runs[0].id}; the {len(near.runs)} nearest lineages speak, and everything below is extrapolated"
+        ]
+    if near.lead:
+        ratio = size_ratio(near.lead, near.params)
+        said.insert(0, f"values of {near.lead.id} taken together, {ratio:.2g} times from it in size")
+        lost = list(left_behind(near.lead))
+        if lost:
+            said.insert(1, f"not carried over: {', '.join(lost)}")
+        said.append("they speak where it is silent")
+    said.append(", ".join(f"{run.id} ({run.lineage.name})" for run in near.runs))
+    draft.step("neighbours", said, near.sources(near.table))
+
+
+def _duration(draft: Draft, asked: Asked, model: ModelShape) -> None:
+    each = asked.tokens / model.params
+    draft.set("data.tokens", asked.tokens, f"asked for: {each:.3g} tokens a parameter")
+    draft.set("data.source", asked.source, "asked for, or the text that is on every machine with Python")
+    draft.set("data.tokenizer", "bpe", "trained on the source, to vocab_size tokens or as many as its pairs give")
+    draft.step(
+        "duration",
+        [
+            f"{format_quantity(asked.tokens)} tokens",
+            f"{each:.3g} a parameter",
+            "about 20 is compute-optimal (Chinchilla 2022); more makes a smaller model that is cheaper to use",
+        ],
+        ["arXiv 2203.15556"],
+    )
