@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from tests.interop.configs.recipes import PER_MODULE, transferred
 
+from leaven.interop.configs import formats
 from leaven.interop.configs import vocabulary as v
 from leaven.interop.configs.vocabulary import Given, Wanted
 from leaven.recipe.errors import InputError
@@ -99,8 +100,8 @@ def test_yaml_is_read_as_it_is_meant() -> None:
         "empty": {},
         "rows": [{"a": 1, "b": {"c": 2.0}}, {"a": 2}],
     }
-    found = reader.safe_load(v.yaml(document))
-    assert found == v.digits(document)
+    found = reader.safe_load(formats.yaml(document))
+    assert found == formats.digits(document)
     assert found["a"]["lr"] == 3e-5
     assert isinstance(found["a"]["eps"], float)
     assert math.isclose(found["a"]["tiny"], 1.5e-12)

@@ -11,7 +11,8 @@ told otherwise, and for two steps at least.
 
 from typing import Any
 
-from leaven.interop.configs import vocabulary as v
+from leaven.interop.configs import formats
+from leaven.interop.configs.losses import common_notes, of_clip, of_ramp, of_schedule, rounding_notes
 from leaven.interop.configs.vocabulary import Export, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import optimiser_groups
@@ -24,7 +25,7 @@ LEAST_WARM_UP = 2
 def export(recipe: Recipe) -> Export:
     """One JSON file; losses and notes are under ``_leaven``, a key that DeepSpeed does not read."""
     wanted = Wanted.of(recipe)
-    losses = v.of_ramp(recipe, TARGET) + v.of_clip(wanted) + v.of_schedule(recipe, TARGET, DECAYS, "cosine")
+    losses = of_ramp(recipe, TARGET) + of_clip(wanted) + of_schedule(recipe, TARGET, DECAYS, "cosine")
     warmup = wanted.in_steps(recipe.schedule.warmup_tokens)
     if warmup < LEAST_WARM_UP:
         why = f"would be {LEAST_WARM_UP} steps, the fewest it has"
@@ -34,13 +35,13 @@ def export(recipe: Recipe) -> Export:
         f"model, init and the {groups} parameter groups of the table are the client's: pass "
         "model_parameters = leaven.parametrize(...); the optimizer here has the values of most matrices, and decays "
         "whatever it is given",
-        *v.common_notes(wanted),
-        *v.rounding_notes(wanted),
+        *common_notes(wanted),
+        *rounding_notes(wanted),
     ]
     if recipe.layout.tp * recipe.layout.pp > 1:
         notes.append("tp and pp are the client's")
     said = {"_leaven": {"lost": [loss.text for loss in losses], "notes": notes}}
-    return Export({"": v.json_text(_document(wanted, warmup) | said)}, tuple(losses), tuple(notes))
+    return Export({"": formats.json_text(_document(wanted, warmup) | said)}, tuple(losses), tuple(notes))
 
 
 def _document(wanted: Wanted, warmup: int) -> dict[str, Any]:

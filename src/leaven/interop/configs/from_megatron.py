@@ -1,13 +1,12 @@
 """A recipe from a Megatron-LM argument list.
 
-Flags and defaults are those of the sources that :mod:`leaven.interop.configs.megatron` names. Megatron gives every
-matrix one lr, one decay and one standard deviation but for the embedding and the ends of branches; the recipe has
-these as multipliers of modules, and no scaling rule.
+What its flags mean for a recipe; :mod:`leaven.interop.configs.megatron_flags` has the flags and their defaults.
+Megatron gives every matrix one lr, one decay and one standard deviation but for the embedding and the ends of
+branches; the recipe has these as multipliers of modules, and no scaling rule.
 """
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,109 +14,13 @@ from pydantic import ValidationError
 from leaven.interop.configs import flags as f
 from leaven.interop.configs.draft import Draft, Imported
 from leaven.interop.configs.megatron import DECAYS
+from leaven.interop.configs.megatron_flags import MegatronFlags, as_number, known_flags
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 
-# What makes another model or another optimizer of it. A prefix ends with a star.
-UNSUPPORTED = {
-    "num-experts": "mixtures of experts",
-    "moe-*": "mixtures of experts",
-    "multi-latent-attention": "multi-latent attention",
-    "mtp-num-layers": "multi-token prediction",
-    "hybrid-*": "hybrids with state-space layers",
-    "is-hybrid-model": "hybrids with state-space layers",
-    "use-mup": "Megatron's muP, whose readout and eps are none of leaven's rules",
-    "window-size": "windows of attention",
-    "quick-geglu": "geglu",
-    "apply-layernorm-1p": "gains around 1",
-    "use-rope-scaling": "scaled rotary positions",
-    "rotary-seq-len-interpolation-factor": "scaled rotary positions",
-    "init-method-xavier-uniform": "uniform initialisation",
-    "heterogeneous-layers-config-path": "layers that differ",
-    "apply-query-key-layer-scaling": "attention scaled by layer",
-    "norm-before-residual*": "post-norm",
-}
-DEFAULTS: dict[str, Any] = {
-    "position-embedding-type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "norm-epsilon": 1e-5,
-    "rotary-base": 10_000,
-    "rotary-percent": 1.0,
-    "attention-dropout": 0.1,
-    "hidden-dropout": 0.1,
-    "init-method-std": 0.02,
-    "weight-decay": 0.01,
-    "adam-beta1": 0.9,
-    "adam-beta2": 0.999,
-    "adam-eps": 1e-8,
-    "clip-grad": 1.0,
-    "lr-decay-style": "linear",
-    "lr-wsd-decay-style": "exponential",
-    "min-lr": 0.0,
-    "seed": 1234,
-    "make-vocab-size-divisible-by": 128,
-    "tensor-model-parallel-size": 1,
-    "pipeline-model-parallel-size": 1,
-    "optimizer": "adam",
-}
-NUMBERS = {
-    "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "seq-length",
-    "max-position-embeddings", "norm-epsilon", "rotary-base", "rotary-percent", "attention-dropout", "hidden-dropout",
-    "vocab-size", "padded-vocab-size", "num-query-groups", "lr", "decoupled-lr", "min-lr", "decoupled-min-lr",
-    "init-method-std", "embedding-init-method-std", "weight-decay", "adam-beta1", "adam-beta2", "adam-eps",
-    "clip-grad", "micro-batch-size", "global-batch-size", "train-samples", "train-iters", "lr-decay-samples",
-    "lr-decay-iters", "lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction", "lr-wsd-decay-samples",
-    "lr-wsd-decay-iters", "seed", "tensor-model-parallel-size", "pipeline-model-parallel-size",
-    "make-vocab-size-divisible-by", "num-virtual-stages-per-pipeline-rank", "recompute-num-layers",
-}  # fmt: skip
-WORDS = {
-    "position-embedding-type", "normalization", "lr-decay-style", "lr-wsd-decay-style", "optimizer",
-    "rampup-batch-size", "step-batch-size-schedule", "recompute-granularity", "recompute-method",
-    "data-parallel-sharding-strategy",
-}  # fmt: skip
-SWITCHES = {
-    "swiglu", "squared-relu", "openai-gelu", "no-bias-gelu-fusion", "disable-bias-linear", "group-query-attention",
-    "untie-embeddings-and-output-weights", "qk-layernorm", "bf16", "fp16", "use-distributed-optimizer",
-    "use-megatron-fsdp", "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "recompute-activations",
-    "use-rotary-position-embeddings",
-}  # fmt: skip
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-
-
-@dataclass
-class _Given:
-    """The flags that are known, each as a number or a word; ``why`` says where a value is from."""
-
-    origin: str
-    numbers: dict[str, float]
-    words: dict[str, str]
-    switches: set[str]
-    waiting: dict[str, str]
-
-    def number(self, name: str) -> float:
-        if name in self.numbers:
-            return self.numbers[name]
-        if name not in DEFAULTS:
-            raise InputError(f"{self.origin}: no --{name}, without which there is no recipe; add it")
-        return float(DEFAULTS[name])
-
-    def count(self, name: str) -> int:
-        value = self.number(name)
-        if value != int(value):
-            raise InputError(f"{self.origin}: --{name} {value:g}: has to be a whole number")
-        return int(value)
-
-    def word(self, name: str) -> str:
-        return self.words.get(name, str(DEFAULTS.get(name, "")))
-
-    def why(self, *names: str) -> str:
-        there = [f"--{name}" for name in names if name in {*self.numbers, *self.words, *self.switches}]
-        for name in names:
-            if name in self.waiting:
-                return f"Megatron's default, for --{name} waits for {self.waiting[name]}"
-        return " and ".join(there) if there else f"Megatron's default of --{names[0]}"
 
 
 def read(text: str, origin: str, name: str) -> Imported:
@@ -127,7 +30,7 @@ def read(text: str, origin: str, name: str) -> Imported:
         InputError: naming what is of another kind of model, missing or malformed.
     """
     draft = Draft(origin)
-    given = _given(f.parse(text, origin), origin, draft)
+    given = known_flags(f.parse(text, origin), origin, draft)
     shape = _shape(given, draft)
     _groups(given, shape, draft)
     _batch_and_duration(given, shape, draft)
@@ -136,44 +39,10 @@ def read(text: str, origin: str, name: str) -> Imported:
     return draft.finish(name, shape)
 
 
-def _given(found: f.Flags, origin: str, draft: Draft) -> _Given:
-    given = _Given(origin, {}, {}, set(), {})
-    for flag, words in found.values.items():
-        name = flag.replace("_", "-")
-        for unsupported, what in UNSUPPORTED.items():
-            if name == unsupported or (unsupported.endswith("*") and name.startswith(unsupported[:-1])):
-                raise InputError(f"{origin}: --{flag}: leaven has no {what}")
-        waiting = [variable for word in words[:1] for variable in f.open_variables(word)]
-        if name in SWITCHES:
-            given.switches.add(name)
-        elif name not in NUMBERS | WORDS:
-            draft.unread.append(f"--{flag}")
-        elif waiting:
-            given.waiting[name] = ", ".join(waiting)
-            draft.unknown.append(f"--{flag}: {given.waiting[name]} is not set in the file")
-        elif not words:
-            raise InputError(f"{origin}: --{flag} has no value")
-        elif name in WORDS:
-            given.words[name] = " ".join(words)
-        else:
-            given.numbers[name] = _number(words[0], flag, origin)
-    return given
-
-
-def _number(word: str, flag: str, origin: str) -> float:
-    try:
-        number = float(word)
-    except ValueError:
-        raise InputError(f"{origin}: --{flag} {word}: has to be a number") from None
-    if not math.isfinite(number):
-        raise InputError(f"{origin}: --{flag} {word}: has to be a finite number")
-    return number
-
-
 # Model ------------------------------------------------------------------------------------------------------------
 
 
-def _shape(given: _Given, draft: Draft) -> ModelShape:
+def _shape(given: MegatronFlags, draft: Draft) -> ModelShape:
     heads, width = given.count("num-attention-heads"), given.count("hidden-size")
     if width % heads and "kv-channels" not in given.numbers:
         raise InputError(f"{given.origin}: --hidden-size {width} does not divide by --num-attention-heads {heads}")
@@ -215,20 +84,20 @@ def _shape(given: _Given, draft: Draft) -> ModelShape:
     return shape
 
 
-def _choice(given: _Given, name: str, known: dict[str, str]) -> tuple[str, str]:
+def _choice(given: MegatronFlags, name: str, known: dict[str, str]) -> tuple[str, str]:
     word = given.word(name)
     if word not in known:
         raise InputError(f"{given.origin}: --{name} {word}: leaven reads {', '.join(known)}")
     return known[word], given.why(name)
 
 
-def _positions(given: _Given) -> tuple[str, str]:
+def _positions(given: MegatronFlags) -> tuple[str, str]:
     if "use-rotary-position-embeddings" in given.switches:
         return "rope", given.why("use-rotary-position-embeddings")
     return _choice(given, "position-embedding-type", {"rope": "rope", "learned_absolute": "learned"})
 
 
-def _d_ff(given: _Given, width: int) -> tuple[int, str]:
+def _d_ff(given: MegatronFlags, width: int) -> tuple[int, str]:
     if "ffn-hidden-size" in given.numbers:
         return given.count("ffn-hidden-size"), given.why("ffn-hidden-size")
     if "swiglu" in given.switches:  # validate_args of arguments.py
@@ -236,7 +105,7 @@ def _d_ff(given: _Given, width: int) -> tuple[int, str]:
     return 4 * width, "4 x hidden size: no --ffn-hidden-size"
 
 
-def _vocabulary(given: _Given, draft: Draft) -> tuple[int, str]:
+def _vocabulary(given: MegatronFlags, draft: Draft) -> tuple[int, str]:
     if "padded-vocab-size" in given.numbers:
         return given.count("padded-vocab-size"), given.why("padded-vocab-size")
     if "vocab-size" not in given.numbers:
@@ -247,14 +116,14 @@ def _vocabulary(given: _Given, draft: Draft) -> tuple[int, str]:
     return padded, f"--vocab-size, padded to a multiple of {multiple}"
 
 
-def _activation(given: _Given) -> tuple[str, str]:
+def _activation(given: MegatronFlags) -> tuple[str, str]:
     for flag, ours in {"swiglu": "swiglu", "squared-relu": "squared_relu"}.items():
         if flag in given.switches:
             return ours, f"--{flag}"
     return "gelu", "Megatron's default"
 
 
-def _dropout(given: _Given, draft: Draft) -> tuple[float, str]:
+def _dropout(given: MegatronFlags, draft: Draft) -> tuple[float, str]:
     attention, hidden = given.number("attention-dropout"), given.number("hidden-dropout")
     if attention != hidden:
         draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, that of --hidden-dropout")
@@ -264,7 +133,7 @@ def _dropout(given: _Given, draft: Draft) -> tuple[float, str]:
 # Values -----------------------------------------------------------------------------------------------------------
 
 
-def _groups(given: _Given, shape: ModelShape, draft: Draft) -> None:
+def _groups(given: MegatronFlags, shape: ModelShape, draft: Draft) -> None:
     if given.word("optimizer") != "adam":
         raise InputError(f"{given.origin}: --optimizer {given.word('optimizer')}: leaven has adam")
     std = given.number("init-method-std")
@@ -302,7 +171,7 @@ def _groups(given: _Given, shape: ModelShape, draft: Draft) -> None:
     )
 
 
-def _batch_and_duration(given: _Given, shape: ModelShape, draft: Draft) -> None:
+def _batch_and_duration(given: MegatronFlags, shape: ModelShape, draft: Draft) -> None:
     length = shape.seq_len
     if "micro-batch-size" in given.numbers:
         draft.set("batch.micro_batch", given.count("micro-batch-size"), given.why("micro-batch-size"))
@@ -322,7 +191,7 @@ def _batch_and_duration(given: _Given, shape: ModelShape, draft: Draft) -> None:
         draft.set("data.tokens", tokens, "--train-iters x batch")
 
 
-def _sizes(given: _Given, draft: Draft) -> tuple[tuple[int, int], ...] | None:
+def _sizes(given: MegatronFlags, draft: Draft) -> tuple[tuple[int, int], ...] | None:
     parts = {
         key: draft.values[f"batch.{key}"] for key in ("tokens", "ramp", "stages") if f"batch.{key}" in draft.values
     }
@@ -334,7 +203,7 @@ def _sizes(given: _Given, draft: Draft) -> tuple[tuple[int, int], ...] | None:
         raise InputError(f"{given.origin}: no batch of leaven's: {explain(error)}") from None
 
 
-def _stages(given: _Given, length: int) -> list[dict[str, int]]:
+def _stages(given: MegatronFlags, length: int) -> list[dict[str, int]]:
     stages = []
     for entry in re.split(r"[\s,]+", given.word("step-batch-size-schedule").strip()):
         threshold, colon, size = entry.partition(":")
@@ -347,20 +216,20 @@ def _stages(given: _Given, length: int) -> list[dict[str, int]]:
 
 def _suffixed(word: str, origin: str) -> int:
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(word[-1:].upper(), 1)
-    return int(_number(word[:-1] if scale > 1 else word, "step-batch-size-schedule", origin) * scale)
+    return int(as_number(word[:-1] if scale > 1 else word, "step-batch-size-schedule", origin) * scale)
 
 
-def _ramp(given: _Given, length: int, draft: Draft) -> None:
+def _ramp(given: MegatronFlags, length: int, draft: Draft) -> None:
     words = given.word("rampup-batch-size").split()
     if len(words) != 3 or any(f.open_variables(word) for word in words):
         draft.unknown.append(f"--rampup-batch-size {' '.join(words)}: wants START INCREMENT SAMPLES, all three set")
         return
-    start, increment, samples = (int(_number(word, "rampup-batch-size", given.origin)) * length for word in words)
+    start, increment, samples = (int(as_number(word, "rampup-batch-size", given.origin)) * length for word in words)
     ramp = {"start_tokens": start, "increment_tokens": increment, "over_tokens": samples}
     draft.set("batch.ramp", ramp, "--rampup-batch-size, which a Megatron-LM since April 2026 parses and ignores")
 
 
-def _schedule(given: _Given, shape: ModelShape, draft: Draft) -> None:
+def _schedule(given: MegatronFlags, shape: ModelShape, draft: Draft) -> None:
     style = given.word("lr-decay-style")
     ours = {theirs: ours for ours, theirs in DECAYS.items()}
     if style not in ours:
@@ -388,7 +257,7 @@ def _schedule(given: _Given, shape: ModelShape, draft: Draft) -> None:
             )
 
 
-def _span(given: _Given, prefix: str, length: int, batch: int | None) -> int | None:
+def _span(given: MegatronFlags, prefix: str, length: int, batch: int | None) -> int | None:
     """Tokens, from ``--PREFIX-samples`` or ``--PREFIX-iters``."""
     if f"{prefix}-samples" in given.numbers:
         return given.count(f"{prefix}-samples") * length
@@ -397,7 +266,7 @@ def _span(given: _Given, prefix: str, length: int, batch: int | None) -> int | N
     return None
 
 
-def _layout(given: _Given, draft: Draft) -> None:
+def _layout(given: MegatronFlags, draft: Draft) -> None:
     for path, name in {
         "layout.tp": "tensor-model-parallel-size",
         "layout.pp": "pipeline-model-parallel-size",

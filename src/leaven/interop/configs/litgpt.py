@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from leaven.interop.configs import formats
 from leaven.interop.configs import vocabulary as v
+from leaven.interop.configs.losses import common_notes, of_clip, of_ramp, of_schedule, of_start, rounding_notes
 from leaven.interop.configs.vocabulary import Export, Given, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
@@ -40,16 +42,16 @@ def export(recipe: Recipe) -> Export:
     if shape.norm == "layernorm" and not shape.bias:
         losses.append(Loss("model.bias", False, "layer norms would have biases"))
     losses += v.compare(wanted, _given(wanted), REASONS) + _attention(wanted)
-    losses += v.of_start(recipe) + v.of_ramp(recipe, TARGET) + v.of_clip(wanted)
-    losses += v.of_schedule(recipe, TARGET, ("cosine",), "cosine")
+    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted)
+    losses += of_schedule(recipe, TARGET, ("cosine",), "cosine")
     if recipe.data.documents == "isolated":
         losses.append(Loss("data.documents", "isolated", "would be packed"))
     if recipe.precision.compute not in PRECISIONS:
         losses.append(Loss("precision.compute", recipe.precision.compute, "would be bf16: pretrain has no fp16"))
-    notes = [*v.common_notes(wanted), *v.rounding_notes(wanted)]
+    notes = [*common_notes(wanted), *rounding_notes(wanted)]
     notes.append("layout: more than one device is FSDP (HYBRID_SHARD), tp and pp are not there")
     text = f"# {recipe.name}, written by leaven: litgpt pretrain --config THIS_FILE --data ...\n"
-    text += v.commented(losses, notes) + v.yaml(_document(wanted, shape))
+    text += formats.commented(losses, notes) + formats.yaml(_document(wanted, shape))
     return Export({"": text}, tuple(losses), tuple(notes))
 
 

@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from leaven.interop.configs import formats
 from leaven.interop.configs import vocabulary as v
+from leaven.interop.configs.losses import common_notes, of_clip, of_start
 from leaven.interop.configs.vocabulary import Export, Given, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
@@ -71,7 +73,7 @@ def export(recipe: Recipe) -> Export:
     candidates = [_standard(wanted)] + ([_mup(wanted)] if recipe.base.width < shape.d_model else [])
     groups, given, scale = min(candidates, key=lambda each: v.weight(_unlike(wanted, each[1], each[2])))
     losses += _unlike(wanted, given, scale)
-    losses += v.of_start(recipe) + v.of_clip(wanted)
+    losses += of_start(recipe) + of_clip(wanted)
     if not wanted.decoupled:
         why = "would be adamw: no argument turns off decoupled_weight_decay of OptimizerConfig"
         losses.append(Loss("hyperparameters.optimizer", "adam", why))
@@ -85,7 +87,7 @@ def export(recipe: Recipe) -> Export:
         | _schedule(wanted, groups)
         | _layout(recipe)
     )
-    notes = [*v.common_notes(wanted), *_notes(wanted, flags)]
+    notes = [*common_notes(wanted), *_notes(wanted, flags)]
     return Export({"": _text(recipe.name, flags, losses, notes)}, tuple(losses), tuple(notes))
 
 
@@ -299,8 +301,8 @@ def _text(name: str, flags: Flags, losses: list[Loss], notes: list[str]) -> str:
         '# torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" ...\n'
     )
     lines = [f"    --{flag}" + ("" if value is True else f" {_word(value)}") for flag, value in flags.items()]
-    return head + v.commented(losses, notes) + "MEGATRON_ARGS=(\n" + "\n".join(lines) + "\n)\n"
+    return head + formats.commented(losses, notes) + "MEGATRON_ARGS=(\n" + "\n".join(lines) + "\n)\n"
 
 
 def _word(value: Any) -> str:
-    return shlex.quote(value) if isinstance(value, str) else repr(v.digits(value))
+    return shlex.quote(value) if isinstance(value, str) else repr(formats.digits(value))

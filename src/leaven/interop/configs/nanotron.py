@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from leaven.interop.configs import formats
 from leaven.interop.configs import vocabulary as v
+from leaven.interop.configs.losses import common_notes, of_clip, of_ramp, of_schedule, of_start, rounding_notes
 from leaven.interop.configs.vocabulary import Export, Given, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
@@ -49,20 +51,20 @@ def export(recipe: Recipe) -> Export:
     if not math.isclose(wanted.table.attention_scale, 1 / math.sqrt(recipe.model.d_head), rel_tol=v.SAME):
         why = "would be 1 / sqrt(d_head)"
         losses.append(Loss("attention scale", wanted.table.attention_scale, why))
-    losses += v.of_start(recipe) + v.of_ramp(recipe, TARGET) + v.of_clip(wanted)
-    losses += v.of_schedule(recipe, TARGET, [*STYLES, "constant"], "cosine")
+    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted)
+    losses += of_schedule(recipe, TARGET, [*STYLES, "constant"], "cosine")
     if not wanted.decoupled:
         losses.append(Loss("hyperparameters.optimizer", "adam", "would be adamw"))
     if recipe.data.documents == "isolated":
         losses.append(Loss("data.documents", "isolated", "would be packed"))
     if recipe.precision.compute == "fp16":
         losses.append(Loss("precision.compute", "fp16", "would be bf16: it has no loss scale"))
-    notes = [*v.common_notes(wanted), *v.rounding_notes(wanted)]
+    notes = [*common_notes(wanted), *rounding_notes(wanted)]
     notes.append("its first step is at lr 0, leaven's at that of the end of the step: the schedule is one step later")
     if recipe.layout.zero > 1:
         notes.append(f"zero {recipe.layout.zero}: nanotron has 0 and 1")
     text = f"# {recipe.name}, written by leaven: torchrun ... run_train.py --config-file THIS_FILE; add data_stages\n"
-    text += v.commented(losses, notes) + v.yaml(_document(wanted, shape, method))
+    text += formats.commented(losses, notes) + formats.yaml(_document(wanted, shape, method))
     return Export({"": text}, tuple(losses), tuple(notes))
 
 

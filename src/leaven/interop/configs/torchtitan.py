@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from leaven.interop.configs import formats
 from leaven.interop.configs import vocabulary as v
+from leaven.interop.configs.losses import common_notes, of_clip, of_ramp, of_schedule, of_start, rounding_notes
 from leaven.interop.configs.vocabulary import Export, Given, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
@@ -56,13 +58,13 @@ def export(recipe: Recipe) -> Export:
     modules = {row.name: row.module for row in wanted.table.rows if row.module in NAMES}
     given = {name: _together(name, module, plain) for name, module in modules.items()}
     losses += v.compare(wanted, given, REASONS, plain=True)
-    losses += v.of_start(recipe) + v.of_ramp(recipe, TARGET) + v.of_clip(wanted, plain=True)
-    losses += v.of_schedule(recipe, TARGET, DECAYS, "cosine")
+    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted, plain=True)
+    losses += of_schedule(recipe, TARGET, DECAYS, "cosine")
     if recipe.data.documents == "packed":
         losses.append(Loss("data.documents", "packed", "would be isolated: its masks stop at the ends of documents"))
     if recipe.precision.compute not in PRECISIONS:
         losses.append(Loss("precision.compute", recipe.precision.compute, "would be bf16: it has no fp16"))
-    notes = [*v.common_notes(wanted), *v.rounding_notes(wanted)]
+    notes = [*common_notes(wanted), *rounding_notes(wanted)]
     notes.append("its decay is that of the beginning of a step, leaven's of the end: it is one step later")
     if recipe.layout.pp > 1:
         notes.append("with pp > 1 torchtitan 0.3.0 refuses a group that matches nothing on some stage: use dp and tp")
@@ -70,7 +72,7 @@ def export(recipe: Recipe) -> Export:
         notes.append(
             f"zero {recipe.layout.zero}: FSDP keeps the gathered weights (fsdp_reshard_after_forward = never)"
         )
-    text = _text(wanted, shape, given, modules, v.commented(losses, notes))
+    text = _text(wanted, shape, given, modules, formats.commented(losses, notes))
     return Export({"": text}, tuple(losses), tuple(notes))
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from leaven.interop.architectures import Architecture
+from leaven.interop.configs import formats
 from leaven.interop.configs import vocabulary as v
+from leaven.interop.configs.losses import common_notes, of_clip, of_floor, of_ramp, of_start, rounding_notes
 from leaven.interop.configs.vocabulary import Export, Given, Loss, Wanted
 from leaven.interop.families import ARCHITECTURES, LLAMA, QWEN3
 from leaven.recipe.recipe import Recipe
@@ -42,11 +44,11 @@ def export(recipe: Recipe) -> Export:
     wanted = Wanted.of(recipe)
     parameters, given = _parameters(architecture, shape, wanted)
     losses += v.compare(wanted, given, REASONS, plain=True)
-    losses += v.of_start(recipe) + v.of_ramp(recipe, "the Trainer") + v.of_clip(wanted, plain=True)
-    losses += _warm_up(recipe) + v.of_floor(wanted, TARGET)
+    losses += of_start(recipe) + of_ramp(recipe, "the Trainer") + of_clip(wanted, plain=True)
+    losses += _warm_up(recipe) + of_floor(wanted, TARGET)
     if recipe.data.documents == "isolated":
         losses.append(Loss("data.documents", "isolated", "documents are as your data set packs them"))
-    notes = [*v.common_notes(wanted), *v.rounding_notes(wanted), *_notes(wanted)]
+    notes = [*common_notes(wanted), *rounding_notes(wanted), *_notes(wanted)]
     config = architecture.config(shape) | {
         "initializer_range": wanted.hidden.init_std,
         "use_cache": False,
@@ -55,9 +57,9 @@ def export(recipe: Recipe) -> Export:
     }
     document = {"optimizer": recipe.hyperparameters.optimizer, "parameters": parameters}
     files = {
-        "config.json": v.json_text(config),
-        "training_args.json": v.json_text(_arguments(wanted)),
-        "parameters.json": v.json_text(document),
+        "config.json": formats.json_text(config),
+        "training_args.json": formats.json_text(_arguments(wanted)),
+        "parameters.json": formats.json_text(document),
         "prepare.py": Path(__file__).with_name("prepare.py").read_text(encoding="utf-8"),
     }
     return Export(files, tuple(losses), tuple(notes))
