@@ -9,16 +9,17 @@ import pytest
 
 from leaven.catalogue.laws import STEP_LAW
 from leaven.catalogue.runs import find_run, load_runs
-from leaven.report import catalogue
-from leaven.report.catalogue import QUANTITIES, band, hover, linked, page, scatter, symbol, write_catalogue
+from leaven.report.catalogue import linked, page, write_catalogue
+from leaven.report.catalogue_chart import band, hover, hues_of, scatter, symbol
+from leaven.report.catalogue_quantities import QUANTITIES, Quantity
 
 RUNS = load_runs()
 BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.key)
-def test_every_run_that_tells_a_value_is_a_point_with_its_source(quantity: catalogue.Quantity) -> None:
-    chart, _ = scatter(quantity, RUNS, catalogue._hues(RUNS))
+def test_every_run_that_tells_a_value_is_a_point_with_its_source(quantity: Quantity) -> None:
+    chart, _ = scatter(quantity, RUNS, hues_of(RUNS))
     drawn = {
         re.match("<b>(.*?)</b>", told)[1]: (x, y, told)  # type: ignore[index]
         for trace in chart.data
