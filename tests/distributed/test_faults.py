@@ -20,8 +20,9 @@ from leaven.distributed.world import joined
 from leaven.recipe.errors import Lost
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.engine import Step, Training
+from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
+from leaven.training.step import Step
 from leaven.training.trainer import train
 
 TWO = layout(dp=2, zero=1) | {"batch.micro_batch": 2, "stability.checkpoint_every_tokens": 1_024}

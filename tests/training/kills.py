@@ -19,9 +19,10 @@ import torch._dynamo  # Adam's first step does, for a second in every child
 from tests.training.planted import in_order, recipe, text
 
 from leaven.training import session
-from leaven.training.engine import Step, Training
+from leaven.training.engine import Training
 from leaven.training.keeper import Keeper
 from leaven.training.run_folder import RunFolder
+from leaven.training.step import Step
 from leaven.training.trainer import train
 
 KILLS = 20

@@ -17,9 +17,10 @@ from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import checkpoints, tokens_of
-from leaven.training.engine import Diverged, Issued, Step, Training
+from leaven.training.engine import Diverged, Training
 from leaven.training.run_folder import RunFolder
 from leaven.training.spikes import Limits
+from leaven.training.step import Issued, Step
 from leaven.training.trainer import Summary, train
 
 NOISE = 0.01  # nats

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from leaven.training.engine import Step
 from leaven.training.spikes import ALLOWANCE, LEVEL, LIMIT, PATIENCE, Guard, Limits, Trouble, Watch
+from leaven.training.step import Step
 
 CALM = 2 * LEVEL
 

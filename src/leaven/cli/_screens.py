@@ -24,7 +24,7 @@ SLOW = 1.5
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
-    from leaven.training.engine import Step
+    from leaven.training.step import Step
     from leaven.training.study_file import StudyState, Trial
     from leaven.training.trainer import Summary
     from leaven.tuning.study import Study

@@ -15,7 +15,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from leaven.training.engine import Step
+    from leaven.training.step import Step
 
 WRITERS = ("tensorboard", "wandb", "trackio")
 

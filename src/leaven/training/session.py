@@ -12,12 +12,13 @@ from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Difference
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
-from leaven.training.engine import Diverged, Interrupted, Issued, Step, Training
+from leaven.training.engine import Diverged, Interrupted, Training
 from leaven.training.keeper import Keeper
 from leaven.training.metrics import Curves
 from leaven.training.rewind import Rewind, oldest_checkpoint, rollback
 from leaven.training.run_folder import RunFolder
 from leaven.training.spikes import Guard, Trouble, left_out
+from leaven.training.step import Issued, Step
 from leaven.training.throughput import errand, mfu_convention, peak_memory
 
 

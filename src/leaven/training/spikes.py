@@ -21,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from leaven.training.engine import Step
+    from leaven.training.step import Step
 
 LEVEL = 32
 WINDOW = 128

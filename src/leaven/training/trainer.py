@@ -14,10 +14,11 @@ from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Recipe, rearrangement
 from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
-from leaven.training.engine import Interrupted, Step, Training, check_trainable
+from leaven.training.engine import Interrupted, Training, check_trainable
 from leaven.training.micro_batch import as_begun, by_thumb, require_memory, settle
 from leaven.training.run_folder import RunFolder
 from leaven.training.session import Session
+from leaven.training.step import Step
 from leaven.training.throughput import device_peak, utilisation
 
 if TYPE_CHECKING:
