@@ -5,6 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # Two workers on two cores: more threads than that cost a factor of ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

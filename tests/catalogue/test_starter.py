@@ -41,7 +41,7 @@ def comparable(params: float) -> list[Run]:
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     params=st.floats(math.log(20e6), math.log(200e9)).map(math.exp),
     tokens_per_param=st.floats(0, math.log(300)).map(math.exp),

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leaven.data.mixture import Mixture, place
@@ -19,7 +19,6 @@ def shares(weights: list[int]) -> tuple[Fraction, ...]:
 
 
 @given(weights, st.integers(0, 3))
-@settings(deadline=None)
 def test_every_prefix_has_the_proportions_to_within_one_sample(weights: list[int], periods: int) -> None:
     proportions, k = shares(weights), len(weights)
     first = periods * sum(weights)
@@ -34,7 +33,6 @@ def test_every_prefix_has_the_proportions_to_within_one_sample(weights: list[int
 
 
 @given(weights, st.integers(0, 10**15), st.integers(1, 50))
-@settings(deadline=None)
 def test_a_place_is_a_function_of_n_alone(weights: list[int], first: int, count: int) -> None:
     proportions = shares(weights)
     together = place(np.arange(first, first + count), proportions)
@@ -54,7 +52,6 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 @given(weights, st.integers(0, 500), st.lists(st.integers(1, 9), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_a_batch_is_its_samples_however_it_is_split(weights: list[int], first: int, counts: list[int]) -> None:
     streams = tuple(Stream(np.arange(n * 1_000, n * 1_000 + 41 + n), 4, seed=n) for n in range(len(weights)))
     mixture = Mixture(streams, shares(weights))

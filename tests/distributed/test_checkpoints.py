@@ -55,7 +55,7 @@ def cuttings(draw: st.DrawFn, shape: tuple[int, ...], most: int) -> list[Block]:
     return blocks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_cutting_gives_the_same_bits_in_any_other(data: st.DataObject) -> None:
     size, readers = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))

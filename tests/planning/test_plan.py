@@ -136,7 +136,7 @@ def test_llama_405b_on_1024_gpus_fits() -> None:
     assert found.fits
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(gpus=st.sampled_from([1, 2, 6, 8, 24, 64, 96]), power=st.integers(16, 22))
 def test_whatever_is_planned_divides_and_fits(gpus: int, power: int) -> None:
     found = plan(SMALL, 10**9, 2**power, parse_cluster(f"{gpus}xA100-40GB"))

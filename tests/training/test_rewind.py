@@ -1,7 +1,7 @@
 """Where a run goes back to and what it leaves out, against sets of tokens."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leaven.data.stream import Stream
@@ -26,7 +26,6 @@ def test_what_is_left_out_is_the_union_and_the_position_counts_the_rest(stretche
     assert [position(rewinds, tokens) for tokens in range(100)] == rest[:100]
 
 
-@settings(deadline=None)
 @given(STRETCHES)
 def test_the_stream_passes_over_what_is_left_out(stretches: list[tuple[int, int]]) -> None:
     rewinds = left_out(stretches)
