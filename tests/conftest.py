@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is, and nothing of the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
-
 # Two workers on two cores: more threads than that cost a factor of ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 TINY = """\
 name = "tiny"            # as small as a transformer gets
