@@ -36,7 +36,7 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
         recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(
             {
                 "model.n_kv_heads": 2,
-                "data.tokens": 256 * (60 + 12 * kills),
+                "data.tokens": 256 * (60 + 20 * kills),
                 "batch.micro_batch": 1,
                 "stability.checkpoint_every_tokens": 256 * 4,
                 "evaluation.every_tokens": 256 * 100,
@@ -53,6 +53,10 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
             raise SystemExit("the undisturbed run failed")
         counts = disturbed(folder, kills, random.Random(seed))
         same = losses(folder / "whole") == losses(folder / "run")
+        if counts["kills"] < kills:
+            print(
+                f"the run was at its end after {counts['kills']} kills of {kills}; it needs more steps, or lost its way"
+            )
         print(
             f"{dp}x{tp}x{pp}: {counts['kills']} kills, {counts['saving']} of them while a checkpoint was being "
             f"written, {counts['again']} steps done again, {counts['seconds']:.0f} s from a kill to the next step "
@@ -96,10 +100,13 @@ def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]
         os.kill(int(draw.choice(children)), signal.SIGKILL)
         counts["kills"] += 1
         resumed = resumes(run)
-        if not wait(process, lambda resumed=resumed: resumes(run) > resumed and steps(run) > 0):
+        if not wait(process, lambda resumed=resumed: resumes(run) > resumed):
+            break
+        again = int(run.events()[-1]["step"])
+        if not wait(process, lambda again=again: steps(run) > again):
             break
         seconds.append(time.monotonic() - began)
-        counts["again"] += max(reached - int(run.events()[-1]["step"]), 0)
+        counts["again"] += max(reached - again, 0)
     wait(process, lambda: run.finish() is not None)
     process.wait()
     counts["seconds"] = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")

@@ -33,7 +33,7 @@ MIB = 2**20
 # A processor has fewer logits at once (model/loss.py); without autocast nothing is cast, but ranks gather.
 BARE = {
     "bf16": (bf16 := replace(LEAVEN_BF16, logits_at_once=2**22, fixed_gib=0.0, slack=0.0)),
-    "fp32": replace(bf16, compute_copy=0, element=4, logit=8, unembedding=8),
+    "fp32": replace(bf16, compute_copy=0, element=4, logit=8),
 }
 MODEL: dict[str, Any] = {
     "model.vocab_size": 4096,
@@ -68,6 +68,9 @@ def layouts() -> dict[str, dict[str, Any]]:
         "tp2, recompute": at(tp=2, recompute="full"),
         "pp2": at(pp=2),
         "pp4, gpipe": at(pp=4, schedule="gpipe"),
+        "pp4, gpipe, recompute": at(pp=4, schedule="gpipe", recompute="full"),
+        "pp4, zero-bubble": at(pp=4, schedule="zero-bubble"),
+        "pp2 tied": at(pp=2) | {"model.tied_embeddings": True},
         "pp2 interleaved": at(pp=2, schedule="interleaved", stages_per_rank=2),
         "2x2x2, ZeRO 1": at(dp=2, tp=2, pp=2, zero=1),
         "2x2x2, ZeRO 3": at(dp=2, tp=2, pp=2, zero=3),

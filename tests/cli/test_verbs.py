@@ -288,7 +288,7 @@ def test_files_that_are_no_recipe(leaven: Verb, tmp_path: Path) -> None:
         ("sample /absent Once", "leaven train RECIPE --run DIR"),
         ("new RECIPE --from-weights .", "there is something already"),
         ("new OUT --from-weights /absent", "/absent: no such folder"),
-        ("new OUT", "--from-weights is missing; type: leaven new OUT.toml --from-weights DIR"),
+        ("new OUT", "nothing to start from"),
         ("train RECIPE --skip-tokens 5k", "--skip-tokens goes with --rewind-to"),
         ("train RECIPE --run OUT --rewind-to 5k", "there is no run in"),
         ("train RECIPE --set stability.rollback_lr=0.5", "rollback_lr_tokens go together"),

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.distributed.test_layouts import layout
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.world import joined
 from leaven.recipe.errors import Lost
-from leaven.recipe.files import write_recipe
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
@@ -186,6 +187,13 @@ def test_killed_and_started_again_by_torchrun_it_comes_to_the_same_bits(
     assert json.loads(done.stdout)["loss"] == pytest.approx(ranks(2, run, two, tokens, tmp_path / "whole")[0]["loss"])
 
 
+def listening(port: int) -> None:
+    while True:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_a_node_fewer_goes_on_with_the_ranks_there_are(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
@@ -200,12 +208,13 @@ def test_a_node_fewer_goes_on_with_the_ranks_there_are(
     meet += ["--rdzv-id=leaven", "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=8"]
     command = torchrun(tmp_path / "two.toml", tmp_path / "run", 1, *meet)
     agents = [subprocess.Popen(command, start_new_session=True)]
-    time.sleep(2)  # the first one keeps the meeting place
+    listening(port)  # the first one keeps the meeting place
     agents.append(subprocess.Popen(command, start_new_session=True))
     try:
         until = time.monotonic() + 240
         while len(losses(tmp_path / "run")) < 8 and time.monotonic() < until:
             time.sleep(0.01)
+        assert len(losses(tmp_path / "run")) >= 8
         for process in (*processes_of(agents[1].pid), agents[1].pid):
             os.kill(process, signal.SIGKILL)
         assert agents[0].wait(timeout=240) == 0
@@ -213,6 +222,7 @@ def test_a_node_fewer_goes_on_with_the_ranks_there_are(
         for agent in agents:
             if agent.poll() is None:
                 os.killpg(agent.pid, signal.SIGKILL)
-    assert "resume" in events(tmp_path / "run")
+    assert events(tmp_path / "run").count("resume") == 1
+    assert read_recipe(tmp_path / "run" / "recipe.toml").layout.dp == 1
     ranks(2, run, two, tokens, tmp_path / "whole")
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)

@@ -152,3 +152,27 @@ def test_among_equally_fast_plans_the_simpler_wins() -> None:
     found = plan(SMALL, 10**9, 2**19, parse_cluster("1xH100"))
     assert found.arrangement.layout == Layout()
     assert found.arrangement.micro_batch == 8  # 8,192 tokens
+
+
+def test_what_is_planned_for_a_ramp_can_be_trained_from_its_first_batch() -> None:
+    """70B on 512 GPUs from 64 sequences on: dp 16 and pp 8 would leave stages without a micro-batch."""
+    sizes = {"n_layers": 80, "d_model": 8192, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28_672, "vocab_size": 32_000}
+    shape = LLAMA_405B.model_copy(update=sizes | {"seq_len": 4096})
+    tokens, first = 2048 * shape.seq_len, 64 * shape.seq_len
+    cluster = parse_cluster("512xH100-80GB")
+    whole = plan(shape, 10**12, tokens, cluster)
+    ramped = plan(shape, 10**12, tokens, cluster, smallest_tokens=first)
+    for found in (ramped.arrangement, *(other.arrangement for other in ramped.alternatives)):
+        assert -(-64 // found.layout.dp // found.micro_batch) >= found.layout.pp
+    assert whole.time.step <= ramped.time.step
+    with pytest.raises(InputError, match="pp=8: the smallest batch of 64 sequences is 4 micro-batches a rank, fewer"):
+        plan(shape, 10**12, tokens, cluster, Layout(dp=16, tp=4, pp=8), micro_batch=1, smallest_tokens=first)
+
+
+def test_replicas_without_dp_and_words_without_a_value() -> None:
+    layout, _ = parse_layout("dp_replicate=2,zero=1,tp=2", 8)
+    assert (layout.dp, layout.dp_replicate) == (4, 2)
+    with pytest.raises(InputError, match="'schedule' has no value; write for example schedule=gpipe"):
+        parse_layout("schedule,pp=2", 8)
+    with pytest.raises(InputError, match="pp is there twice"):
+        parse_layout("pp=2,pp=4", 8)

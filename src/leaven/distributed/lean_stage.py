@@ -20,7 +20,7 @@ class LeanStage(PipelineStage):
     are shared out after each micro-batch, with 3 parameters too.
 
     The price is a reduce-scatter, and of 3 an all-gather, for each micro-batch. A backward pass in two halves
-    (zero-bubble) cannot: the second one needs what the first would give up. Such a stage says 1.
+    (zero-bubble) cannot: the second one needs what the first would give up, and a layout with both is refused.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from leaven.distributed.lean_stage import LeanStage
 from leaven.distributed.stage import Stage
 from leaven.distributed.world import World
+from leaven.planning.arrangement import scheduled
 from leaven.recipe.layout import Layout
 
 SCHEDULES = {
@@ -49,12 +50,9 @@ class Pipeline:
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
 
     def schedulable(self, micro_batches: int) -> int:
-        """1F1B fills the pipeline before it empties it; where ranks have several stages, whole rounds go through."""
-        if self.layout.schedule == "gpipe":
-            return micro_batches
-        if self.layout.schedule == "1f1b":
-            return max(micro_batches, self.count)
-        return -(-micro_batches // self.layout.pp) * self.layout.pp
+        """1F1B fills the pipeline before it empties it."""
+        least = self.count if self.layout.schedule == "1f1b" else 1
+        return max(scheduled(self.layout, micro_batches), least)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Add to the gradients; the sum of the losses where the last stage is, else 0, ()."""
@@ -109,7 +107,7 @@ class Pipeline:
                     input_args=tokens if stage.begins else passed_on.requires_grad_(),
                     output_args=loss.requires_grad_() if stage.ends else passed_on.requires_grad_(),
                     group=self.group,
-                    zero=1 if self.layout.schedule == "zero-bubble" else self.layout.zero,
+                    zero=self.layout.zero,
                 )
                 for number, stage in zip(self.numbers, self.stages, strict=True)
             ]

@@ -12,8 +12,8 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
 _NUMBERS = ("dp", "tp", "pp", "zero", "mbs", "dp_replicate", "stages_per_rank")
-_WORDS = ("recompute", "schedule")
-_KEYS = _NUMBERS + _WORDS
+_WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
+_KEYS = (*_NUMBERS, *_WORDS)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,14 @@ class Arrangement:
         )
 
 
+def scheduled(layout: Layout, micro_batches: int) -> int:
+    """Micro-batches of a step as the schedule does them: with several stages on a rank whole rounds go through, the
+    last one filled up with targets that do not count."""
+    if layout.schedule in {"gpipe", "1f1b"}:
+        return micro_batches
+    return -(-micro_batches // layout.pp) * layout.pp
+
+
 def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
     """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
 
@@ -52,17 +60,24 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
     """
     values: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
-        key, separator, value = (part.strip() for part in item.partition("="))
+        key, _, value = (part.strip() for part in item.partition("="))
         if key not in _KEYS:
             close = get_close_matches(key, _KEYS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_KEYS)}"
             raise InputError(f"layout {text!r}: no such key {key!r}; {hint}")
-        if not separator or (key in _NUMBERS and not value.isdecimal()):
+        if key in values:
+            raise InputError(f"layout {text!r}: {key} is there twice; leave one of them out")
+        if key in _NUMBERS and not value.isdecimal():
             raise InputError(f"layout {text!r}: {item!r} has no whole number; write for example {key}=1")
+        if key in _WORDS and not value:
+            raise InputError(f"layout {text!r}: {item!r} has no value; write for example {_WORDS[key]}")
         values[key] = int(value) if key in _NUMBERS else value
     micro_batch = values.pop("mbs", None)
     if micro_batch == 0:
         raise InputError(f"layout {text!r}: mbs=0 is no micro-batch; write mbs=1 or leave it out")
+    rest = values.get("tp", 1) * values.get("pp", 1)
+    if "dp" not in values and rest and gpus % rest == 0:
+        values["dp"] = gpus // rest
     try:
         layout = Layout.model_validate(values)
     except ValidationError as error:
@@ -70,8 +85,6 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
         where = "".join(f"{key}: " for key in first["loc"])
         said = first["msg"].removeprefix("Value error, ")
         raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
-    if "dp" not in values and gpus % layout.ranks == 0:
-        layout = layout.model_copy(update={"dp": gpus // layout.ranks})
     if layout.ranks != gpus:
         model_ranks = layout.tp * layout.pp
         would = f"dp={gpus // model_ranks} would" if gpus % model_ranks == 0 else f"tp x pp must divide {gpus}"
@@ -122,11 +135,45 @@ def shape_refusal(shape: ModelShape, layout: Layout) -> str | None:
     return None
 
 
-def arrangements(shape: ModelShape, layout: Layout, batch_tokens: int, micro_batch: int | None) -> list[Arrangement]:
-    """The layout with every micro-batch that divides a rank's share of the batch, or with the one given.
+def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
+    """Share of a step that a rank of a pipeline stands still: (p - 1) / (v m + p - 1), of p ranks with v stages each
+    and m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
+
+
+def forwards(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
+    """Forwards of a rank in a step."""
+    return -(-batch_tokens // seq_len // layout.dp // micro_batch)
+
+
+def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
+    """Why the smallest batch of a run cannot go through a pipeline, and what would; None if it can."""
+    count = forwards(layout, seq_len, smallest_tokens, micro_batch)
+    if count >= layout.pp:
+        return None
+    lower = forwards(layout, seq_len, smallest_tokens, 1) >= layout.pp
+    return (
+        f"pp={layout.pp}: the smallest batch of {smallest_tokens // seq_len:,} sequences is {count} "
+        f"micro-batch{'' if count == 1 else 'es'} a rank, fewer "
+        f"than stages: {bubble(count, layout.pp):.0%} of a step would be bubble; "
+        + (f"lower [batch] micro_batch from {micro_batch}, or " if lower else "")
+        + f"begin with a batch of {layout.pp * layout.dp * seq_len:,} tokens or more"
+    )
+
+
+def arrangements(
+    shape: ModelShape,
+    layout: Layout,
+    batch_tokens: int,
+    micro_batch: int | None,
+    smallest_tokens: int | None = None,
+) -> list[Arrangement]:
+    """The layout with every micro-batch that divides a rank's share of the batch, or with the one given. The smallest
+    batch of a ramp fills the pipeline too.
 
     Raises:
-        InputError: if the batch is no whole number of sequences, or does not divide; says what would.
+        InputError: if the batch is no whole number of sequences, does not divide, or leaves the pipeline unfilled;
+            says what would do.
     """
     sequences, rest = divmod(batch_tokens, shape.seq_len)
     if rest or not sequences:
@@ -145,4 +192,8 @@ def arrangements(shape: ModelShape, layout: Layout, batch_tokens: int, micro_bat
             + f"; a batch of {nearest:,} tokens would"
         )
     sizes = [micro_batch] if micro_batch else [size for size in range(1, min(share, 64) + 1) if share % size == 0]
-    return [Arrangement(layout, size, share // size) for size in sizes]
+    refusals = [pipeline_refusal(layout, shape.seq_len, smallest_tokens or batch_tokens, size) for size in sizes]
+    if refusals[0] is not None:  # of the smallest
+        raise InputError(f"layout {refusals[0]}")
+    fills = [size for size, refusal in zip(sizes, refusals, strict=True) if refusal is None]
+    return [Arrangement(layout, size, share // size) for size in fills]

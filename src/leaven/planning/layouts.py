@@ -56,20 +56,23 @@ def search(
     batch_tokens: int,
     cluster: Cluster,
     micro_batch: int | None = None,
+    *,
     code: Implementation = LEAVEN_BF16,
+    smallest_tokens: int | None = None,
 ) -> list[Candidate]:
-    """The layouts that fit, each with its best micro-batch, the best first.
+    """The layouts that fit, each with its best micro-batch, the best first. ``smallest_tokens``: where a ramp begins.
 
     Raises:
         InputError: if nothing fits, or the batch divides over no layout; says what would work.
     """
-    candidates = _candidates(shape, batch_tokens, cluster, micro_batch, code)
+
+    def found(on: Cluster) -> list[Candidate]:
+        return _candidates(shape, batch_tokens, on, micro_batch, code=code, smallest_tokens=smallest_tokens)
+
+    candidates = found(cluster)
     fitting = [candidate for candidate in candidates if candidate.fits(cluster)]
     if not fitting:
-        message = _nothing_fits(
-            candidates, cluster, lambda bigger: _candidates(shape, batch_tokens, bigger, micro_batch, code)
-        )
-        raise InputError(message)
+        raise InputError(_nothing_fits(candidates, cluster, found))
     best_of_layout: dict[Layout, Candidate] = {}
     for candidate in ranked(shape, fitting):
         best_of_layout.setdefault(candidate.arrangement.layout, candidate)
@@ -92,15 +95,20 @@ def ranked(shape: ModelShape, candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _candidates(
-    shape: ModelShape, batch_tokens: int, cluster: Cluster, micro_batch: int | None, code: Implementation
+    shape: ModelShape,
+    batch_tokens: int,
+    cluster: Cluster,
+    micro_batch: int | None,
+    *,
+    code: Implementation,
+    smallest_tokens: int | None,
 ) -> list[Candidate]:
     found: list[Candidate] = []
     refused: InputError | None = None
     for layout in layouts(shape, cluster):
         try:
-            found += [
-                evaluate(shape, how, cluster, code) for how in arrangements(shape, layout, batch_tokens, micro_batch)
-            ]
+            possible = arrangements(shape, layout, batch_tokens, micro_batch, smallest_tokens)
+            found += [evaluate(shape, how, cluster, code) for how in possible]
         except InputError as error:  # this layout cannot cut the batch; another may
             refused = refused or error
     if not found:

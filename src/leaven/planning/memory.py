@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from leaven.planning.arrangement import Arrangement
+from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import Activation, ModelShape, Role
 
@@ -31,7 +31,7 @@ class Implementation:
     ``element``: bytes of an activation; ``residual``: of one of the residual stream. ``gathered_inputs``: with
     sequence parallelism, the inputs of column-parallel products are kept whole. ``logit``: bytes a logit at the peak
     of an unfused cross-entropy: bf16 and fp32 logits, their log-softmax, and a gradient; ``logits_at_once``: how many
-    there are at most; ``unembedding``: bytes a parameter that the loss needs of it beside its copy and gradient.
+    there are at most; ``unembedding``: bytes a parameter of its gradient, which the loss keeps to the backward pass.
     ``even_stages``: a pipeline's blocks in equal numbers, whatever the ends weigh. ``fixed_gib``: context, NCCL,
     kernels. ``slack``: share of everything else lost to fragmentation.
     """
@@ -57,14 +57,14 @@ class Implementation:
 
 # leaven's own trainer: fp32 weights, AdamW states and residual stream, matmuls in bf16, the ends gathered in fp32,
 # some logits at a time (model/loss.py: bf16, and fp32 log-softmaxes that become the gradient) with the unembedding's
-# gradient of one micro-batch in fp32 and bf16, and the parameters before an update beside those after it.
+# gradient of a micro-batch, and the parameters before an update beside those after it.
 LEAVEN_BF16 = Implementation(
     gathered_ends=4,
     update_copy=4,
     residual=4,
     logit=6,
     logits_at_once=2**27,
-    unembedding=6,
+    unembedding=4,
     sequence_parallel=True,
     gathered_inputs=True,
 )
@@ -200,11 +200,14 @@ def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Micro-batches of which a rank of the pipeline keeps what it needs, of all its stages, at the most.
 
     All under GPipe, p - r under 1F1B; of v stages 2 (p - r - 1) + (v - 1) p + 1 of the v m passes (Narayanan et al.
-    2021, arXiv 2104.04473, 2.2, and the schedules of torch).
+    2021, arXiv 2104.04473, 2.2); p under zero-bubble, which puts the weights' half of a backward pass off. So torch's
+    schedules have it.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":
         return micro_batches
+    if layout.schedule == "zero-bubble":
+        return min(micro_batches, p)
     if v == 1:
         return min(micro_batches, p - rank)
     return min(v * micro_batches, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
@@ -230,7 +233,7 @@ def stage_memory(shape: ModelShape, how: Arrangement, stage: int, code: Implemen
     if code.gathered_ends and layout.ranks > 1:
         copy += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
     kept, working_set = _kept_and_working_set(shape, how, code)
-    flying = in_flight(layout, stage, how.grad_accumulation)
+    flying = in_flight(layout, stage, scheduled(layout, how.grad_accumulation))
     activations = flying * rank_layers(shape, layout, stage, code) * kept + working_set
     tokens = how.micro_batch * shape.seq_len
     if shape.embedding_norm and stage == 0:  # its input
@@ -238,12 +241,18 @@ def stage_memory(shape: ModelShape, how: Arrangement, stage: int, code: Implemen
     logits = 0.0
     if stage == layout.pp - 1:
         logits = code.logit * min(tokens * shape.vocab_size / layout.tp, code.logits_at_once)
-        logits += code.unembedding * parameter_counts(shape).unembedding / layout.tp
+        if code.unembedding:
+            # The loss has computed what its backward pass will give, and keeps it until then: of the unembedding, and
+            # of its input; and beside them the product that is added to the first.
+            waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
+            unembedding = parameter_counts(shape).unembedding / layout.tp
+            logits += waiting * (code.unembedding * unembedding + code.element * tokens * shape.d_model / layout.tp)
+            logits += code.element * unembedding
     update = code.update_copy * parameters / (sharers if layout.zero else 1)
-    activations = max(activations, update - copy - logits)  # when the update is made, all of these are gone
+    update = max(0.0, update - copy - logits - activations)  # when it is made, these are gone
     weights += copy
-    dynamic = weights + grads + optimizer + activations + logits
-    other = code.fixed_gib * GIB + code.slack * dynamic
+    dynamic = weights + grads + optimizer + activations + logits + update
+    other = code.fixed_gib * GIB + code.slack * dynamic + update
     return Memory(weights, grads, optimizer, activations, logits, other)
 
 

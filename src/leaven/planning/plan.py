@@ -104,7 +104,15 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
     asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
-    return plan(recipe.model, recipe.data.tokens, recipe.batch.tokens, cluster, asked, micro_batch=micro_batch)
+    return plan(
+        recipe.model,
+        recipe.data.tokens,
+        recipe.batch.tokens,
+        cluster,
+        asked,
+        micro_batch=micro_batch,
+        smallest_tokens=min(tokens for _, tokens in recipe.batch.sizes),
+    )
 
 
 def plan(
@@ -115,9 +123,10 @@ def plan(
     layout: Layout | None = None,
     *,
     micro_batch: int | None = None,
+    smallest_tokens: int | None = None,
     code: Implementation = LEAVEN_BF16,
 ) -> Plan:
-    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``.
+    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``, the first of ``smallest_tokens`` if they ramp.
 
     Without a layout the fastest that fits is taken, and the next ones are alternatives. With one, that layout is
     planned even if it does not fit (then ``fits`` is False), with its fastest micro-batch that fits.
@@ -126,12 +135,11 @@ def plan(
         InputError: if a layout, batch or cluster is impossible, or nothing fits; says what would work.
     """
     if layout is None:
-        best, *others = search(shape, batch_tokens, cluster, micro_batch, code)
+        best, *others = search(shape, batch_tokens, cluster, micro_batch, code=code, smallest_tokens=smallest_tokens)
     else:
         check_layout(shape, layout, cluster)
-        tried = [
-            evaluate(shape, how, cluster, code) for how in arrangements(shape, layout, batch_tokens, micro_batch)
-        ]
+        possible = arrangements(shape, layout, batch_tokens, micro_batch, smallest_tokens)
+        tried = [evaluate(shape, how, cluster, code) for how in possible]
         fitting = [candidate for candidate in tried if candidate.fits(cluster)]
         # Nothing fits: show the one that comes nearest.
         best, *others = ranked(shape, fitting) or sorted(tried, key=lambda c: c.memory.total)[:1]

@@ -11,7 +11,7 @@ matmuls and congestion are not modelled: small models and large clusters are in 
 from dataclasses import dataclass
 from functools import cache
 
-from leaven.planning.arrangement import Arrangement
+from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.flops import forward_flops
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import (
@@ -86,8 +86,9 @@ def block_time(
 
 def step_time(shape: ModelShape, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> StepTime:
     """Time of one optimiser step: (m + (p - 1) / v) slots of the slowest of p ranks with v stages each, then the
-    optimiser. A zero-bubble schedule hides more of its bubble than is said here."""
-    layout, m, p = how.layout, how.grad_accumulation, how.layout.pp
+    optimiser. Zero-bubble is timed as 1F1B is: what it hides is not modelled."""
+    layout, p = how.layout, how.layout.pp
+    m = scheduled(layout, how.grad_accumulation)
     block = block_time(shape, how, cluster, code)
     tokens = how.micro_batch * shape.seq_len
     logits = (

@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 from pydantic import ValidationError
 
-from leaven.planning.arrangement import shape_refusal
+from leaven.planning.arrangement import forwards, pipeline_refusal, shape_refusal
 from leaven.planning.tested_ground import Caution
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
@@ -84,31 +84,13 @@ def _possible(recipe: Recipe, degrees: dict[str, int]) -> bool:
 
 def micro_batches(recipe: Recipe, batch_tokens: int, micro_batch: int) -> int:
     """Forwards of a rank in a step."""
-    share = -(-batch_tokens // recipe.model.seq_len // recipe.layout.dp)
-    return -(-share // micro_batch)
-
-
-def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
-    """Share of a step that a rank of a pipeline stands still: (p - 1) / (v m + p - 1), of p ranks with v stages each
-    and m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
-    return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
+    return forwards(recipe.layout, recipe.model.seq_len, batch_tokens, micro_batch)
 
 
 def _batch_refusal(recipe: Recipe) -> str | None:
-    layout = recipe.layout
-    smallest = min(tokens for _, tokens in recipe.batch.sizes)
     size = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
-    forwards = micro_batches(recipe, smallest, size)
-    if forwards >= layout.pp:
-        return None
-    sequences = smallest // recipe.model.seq_len
-    enough = layout.pp * layout.dp * recipe.model.seq_len
-    return (
-        f"pp={layout.pp}: the smallest batch of {sequences:,} sequences is {forwards} "
-        f"micro-batch{'' if forwards == 1 else 'es'} a rank, fewer "
-        f"than stages: {bubble(forwards, layout.pp):.0%} of a step would be bubble; "
-        + (f"lower [batch] micro_batch from {size}, or " if micro_batches(recipe, smallest, 1) >= layout.pp else "")
-        + f"begin with a batch of {enough:,} tokens or more"
+    return pipeline_refusal(
+        recipe.layout, recipe.model.seq_len, min(tokens for _, tokens in recipe.batch.sizes), size
     )
 
 

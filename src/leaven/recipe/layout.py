@@ -48,9 +48,13 @@ class Layout(Part):
             )
         if self.schedule == "interleaved" and self.stages_per_rank == 1:
             raise ValueError('schedule = "interleaved" needs stages_per_rank = 2 or more; with one it is "1f1b"')
-        if self.schedule == "zero-bubble" and self.zero == 3:
+        if self.schedule == "zero-bubble" and self.zero > 1:
             # torch (2.13): gathered parameters are gone when the weights' gradients are computed; wrong, not refused.
-            raise ValueError('schedule = "zero-bubble" computes wrong gradients with zero = 3; set zero = 1 or 2')
+            # And gradients that are shared out after each micro-batch are not there for the second half of its pass.
+            raise ValueError(
+                f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} gives up '
+                "what the second one needs; set zero = 1"
+            )
         return self
 
     @property

@@ -134,24 +134,21 @@ def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Bytes that training takes beside the weights themselves, by the planner's closed form.
-
-    The logits of leaven's own loss exist a chunk at a time: logits, their exponentials and the gradient in the
-    compute dtype, 12 bytes; the gradient of the unembedding once more.
-    """
+    """Bytes that training takes beside the weights themselves, by the planner's closed form."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16,
         compute_copy=2 if lower else 0,
         element=ACTIVATION_BYTES[recipe.precision.compute],
-        logit=0,
+        residual=ACTIVATION_BYTES[recipe.precision.compute],
+        logit=12,
+        logits_at_once=CHUNK_ELEMENTS.get(device_type, 2**22),
         # Attention with dropout has no fused kernel on a CPU.
         flash_attention=not (shape.dropout and device_type == "cpu"),
         fixed_gib=0,
     )
     memory = stage_memory(shape, Arrangement(Layout(recompute=recipe.layout.recompute), micro_batch, 1), 0, code)
-    logits = min(CHUNK_ELEMENTS.get(device_type, 2**22), micro_batch * shape.seq_len * shape.vocab_size)
-    return memory.total - memory.weights + 12 * logits + 4 * shape.vocab_size * shape.d_model
+    return memory.total - memory.weights
 
 
 def require_memory(recipe: Recipe) -> None:
