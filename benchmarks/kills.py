@@ -23,7 +23,7 @@ from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.training.run_folder import RunFolder
 
 TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
-PATIENCE = 300.0  # s without a new step, after which a run counts as lost
+PATIENCE = 300.0  # s without a new step or event, after which a run counts as lost
 
 
 def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
@@ -36,7 +36,7 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
         recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(
             {
                 "model.n_kv_heads": 2,
-                "data.tokens": 256 * (60 + 20 * kills),
+                "data.tokens": 256 * (60 + 12 * kills),
                 "batch.micro_batch": 1,
                 "stability.checkpoint_every_tokens": 256 * 4,
                 "evaluation.every_tokens": 256 * 100,
@@ -52,7 +52,9 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
         if whole.wait() != 0:
             raise SystemExit("the undisturbed run failed")
         counts = disturbed(folder, kills, random.Random(seed))
-        same = losses(folder / "whole") == losses(folder / "run")
+        expected, found = losses(folder / "whole"), losses(folder / "run")
+        same = expected == found
+        differ = [step for step, pair in enumerate(zip(expected, found, strict=False), 1) if pair[0] != pair[1]]
         if counts["kills"] < kills:
             print(
                 f"the run was at its end after {counts['kills']} kills of {kills}; it needs more steps, or lost its way"
@@ -61,7 +63,11 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
             f"{dp}x{tp}x{pp}: {counts['kills']} kills, {counts['saving']} of them while a checkpoint was being "
             f"written, {counts['again']} steps done again, {counts['seconds']:.0f} s from a kill to the next step "
             "(median); "
-            f"{'losses of the undisturbed run, to the last bit' if same else 'LOST'}"
+            + (
+                "losses of the undisturbed run, to the last bit"
+                if same
+                else f"LOST: {len(found)} steps of {len(expected)}, other losses at {differ[:5] or 'none of them'}"
+            )
         )
         return 0 if same and counts["kills"] >= kills else 1
 
@@ -83,7 +89,7 @@ def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]
     seconds: list[float] = []
     while counts["kills"] < kills:
         reached = steps(run) + draw.randint(1, 12)
-        if not wait(process, lambda reached=reached: steps(run) >= reached):
+        if not wait(run, process, lambda reached=reached: steps(run) >= reached):
             break
         time.sleep(draw.uniform(0, 0.2))
         saving = bool(counts["kills"] % 2)
@@ -100,22 +106,26 @@ def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]
         os.kill(int(draw.choice(children)), signal.SIGKILL)
         counts["kills"] += 1
         resumed = resumes(run)
-        if not wait(process, lambda resumed=resumed: resumes(run) > resumed):
+        if not wait(run, process, lambda resumed=resumed: resumes(run) > resumed):
             break
         again = int(run.events()[-1]["step"])
-        if not wait(process, lambda again=again: steps(run) > again):
+        if not wait(run, process, lambda again=again: steps(run) > again):
             break
         seconds.append(time.monotonic() - began)
         counts["again"] += max(reached - again, 0)
-    wait(process, lambda: run.finish() is not None)
+    wait(run, process, lambda: run.finish() is not None)
     process.wait()
     counts["seconds"] = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
     return counts
 
 
-def wait(process: "subprocess.Popen[bytes]", reached: Callable[[], bool]) -> bool:
-    until = time.monotonic() + PATIENCE
+def wait(run: RunFolder, process: "subprocess.Popen[bytes]", reached: Callable[[], bool]) -> bool:
+    """False if the process ended first, or nothing was heard of the run for too long."""
+    heard, until = (0, 0), time.monotonic() + PATIENCE
     while not reached():
+        now = (steps(run), len(run.events()))
+        if now != heard:
+            heard, until = now, time.monotonic() + PATIENCE
         if process.poll() is not None or time.monotonic() > until:
             process.terminate()
             return False
