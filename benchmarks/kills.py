@@ -56,9 +56,7 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
         same = expected == found
         differ = [step for step, pair in enumerate(zip(expected, found, strict=False), 1) if pair[0] != pair[1]]
         if counts["kills"] < kills:
-            print(
-                f"the run was at its end after {counts['kills']} kills of {kills}; it needs more steps, or lost its way"
-            )
+            print(f"at its end, or stuck, after {counts['kills']} kills of {kills}")
         print(
             f"{dp}x{tp}x{pp}: {counts['kills']} kills, {counts['saving']} of them while a checkpoint was being "
             f"written, {counts['again']} steps done again, {counts['seconds']:.0f} s from a kill to the next step "
