@@ -22,7 +22,7 @@ from tests.distributed.pool import Pool
 from leaven.distributed.lean_stage import LeanStage
 from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.world import joined
-from leaven.planning.trainable import bubble
+from leaven.planning.arrangement import bubble
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
