@@ -122,6 +122,14 @@ def test_steps_and_fractions_are_tokens() -> None:
         ("--lr 0.1 --weight-decay 20", "no recipe of leaven's"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "no batch of leaven's"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
+        ("--disable-bias-linear --add-qkv-bias", "--add-qkv-bias: leaven has biases in all matrices or in none"),
+        ("--apply-residual-connection-post-layernorm", "leaven has no residual connection that starts behind"),
+        ("--rotary-interleaved", "--rotary-interleaved: leaven has no rotary positions of neighbouring pairs"),
+        ("--glu-activation geglu", "--glu-activation geglu: leaven reads swiglu"),
+        ("--swiglu --squared-relu", "--swiglu and --squared-relu: two activations; take one away"),
+        ("--num-layers $((2*3))", "--num-layers waits for the output of a command; write the number"),
+        ("--num-layers `wc -l <x`", "--num-layers waits for the output of a command; write the number"),
+        ("--num-layers=$DEPTH", "--num-layers waits for $DEPTH; write the number"),
         ("--save 'x", "cannot be read as a shell's words"),
     ],
 )
@@ -131,6 +139,29 @@ def test_what_no_recipe_holds_is_refused_by_name(more: str, says: str) -> None:
     assert says in str(refused.value)
     assert str(refused.value).startswith("args.sh: ")
     assert "\n" not in str(refused.value)
+
+
+def test_what_megatron_deepspeed_and_older_versions_say() -> None:
+    text = f"WIDE=512; {MINIMAL} --vocab-size=$WIDE --embed-layernorm --glu-activation swiglu --add-qkv-bias"
+    found = from_megatron.read(f"{text} --layernorm-epsilon 1e-6", "args.sh", "x")
+    shape, why = found.recipe.model, found.recipe.why
+    assert (shape.vocab_size, shape.embedding_norm, shape.activation, shape.bias) == (512, True, "swiglu", True)
+    assert (shape.norm_eps, shape.d_ff) == (1e-6, 256)  # its gated units are as wide as plain ones
+    assert why["model.embedding_norm"] == "--embed-layernorm"
+    assert why["model.activation"] == "--glu-activation"
+    assert found.unread == ()
+
+
+def test_groups_of_queries_that_megatron_does_not_read() -> None:
+    found = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
+    assert found.recipe.model.n_kv_heads == 4
+    assert found.recipe.why["model.n_kv_heads"] == "--num-attention-heads: no --group-query-attention"
+    assert found.unread == ("--num-query-groups: Megatron reads it beside --group-query-attention only",)
+    found = from_megatron.read(
+        f"{MINIMAL} --vocab-size 512 --num-query-groups 2 --group-query-attention", "args.sh", "x"
+    )
+    assert found.recipe.model.n_kv_heads == 2
+    assert found.unread == ()
 
 
 def test_what_is_no_argument_list() -> None:

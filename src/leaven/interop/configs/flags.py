@@ -51,7 +51,7 @@ def parse(text: str, origin: str) -> Flags:
             current = None
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            current = flags.values[name.rstrip(")")] = [value] if equals else []
+            current = flags.values[name.rstrip(")")] = [_expand(value, flags.variables)] if equals else []
         elif current is not None:
             bare = word if "$" in word else word.rstrip(")")
             if bare:

@@ -29,7 +29,17 @@ UNSUPPORTED = {
     "heterogeneous-layers-config-path": "layers that differ",
     "apply-query-key-layer-scaling": "attention scaled by layer",
     "norm-before-residual*": "post-norm",
+    "apply-residual-connection-post-layernorm": "residual connection that starts behind the norm",
+    "rotary-interleaved": "rotary positions of neighbouring pairs",
+    "no-rope-freq": "layers without positions",
+    "softmax-type": "other softmax",
+    "attention-output-gate": "gates of attention",
+    "glu-linear-offset": "offset gated unit",
+    "activation-func-clamp-value": "clamped activation",
+    "experimental-attention-variant": "other attention",
 }
+ALIASES = {"layernorm-epsilon": "norm-epsilon"}
+"""Names of older versions."""
 DEFAULTS: dict[str, Any] = {
     "position-embedding-type": "learned_absolute",
     "normalization": "LayerNorm",
@@ -66,13 +76,13 @@ NUMBERS = {
 WORDS = {
     "position-embedding-type", "normalization", "lr-decay-style", "lr-wsd-decay-style", "optimizer",
     "rampup-batch-size", "step-batch-size-schedule", "recompute-granularity", "recompute-method",
-    "data-parallel-sharding-strategy",
+    "data-parallel-sharding-strategy", "glu-activation",
 }  # fmt: skip
 SWITCHES = {
     "swiglu", "squared-relu", "openai-gelu", "no-bias-gelu-fusion", "disable-bias-linear", "group-query-attention",
     "untie-embeddings-and-output-weights", "qk-layernorm", "bf16", "fp16", "use-distributed-optimizer",
     "use-megatron-fsdp", "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "recompute-activations",
-    "use-rotary-position-embeddings",
+    "use-rotary-position-embeddings", "add-qkv-bias", "embed-layernorm",
 }  # fmt: skip
 
 
@@ -89,6 +99,8 @@ class MegatronFlags:
     def number(self, name: str) -> float:
         if name in self.numbers:
             return self.numbers[name]
+        if name not in DEFAULTS and name in self.waiting:
+            raise InputError(f"{self.origin}: --{name} waits for {self.waiting[name]}; write the number")
         if name not in DEFAULTS:
             raise InputError(f"{self.origin}: no --{name}, without which there is no recipe; add it")
         return float(DEFAULTS[name])
@@ -114,6 +126,7 @@ def known_flags(found: f.Flags, origin: str, draft: Draft) -> MegatronFlags:
     given = MegatronFlags(origin, {}, {}, set(), {})
     for flag, words in found.values.items():
         name = flag.replace("_", "-")
+        name = ALIASES.get(name, name)
         for unsupported, what in UNSUPPORTED.items():
             if name == unsupported or (unsupported.endswith("*") and name.startswith(unsupported[:-1])):
                 raise InputError(f"{origin}: --{flag}: leaven has no {what}")
