@@ -116,6 +116,22 @@ def test_what_is_lost_stands_in_the_file(tiny: Recipe, name: str) -> None:
         assert json.dumps(json.dumps(loss.text))[3:-3] in everything or json.dumps(loss.text)[1:-1] in everything
 
 
+@pytest.mark.parametrize("name", ["megatron", "nanotron", "litgpt", "torchtitan", "transformers"])
+def test_a_clip_is_lost_where_multipliers_are_folded_away(tiny: Recipe, name: str) -> None:
+    """Three times as deep as its base: a branch is multiplied by a third, and the gradient of its weights with it."""
+    plain, deep = (tiny.replace(LLAMA), transferred(tiny.replace(LLAMA)))
+    for recipe, lost in ((plain, False), (deep, True), (deep.replace({"hyperparameters.grad_clip": 0.0}), False)):
+        keys = {loss.key for loss in TARGETS[name].export(recipe).losses}
+        assert ("hyperparameters.grad_clip" in keys) is lost
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_weights_to_start_from_are_lost_and_said(tiny: Recipe, name: str) -> None:
+    (loss,) = (each for each in TARGETS[name].export(tiny.replace({"start.weights": "wheat"})).losses
+               if each.key == "start.weights")  # fmt: skip
+    assert loss.value == "wheat"
+
+
 def test_nanotron_loses_nothing_of_a_plain_llama(tiny: Recipe) -> None:
     plain = tiny.replace(LLAMA)
     assert nanotron.export(plain).losses == ()

@@ -12,7 +12,7 @@ told otherwise, and for two steps at least.
 from typing import Any
 
 from leaven.interop.configs import formats
-from leaven.interop.configs.losses import common_notes, of_clip, of_ramp, of_schedule, rounding_notes
+from leaven.interop.configs.losses import common_notes, of_clip, of_ramp, of_schedule, of_start, rounding_notes
 from leaven.interop.configs.vocabulary import Export, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import optimiser_groups
@@ -25,7 +25,8 @@ LEAST_WARM_UP = 2
 def export(recipe: Recipe) -> Export:
     """One JSON file; losses and notes are under ``_leaven``, a key that DeepSpeed does not read."""
     wanted = Wanted.of(recipe)
-    losses = of_ramp(recipe, TARGET) + of_clip(wanted) + of_schedule(recipe, TARGET, DECAYS, "cosine")
+    losses = of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted, folded=False)
+    losses += of_schedule(recipe, TARGET, DECAYS, "cosine")
     warmup = wanted.in_steps(recipe.schedule.warmup_tokens)
     if warmup < LEAST_WARM_UP:
         why = f"would be {LEAST_WARM_UP} steps, the fewest it has"

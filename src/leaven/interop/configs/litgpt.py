@@ -41,8 +41,9 @@ def export(recipe: Recipe) -> Export:
     shape, losses = v.fitted(recipe.model, HOLDS, TARGET)
     if shape.norm == "layernorm" and not shape.bias:
         losses.append(Loss("model.bias", False, "layer norms would have biases"))
-    losses += v.compare(wanted, _given(wanted), REASONS) + _attention(wanted)
-    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted)
+    given = _given(wanted)
+    losses += v.compare(wanted, given, REASONS) + _attention(wanted)
+    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted, folded=wanted.unlike(given))
     losses += of_schedule(recipe, TARGET, ("cosine",), "cosine")
     if recipe.data.documents == "isolated":
         losses.append(Loss("data.documents", "isolated", "would be packed"))

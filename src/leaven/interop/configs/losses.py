@@ -12,8 +12,8 @@ def of_start(recipe: Recipe) -> list[Loss]:
     return [Loss("start.weights", recipe.start.weights, "the run would start from random weights; load them by hand")]
 
 
-def of_clip(wanted: Wanted, *, plain: bool = False) -> list[Loss]:
-    """``plain``: the multipliers are folded into the weights, which divides their gradients."""
+def of_clip(wanted: Wanted, *, folded: bool) -> list[Loss]:
+    """``folded``: a multiplier c is in the weights on one side only, which makes their gradients 1 / c there."""
     clip = wanted.recipe.hyperparameters.grad_clip
     if not clip.limit:
         return []
@@ -21,12 +21,12 @@ def of_clip(wanted: Wanted, *, plain: bool = False) -> list[Loss]:
         return [
             Loss("hyperparameters.grad_clip.mode", clip.mode, f"would be the global norm, limited to {clip.limit:g}")
         ]
-    if plain and wanted.rescaled:
+    if folded:
         return [
             Loss(
                 "hyperparameters.grad_clip",
                 clip.limit,
-                "multipliers are folded into the weights and divide their gradients: the same limit on another norm",
+                "multipliers move into or out of weights and scale their gradients: the same limit on another norm",
             )
         ]
     return []

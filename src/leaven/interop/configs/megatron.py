@@ -73,7 +73,7 @@ def export(recipe: Recipe) -> Export:
     candidates = [_standard(wanted)] + ([_mup(wanted)] if recipe.base.width < shape.d_model else [])
     groups, given, scale = min(candidates, key=lambda each: v.weight(_unlike(wanted, each[1], each[2])))
     losses += _unlike(wanted, given, scale)
-    losses += of_start(recipe) + of_clip(wanted)
+    losses += of_start(recipe) + of_clip(wanted, folded=wanted.unlike(given))
     if not wanted.decoupled:
         why = "would be adamw: no argument turns off decoupled_weight_decay of OptimizerConfig"
         losses.append(Loss("hyperparameters.optimizer", "adam", why))

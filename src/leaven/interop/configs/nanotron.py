@@ -45,13 +45,14 @@ def export(recipe: Recipe) -> Export:
     """One YAML file; losses and notes are comments, for the parser refuses keys that it does not know."""
     wanted = Wanted.of(recipe)
     shape, losses = v.fitted(recipe.model, HOLDS, TARGET)
-    tried = {method: v.compare(wanted, _given(wanted, scaled), REASONS) for method, scaled in SCALINGS.items()}
+    given = {method: _given(wanted, scaled) for method, scaled in SCALINGS.items()}
+    tried = {method: v.compare(wanted, each, REASONS) for method, each in given.items()}
     method = min(tried, key=lambda each: v.weight(tried[each]))
     losses += tried[method]
     if not math.isclose(wanted.table.attention_scale, 1 / math.sqrt(recipe.model.d_head), rel_tol=v.SAME):
         why = "would be 1 / sqrt(d_head)"
         losses.append(Loss("attention scale", wanted.table.attention_scale, why))
-    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted)
+    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted, folded=wanted.unlike(given[method]))
     losses += of_schedule(recipe, TARGET, [*STYLES, "constant"], "cosine")
     if not wanted.decoupled:
         losses.append(Loss("hyperparameters.optimizer", "adam", "would be adamw"))

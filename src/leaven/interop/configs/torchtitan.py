@@ -58,7 +58,7 @@ def export(recipe: Recipe) -> Export:
     modules = {row.name: row.module for row in wanted.table.rows if row.module in NAMES}
     given = {name: _together(name, module, plain) for name, module in modules.items()}
     losses += v.compare(wanted, given, REASONS, plain=True)
-    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted, plain=True)
+    losses += of_start(recipe) + of_ramp(recipe, TARGET) + of_clip(wanted, folded=wanted.rescaled)
     losses += of_schedule(recipe, TARGET, DECAYS, "cosine")
     if recipe.data.documents == "packed":
         losses.append(Loss("data.documents", "packed", "would be isolated: its masks stop at the ends of documents"))

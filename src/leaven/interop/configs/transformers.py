@@ -44,7 +44,7 @@ def export(recipe: Recipe) -> Export:
     wanted = Wanted.of(recipe)
     parameters, given = _parameters(architecture, shape, wanted)
     losses += v.compare(wanted, given, REASONS, plain=True)
-    losses += of_start(recipe) + of_ramp(recipe, "the Trainer") + of_clip(wanted, plain=True)
+    losses += of_start(recipe) + of_ramp(recipe, "the Trainer") + of_clip(wanted, folded=wanted.rescaled)
     losses += _warm_up(recipe) + of_floor(wanted, TARGET)
     if recipe.data.documents == "isolated":
         losses.append(Loss("data.documents", "isolated", "documents are as your data set packs them"))

@@ -114,6 +114,14 @@ class Wanted:
         """Whether folding changes any gradient."""
         return bool(folding(self.recipe.model, self.table))
 
+    def unlike(self, given: Mapping[str, Given]) -> bool:
+        """Whether a matrix has another multiplier in the target, so that its weights have to take it in."""
+        return any(
+            not math.isclose(row.multiplier, given[row.name].multiplier, rel_tol=SAME)
+            for row in self.table.rows
+            if row.name in given
+        )
+
     @property
     def hidden(self) -> Given:
         """What most matrices inside the blocks get: the values for a target that has one of each."""
