@@ -110,8 +110,11 @@ def test_porians_two_forms_meet_at_the_model_it_is_anchored_on() -> None:
     assert rounded.form_of == PORIAN.name
 
 
-def test_power_lines_meets_step_laws_runs_within_an_octave() -> None:
-    """Its coefficient is from memory; on Step Law's cells it predicts the batch as well as their own law does."""
+def test_power_lines_batch_on_step_laws_runs_is_near_in_loss_and_not_the_same_batch() -> None:
+    """Its coefficient is from memory. On Step Law's cells it loses 1.26 per mille on average (lr tuned again) where
+    their own law loses 0.69. Half or twice the best batch lose 3.0 and 4.4: so it has to be less than an octave away."""
+    one = [result(law, ONE).batch_tokens for law in ("Power Lines 2025", "Step Law 2025")]
+    assert one == pytest.approx([553e3, 442e3], rel=2e-3)
     for point in ((215e6, 4e9), (536e6, 28e9), (1.07e9, 100e9)):
         power, step = result("Power Lines 2025", point), result("Step Law 2025", point)
         assert power.batch_tokens is not None
