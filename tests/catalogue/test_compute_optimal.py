@@ -3,7 +3,7 @@
 import pytest
 
 from leaven.catalogue.compute_optimal import APPROACH_3, FRONTIERS, Frontier, best_tokens_per_param, compute_optimal
-from leaven.catalogue.laws import CHINCHILLA, REPLICATION
+from leaven.catalogue.law_table import CHINCHILLA, REPLICATION
 from leaven.recipe.errors import InputError
 
 # Parameters and FLOPs of arXiv 2203.15556: table 3 for approach 1, table A3 for the other two.

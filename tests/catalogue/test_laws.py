@@ -10,7 +10,7 @@ import pytest
 
 from leaven.catalogue.batch_change import critical_batch, lr_at_batch
 from leaven.catalogue.law_forms import TRUST, Law, Point, Power
-from leaven.catalogue.laws import (
+from leaven.catalogue.law_table import (
     CHINCHILLA,
     DEEPSEEK,
     KAPLAN_BATCH,
@@ -20,10 +20,8 @@ from leaven.catalogue.laws import (
     PORIAN,
     REPLICATION,
     STEP_LAW,
-    LawResult,
-    evaluate,
-    power_lines_tau,
 )
+from leaven.catalogue.laws import LawResult, evaluate, power_lines_tau
 
 SMALL, ONE, SEVEN, LONG = (125e6, 2.5e9), (1e9, 20e9), (7e9, 140e9), (7e9, 2e12)
 TO_TWO_DIGITS = 0.05
@@ -112,7 +110,7 @@ def test_porians_two_forms_meet_at_the_model_it_is_anchored_on() -> None:
 
 def test_power_lines_batch_on_step_laws_runs_is_near_in_loss_and_not_the_same_batch() -> None:
     """Its coefficient is from memory. On Step Law's cells it loses 1.26 per mille on average (lr tuned again) where
-    their own law loses 0.69. Half or twice the best batch lose 3.0 and 4.4: so it has to be less than an octave away."""
+    their own law loses 0.69. Half or twice the best batch lose 3.0 and 4.4: it is less than an octave away."""
     one = [result(law, ONE).batch_tokens for law in ("Power Lines 2025", "Step Law 2025")]
     assert one == pytest.approx([553e3, 442e3], rel=2e-3)
     for point in ((215e6, 4e9), (536e6, 28e9), (1.07e9, 100e9)):
@@ -208,6 +206,14 @@ def test_in_range_and_how_far_outside() -> None:
     assert (below.axis, below.side, below.factor) == ("N", "below", pytest.approx(3))
     assert result("DeepSeek LLM 2024", ONE).extrapolation == pytest.approx(6)  # 1.2e20 against 2e19 FLOPs
     assert not result("Porian 2024", (500e6, 500e9)).in_range  # far from compute-optimal
+
+
+def test_where_no_range_is_known_nothing_is_inside() -> None:
+    unknown = {"AdamW timescale 2024", "Muon HyperP", "Moonlight Muon 2025", "Hagele 2024 WSD"}
+    for each in evaluate(500e6, 10e9):
+        assert ((each.in_range, each.extrapolation) == (None, None)) is (each.law in unknown)
+    assert result("Hagele 2024 WSD", LONG).in_range is False  # up to 1B, from where is not told
+    assert not any(each.in_range for each in evaluate(1, 1))
 
 
 def test_kaplan_is_silent_where_its_line_crosses_zero() -> None:

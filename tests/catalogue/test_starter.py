@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leaven.catalogue.derivation import Derivation
-from leaven.catalogue.laws import DEEPSEEK, POWER_LINES, POWER_LINES_CRITICAL, STEP_LAW, ZHANG
+from leaven.catalogue.law_table import DEEPSEEK, POWER_LINES, POWER_LINES_CRITICAL, STEP_LAW, ZHANG
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import find_run, load_runs, size_ratio
 from leaven.catalogue.starter.asked import Asked

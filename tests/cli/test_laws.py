@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from leaven.catalogue.compute_optimal import FRONTIERS
-from leaven.catalogue.laws import LAWS
+from leaven.catalogue.law_table import LAWS
 from leaven.cli.laws import laws
 from leaven.recipe.errors import InputError
 
@@ -34,8 +34,11 @@ def test_the_document_is_a_list_of_laws_with_their_trust() -> None:
     for row in rows:
         assert stay <= row.keys()
         assert "at_batch" not in row
-        assert row["in_range"] is (not row["beyond"])
+        assert row["in_range"] is (None if row["extrapolation"] is None else not row["beyond"])
         assert row["trust"] in {"verified", "read", "secondary", "memory"}
+    assert next(row for row in rows if row["law"] == "Moonlight Muon 2025")["in_range"] is None
+    line = next(line for line in run(*RUN).splitlines() if line.startswith("Moonlight"))
+    assert line.endswith("not known")
 
 
 def test_never_one_number_alone() -> None:

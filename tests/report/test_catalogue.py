@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from leaven.catalogue.laws import STEP_LAW
+from leaven.catalogue.law_table import STEP_LAW
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.report.catalogue import linked, page, write_catalogue
 from leaven.report.catalogue_chart import band, hover, hues_of, scatter, symbol

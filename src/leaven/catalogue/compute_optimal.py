@@ -7,8 +7,8 @@ C = 6 N D throughout. The approaches of one paper disagree: at Gopher's budget C
 import math
 from dataclasses import dataclass
 
-from leaven.catalogue.law_forms import Beyond, Fitted, LossLaw, Trust, farthest
-from leaven.catalogue.laws import CHINCHILLA, REPLICATION
+from leaven.catalogue.law_forms import Beyond, Fitted, LossLaw, Trust
+from leaven.catalogue.law_table import CHINCHILLA, REPLICATION, REPLICATION_LOSS
 from leaven.recipe.errors import InputError
 
 APPROACH_3 = LossLaw(
@@ -78,7 +78,7 @@ FRONTIERS = (
     ),
     Frontier(
         "Besiroglu 2024 replication",
-        REPLICATION.loss or APPROACH_3,
+        REPLICATION_LOSS,
         "approach 3 fitted again; N ~ C^0.513",
         "arXiv 2404.10102",
         "verified",
@@ -117,8 +117,8 @@ class Optimum:
     tokens_per_param: float
     loss: float
     loss_replication: float
-    in_range: bool
-    extrapolation: float
+    in_range: bool | None
+    extrapolation: float | None
     beyond: tuple[Beyond, ...]
     conditions: str
     source: str
@@ -149,7 +149,6 @@ def compute_optimal(flops: float) -> list[Optimum]:
                 f"no law speaks of {flops:g} FLOPs: not enough for one parameter; write for example 1e22"
             )
         beyond = frontier.fitted.beyond(params, tokens, flops)
-        assert REPLICATION.loss is not None
         found.append(
             Optimum(
                 law=frontier.name,
@@ -157,9 +156,9 @@ def compute_optimal(flops: float) -> list[Optimum]:
                 tokens=tokens,
                 tokens_per_param=tokens / params,
                 loss=APPROACH_3.loss(params, tokens),
-                loss_replication=REPLICATION.loss.loss(params, tokens),
-                in_range=not beyond,
-                extrapolation=farthest(beyond),
+                loss_replication=REPLICATION_LOSS.loss(params, tokens),
+                in_range=frontier.fitted.inside(beyond),
+                extrapolation=frontier.fitted.farthest(beyond),
                 beyond=beyond,
                 conditions=frontier.conditions,
                 source=frontier.source,

@@ -110,7 +110,10 @@ class Beyond:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The ranges (lowest, highest) of a fit: parameters, tokens, FLOPs, tokens a parameter."""
+    """The ranges (lowest, highest) of a fit: parameters, tokens, FLOPs, tokens a parameter.
+
+    A lowest of 0 is one that the source does not tell: without any lower end nothing is known to be inside.
+    """
 
     params: Range = ANY
     tokens: Range = ANY
@@ -130,10 +133,16 @@ class Fitted:
                 found.append(Beyond(axis, lowest / value, "below"))
         return tuple(sorted(found, key=lambda each: -each.factor))
 
+    def inside(self, beyond: tuple[Beyond, ...]) -> bool | None:
+        """Whether a point that lies so far outside is inside; None where that is not known."""
+        ranges = (self.params, self.tokens, self.compute, self.tokens_per_param)
+        if beyond:
+            return False
+        return True if any(lowest > 0 for lowest, _ in ranges) else None
 
-def farthest(beyond: tuple[Beyond, ...]) -> float:
-    """The factor along the worst axis; 1 inside."""
-    return beyond[0].factor if beyond else 1.0
+    def farthest(self, beyond: tuple[Beyond, ...]) -> float | None:
+        """The factor along the worst axis; 1 inside, None where that is not known."""
+        return beyond[0].factor if beyond else 1.0 if self.inside(beyond) else None
 
 
 @dataclass(frozen=True)

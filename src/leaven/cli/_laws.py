@@ -5,7 +5,7 @@ from statistics import median
 
 from leaven.catalogue.batch_change import critical_batch, lr_at_batch
 from leaven.catalogue.compute_optimal import Optimum, best_tokens_per_param
-from leaven.catalogue.law_forms import TRUST, Beyond
+from leaven.catalogue.law_forms import TRUST
 from leaven.catalogue.laws import LawResult
 from leaven.catalogue.noise_scale import steps_over_least, tokens_over_least
 from leaven.recipe.units import format_quantity
@@ -35,7 +35,7 @@ def law_table(results: Sequence[LawResult]) -> Columns:
             learning_rate(result.lr),
             _tokens(result.batch_tokens),
             result.batch_kind or "-",
-            _range(result.beyond, most=2),
+            _range(result, most=2),
         )
         for result in told
     ]
@@ -46,7 +46,7 @@ def other_laws(results: Sequence[LawResult]) -> Columns:
     """The laws that say something else: a loss, a timescale, an exponent."""
     columns = (Column("law", align="left"), Column("says", align="left"), Column("fitted range", align="left"))
     told = [result for result in results if not _has_number(result)]
-    rows = [(result.law, _says(result), _range(result.beyond, most=2)) for result in told]
+    rows = [(result.law, _says(result), _range(result, most=2)) for result in told]
     return Columns(columns, rows, notes=[_notes(result) for result in told])
 
 
@@ -155,7 +155,7 @@ def optimum_table(found: Sequence[Optimum]) -> Columns:
             f"{each.tokens_per_param:.1f}",
             f"{each.loss:.3f}",
             f"{each.loss_replication:.3f}",
-            _range(each.beyond, most=1),
+            _range(each, most=1),
         )
         for each in found
     ]
@@ -179,7 +179,7 @@ def optimum_spread(found: Sequence[Optimum]) -> Facts:
     )
 
 
-def _spread(values: Sequence[tuple[float, bool]], show: Callable[[float], str]) -> Parts:
+def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> Parts:
     """Median, range and factor of all laws, and of those that are inside their range."""
     numbers = [value for value, _ in values]
     inside = [value for value, within in values if within]
@@ -215,9 +215,11 @@ def _has_number(result: LawResult) -> bool:
     return not result.says and result.loss is None and result.tau is None
 
 
-def _range(beyond: Sequence[Beyond], most: int) -> str:
+def _range(law: LawResult | Optimum, most: int) -> str:
+    if law.in_range is None:
+        return "not known"
     signs = {"above": "x", "below": "/"}
-    told = [f"{signs[each.side]}{_factor(each.factor)} {each.axis}" for each in beyond[:most]]
+    told = [f"{signs[each.side]}{_factor(each.factor)} {each.axis}" for each in law.beyond[:most]]
     return ", ".join(told) or "inside"
 
 

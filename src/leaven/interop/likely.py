@@ -1,6 +1,7 @@
 """What a run likely has that another's configuration does not tell, each with its reason."""
 
-from leaven.catalogue.laws import STEP_LAW, evaluate
+from leaven.catalogue.law_table import STEP_LAW
+from leaven.catalogue.laws import evaluate
 from leaven.catalogue.runs import nearest
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity

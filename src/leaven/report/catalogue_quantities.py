@@ -45,7 +45,7 @@ def _law_lines(pick: str) -> Callable[[Sequence[float]], list[Line]]:
             for result in evaluate(size, TOKENS_PER_PARAMETER * size):
                 value = getattr(result, pick)
                 if value and result.form_of is None:
-                    said.setdefault(result.law, []).append((size, value, result.in_range))
+                    said.setdefault(result.law, []).append((size, value, result.in_range is True))
         return [Line(name, points) for name, points in said.items()]
 
     return lines

@@ -37,7 +37,7 @@ class Setting:
 
     def inside(self, laws: Said) -> int:
         """How many of the laws are asked within the range they were fitted on."""
-        return sum(law.in_range for law in self.laws if law.law in laws.by)
+        return sum(law.in_range is True for law in self.laws if law.law in laws.by)
 
     def between(self, laws: Said, near: Said) -> float:
         """Between the middles of laws and neighbours, in the logarithm: see :meth:`weight`."""
