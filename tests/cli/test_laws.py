@@ -1,6 +1,7 @@
 """The verb as a person types it: the screen, the document, and what it refuses."""
 
 import json
+import re
 
 import pytest
 import typer
@@ -68,6 +69,20 @@ def test_a_law_that_ends_is_still_told_of() -> None:
     assert " - " in kaplan
 
 
+def test_laws_that_leave_out_embeddings_say_what_they_took_for_n() -> None:
+    """GPT-2 124M has 85M parameters in its blocks; the screen says which laws count these."""
+    plain = flowing("--params", "124M", "--tokens", "10B")
+    told = plain[plain.index("N less embeddings") :].replace(" · ", " ")
+    laws_of_body = "Kaplan 2020 learning rate Kaplan 2020 critical batch DeepSeek LLM 2024 MiniCPM 2024 Step Law 2025"
+    assert told.startswith(f"N less embeddings {laws_of_body} taken as 124 M, embeddings and all: give --params-non-")
+    assert "Porian 2024 Porian 2024, rounded less the input embedding only: taken as 124 M" in told
+    typed = ("--params", "124M", "--tokens", "10B", "--params-non-embedding", "85M")
+    assert "taken as 85 M" in flowing(*typed)
+    assert "give --params-non-embedding" not in flowing(*typed)
+    step = next(row for row in json.loads(run(*typed, "--json")) if row["law"] == "Step Law 2025")
+    assert step["lr"] == pytest.approx(1.79 * 85e6**-0.713 * 10e9**0.307)
+
+
 def test_at_a_batch() -> None:
     rows = {row["law"]: row for row in json.loads(run(*RUN, "--batch-tokens", "2M", "--json"))}
     kaplan = rows["Kaplan 2020 critical batch"]
@@ -96,7 +111,10 @@ def test_a_budget() -> None:
         (["--flops", "1e22", "--tokens", "1B"], "type one or the other"),
         (["--flops", "1e22", "--batch-tokens", "1M"], "type one or the other"),
         (["--flops", "0"], "not enough for one parameter"),
+        (["--flops", "1e22", "--params-non-embedding", "1M"], "type one or the other"),
         (["--tokens", "1B"], "--params is missing"),
+        ([*RUN, "--params-non-embedding", "2B"], "--params-non-embedding 2,000,000,000: has to be at least 1"),
+        ([*RUN, "--params-non-embedding", "0"], "at most --params 1,000,000,000"),
         (["--params", "0", "--tokens", "1B"], "both must be above 0"),
         ([*RUN, "--batch-tokens", "0"], "a batch has at least one token"),
     ],
@@ -109,4 +127,7 @@ def test_refused_in_one_line(typed: list[str], said: str) -> None:
 
 @pytest.mark.parametrize("typed", [("--params", "1", "--tokens", "1"), ("--params", "1e30", "--tokens", "1e30")])
 def test_absurd_sizes_are_answered_and_flagged(typed: tuple[str, ...]) -> None:
-    assert "all of them extrapolate" in flowing(*typed)
+    text = flowing(*typed)
+    assert "all of them extrapolate" in text
+    assert " inside " not in text
+    assert not re.search(r"[0-9]{4,} T", text)

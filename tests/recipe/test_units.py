@@ -38,7 +38,17 @@ def test_formatting_keeps_three_digits(value: int) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1.03e9, "1.03 B"), (524_288, "524 k"), (96, "96"), (999_999, "1.00 M"), (0.5, "0.50"), (20e9, "20 B")],
+    [
+        (1.03e9, "1.03 B"),
+        (524_288, "524 k"),
+        (96, "96"),
+        (999_999, "1.00 M"),
+        (0.5, "0.50"),
+        (20e9, "20 B"),
+        (2.22e19, "2.22e+19"),
+        (999.4e12, "999 T"),
+        (999.6e12, "1.00e+15"),
+    ],
 )
 def test_formats(value: float, text: str) -> None:
     assert format_quantity(value) == text

@@ -92,8 +92,14 @@ def batch_facts(results: Sequence[LawResult], batch_tokens: float) -> Facts:
     return Facts([*facts, ("cost", cost), ("rules", rules)])
 
 
-def law_spread(results: Sequence[LawResult], params: float, tokens: float, batch_tokens: float | None) -> Facts:
-    """Median and range of what there is more than one opinion on, each law once."""
+def law_spread(
+    results: Sequence[LawResult],
+    params: float,
+    tokens: float,
+    batch_tokens: float | None,
+    params_non_embedding: float | None,
+) -> Facts:
+    """What was taken for N, and median and range of what there is more than one opinion on, each law once."""
     own = [result for result in results if result.form_of is None]
     lrs = [(each.lr, each.in_range) for each in own if each.lr]
     batches = {
@@ -110,6 +116,7 @@ def law_spread(results: Sequence[LawResult], params: float, tokens: float, batch
     decay = batch / (taus[0] * tokens * lr)
     return Facts(
         [
+            ("N less embeddings", _smaller_counts(results, params, params_non_embedding)),
             ("loss", (*_spread(losses, lambda loss: f"{loss:.3f}"), "nats a token, of Chinchilla's text")),
             (
                 "tokens a parameter",
@@ -123,6 +130,18 @@ def law_spread(results: Sequence[LawResult], params: float, tokens: float, batch
             ("peak lr", (*_spread(lrs, learning_rate), "tune at small scale")),
         ]
     )
+
+
+def _smaller_counts(results: Sequence[LawResult], params: float, params_non_embedding: float | None) -> Parts:
+    body, head = (
+        [each.law for each in results if each.params_definition == definition]
+        for definition in ("non-embedding", "without input embedding")
+    )
+    if params_non_embedding is None:
+        taken = f"taken as {format_quantity(params)}, embeddings and all: give --params-non-embedding"
+    else:
+        taken = f"taken as {format_quantity(params_non_embedding)}"
+    return (*body, taken, *head, f"less the input embedding only: taken as {format_quantity(params)}, all parameters")
 
 
 def range_legend() -> Facts:

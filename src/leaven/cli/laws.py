@@ -23,6 +23,9 @@ from leaven.recipe.errors import InputError
 def laws(
     params: Annotated[int | None, count_option("Parameters, e.g. 7B.")] = None,
     tokens: Annotated[int | None, count_option("Training tokens, e.g. 2T.")] = None,
+    params_non_embedding: Annotated[
+        int | None, count_option("Of --params those without embeddings, which several laws count.")
+    ] = None,
     batch_tokens: Annotated[
         int | None, count_option("A batch: each law's lr there, and where it stands against the critical ones.")
     ] = None,
@@ -36,7 +39,7 @@ def laws(
     With --flops, the best parameters and tokens for a budget, by Chinchilla's three approaches and those after.
     """
     if flops is not None:
-        if params is not None or tokens is not None or batch_tokens is not None:
+        if any(each is not None for each in (params, tokens, batch_tokens, params_non_embedding)):
             raise InputError("--flops asks for the sizes, --params and --tokens give them; type one or the other")
         _of_budget(flops, json_output)
         return
@@ -47,11 +50,17 @@ def laws(
         raise InputError(f"--batch-tokens {batch_tokens}: a batch has at least one token")
     assert params is not None
     assert tokens is not None
-    _of_run(params, tokens, batch_tokens, json_output)
+    if params_non_embedding is not None and not 0 < params_non_embedding <= params:
+        raise InputError(
+            f"--params-non-embedding {params_non_embedding:,}: has to be at least 1 and at most --params {params:,}"
+        )
+    _of_run(params, params_non_embedding, tokens, batch_tokens, json_output)
 
 
-def _of_run(params: int, tokens: int, batch_tokens: int | None, json_output: bool) -> None:
-    results = evaluate(params, tokens)
+def _of_run(
+    params: int, params_non_embedding: int | None, tokens: int, batch_tokens: int | None, json_output: bool
+) -> None:
+    results = evaluate(params, tokens, params_non_embedding=params_non_embedding)
     if json_output:
         emit_json([_document(result, results, batch_tokens) for result in results])
         return
@@ -64,7 +73,7 @@ def _of_run(params: int, tokens: int, batch_tokens: int | None, json_output: boo
         console.print(batch_facts(results, batch_tokens))
         console.print()
     console.print(range_legend())
-    console.print(law_spread(results, params, tokens, batch_tokens))
+    console.print(law_spread(results, params, tokens, batch_tokens, params_non_embedding))
 
 
 def _document(result: LawResult, results: list[LawResult], batch_tokens: int | None) -> dict[str, object]:

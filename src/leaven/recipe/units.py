@@ -34,7 +34,9 @@ def parse_quantity(text: str) -> int:
 
 
 def format_quantity(value: float, digits: int = 3) -> str:
-    """A count in three significant digits with its multiple: ``1.03 B``, ``524 k``, ``96``."""
+    """A count in three significant digits with its multiple: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
+    if abs(float(f"{value:.{digits}g}")) >= 1e15:
+        return f"{value:.{digits - 1}e}"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         # 999,999 rounds to 1.00 M, not to 1,000 k: compare what will be shown.
         if abs(float(f"{value:.{digits}g}")) >= scale:
