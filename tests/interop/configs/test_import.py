@@ -129,6 +129,8 @@ def test_steps_and_fractions_are_tokens() -> None:
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: two activations; take one away"),
         ("--num-layers $((2*3))", "--num-layers waits for the output of a command; write the number"),
         ("--num-layers `wc -l <x`", "--num-layers waits for the output of a command; write the number"),
+        ("--ffn-hidden-size $FFN", "--ffn-hidden-size waits for $FFN; write the number"),
+        ("--kv-channels $(nproc)", "--kv-channels waits for the output of a command; write the number"),
         ("--num-layers=$DEPTH", "--num-layers waits for $DEPTH; write the number"),
         ("--save 'x", "cannot be read as a shell's words"),
     ],

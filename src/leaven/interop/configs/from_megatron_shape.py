@@ -18,9 +18,9 @@ def read_shape(given: MegatronFlags, draft: Draft) -> ModelShape:
         InputError: naming what is of another kind of model, missing or malformed.
     """
     heads, width = given.count("num-attention-heads"), given.count("hidden-size")
-    if width % heads and "kv-channels" not in given.numbers:
+    if width % heads and not given.told("kv-channels"):
         raise InputError(f"{given.origin}: --hidden-size {width} does not divide by --num-attention-heads {heads}")
-    d_head = given.count("kv-channels") if "kv-channels" in given.numbers else width // heads
+    d_head = given.count("kv-channels") if given.told("kv-channels") else width // heads
     length = given.count("seq-length")
     values: dict[str, tuple[Any, str]] = {
         "n_layers": (given.count("num-layers"), given.why("num-layers")),
@@ -84,7 +84,7 @@ def _bias(given: MegatronFlags) -> tuple[bool, str]:
 
 
 def _d_ff(given: MegatronFlags, width: int) -> tuple[int, str]:
-    if "ffn-hidden-size" in given.numbers:
+    if given.told("ffn-hidden-size"):
         return given.count("ffn-hidden-size"), given.why("ffn-hidden-size")
     if "swiglu" in given.switches:  # validate_args of arguments.py
         return int(4 * width * 2 / 3 / 64) * 64, "4 x hidden size x 2 / 3, down to a multiple of 64, with --swiglu"

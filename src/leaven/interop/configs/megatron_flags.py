@@ -105,6 +105,10 @@ class MegatronFlags:
             raise InputError(f"{self.origin}: no --{name}, without which there is no recipe; add it")
         return float(DEFAULTS[name])
 
+    def told(self, name: str) -> bool:
+        """Whether it stands there, with its number or without: to be read with :meth:`number`, which says so."""
+        return name in self.numbers or name in self.waiting
+
     def count(self, name: str) -> int:
         value = self.number(name)
         if value != int(value):
