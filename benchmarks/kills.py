@@ -44,13 +44,13 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
                 "layout.tp": tp,
                 "layout.pp": pp,
                 "layout.zero": 1,
-                "layout.timeout_seconds": 60,
+                "layout.timeout_seconds": 240,  # eight processes start on two cores
             }
         )
         write_recipe(recipe, folder / "recipe.toml")
         whole = start(folder, "whole", 0)
         if whole.wait() != 0:
-            raise SystemExit("the undisturbed run failed")
+            raise SystemExit(f"the undisturbed run failed\n{(folder / 'whole.log').read_text()[-4_000:]}")
         counts = disturbed(folder, kills, random.Random(seed))
         expected, found = losses(folder / "whole"), losses(folder / "run")
         same = expected == found
