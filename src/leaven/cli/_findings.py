@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-from leaven.catalogue.findings import Finding
+from leaven.catalogue.findings import Finding, Mend
 from leaven.catalogue.runs import find_run, listed
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
@@ -28,10 +28,8 @@ def finding_lines(recipe: Recipe, found: Sequence[Finding], checks: int, width: 
         for n, line in enumerate(lines):
             label = one.severity.upper() if one.severity != "note" else one.severity
             yield Text.assemble(((label if n == 0 else "").ljust(_LABEL), _STYLES[one.severity]), line)
-        if one.mend:
-            yield Text(
-                " " * _LABEL + "-> " + " ".join(f"--set {path}={written(to)}" for path, to in one.mend.items())
-            )
+        if one.mends:
+            yield from _to_type(one.mends[0], width)
     yield Text()
     yield verdict(found, checks)
 
@@ -71,6 +69,18 @@ def _evidence(one: Finding) -> Iterator[str]:
         yield f"{_ids(one.alike)}, alike in size, lr, batch and stack, did so too and {' or '.join(ends)}"
     elif one.did_so:
         yield f"did so too, with another size, lr, batch or stack: {_ids(one.did_so)}"
+
+
+def _to_type(mend: Mend, width: int) -> Iterator[Text]:
+    """Broken only between options, with what a shell takes for one line."""
+    line = " " * _LABEL + "->"
+    for path, to in mend.items():
+        option = f" --set {path}={written(to)}"
+        if len(line) + len(option) + 2 > width and not line.endswith("->"):
+            yield Text(line + " \\")
+            line = " " * (_LABEL + 2)
+        line += option
+    yield Text(line)
 
 
 def _range(one: Finding) -> str:

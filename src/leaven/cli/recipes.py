@@ -158,7 +158,7 @@ def check(
     read = load(recipe, overrides)
     if corpus_tokens is not None and corpus_tokens < 1:
         raise InputError("a text of no tokens has no epochs; give --corpus-tokens above 0, for example 25B")
-    found = findings(read, resolve(read).rows, corpus_tokens)
+    found = findings(read, lambda one: resolve(one).rows, corpus_tokens)
     passed = all(one.severity == "note" for one in found)
     if json_output:
         emit_json(

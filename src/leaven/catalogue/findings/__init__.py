@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from leaven.catalogue.findings import duration, model, optimiser
-from leaven.catalogue.findings.case import Case, Finding, Row, Severity
+from leaven.catalogue.findings.case import Case, Finding, Mend, Row, Severity
+from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 
-__all__ = ["CHECKS", "Case", "Check", "Finding", "Row", "Severity", "findings"]
+__all__ = ["CHECKS", "Case", "Check", "Finding", "Mend", "Row", "Severity", "findings"]
 
 SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
 
@@ -76,11 +77,37 @@ CHECKS = (
 )
 
 
-def findings(recipe: Recipe, rows: Sequence[Row], corpus_tokens: int | None = None) -> list[Finding]:
-    """What every check finds in a recipe whose parameters get what ``rows`` say, the farthest outside first.
+def findings(
+    recipe: Recipe, resolve: Callable[[Recipe], Sequence[Row]], corpus_tokens: int | None = None
+) -> list[Finding]:
+    """What every check finds in a recipe, the farthest outside first; each mend has been tried.
 
-    ``corpus_tokens``: how many tokens the text has, where it is known; else one epoch is assumed.
+    ``resolve`` tells what the parameters of a recipe get. ``corpus_tokens``: how many tokens the text has, where it
+    is known; else one epoch is assumed.
     """
-    case = Case(recipe, rows, corpus_tokens)
-    found = [replace(one, check=check.name, source=check.source) for check in CHECKS for one in check.find(case)]
-    return sorted(found, key=lambda one: SEVERITIES.index(one.severity))
+    found = _judged(Case(recipe, resolve(recipe), corpus_tokens))
+    known = {one.check: one.severity for one in found}
+
+    def brings(mend: Mend, check: str) -> int | None:
+        """How many notes a mend brings; None where its own finding stays or another gets worse than a note."""
+        try:
+            mended = recipe.replace(mend)
+        except InputError:
+            return None
+        left = {one.check: one.severity for one in _judged(Case(mended, resolve(mended), corpus_tokens))}
+        worse = [severity for name, severity in left.items() if _rank(severity) < _rank(known.get(name))]
+        return None if check in left or any(severity != "note" for severity in worse) else len(worse)
+
+    def tried(one: Finding) -> Finding:
+        notes = [(brought, mend) for mend in one.mends if (brought := brings(mend, one.check)) is not None]
+        return replace(one, mends=tuple(mend for _, mend in sorted(notes, key=lambda pair: pair[0])))
+
+    return [tried(one) for one in sorted(found, key=lambda one: _rank(one.severity))]
+
+
+def _judged(case: Case) -> list[Finding]:
+    return [replace(one, check=check.name, source=check.source) for check in CHECKS for one in check.find(case)]
+
+
+def _rank(severity: Severity | None) -> int:
+    return len(SEVERITIES) if severity is None else SEVERITIES.index(severity)

@@ -5,7 +5,7 @@ What is compared is what the recipe's matrices really get, after its scaling rul
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,6 +18,7 @@ from leaven.recipe.shape import BRANCH_ENDS, Role
 Severity = Literal["far outside", "outside", "note"]
 Value = Callable[[Run], float | None]
 Bounds = tuple[float, float]
+Mend = Mapping[str, Any]
 
 SIZE_FACTOR = 4.0  # a run of another size says little about lr and batch
 VOTES = 5
@@ -54,7 +55,8 @@ class Finding:
     """A value of a recipe outside ``low`` .. ``high``, by ``factor`` (None where no number can say how far).
 
     ``runs`` say so, ``did_so`` are runs that were as far out and succeeded; of those ``alike`` have the size, lr,
-    batch and stack of the recipe, which makes a note of it. ``mend``: what to set, by path (None takes a value out).
+    batch and stack of the recipe, which makes a note of it. ``mends``: each of them mends it, the best first; what to
+    set, by path (None takes a value out).
     """
 
     path: str
@@ -67,7 +69,7 @@ class Finding:
     runs: tuple[str, ...] = ()
     did_so: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
-    mend: Mapping[str, Any] = field(default_factory=dict)
+    mends: tuple[Mend, ...] = ()
     check: str = ""
     source: str = ""
 
@@ -149,14 +151,30 @@ class Case:
         known = _known(self.runs, of_run)
         return known[0], known[-1]
 
-    def at_base(self, quantity: str, wanted: float) -> float:
-        """What to write at the base so that the hidden matrices get ``wanted``, in two digits."""
+    def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> float:
+        """What to write at the base so that the hidden matrices get ``wanted``, in two digits; ``to`` is
+        ``math.ceil`` or ``math.floor`` where wanted is the end of a range and the value must lie inside."""
         base: float = getattr(self.recipe.hyperparameters, quantity)
         actual = self.hidden(quantity)
         if quantity.startswith("beta"):  # a rule raises it to a power
             beta = base ** (math.log(wanted) / math.log(actual)) if 0 < actual < 1 else wanted
             return float(f"{beta:.3g}") if beta < 0.9 else round(1 - float(f"{1 - beta:.3g}"), 12)
-        return float(f"{base * wanted / actual:.2g}") if actual else wanted
+        if not actual:
+            return wanted
+        exact = base * wanted / actual
+        unit = 10.0 ** (math.floor(math.log10(exact)) - 1)
+        return float(f"{to(round(exact / unit, 6)) * unit:.2g}")
+
+    def sequences(self, tokens: float) -> int:
+        """Tokens of the nearest whole number of sequences, at least one."""
+        seq_len = self.recipe.model.seq_len
+        return max(round(tokens / seq_len), 1) * seq_len
+
+    def with_batch(self, tokens: float) -> Mend:
+        """A batch of about so many tokens; a ramp or stages to another size go with it."""
+        spec = self.recipe.batch
+        gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
+        return {"batch.tokens": self.sequences(tokens)} | gone
 
     def judge(
         self,
@@ -166,7 +184,7 @@ class Case:
         limits: Limits,
         says: str,
         *,
-        mend: Mapping[str, Any] | None = None,
+        mends: Iterable[Mend] = (),
         among: Iterable[Run] | None = None,
         scale: Callable[[float], float] = lambda value: value,
     ) -> Iterator[Finding]:
@@ -205,7 +223,7 @@ class Case:
             runs=tuple(run.id for run in (one_a_lineage(usual)[:VOTES] if among is None else among)),
             did_so=tuple(did_so),
             alike=tuple(same),
-            mend=mend or {},
+            mends=tuple(mends),
         )
 
 

@@ -48,7 +48,7 @@ def tokens_per_parameter(case: Case) -> Iterator[Finding]:
         Limits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
         f"{value:,.3g} tokens a parameter, {side}"
         + (": a smaller model would be better for the same compute" if value < _CHINCHILLA else ""),
-        mend=_tokens(case, _CHINCHILLA * case.params),
+        mends=[_tokens(case, math.floor(most if value > most else _CHINCHILLA) * case.params)],
     )
 
 
@@ -62,9 +62,11 @@ def steps(case: Case) -> Iterator[Finding]:
         _steps,
         Limits((5000.0, math.inf), (1000.0, math.inf), (100.0, math.inf)),
         f"{value:,.0f} optimiser steps; the fewest published are {fewest:,.0f}",
-        mend=_batch(case, smaller)
-        if smaller >= case.recipe.model.seq_len
-        else _tokens(case, 10_000 * case.recipe.batch.tokens),
+        mends=[
+            case.with_batch(smaller),
+            case.with_batch(smaller / 2),  # two steps of a batch of one sequence more or less
+            _tokens(case, 10_000 * case.recipe.batch.tokens),
+        ],
     )
 
 
@@ -83,7 +85,7 @@ def epochs(case: Case) -> Iterator[Finding]:
         upward(4, 4, 16),
         f"{value:.3g} epochs of the text; up to 4 are nearly as good as new text, beyond about 16 hardly anything is "
         "learned from more",
-        mend=_tokens(case, 4 * case.corpus_tokens),
+        mends=[_tokens(case, 4 * case.corpus_tokens)],
     )
 
 
@@ -100,7 +102,7 @@ def batch(case: Case) -> Iterator[Finding]:
         upward(highest, 3 * highest, 10 * highest),
         f"a batch of {format_quantity(value)} tokens; the nearest comparable runs have "
         f"{format_quantity(known[0])} .. {format_quantity(highest)}",
-        mend=_batch(case, median(known)),
+        mends=[case.with_batch(median(known)), case.with_batch(highest)],
         among=case.neighbours,
     )
 
@@ -119,7 +121,7 @@ def critical_batch(case: Case) -> Iterator[Finding]:
         upward(1.0, most, 4 * most),
         f"a batch of {format_quantity(case.recipe.batch.tokens)} tokens is {value:.2g} x the critical one "
         f"({listed}): more of it saves few steps and costs tokens",
-        mend=_batch(case, middle),
+        mends=[case.with_batch(middle), case.with_batch(0.9 * middle)],
     )
 
 
@@ -128,7 +130,7 @@ def no_ramp(case: Case) -> Iterator[Finding]:
     if spec.ramp is not None or spec.stages:
         return
     most = case.published(_constant_batch)[1]
-    start = _sequences(case, spec.tokens / 8)
+    start = case.sequences(spec.tokens / 8)
     yield from case.judge(
         "batch.ramp",
         spec.tokens,
@@ -136,13 +138,15 @@ def no_ramp(case: Case) -> Iterator[Finding]:
         upward(4.2e6, most, 4 * most),
         f"a batch of {format_quantity(spec.tokens)} tokens from the first step: the critical batch is small at "
         f"first, and larger batches were ramped up to; the largest without is {format_quantity(most)}",
-        mend={
-            "batch.ramp": {
-                "start_tokens": start,
-                "increment_tokens": spec.tokens - start,
-                "over_tokens": round(0.03 * case.recipe.data.tokens),
+        mends=[
+            {
+                "batch.ramp": {
+                    "start_tokens": start,
+                    "increment_tokens": spec.tokens - start,
+                    "over_tokens": round(0.03 * case.recipe.data.tokens),
+                }
             }
-        },
+        ],
         among=[run for run in case.runs if _start(run) and (run.batch_tokens or 0) >= 2e6][:5],
     )
 
@@ -151,7 +155,7 @@ def ramp_start(case: Case) -> Iterator[Finding]:
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return
-    tenth = _sequences(case, case.recipe.batch.tokens / 10)
+    tenth = case.sequences(case.recipe.batch.tokens / 10)
     value, least = ramp.start_tokens / case.recipe.batch.tokens, case.published(_start)[0]
     yield from case.judge(
         "batch.ramp.start_tokens",
@@ -161,10 +165,9 @@ def ramp_start(case: Case) -> Iterator[Finding]:
         f"the ramp starts at {format_quantity(ramp.start_tokens)} tokens, {value:.2g} of the batch; the least "
         f"published is {least:.2g}. So small a batch keeps few devices busy (BLOOM: 8 TFLOP/s at 16 sequences, 73 at "
         "192)",
-        mend={
-            "batch.ramp.start_tokens": case.recipe.batch.tokens - 9 * tenth,
-            "batch.ramp.increment_tokens": tenth,
-        },
+        mends=[
+            {"batch.ramp.start_tokens": case.recipe.batch.tokens - 9 * tenth, "batch.ramp.increment_tokens": tenth}
+        ],
     )
 
 
@@ -180,7 +183,7 @@ def ramp_length(case: Case) -> Iterator[Finding]:
         _ramp_length,
         upward(0.06, 0.12, 0.5),
         f"the ramp takes {value:.1%} of the run; published ones in increments take 2 to 6%",
-        mend={"batch.ramp.over_tokens": round(0.04 * case.recipe.data.tokens)},
+        mends=[{"batch.ramp.over_tokens": round(0.04 * case.recipe.data.tokens)}],
     )
 
 
@@ -190,7 +193,7 @@ def warmup(case: Case) -> Iterator[Finding]:
     value = recipe.schedule.warmup_tokens / recipe.data.tokens
     taken = recipe.batches.first_step_at(recipe.schedule.warmup_tokens)
     enough = taken >= _STEPS_OF_WARMUP
-    longest = case.published(_warmup)[1]
+    longest, hundredth = case.published(_warmup)[1], round(0.01 * recipe.data.tokens)
     yield from case.judge(
         "schedule.warmup_tokens",
         value,
@@ -201,7 +204,10 @@ def warmup(case: Case) -> Iterator[Finding]:
             (0.0 if enough else 0.0001, max(0.5, longest)),
         ),
         f"warm-up over {value:.2%} of the run, {taken:,} steps; most runs have 0.1 to 1%, or 2,000 steps",
-        mend={"schedule.warmup_tokens": round(0.01 * recipe.data.tokens)},
+        mends=[
+            {"schedule.warmup_tokens": min(hundredth, recipe.batches.tokens_at_step(_STEPS_OF_WARMUP))},
+            {"schedule.warmup_tokens": hundredth},
+        ],
     )
 
 
@@ -215,7 +221,7 @@ def min_lr_ratio(case: Case) -> Iterator[Finding]:
         lambda run: run.min_lr_ratio,
         upward(0.1, 0.2, 0.5),
         f"the lr ends at {value:.2g} of its peak; every run that tells ends at 0.1 or below",
-        mend={"schedule.min_lr_ratio": 0.1} | ({"schedule.decay": "cosine"} if decays else {}),
+        mends=[{"schedule.min_lr_ratio": 0.1} | ({"schedule.decay": "cosine"} if decays else {})],
     )
 
 
@@ -264,20 +270,7 @@ def _warmup(run: Run) -> float | None:
     return run.warmup_fraction
 
 
-def _sequences(case: Case, tokens: float) -> int:
-    """The nearest whole number of sequences, at least one."""
-    seq_len = case.recipe.model.seq_len
-    return max(round(tokens / seq_len), 1) * seq_len
-
-
 def _tokens(case: Case, tokens: int) -> dict[str, Any]:
     """So many tokens; a warm-up that is longer goes with them."""
     longer = case.recipe.schedule.warmup_tokens > tokens
     return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})
-
-
-def _batch(case: Case, tokens: float) -> dict[str, Any]:
-    """A batch of about so many tokens; a ramp or stages to another size go with it."""
-    spec = case.recipe.batch
-    gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
-    return {"batch.tokens": _sequences(case, tokens)} | gone

@@ -27,9 +27,11 @@ def init_std(case: Case) -> Iterator[Finding]:
         f"init std {std:.3g} at width {case.recipe.model.d_model} is {std / usual:.2g} x sqrt(1 / (3 d)) = "
         f"{usual:.3g}, where MT-NLG 530B and BLOOM-176B started; with 2.5 x BigScience's 13B had large "
         "spikes, with 3.7 x its 104B failed",
-        mend={"hyperparameters.init": "mt-nlg"}
-        if named
-        else {"hyperparameters.init_std": float(f"{written * usual / std:.3g}")},
+        mends=[
+            {"hyperparameters.init": "mt-nlg"}
+            if named
+            else {"hyperparameters.init_std": float(f"{written * usual / std:.3g}")}
+        ],
     )
 
 
@@ -55,7 +57,7 @@ def residual_std(case: Case) -> Iterator[Finding]:
         f"the ends of the branches start at {case.residual_std / case.init_std:.2g} of the other matrices, "
         f"{value:.2g} x 1 / sqrt(2 L): {2 * n_layers} of them add up in the residual stream. Flat starts belong to "
         "norms on the branches' outputs (OLMo 2)",
-        mend=mend,
+        mends=[mend],
     )
 
 
@@ -74,7 +76,7 @@ def dropout(case: Case) -> Iterator[Finding]:
         upward(0.0, 0.0, 0.15),
         f"dropout {value:g} in a run of one epoch{seen}; {without} of the {known} runs that tell have none, the "
         "others 0.1",
-        mend={"model.dropout": 0.0},
+        mends=[{"model.dropout": 0.0}],
     )
 
 
@@ -95,7 +97,7 @@ def precision(case: Case) -> Iterator[Finding]:
         says=f"fp16, with a loss scale that looks after itself; runs since 2022 are in bf16. What happened: {what}",
         runs=tuple(dict.fromkeys(run.id for run, _ in troubled)),
         did_so=tuple(used),
-        mend={"precision.compute": "bf16"},
+        mends=({"precision.compute": "bf16"},),
     )
 
 
@@ -113,7 +115,7 @@ def aspect_ratio(case: Case) -> Iterator[Finding]:
         Limits((min(near), max(near)), (low, high), (low / 2, 2 * high)),
         f"d_model / n_layers = {value:.3g}; runs within 4 times the size have {min(near):.3g} .. {max(near):.3g}, "
         f"all runs {low:.3g} .. {high:.3g}",
-        mend={"model.n_layers": max(round(model.d_model / 80), 1)},
+        mends=[{"model.n_layers": max(round(model.d_model / 80), 1)}],
     )
 
 
@@ -129,9 +131,7 @@ def head_size(case: Case) -> Iterator[Finding]:
         lambda run: d_head(run.arch),
         Limits((64, 128), (64, 256), (32, 512)),
         f"heads of {model.d_head}; nearly all runs have 64 .. 128, the largest 256",
-        mend={"model.d_head": fits, "model.n_heads": heads // fits, "model.n_kv_heads": heads // fits}
-        if fits != model.d_head
-        else {},
+        mends=[{"model.d_head": fits, "model.n_heads": heads // fits, "model.n_kv_heads": heads // fits}],
     )
 
 
@@ -146,7 +146,7 @@ def mlp_ratio(case: Case) -> Iterator[Finding]:
         Limits((2.6, 3.6), (2.0, 5.5), (1.0, 8.0)) if gated else Limits((3.9, 4.1), (3.0, 6.0), (2.0, 10.0)),
         f"d_ff / d_model = {value:.3g}; "
         + ("gated MLPs have 8/3 .. 3.5, a few up to 5.4" if gated else "MLPs without a gate have 4"),
-        mend={"model.d_ff": max(width, 64)},
+        mends=[{"model.d_ff": max(width, 64)}],
     )
 
 
@@ -164,7 +164,7 @@ def vocabulary(case: Case) -> Iterator[Finding]:
             says=f"a vocabulary of {vocab:,} is no multiple of {unit}: the largest matrix products of the model run "
             "faster padded (nanoGPT: 50,257 to 50,304)",
             runs=("gpt2-124m-nanogpt",),
-            mend={"model.vocab_size": padded},
+            mends=({"model.vocab_size": padded},),
         )
 
 
@@ -178,7 +178,7 @@ def seq_len(case: Case) -> Iterator[Finding]:
         told("data.seq_len"),
         Limits((1024, 8192), (512, 16_384), (128, 65_536)),
         f"sequences of {value:,} tokens; published pre-training has 1,024 .. 8,192; longer ones come at its end",
-        mend={"model.seq_len": 1024 if value < 1024 else 8192},
+        mends=[{"model.seq_len": 1024 if value < 1024 else 8192}],
     )
 
 

@@ -33,7 +33,7 @@ def lr(case: Case) -> Iterator[Finding]:
         Limits((lowest, highest), outside, (outside[0] / 3, outside[1] * 3)),
         f"peak lr {value:.2g}: {value / middle:.2g} x the median {middle:.2g} of the nearest comparable runs, which "
         f"have {lowest:.2g} .. {highest:.2g}; laws, each at its own batch, say {laws[0]:.2g} .. {laws[-1]:.2g}",
-        mend={"hyperparameters.lr": case.at_base("lr", middle)},
+        mends=[{"hyperparameters.lr": case.at_base("lr", middle)}],
         among=case.neighbours,
     )
 
@@ -57,7 +57,7 @@ def qk_norm(case: Case) -> Iterator[Finding]:
         upward(highest, 1.5 * highest, 5 * highest),
         f"no QK-norm at a peak lr of {value:.2g}; of the nearest runs without it none had more than {highest:.2g}"
         + (f". What happened to others: {' | '.join(troubles)}" if troubles else ""),
-        mend={"model.qk_norm": True},
+        mends=[{"model.qk_norm": True}, {"hyperparameters.lr": case.at_base("lr", highest, math.floor)}],
         among=without,
     )
 
@@ -78,7 +78,7 @@ def z_loss(case: Case) -> Iterator[Finding]:
             says=f"peak lr {case.hidden('lr'):.2g} without a z-loss, which leaven does not have; of the nearest runs "
             f"without it none had more than {highest:.2g}, and runs with such an lr used 5e-6 .. 1e-4",
             runs=tuple(run.id for run in with_it[:5]),
-            mend={"hyperparameters.lr": case.at_base("lr", highest)},
+            mends=({"hyperparameters.lr": case.at_base("lr", highest, math.floor)},),
         )
 
 
@@ -90,7 +90,7 @@ def beta1(case: Case) -> Iterator[Finding]:
         told("optim.beta1"),
         Limits((0.88, 0.92), (0.8, 0.95), (0.5, 0.98)),
         f"beta1 {value:.4g} of the hidden matrices; every run with Adam(W) that tells has 0.9",
-        mend={"hyperparameters.beta1": case.at_base("beta1", 0.9)},
+        mends=[{"hyperparameters.beta1": case.at_base("beta1", 0.9)}],
         scale=_horizon,
     )
 
@@ -110,7 +110,7 @@ def beta2(case: Case) -> Iterator[Finding]:
         limits,
         f"beta2 {value:.5g} of the hidden matrices at a batch of {format_quantity(batch)} tokens; "
         f"{sum(beta == 0.95 for beta in known)} of {len(known)} runs have 0.95",
-        mend={"hyperparameters.beta2": case.at_base("beta2", 0.95)},
+        mends=[{"hyperparameters.beta2": case.at_base("beta2", 0.95)}],
         scale=_horizon,
     )
 
@@ -124,7 +124,7 @@ def eps(case: Case) -> Iterator[Finding]:
         told("optim.eps"),
         upward(1e-7, 1e-5, 1e-4),
         f"eps {value:.2g} of the hidden matrices; nearly all runs have 1e-8, the largest published are 1e-5",
-        mend={"hyperparameters.eps": case.at_base("eps", 1e-8)},
+        mends=[{"hyperparameters.eps": case.at_base("eps", 1e-8)}],
     )
 
 
@@ -140,7 +140,7 @@ def weight_decay(case: Case) -> Iterator[Finding]:
         told("optim.weight_decay"),
         Limits((0.01, 0.1), (0.003, 0.3), (0.0, 1.0)),
         f"weight decay {value:.2g}; published runs have 0.01 .. 0.1, most of them 0.1",
-        mend={"hyperparameters.weight_decay": 0.1},
+        mends=[{"hyperparameters.weight_decay": 0.1}, {"hyperparameters.weight_decay": 0.01}],
     )
 
 
@@ -154,7 +154,8 @@ def timescale(case: Case) -> Iterator[Finding]:
     tau = recipe.batch.tokens / (case.hidden("lr") * decay * recipe.data.tokens)
     best = power_lines_tau(case.params, recipe.data.tokens)
     usual = (1 / 3, 5.0)
-    nearest = min(max(tau / best, usual[0]), usual[1])
+    by = tau / best / min(max(tau / best, usual[0]), usual[1])  # what brings it to the nearest end of the usual
+    inside = math.ceil if by > 1 else math.floor
     yield from case.judge(
         "hyperparameters.weight_decay",
         tau / best,
@@ -162,7 +163,11 @@ def timescale(case: Case) -> Iterator[Finding]:
         Limits(usual, (1 / 5, 12.0), (1 / 20, 50.0)),
         f"lr x decay: weights remember {tau:.2g} of the run, {tau / best:.2g} x the best by Power Lines "
         f"({best:.2g}); published runs lie within 0.34 .. 11 of it",
-        mend={"hyperparameters.weight_decay": case.at_base("weight_decay", decay * tau / best / nearest)},
+        mends=[
+            {"hyperparameters.weight_decay": case.at_base("weight_decay", decay * by, inside)},
+            {"hyperparameters.lr": case.at_base("lr", case.hidden("lr") * by, inside)},
+            case.with_batch(recipe.batch.tokens / by),
+        ],
     )
 
 
@@ -179,7 +184,7 @@ def decay_of_gains(case: Case) -> Iterator[Finding]:
             says="gains and biases decay towards 0, which most code leaves out (nanoGPT and Megatron-LM: matrices "
             "only); the paper of Complete(d)P prints it",
             did_so=tuple(did),
-            mend={"hyperparameters.decay_norm_and_bias": False},
+            mends=({"hyperparameters.decay_norm_and_bias": False},),
         )
 
 
@@ -200,13 +205,13 @@ def decay_of_embeddings(case: Case) -> Iterator[Finding]:
             says="the embedding decays; OLMo 2 left that out against spikes, for small embeddings have large "
             "gradients, and later runs followed",
             runs=tuple(without),
-            mend={"hyperparameters.modules.embedding.weight_decay": 0.0},
+            mends=({"hyperparameters.modules.embedding.weight_decay": 0.0},),
         )
 
 
 def grad_clip(case: Case) -> Iterator[Finding]:
     clip = case.recipe.hyperparameters.grad_clip
-    mend = {"hyperparameters.grad_clip": 1.0}
+    mends = ({"hyperparameters.grad_clip": 1.0},)
     if clip.limit and clip.mode != "global":
         yield Finding(
             path="hyperparameters.grad_clip",
@@ -216,7 +221,7 @@ def grad_clip(case: Case) -> Iterator[Finding]:
             high=None,
             factor=None,
             says=f"gradients are clipped {clip.mode}; every published run clips the global norm",
-            mend=mend,
+            mends=mends,
         )
         return
     state = f"clipped at {clip.limit:g}" if clip.limit else "not clipped"
@@ -227,7 +232,7 @@ def grad_clip(case: Case) -> Iterator[Finding]:
         Limits((0.1, 1.0), (0.01, 1.0), (0.001, 10.0)),
         f"the gradient is {state}; published runs clip its norm at 1.0, a few lower. OPT-175B's first lineage, at "
         "2.5, exploded again and again",
-        mend=mend,
+        mends=mends,
     )
 
 
