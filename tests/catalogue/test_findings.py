@@ -161,6 +161,8 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("weight decay", "outside", {"hyperparameters__weight_decay": 0.0}, {"hyperparameters__weight_decay": 0.05}),
     ("weight decay", "far outside", {"hyperparameters__weight_decay": 2.0}, {"hyperparameters__weight_decay": 0.1}),
     ("timescale", "outside", {"hyperparameters__weight_decay": 0.01}, {"hyperparameters__weight_decay": 0.1}),
+    ("l2 decay", "note", {"hyperparameters__optimizer": "adam"},
+     {"hyperparameters__optimizer": "adam", "hyperparameters__weight_decay": 0.0}),
     ("decay of gains", "note", {"hyperparameters__decay_norm_and_bias": True}, {}),
     ("decay of embeddings", "note", {"hyperparameters.modules.embedding.weight_decay": 1.0}, {}),
     ("clip", "far outside", {"hyperparameters__grad_clip": 0.0}, {}),
@@ -276,6 +278,27 @@ def test_a_recipe_that_is_small_is_told_that_nothing_is_near() -> None:
     assert one.factor is not None
     assert one.factor > 4
     assert not {"lr", "batch", "aspect ratio", "head size"} & {each.check for each in found(recipe)}
+
+
+def test_where_no_run_is_near_a_law_says_no_more_than_a_note() -> None:
+    small = {"n_layers": 4, "d_model": 128, "n_heads": 2, "n_kv_heads": 2, "d_head": 64, "d_ff": 384}
+    faults = {
+        "timescale": {"hyperparameters__lr": 1e-6},
+        "critical batch": {"batch__tokens": 2**25},
+        "tokens per parameter": {"data__tokens": 1_000_000, "schedule__warmup_tokens": 0},
+    }
+    for check, fault in faults.items():
+        assert (
+            severities(healthy(**{f"model__{key}": value for key, value in small.items()}, **fault))[check] == "note"
+        )
+        assert severities(healthy(**fault))[check] != "note"
+
+
+def test_what_decays_in_the_gradient_is_not_held_against_decoupled_decay() -> None:
+    for decay in (1e-4, 5.0):
+        said = severities(healthy(hyperparameters__optimizer="adam", hyperparameters__weight_decay=decay))
+        assert said["l2 decay"] == "note"
+        assert not {"weight decay", "timescale"} & set(said)
 
 
 def powers(low: int, high: int) -> st.SearchStrategy[float]:

@@ -14,7 +14,7 @@ def test_a_recipe_within_the_published_range_passes(leaven: Verb) -> None:
     code, out, err = leaven("recipes", "check", EXAMPLE)
     assert (code, err) == (0, "")
     assert out.rstrip().endswith("4 notes")
-    assert "passed: 31 checks, none outside" in out
+    assert "passed: 32 checks, none outside" in out
 
 
 def test_one_outside_fails_names_the_runs_and_what_it_says_to_type_mends_it(leaven: Verb) -> None:
@@ -23,7 +23,7 @@ def test_one_outside_fails_names_the_runs_and_what_it_says_to_type_mends_it(leav
     assert (code, err) == (1, "")
     assert "FAR OUTSIDE  lr: peak lr 0.02" in out
     assert "says: gpt2-350m-llmc" in out
-    assert re.search(r"FAILED: \d+ of 31 checks outside, \d notes", out)
+    assert re.search(r"FAILED: \d+ of 32 checks outside, \d notes", out)
     assert all(len(line) <= 120 for line in out.splitlines())
     lines = out.replace(" \\\n", " ").splitlines()  # as a shell joins them
     mends = [shlex.split(line.split("->")[1]) for line in lines if line.strip().startswith("->")]
@@ -37,7 +37,7 @@ def test_as_json(leaven: Verb) -> None:
     document = json.loads(out)
     assert code == 1
     assert document["passed"] is False
-    assert len(document["checks"]) == 31
+    assert len(document["checks"]) == 32
     (clip,) = [one for one in document["findings"] if one["check"] == "clip"]
     assert clip["severity"] == "far outside"
     assert (clip["value"], clip["factor"]) == (None, None)  # no number can say how far off is

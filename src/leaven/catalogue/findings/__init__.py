@@ -37,6 +37,7 @@ CHECKS = (
     Check("beta2", "beta2 of the hidden matrices, batch", _CATALOGUE, optimiser.beta2),
     Check("eps", "eps of the hidden matrices", _CATALOGUE, optimiser.eps),
     Check("weight decay", "weight decay of the hidden matrices", _CATALOGUE, optimiser.weight_decay),
+    Check("l2 decay", "optimizer, weight decay", "Loshchilov and Hutter 2019, arXiv 1711.05101", optimiser.l2_decay),
     Check("timescale", "lr, weight decay, batch, tokens", "Power Lines 2025, arXiv 2505.13738", optimiser.timescale),
     Check(
         "decay of gains",

@@ -187,9 +187,11 @@ class Case:
         mends: Iterable[Mend] = (),
         among: Iterable[Run] | None = None,
         scale: Callable[[float], float] = lambda value: value,
+        sure: bool = True,
     ) -> Iterator[Finding]:
         """A finding if the value is not the usual one. ``among``: the runs that say so, else all whose value is
-        usual; ``scale`` says in what the distance is counted, as 1 / (1 - beta)."""
+        usual; ``scale`` says in what the distance is counted, as 1 / (1 - beta). Where the limits are not ``sure``
+        for this size, a note is all there is."""
         low, high = limits.usual
 
         def within(value: float, bounds: Bounds) -> bool:
@@ -214,7 +216,7 @@ class Case:
         usual = [run for run, found in valued if within(found, limits.usual)]
         yield Finding(
             path=path,
-            severity="note" if same else severity,
+            severity="note" if same or not sure else severity,
             value=value,
             low=low,
             high=high,

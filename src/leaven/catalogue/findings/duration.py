@@ -48,6 +48,7 @@ def tokens_per_parameter(case: Case) -> Iterator[Finding]:
         Limits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
         f"{value:,.3g} tokens a parameter, {side}"
         + (": a smaller model would be better for the same compute" if value < _CHINCHILLA else ""),
+        sure=bool(case.neighbours),
         mends=[_tokens(case, math.floor(most if value > most else _CHINCHILLA) * case.params)],
     )
 
@@ -122,6 +123,7 @@ def critical_batch(case: Case) -> Iterator[Finding]:
         f"a batch of {format_quantity(case.recipe.batch.tokens)} tokens is {value:.2g} x the critical one "
         f"({listed}): more of it saves few steps and costs tokens",
         mends=[case.with_batch(middle), case.with_batch(0.9 * middle)],
+        sure=bool(case.neighbours),
     )
 
 

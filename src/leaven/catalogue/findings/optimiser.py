@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from leaven.catalogue.findings.case import Case, Finding, Limits, ratio, told, upward
-from leaven.catalogue.laws import evaluate, power_lines_tau
+from leaven.catalogue.laws import POWER_LINES_TAU, evaluate, power_lines_tau
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import load_runs
 from leaven.recipe.shape import Role
@@ -132,7 +132,7 @@ def weight_decay(case: Case) -> Iterator[Finding]:
     """As it is written, where no rule moves it: one that lowers the lr with the width raises the decay by as much,
     and then :func:`timescale` says whether the two together are usual."""
     value, written = case.hidden("weight_decay"), case.recipe.hyperparameters.weight_decay
-    if value and ratio(value, written) > 1.02:
+    if (value and ratio(value, written) > 1.02) or case.recipe.hyperparameters.optimizer == "adam":
         return
     yield from case.judge(
         "hyperparameters.weight_decay",
@@ -144,15 +144,33 @@ def weight_decay(case: Case) -> Iterator[Finding]:
     )
 
 
+def l2_decay(case: Case) -> Iterator[Finding]:
+    """``adam`` adds the decay to the gradient, where Adam divides it by the gradient's size: what its number means
+    depends on the gradients, so no published decay says anything of it. Papers call AdamW Adam too."""
+    tuned = case.recipe.hyperparameters
+    if tuned.optimizer == "adam" and case.hidden("weight_decay"):
+        yield Finding(
+            path="hyperparameters.optimizer",
+            severity="note",
+            value=case.hidden("weight_decay"),
+            low=None,
+            high=None,
+            factor=None,
+            says=f"L2 decay: no published run. adam adds the decay of {case.hidden('weight_decay'):.2g} to the gradient "
+            "and divides the sum by the gradient's size; published decays are AdamW's and say nothing of it",
+            mends=({"hyperparameters.optimizer": "adamw"}, {"hyperparameters.weight_decay": 0.0}),
+        )
+
+
 def timescale(case: Case) -> Iterator[Finding]:
     """How long a weight remembers, B / (lr x decay x D), against the best one by Power Lines. All runs but
     GPT-NeoX-20B (33 times) lie within 0.34 and 10.9 of it."""
     decay = case.hidden("weight_decay")
-    if not decay:
+    if not decay or case.recipe.hyperparameters.optimizer == "adam":
         return
-    recipe = case.recipe
-    tau = recipe.batch.tokens / (case.hidden("lr") * decay * recipe.data.tokens)
-    best = power_lines_tau(case.params, recipe.data.tokens)
+    batch, tokens = case.recipe.batch.tokens, case.recipe.data.tokens
+    tau = batch / (case.hidden("lr") * decay * tokens)
+    best = power_lines_tau(case.params, tokens)
     usual = (1 / 3, 5.0)
     by = tau / best / min(max(tau / best, usual[0]), usual[1])  # what brings it to the nearest end of the usual
     inside = math.ceil if by > 1 else math.floor
@@ -166,8 +184,10 @@ def timescale(case: Case) -> Iterator[Finding]:
         mends=[
             {"hyperparameters.weight_decay": case.at_base("weight_decay", decay * by, inside)},
             {"hyperparameters.lr": case.at_base("lr", case.hidden("lr") * by, inside)},
-            case.with_batch(recipe.batch.tokens / by),
+            case.with_batch(batch / by),
         ],
+        sure=bool(case.neighbours)
+        and not POWER_LINES_TAU.fitted.beyond(case.params, tokens, 6 * case.params * tokens),
     )
 
 
