@@ -37,6 +37,7 @@ def test_what_is_no_range(written: str) -> None:
 def test_both_ends_of_a_range_are_in_it() -> None:
     found = select(RUNS, params=Range(70_426_624, 110_000_000), tokens=Range(299_892_736_000, None))
     assert [run.id for run in found] == ["pythia-70m"]
+    assert select(RUNS, params=Range.parse("0..0")) == select(RUNS, params=Range.parse("..0")) == []
     assert "idefics-80b" not in {run.id for run in select(RUNS, tokens=Range(0, None))}  # not known is not zero
 
 
@@ -74,6 +75,7 @@ def test_a_silent_run_meets_no_condition() -> None:
         ("arch.qk_norm=yes", "arch.qk_norm is true or false; write arch.qk_norm=true or arch.qk_norm=false"),
         ("arch.qk_norm<true", "arch.qk_norm is true or false"),
         ("optim.beta2>high", "'high' is not a quantity"),
+        ("peak_lr>nan", "nothing is above, below or equal to nan"),
         ("batch.rampup.stages=1", "batch.rampup.stages is a list; no operator compares it"),
         ("peak_lr", "'peak_lr' is no condition; write PATH, one of = != < <= > >= and a value"),
     ],

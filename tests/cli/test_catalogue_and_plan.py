@@ -139,6 +139,24 @@ def test_recipes_nearest_puts_the_stack_first(recipe: str) -> None:
         run("recipes", "nearest", "--params", "7B")
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("list", "--params", ""), "no range"),
+        (("list", "--where", "peak_lr>nan"), "nothing is above"),
+        (("list", "--csv", "--json"), "take --json or --csv"),
+        (("nearest", "--params", "7B", "--tokens", "2T", "--csv", "--json"), "take --json or --csv"),
+        (("nearest", "--params", "7B", "--tokens", "2T", "--factor", "nan"), "a factor of nan leaves no size"),
+        (("nearest", "--params", "0", "--like", "RECIPE"), "must be above 0"),
+        (("nearest", "--like", "pythia-1b"), "is a published run: leaven recipes show pythia-1b"),
+        (("check", "pythia-1b"), "is a published run: leaven recipes show pythia-1b"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(asked: tuple[str, ...], said: str, recipe: str) -> None:
+    with pytest.raises(InputError, match=said):
+        run("recipes", *(recipe if word == "RECIPE" else word for word in asked))
+
+
 def test_recipes_nearest_says_by_how_much_it_is_outside() -> None:
     (row,) = document("recipes", "nearest", "--params", "5M", "--tokens", "100M", "--limit", "1")
     assert row["id"] == "pythia-70m"

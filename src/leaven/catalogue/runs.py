@@ -84,7 +84,7 @@ def nearest(
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"a run of {params} parameters and {tokens} tokens has no neighbours; both must be above 0")
-    if factor < 1:
+    if not factor >= 1:  # nor nan
         raise InputError(f"a factor of {factor:g} leaves no size; give one of at least 1, for example 4")
     stack = stack or Stack()
     optimizers = alike(stack.optimizer or "adamw")

@@ -1,5 +1,6 @@
 """Which runs a person asks for: ``--params 1B..10B``, ``--where schedule.shape=cosine``."""
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -82,7 +83,9 @@ class Range:
         return made
 
     def holds(self, value: int | None) -> bool:
-        return value is not None and (self.low is None or value >= self.low) and (not self.high or value <= self.high)
+        if value is None:
+            return False
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
 def select(
@@ -134,9 +137,12 @@ def _wanted(condition: Condition, present: Sequence[Any]) -> Any:
         return text.lower() == "true"
     if isinstance(sample, int | float):
         try:
-            return float(text)
+            number = float(text)
         except ValueError:
             return parse_quantity(text)
+        if math.isnan(number):
+            raise InputError(f"nothing is above, below or equal to {text}; write {path}{condition.operator}NUMBER")
+        return number
     if isinstance(sample, str):
         if condition.operator == "=" and _folded(text) not in map(_folded, present):
             raise InputError(f"no run has {path} {text!r}; did you mean {listed(closest(text, set(present)))}?")

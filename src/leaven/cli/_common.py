@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from leaven.catalogue.runs import FOLDER as RUNS
 from leaven.planning.tested_ground import Caution
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, read_recipe
@@ -65,6 +66,15 @@ def say_damaged(names: Iterable[str]) -> None:
 
 
 def load(recipe: Path, overrides: list[str] | None) -> Recipe:
+    """The recipe in a file.
+
+    Raises:
+        InputError: if it cannot be read; the name of a published run is told what it is.
+    """
+    if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
+        raise InputError(
+            f"{recipe} is a published run: leaven recipes show {recipe}; this verb takes a recipe file (TOML)"
+        )
     return read_recipe(recipe, overrides or ())
 
 

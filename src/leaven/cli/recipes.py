@@ -48,12 +48,13 @@ def list_runs(
     csv_output: CsvOption = False,
 ) -> None:
     """Published runs, from the smallest to the largest."""
+    _one_format(json_output, csv_output)
     named = {"kind": kind, "optimizer": optimizer, "family": family}
     conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
     runs = select(
         load_runs(),
-        params=Range.parse(params) if params else None,
-        tokens=Range.parse(tokens) if tokens else None,
+        params=None if params is None else Range.parse(params),
+        tokens=None if tokens is None else Range.parse(tokens),
         conditions=[*conditions, *map(Condition.parse, where or ())],
     )
     if json_output:
@@ -95,9 +96,11 @@ def nearest_runs(
     csv_output: CsvOption = False,
 ) -> None:
     """The runs nearest in stack, size and duration; of each lineage first its closest."""
+    _one_format(json_output, csv_output)
     recipe = load(like, None) if like else None
     if recipe is not None:
-        params, tokens = params or recipe.model.params, tokens or recipe.data.tokens
+        params = recipe.model.params if params is None else params
+        tokens = recipe.data.tokens if tokens is None else tokens
     if params is None or tokens is None:
         raise InputError("nearest to what? give --params and --tokens, or --like RECIPE")
     own = Stack("pre", recipe.model.qk_norm, recipe.hyperparameters.optimizer) if recipe else Stack()
@@ -203,6 +206,11 @@ def _nearness(run: Run, distance: float, params: int, factor: float, asked: Stac
         "within_factor": ratio <= factor,
         "same_stack": asked.fits(run.stack),
     }
+
+
+def _one_format(json_output: bool, csv_output: bool) -> None:
+    if json_output and csv_output:
+        raise InputError("one document is printed: take --json or --csv")
 
 
 def _emit_csv(rows: list[dict[str, Any]]) -> None:

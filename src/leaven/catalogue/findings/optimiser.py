@@ -156,8 +156,8 @@ def l2_decay(case: Case) -> Iterator[Finding]:
             low=None,
             high=None,
             factor=None,
-            says=f"L2 decay: no published run. adam adds the decay of {case.hidden('weight_decay'):.2g} to the gradient "
-            "and divides the sum by the gradient's size; published decays are AdamW's and say nothing of it",
+            says=f"L2 decay: no published run. adam adds the decay of {case.hidden('weight_decay'):.2g} to the "
+            "gradient and divides the sum by the gradient's size; published decays are AdamW's and say nothing of it",
             mends=({"hyperparameters.optimizer": "adamw"}, {"hyperparameters.weight_decay": 0.0}),
         )
 
@@ -171,6 +171,7 @@ def timescale(case: Case) -> Iterator[Finding]:
     batch, tokens = case.recipe.batch.tokens, case.recipe.data.tokens
     tau = batch / (case.hidden("lr") * decay * tokens)
     best = power_lines_tau(case.params, tokens)
+    beyond = POWER_LINES_TAU.fitted.beyond(case.params, tokens, 6 * case.params * tokens)
     usual = (1 / 3, 5.0)
     by = tau / best / min(max(tau / best, usual[0]), usual[1])  # what brings it to the nearest end of the usual
     inside = math.ceil if by > 1 else math.floor
@@ -186,8 +187,7 @@ def timescale(case: Case) -> Iterator[Finding]:
             {"hyperparameters.lr": case.at_base("lr", case.hidden("lr") * by, inside)},
             case.with_batch(batch / by),
         ],
-        sure=bool(case.neighbours)
-        and not POWER_LINES_TAU.fitted.beyond(case.params, tokens, 6 * case.params * tokens),
+        sure=bool(case.neighbours) and not beyond,
     )
 
 
