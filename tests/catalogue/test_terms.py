@@ -74,6 +74,13 @@ def test_a_recipe_is_compared_by_what_its_values_come_to(recipe: Recipe) -> None
     assert ("hyperparameters.lr", 6e-5, 1e-3, True) in found
 
 
+def test_the_adam_of_a_recipe_is_not_that_of_a_paper(recipe: Recipe) -> None:
+    """With a decay, which it adds to the gradient; without one there is nothing to tell apart."""
+    adam = recipe.replace({"hyperparameters.optimizer": "adam"})
+    assert terms(adam)["hyperparameters.optimizer"] == "adam, L2 decay"
+    assert terms(adam.replace({"hyperparameters.weight_decay": 0.0}))["hyperparameters.optimizer"] == "adam"
+
+
 @pytest.mark.parametrize("run", load_runs(), ids=lambda run: run.id)
 def test_every_run_can_be_told_in_a_recipes_words(run: Any) -> None:
     told = terms(run)

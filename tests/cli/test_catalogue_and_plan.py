@@ -174,6 +174,16 @@ def test_recipes_diff() -> None:
     assert "optim.weight_decay" in run("recipes", "diff", "pythia-70m", "gpt-neox-20b")
 
 
+def test_recipes_diff_with_itself(recipe: str) -> None:
+    assert run("recipes", "diff", recipe, recipe) == run("recipes", "diff", "olmo-7b", "olmo-7b") == "no difference\n"
+
+
+def test_recipes_nearest_tells_the_adam_of_a_recipe_from_that_of_papers(tmp_path: Path) -> None:
+    path = tmp_path / "adam.toml"
+    path.write_text(RECIPE.replace("lr = 0.004", 'lr = 0.004\noptimizer = "adam"'))
+    assert "adds its decay to the gradient (L2)" in run("recipes", "nearest", "--like", str(path))
+
+
 def test_recipes_diff_of_a_run_and_a_recipe(recipe: str) -> None:
     rows = {row["path"]: row for row in document("recipes", "diff", "smollm2-135m", recipe)}
     assert rows["model.n_layers"] == {"path": "model.n_layers", "a": 30, "b": 12, "counterpart": True}

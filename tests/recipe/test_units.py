@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.units import format_quantity, format_seconds, parse_quantity
+from leaven.recipe.units import format_number, format_quantity, format_seconds, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,11 @@ def test_formats(value: float, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(70_426_624.0, "70,400,000"), (15_590, "15,600"), (130.2, "130"), (0.001, "0.001"), (0, "0"), (3e20, "3e+20")],
+)
+def test_numbers_are_grouped(value: float, written: str) -> None:
+    assert format_number(value) == written

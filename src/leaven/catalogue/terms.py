@@ -75,9 +75,16 @@ def _clip(recipe: Recipe) -> float | None:
     return clip.limit if clip.mode == "global" else None
 
 
+def _optimizer(recipe: Recipe) -> str:
+    """Papers call AdamW Adam too; the adam of a recipe adds its decay to the gradient, as no run here says it did."""
+    tuned = recipe.hyperparameters
+    return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
+
+
+L2_DECAY = "adam, L2 decay"
 _SHAPE = "n_layers d_model n_heads n_kv_heads d_ff"
 _CHOICES = "norm activation qk_norm tied_embeddings embedding_norm bias"
-_OPTIM = "optimizer weight_decay beta1 beta2 eps decay_norm_and_bias"
+_OPTIM = "weight_decay beta1 beta2 eps decay_norm_and_bias"
 TERMS: dict[str, _Term] = {
     "params": _Term(
         lambda run: run.params_total, lambda recipe: recipe.model.params, ("params_total", "params_active")
@@ -119,6 +126,7 @@ TERMS: dict[str, _Term] = {
     "hyperparameters.lr": _term("hyperparameters.lr", "schedule.peak_lr"),
     "hyperparameters.init_std": _term("hyperparameters.init_std", "init.std"),
     "hyperparameters.grad_clip": _Term(lambda run: _read(run, "optim.grad_clip"), _clip, ("optim.grad_clip",)),
+    "hyperparameters.optimizer": _Term(lambda run: _read(run, "optim.optimizer"), _optimizer, ("optim.optimizer",)),
     **{f"hyperparameters.{name}": _term(f"hyperparameters.{name}", f"optim.{name}") for name in _OPTIM.split()},
     "precision.compute": _term("precision.compute", "precision.dtype"),
     **{f"layout.{name}": _term(f"layout.{name}", f"parallel.{name}") for name in ("dp", "tp", "pp")},

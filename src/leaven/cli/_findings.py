@@ -9,7 +9,7 @@ from rich.text import Text
 from leaven.catalogue.findings import Finding, Mend
 from leaven.catalogue.runs import find_run, listed
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_number, format_quantity
 from leaven.report.terminal import folded
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
@@ -58,7 +58,7 @@ def written(value: Any) -> str:
 
 def _evidence(one: Finding) -> Iterator[str]:
     if one.factor is not None and math.isfinite(one.factor) and one.severity != "note":
-        yield f"{one.factor:.2g} x beyond {_range(one)}"
+        yield f"{format_number(one.factor, 2)} x beyond {_range(one)}"
     if one.runs:
         yield f"says: {_ids(one.runs)}; {one.source}"
     else:
@@ -86,8 +86,9 @@ def _to_type(mend: Mend, width: int) -> Iterator[Text]:
 def _range(one: Finding) -> str:
     low, high = (None if end is None or math.isinf(end) else end for end in (one.low, one.high))
     if low is None or high is None:
-        return f"{high if low is None else low:.3g}"
-    return f"{low:.3g} .. {high:.3g}"
+        (end,) = (one for one in (low, high) if one is not None)
+        return format_number(end)
+    return f"{format_number(low)} .. {format_number(high)}"
 
 
 def _ids(ids: Sequence[str]) -> str:

@@ -8,18 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from leaven.catalogue.findings import CHECKS, findings
+from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.catalogue.run import Kind
 from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, size_ratio
 from leaven.catalogue.selection import Condition, Range, select
-from leaven.catalogue.terms import diff_in_terms
+from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
 from leaven.cli._catalogue import MARKED, diff_table, nearest_table, run_lines, run_table, stack
 from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load
 from leaven.cli._findings import finding_lines
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_number, format_quantity
 from leaven.scaling.table import resolve
 
 app = typer.Typer(help="Published runs; every value names its source.")
@@ -117,6 +117,8 @@ def nearest_runs(
     console.print(nearest_table(found))
     for said in _cautions([run for run, _ in found], params, factor, asked):
         console.print(said)
+    if recipe is not None and terms(recipe)["hyperparameters.optimizer"] == L2_DECAY:
+        console.print("adam in the recipe adds its decay to the gradient (L2); in papers it can be AdamW's name")
     console.print("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
 
 
@@ -133,11 +135,14 @@ def diff_runs(
         if json_output:
             emit_json([{"path": path, "a": in_a, "b": in_b} for path, in_a, in_b in rows])
         else:
-            console.print(diff_table(a, b, rows))
+            console.print(diff_table(a, b, rows) if rows else "no difference")
         return
     found = diff_in_terms(left, right, _as_trained)
     if json_output:
         emit_json([{"path": row.path, "a": row.a, "b": row.b, "counterpart": row.counterpart} for row in found])
+        return
+    if not found:
+        console.print("no difference")
         return
     one, other = (of.id if isinstance(of, Run) else of.name for of in (left, right))
     console.print(diff_table(one, other, [row[:3] for row in found if row.counterpart]))
@@ -145,7 +150,9 @@ def diff_runs(
     if alone:
         console.print("\nwithout a counterpart on the other side")
         console.print(diff_table(one, other, alone))
-    console.print("of a recipe: lr, init std, decay, betas and eps as its hidden matrices get them", style="dim")
+    console.print(
+        "of a recipe: lr, init std, decay, betas and eps as its hidden matrices get them (the median)", style="dim"
+    )
 
 
 @app.command()
@@ -228,7 +235,7 @@ def _cautions(runs: list[Run], params: int, factor: float, asked: Stack) -> list
         side = "larger" if runs[0].params_total > params else "smaller"
         said.append(
             f"no published run is within a factor of {factor:g} of {format_quantity(params)} parameters: "
-            f"{runs[0].id} is {ratio:.1f}x {side}"
+            f"{runs[0].id} is {format_number(ratio)}x {side}"
         )
     same = [run for run in runs if asked.fits(run.stack)]
     if len(same) < len(runs):
@@ -246,7 +253,9 @@ def _run_or_recipe(written: str) -> Run | Recipe:
 
 
 def _as_trained(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's values as a hidden matrix in mid-depth gets them; by themselves they are in base coordinates."""
-    row = resolve(recipe)[f"layers.{recipe.model.n_layers // 2}.mlp.in.weight"]
-    quantities = ("lr", "init_std", "weight_decay", "beta1", "beta2", "eps")
-    return {f"hyperparameters.{name}": getattr(row, name) for name in quantities}
+    """A recipe's values as check judges them; by themselves they are in base coordinates."""
+    case = Case(recipe, resolve(recipe).rows)
+    quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
+    return {f"hyperparameters.{name}": case.hidden(name) for name in quantities} | {
+        "hyperparameters.init_std": case.init_std
+    }

@@ -44,6 +44,12 @@ def format_quantity(value: float, digits: int = 3) -> str:
     return _significant(value, digits)
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """Any number in so many significant digits, grouped where it is large: ``0.31``, ``15,600``."""
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.0f}" if 10**digits <= abs(rounded) < 1e15 else f"{rounded:.{digits}g}"
+
+
 def _significant(value: float, digits: int) -> str:
     rounded = float(f"{value:.{digits}g}")
     if rounded == int(rounded) and abs(rounded) < 10**digits and value == int(value):

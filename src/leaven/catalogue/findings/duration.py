@@ -10,7 +10,7 @@ from leaven.catalogue.findings.case import Case, Finding, Limits, upward
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import Run
 from leaven.catalogue.terms import TERMS
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_number, format_quantity
 
 _CHINCHILLA = 20  # tokens per parameter
 _STEPS_OF_WARMUP = 2000  # what most runs have, however long they are
@@ -31,7 +31,7 @@ def size(case: Case) -> Iterator[Finding]:
         high=case.published(lambda run: float(run.params_total))[1],
         factor=apart,
         says=f"no published run is within a factor of 4 of {format_quantity(params)} parameters: {nearest.id} is "
-        f"{apart:.3g}x {side}; lr, batch, shape and seq_len are held against nothing",
+        f"{format_number(apart)}x {side}; lr, batch, shape and seq_len are held against nothing",
         runs=(nearest.id,),
     )
 
@@ -46,7 +46,7 @@ def tokens_per_parameter(case: Case) -> Iterator[Finding]:
         value,
         _tokens_per_parameter,
         Limits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
-        f"{value:,.3g} tokens a parameter, {side}"
+        f"{format_number(value)} tokens a parameter, {side}"
         + (": a smaller model would be better for the same compute" if value < _CHINCHILLA else ""),
         sure=bool(case.neighbours),
         mends=[_tokens(case, math.floor(most if value > most else _CHINCHILLA) * case.params)],
@@ -84,7 +84,8 @@ def epochs(case: Case) -> Iterator[Finding]:
             else None
         ),
         upward(4, 4, 16),
-        f"{value:.3g} epochs of the text; up to 4 are nearly as good as new text, beyond about 16 hardly anything is "
+        f"{format_number(value)} epochs of the text; up to 4 are nearly as good as new text, beyond about 16 hardly "
+        f"anything is "
         "learned from more",
         mends=[_tokens(case, 4 * case.corpus_tokens)],
     )
@@ -120,7 +121,8 @@ def critical_batch(case: Case) -> Iterator[Finding]:
         value,
         _over_critical,
         upward(1.0, most, 4 * most),
-        f"a batch of {format_quantity(case.recipe.batch.tokens)} tokens is {value:.2g} x the critical one "
+        f"a batch of {format_quantity(case.recipe.batch.tokens)} tokens is {format_number(value, 2)} x the critical "
+        f"one "
         f"({listed}): more of it saves few steps and costs tokens",
         mends=[case.with_batch(middle), case.with_batch(0.9 * middle)],
         sure=bool(case.neighbours),
@@ -184,7 +186,7 @@ def ramp_length(case: Case) -> Iterator[Finding]:
         value,
         _ramp_length,
         upward(0.06, 0.12, 0.5),
-        f"the ramp takes {value:.1%} of the run; published ones in increments take 2 to 6%",
+        f"the ramp takes {format_number(value, 2)} of the run; published ones in increments take 0.02 to 0.06",
         mends=[{"batch.ramp.over_tokens": round(0.04 * case.recipe.data.tokens)}],
     )
 
@@ -205,7 +207,8 @@ def warmup(case: Case) -> Iterator[Finding]:
             (0.0 if enough else 0.001, longest),
             (0.0 if enough else 0.0001, max(0.5, longest)),
         ),
-        f"warm-up over {value:.2%} of the run, {taken:,} steps; most runs have 0.1 to 1%, or 2,000 steps",
+        f"warm-up over {format_number(value, 2)} of the run, {taken:,} steps; most runs have 0.001 to 0.01 of it, or "
+        "2,000 steps",
         mends=[
             {"schedule.warmup_tokens": min(hundredth, recipe.batches.tokens_at_step(_STEPS_OF_WARMUP))},
             {"schedule.warmup_tokens": hundredth},

@@ -8,6 +8,7 @@ from leaven.catalogue.findings.case import SIZE_FACTOR, Case, Finding, Limits, t
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import load_runs, size_ratio
 from leaven.recipe.shape import BRANCH_ENDS
+from leaven.recipe.units import format_number
 
 
 def init_std(case: Case) -> Iterator[Finding]:
@@ -24,7 +25,8 @@ def init_std(case: Case) -> Iterator[Finding]:
         std / usual,
         _init_std,
         Limits((0.25, 1.05), (0.1, 1.8), (0.03, 3.0)),
-        f"init std {std:.3g} at width {case.recipe.model.d_model} is {std / usual:.2g} x sqrt(1 / (3 d)) = "
+        f"init std {std:.3g} at width {case.recipe.model.d_model} is {format_number(std / usual, 2)} x "
+        f"sqrt(1 / (3 d)) = "
         f"{usual:.3g}, where MT-NLG 530B and BLOOM-176B started; with 2.5 x BigScience's 13B had large "
         "spikes, with 3.7 x its 104B failed",
         mends=[
@@ -55,7 +57,8 @@ def residual_std(case: Case) -> Iterator[Finding]:
         lambda run: _residual_std(run) if run.arch.norm_placement == "pre" else None,
         upward(3.0, most, 3 * most),
         f"the ends of the branches start at {case.residual_std / case.init_std:.2g} of the other matrices, "
-        f"{value:.2g} x 1 / sqrt(2 L): {2 * n_layers} of them add up in the residual stream. Flat starts belong to "
+        f"{format_number(value, 2)} x 1 / sqrt(2 L): {2 * n_layers} of them add up in the residual stream. "
+        f"Flat starts belong to "
         "norms on the branches' outputs (OLMo 2)",
         mends=[mend],
     )
@@ -113,7 +116,8 @@ def aspect_ratio(case: Case) -> Iterator[Finding]:
         value,
         _aspect,
         Limits((min(near), max(near)), (low, high), (low / 2, 2 * high)),
-        f"d_model / n_layers = {value:.3g}; runs within 4 times the size have {min(near):.3g} .. {max(near):.3g}, "
+        f"d_model / n_layers = {format_number(value)}; runs within 4 times the size have "
+        f"{min(near):.3g} .. {max(near):.3g}, "
         f"all runs {low:.3g} .. {high:.3g}",
         mends=[{"model.n_layers": max(round(model.d_model / 80), 1)}],
     )
@@ -144,7 +148,7 @@ def mlp_ratio(case: Case) -> Iterator[Finding]:
         value,
         lambda run: _mlp_ratio(run) if bool(run.arch.gated) is gated else None,
         Limits((2.6, 3.6), (2.0, 5.5), (1.0, 8.0)) if gated else Limits((3.9, 4.1), (3.0, 6.0), (2.0, 10.0)),
-        f"d_ff / d_model = {value:.3g}; "
+        f"d_ff / d_model = {format_number(value)}; "
         + ("gated MLPs have 8/3 .. 3.5, a few up to 5.4" if gated else "MLPs without a gate have 4"),
         mends=[{"model.d_ff": max(width, 64)}],
     )

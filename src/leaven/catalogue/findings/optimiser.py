@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from statistics import median
 
 from leaven.catalogue.findings.case import Case, Finding, Limits, ratio, told, upward
-from leaven.catalogue.laws import POWER_LINES_TAU, evaluate, power_lines_tau
+from leaven.catalogue.law_table import POWER_LINES_TAU
+from leaven.catalogue.laws import evaluate, power_lines_tau
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import load_runs
 from leaven.recipe.shape import Role
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_number, format_quantity
 
 # Below it a higher beta2 averages over as many tokens (Porian et al. 2024, arXiv 2406.19146, tuned it so).
 _SMALL_BATCH = 2**18
@@ -31,7 +32,8 @@ def lr(case: Case) -> Iterator[Finding]:
         value,
         _peak_lr,
         Limits((lowest, highest), outside, (outside[0] / 3, outside[1] * 3)),
-        f"peak lr {value:.2g}: {value / middle:.2g} x the median {middle:.2g} of the nearest comparable runs, which "
+        f"peak lr {value:.2g}: {format_number(value / middle, 2)} x the median {middle:.2g} of the nearest "
+        f"comparable runs, which "
         f"have {lowest:.2g} .. {highest:.2g}; laws, each at its own batch, say {laws[0]:.2g} .. {laws[-1]:.2g}",
         mends=[{"hyperparameters.lr": case.at_base("lr", middle)}],
         among=case.neighbours,
@@ -180,7 +182,8 @@ def timescale(case: Case) -> Iterator[Finding]:
         tau / best,
         _timescale,
         Limits(usual, (1 / 5, 12.0), (1 / 20, 50.0)),
-        f"lr x decay: weights remember {tau:.2g} of the run, {tau / best:.2g} x the best by Power Lines "
+        f"lr x decay: weights remember {format_number(tau, 2)} of the run, {format_number(tau / best, 2)} x "
+        f"the best by Power Lines "
         f"({best:.2g}); published runs lie within 0.34 .. 11 of it",
         mends=[
             {"hyperparameters.weight_decay": case.at_base("weight_decay", decay * by, inside)},
