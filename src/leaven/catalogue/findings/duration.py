@@ -211,6 +211,7 @@ def warmup(case: Case) -> Iterator[Finding]:
         "2,000 steps",
         mends=[
             {"schedule.warmup_tokens": min(hundredth, recipe.batches.tokens_at_step(_STEPS_OF_WARMUP))},
+            {"schedule.warmup_tokens": math.ceil(0.001 * recipe.data.tokens)},
             {"schedule.warmup_tokens": hundredth},
         ],
     )
