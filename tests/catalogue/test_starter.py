@@ -1,6 +1,7 @@
 """`leaven new`: a whole recipe out of published runs and laws, sensible wherever one asks."""
 
 import math
+import re
 import tomllib
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from leaven.planning.starter_layout import laid_out
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe, flatten
+from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
@@ -217,6 +219,19 @@ def test_the_same_question_the_same_answer() -> None:
     assert new(B, 20 * B) == new(B, 20 * B)
 
 
+@pytest.mark.parametrize("asked", [{"vocab": 10**6}, {"lead": "llama2-70b"}])
+def test_what_a_refusal_names_is_taken(asked: dict[str, object]) -> None:
+    with pytest.raises(InputError) as refused:
+        new(20e6, 8.4 * B, **asked)
+    named = re.findall(r"--(vocab|params) ([0-9.]+[MB]?)(?= or|$)", str(refused.value))
+    assert "params" in dict(named)
+    for option, value in named:
+        size = parse_quantity(value)
+        wanted = Asked("wheat", 20_000_000, int(8.4 * B))
+        model = starter(replace(wanted, **(asked | {option: size}))).recipe.model  # type: ignore[arg-type]
+        assert model.params == pytest.approx(size if option == "params" else wanted.params, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -226,6 +241,8 @@ def test_the_same_question_the_same_answer() -> None:
         ({"tokens": 10**16}, "give a count up to"),
         ({"tokens": 1_000}, "fewer than 2,000 sequences of 2,048; 4.10 M will do"),
         ({"vocab": 5}, "--vocab 5: give 257"),
+        ({"params": 20 * 10**6, "tokens": B, "vocab": 10**6}, "has 192 M (+862%); give --vocab "),
+        ({"params": 20 * 10**6, "tokens": B, "lead": "llama2-70b"}, "(+289%); give --"),
         ({"lead": "olmo2"}, "did you mean olmo2-7b, "),
         ({"lead": "olmoe-1b-7b"}, "a mixture of experts, and leaven builds dense ones of text; near it are olmo-1b"),
         ({"lead": "nemotron-4-15b"}, "it publishes no learning rate; near it are"),

@@ -1,6 +1,7 @@
 """The shape of a starter and its reasons: proportions as the neighbours have them, at the size asked for."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from leaven.catalogue.derivation import Draft
@@ -8,6 +9,7 @@ from leaven.catalogue.run import Run
 from leaven.catalogue.starter.asked import Asked
 from leaven.catalogue.starter.shape import (
     TIED_SHARE,
+    VOCABULARIES,
     VOCABULARY_SHARE,
     Proportions,
     shape_of,
@@ -15,8 +17,10 @@ from leaven.catalogue.starter.shape import (
     usual_width,
     vocabulary,
 )
-from leaven.catalogue.votes import Neighbours, middle
+from leaven.catalogue.votes import Neighbours, middle, neighbours
+from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import format_quantity, parse_quantity
 
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
 _QK_NORM = (
@@ -24,7 +28,42 @@ _QK_NORM = (
 )
 
 
+FARTHEST = 0.05
+"""A shape farther than this from the parameters that were asked for is refused."""
+
+
 def choose_shape(asked: Asked, near: Neighbours) -> ModelShape:
+    """
+    Raises:
+        InputError: if none comes near the size; names a vocabulary or a size that fits.
+    """
+    model = _nearest(asked, near)
+    off = model.params / asked.params - 1
+    if abs(off) <= FARTHEST:
+        return model
+    least = f" and the proportions of {near.lead.id}" if near.lead else ""
+    raise InputError(
+        f"--params {asked.params:,}: with a vocabulary of {model.vocab_size:,}{least} the nearest shape has "
+        f"{format_quantity(model.params)} ({off:+.0%}); give {_fitting(asked, near, model)}"
+    )
+
+
+def _fitting(asked: Asked, near: Neighbours, model: ModelShape) -> str:
+    """The options with which the question has an answer: a smaller vocabulary, a larger size."""
+
+    def fits(other: Asked) -> bool:
+        found = _nearest(other, neighbours(other.params, other.tokens, near.lead))
+        return abs(found.params / other.params - 1) <= FARTHEST
+
+    smaller = (size for size in reversed(VOCABULARIES) if size < model.vocab_size)
+    larger = (format_quantity(model.params * 1.1**n).replace(" ", "") for n in range(50))
+    vocab = next((size for size in smaller if fits(replace(asked, vocab=size))), None)
+    params = next((size for size in larger if fits(replace(asked, params=parse_quantity(size)))), None)
+    options = [f"--vocab {vocab}" if vocab else "", f"--params {params}" if params else ""]
+    return " or ".join(filter(None, options)) or "another size"
+
+
+def _nearest(asked: Asked, near: Neighbours) -> ModelShape:
     lead = near.lead
     stack = _stack_of(lead) if lead else _STACK
     aspect = middle(_aspects(near)).value
