@@ -17,15 +17,28 @@ def test_what_is_written_goes_through_every_verb(
     leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, said, err = leaven("new", "wheat.toml", "--params", "1B", "--tokens", "20B", "--gpus", "8xH100-80GB")
+    path = Path("my fields/new wheat.toml")
+    path.parent.mkdir()
+    code, said, err = leaven("new", path, "--params", "1B", "--tokens", "20B", "--gpus", "8xH100-80GB")
     assert (code, err) == (0, "")
     assert said.splitlines()[0].startswith("1 size")
     assert "11 guards, next" in said
     for verb in (("show",), ("plan", "--gpus", "8xH100-80GB")):
-        assert leaven(verb[0], "wheat.toml", *verb[1:])[0] == 0
-    command = next(line for line in said.splitlines() if line.startswith("then"))
-    assert leaven(*shlex.split(command)[2:])[0] == 0  # then leaven transfer ...
-    assert read_recipe("wheat-proxy.toml").base.width == read_recipe("wheat.toml").model.d_model
+        assert leaven(verb[0], path, *verb[1:])[0] == 0
+    lines = said.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("then"))
+    to_proxy, tune, back = (shlex.split(line.removeprefix("then"))[1:] for line in lines[first : first + 3])
+    assert leaven(*to_proxy)[0] == 0
+    wheat, proxy = read_recipe(path), read_recipe(path.with_stem("new wheat-proxy"))
+    assert proxy.base.width == wheat.model.d_model
+    assert (wheat.layout.ranks, proxy.layout.ranks) == (8, 1)
+    assert tune[1] == str(path.with_stem("new wheat-proxy"))
+    best = Path(back[1])
+    best.parent.mkdir(parents=True)
+    path.with_stem("new wheat-proxy").rename(best)  # as if the proxy's own values were the best
+    assert leaven(*back)[0] == 0
+    tuned = read_recipe(path.with_stem("new wheat-tuned"))
+    assert (tuned.model, tuned.layout, tuned.batch) == (wheat.model, wheat.layout, wheat.batch)
 
 
 def test_what_is_written_trains_as_it_is(leaven: Verb, tmp_path: Path, corpus: Path) -> None:

@@ -67,16 +67,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Derivation:
-    """A recipe, how it came about, and the commands that come next."""
+    """A recipe, and how it came about."""
 
     recipe: Recipe
     steps: tuple[Step, ...]
-    commands: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "params": self.recipe.model.params,
             "tokens": self.recipe.data.tokens,
             "steps": [step.to_json() for step in self.steps],
-            "next": list(self.commands),
         }

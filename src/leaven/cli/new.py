@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.proxy import commands
 from leaven.catalogue.starter.starter import starter
 from leaven.cli._common import JsonOption, console, count_option, emit_json
 from leaven.planning.hardware import parse_cluster
@@ -71,10 +72,11 @@ def new(
     if cluster:
         derived = laid_out(derived, cluster)
     write_recipe(derived.recipe, output)
+    following = commands(derived.recipe, output)
     if json_output:
-        emit_json({"path": str(output), **derived.to_json()})
+        emit_json({"path": str(output), **derived.to_json(), "next": list(following)})
         return
-    console.print(derivation(derived))
+    console.print(derivation(derived, following))
     _wrote(output, derived.recipe.why)
 
 

@@ -1,5 +1,7 @@
 """A derivation as a person reads it: its steps, then the commands that come next, whole, to be copied."""
 
+from collections.abc import Sequence
+
 from rich.console import Group
 from rich.text import Text
 
@@ -7,7 +9,7 @@ from leaven.catalogue.derivation import Derivation
 from leaven.report.terminal import Facts
 
 
-def derivation(derived: Derivation) -> Group:
+def derivation(derived: Derivation, commands: Sequence[str]) -> Group:
     steps = Facts([(f"{step.number} {step.title}", step.said) for step in derived.steps])
-    lines = [Text(f"{'' if n else 'then':<6}{command}") for n, command in enumerate(derived.commands)]
+    lines = [Text(f"{'' if n else 'then':<6}{command}") for n, command in enumerate(commands)]
     return Group(steps, *lines)

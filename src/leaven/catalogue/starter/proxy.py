@@ -1,5 +1,9 @@
 """What to do with a starter: which proxy to tune, and how its values come back."""
 
+import shlex
+from pathlib import Path
+
+from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -21,12 +25,18 @@ def tuning(recipe: Recipe) -> str:
     return f"tune a proxy of {format_quantity(shape.params)} first: {TRIALS} trials cost {cost:.1%} of this run"
 
 
-def commands(recipe: Recipe) -> tuple[str, ...]:
-    """From a proxy to the tuned recipe, or to tune as it is what is small already."""
-    model, name = recipe.model, recipe.name
+def commands(recipe: Recipe, path: Path) -> tuple[str, ...]:
+    """From a proxy to the tuned recipe, or to tune as it is what is small already; ``path``: the recipe's file.
+
+    The proxy is tuned in one process; the tuned recipe has the recipe's own layout again.
+    """
+    model, study = recipe.model, f"studies/{recipe.name}"
+    file, proxy_file, tuned_file = (
+        shlex.quote(str(path.with_stem(path.stem + suffix))) for suffix in ("", "-proxy", "-tuned")
+    )
     proxy = proxy_recipe(recipe)
     if proxy is None:
-        return (f"leaven tune {name}.toml --study studies/{name} --trials {TRIALS}",)
+        return (f"leaven tune {file} --study {study} --trials {TRIALS}",)
     shape, batch, length = proxy
     whole = shape.d_ff * model.d_model == model.d_ff * shape.d_model
 
@@ -35,11 +45,21 @@ def commands(recipe: Recipe) -> tuple[str, ...]:
         return f"--width {to.d_model} --depth {to.n_layers}{d_ff} --batch-tokens {batch_tokens} --tokens {tokens}"
 
     back = transfer(model, recipe.batch.tokens, recipe.data.tokens)
+    one, own = _layout(recipe)
     return (
-        f"leaven transfer {name}.toml {transfer(shape, batch, length)} -o {name}-proxy.toml",
-        f"leaven tune {name}-proxy.toml --study studies/{name} --trials {TRIALS}",
-        f"leaven transfer studies/{name}/best.toml {back} -o {name}-tuned.toml",
+        f"leaven transfer {file} {transfer(shape, batch, length)}{one} -o {proxy_file}",
+        f"leaven tune {proxy_file} --study {study} --trials {TRIALS}",
+        f"leaven transfer {study}/best.toml {back}{own} -o {tuned_file}",
     )
+
+
+def _layout(recipe: Recipe) -> tuple[str, str]:
+    """Options that put a recipe in one process, and those that put it back where this one runs."""
+    own = recipe.layout.model_dump() | {"micro_batch": recipe.batch.micro_batch}
+    one = Layout().model_dump() | {"micro_batch": "auto"}
+    paths = {key: f"{'batch' if key == 'micro_batch' else 'layout'}.{key}" for key in own if own[key] != one[key]}
+    to_one, to_own = ("".join(f" --set {paths[key]}={side[key]}" for key in paths) for side in (one, own))
+    return to_one, to_own
 
 
 def proxy_recipe(recipe: Recipe) -> tuple[ModelShape, int, int] | None:

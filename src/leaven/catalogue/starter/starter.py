@@ -19,7 +19,6 @@ from leaven.catalogue.starter.batch import choose_batch, choose_ramp
 from leaven.catalogue.starter.guards import finish
 from leaven.catalogue.starter.lr import choose_lr, choose_schedule
 from leaven.catalogue.starter.model import choose_shape, explain_shape
-from leaven.catalogue.starter.proxy import commands
 from leaven.catalogue.starter.setting import Setting
 from leaven.catalogue.votes import FACTOR, Neighbours, neighbours
 from leaven.recipe.errors import InputError
@@ -59,8 +58,7 @@ def starter(asked: Asked) -> Derivation:
     choose_ramp(draft, setting, batch)
     finish(draft, setting)
     try:
-        recipe = draft.recipe()
-        return Derivation(recipe, tuple(draft.steps), commands(recipe))
+        return Derivation(draft.recipe(), tuple(draft.steps))
     except ValidationError as error:
         raise InputError(f"no recipe comes of this: {explain(error)}") from None
 
