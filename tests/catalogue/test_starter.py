@@ -19,7 +19,7 @@ from leaven.catalogue.starter.lr import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.proxy import SHALLOWER, proxy_recipe
 from leaven.catalogue.starter.shape import usual_ff_ratio
 from leaven.catalogue.starter.starter import starter
-from leaven.catalogue.votes import batch_ramps, middle, neighbours
+from leaven.catalogue.votes import batch_ramps, middle, neighbours, ramp_votes
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.starter_layout import laid_out
 from leaven.recipe.errors import InputError
@@ -146,6 +146,24 @@ def test_the_ramp_is_cited_and_divides() -> None:
     starts, lengths = batch_ramps()
     assert starts["bloom-176b"] == pytest.approx(192 / 2048)
     assert lengths["glm-130b"] == 0.025
+
+
+def test_steps_are_those_that_the_ramp_makes() -> None:
+    derived = new(70 * B, 1.4 * T)
+    recipe, said = derived.recipe, {step.title: " ".join(step.said) for step in derived.steps}
+    assert recipe.steps > recipe.data.tokens // recipe.batch.tokens * 1.02
+    assert f"{recipe.steps:,} steps" in said["ramp"]
+    warm = recipe.batches.first_step_at(recipe.schedule.warmup_tokens)
+    assert f"{warm:,} steps" in said["schedule"]
+    assert "falcon-180b 4.00 B tokens" in recipe.why["schedule.warmup_tokens"]
+
+
+def test_who_grew_the_batch() -> None:
+    """A batch that dipped did not grow; runs of muP and Adafactor say nothing to AdamW."""
+    runs = [find_run(id) for id in ("marin-32b", "bloom-176b", "olmo-7b", "cerebras-gpt-1.3b-mup", "palm-8b")]
+    votes = ramp_votes(runs)
+    assert (votes["marin-32b"], votes["bloom-176b"]) == (False, True)
+    assert votes.keys().isdisjoint({"cerebras-gpt-1.3b-mup", "palm-8b"})
 
 
 @pytest.mark.parametrize("id", ["olmo2-7b", "gpt3-13b", "smollm2-135m", "openelm-3b", "llama2-70b", "bloom-7b1"])

@@ -114,6 +114,15 @@ class Run(Part):
         return self.batch.global_batch_tokens if self.batch else None
 
     @property
+    def batch_grew(self) -> bool | None:
+        """Whether the last batch was larger than the first; one that only dipped did not grow."""
+        ramp = self.batch.rampup if self.batch else None
+        if ramp is None or ramp.kind == "none":
+            return None if ramp is None else False
+        stages = [stage["tokens"] for stage in ramp.stages or () if "tokens" in stage]
+        return stages[-1] > stages[0] if stages else True
+
+    @property
     def optimizer(self) -> Optimizer | None:
         return self.optim.optimizer if self.optim else None
 

@@ -140,4 +140,4 @@ def batch_ramps(runs: Iterable[Run] | None = None) -> tuple[dict[str, float], di
 
 def ramp_votes(found: Sequence[Run]) -> dict[str, bool]:
     """Who grew the batch and who says that it did not, by run; the silent are left out."""
-    return {run.id: run.batch.rampup.kind != "none" for run in found if run.batch and run.batch.rampup}
+    return {run.id: grew for run in found if run.lr_comparable and (grew := run.batch_grew) is not None}

@@ -7,7 +7,7 @@ from leaven.catalogue.derivation import Draft, Unsure
 from leaven.catalogue.runs import load_runs, size_ratio
 from leaven.catalogue.starter.setting import Setting, said_range
 from leaven.catalogue.votes import FACTOR, batch_ramps, middle, ramp_votes
-from leaven.recipe.batch import Ramp
+from leaven.recipe.batch import Batch, BatchSchedule, Ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
 
@@ -45,7 +45,7 @@ def choose_batch(draft: Draft, at: Setting) -> int:
         most = min(critical, at.tokens / LEAST_STEPS)
         batch = _sequences(min(wanted, most), most, seq_len, at.gpus) * seq_len
         said = [
-            f"{format_quantity(batch)} tokens, {batch // seq_len:,} sequences, {at.tokens // batch:,} steps",
+            f"{format_quantity(batch)} tokens, {batch // seq_len:,} sequences",
             f"laws {said_range(optimal, format_quantity)} ({at.heard(optimal)})",
             f"neighbours, moved to these tokens, {said_range(moved, format_quantity)}",
         ]
@@ -104,7 +104,7 @@ def choose_ramp(draft: Draft, at: Setting, batch: int) -> None:
     if not (ramps and shares):
         reason = about if not ramps else f"{about}; this batch has no whole share to start from"
         draft.why["batch.tokens"] += f"; no ramp: {about}"
-        draft.step("ramp", [f"none: {reason}"], voters)
+        draft.step("ramp", [f"none: {reason}", _steps(draft, at)], voters)
         return
     # Small starts bind the ranks of data parallelism, so that of the published ones the larger are nearer.
     part = min(shares, key=lambda n: abs(math.log(n * start)))
@@ -123,9 +123,15 @@ def choose_ramp(draft: Draft, at: Setting, batch: int) -> None:
         [
             f"{format_quantity(first)} -> {format_quantity(batch)} over the first "
             f"{format_quantity(ramp.over_tokens)} tokens, {length:.1%} of the run",
+            _steps(draft, at),
             about,
             f"published lengths {', '.join(f'{id} {share:.1%}' for id, share in lengths.items())}",
             f"published starts {', '.join(f'{id} {share:.1%}' for id, share in starts.items())}",
         ],
         [*starts, *lengths, *voters],
     )
+
+
+def _steps(draft: Draft, at: Setting) -> str:
+    """How many steps the run has, with its ramp."""
+    return f"{BatchSchedule(Batch.model_validate(draft.document['batch']).sizes).first_step_at(at.tokens):,} steps"

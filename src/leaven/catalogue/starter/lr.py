@@ -1,11 +1,14 @@
 """The learning rate of a starter: its peak, and its schedule."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from leaven.catalogue.batch_change import critical_batch, lr_at_batch
 from leaven.catalogue.derivation import Draft, Unsure
+from leaven.catalogue.run import Run
 from leaven.catalogue.starter.setting import Setting, said_range, short
 from leaven.catalogue.votes import Said, middle
+from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
@@ -67,18 +70,28 @@ def _lr_sources(at: Setting, laws: Said, ids: Iterable[str]) -> list[str]:
     return [*at.law_sources(laws.by), *at.near.sources(ids)]
 
 
+class _Warmup(NamedTuple):
+    """A published warm-up: in steps of a constant batch, or in tokens where the batch grew and a step says little."""
+
+    steps: float
+    tokens: float | None
+
+    def __str__(self) -> str:
+        return f"{self.steps:,.0f} steps" if self.tokens is None else f"{format_quantity(self.tokens)} tokens"
+
+
+def _warmup(run: Run) -> _Warmup | None:
+    if not (run.warmup_fraction and run.tokens and run.batch_tokens):
+        return None
+    tokens = run.warmup_fraction * run.tokens
+    return _Warmup(tokens / run.batch_tokens, tokens if run.batch_grew else None)
+
+
 def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
     near, tokens = at.near, at.tokens
-    steps = middle(
-        near.of(
-            lambda run: (
-                run.warmup_fraction * run.tokens / run.batch_tokens
-                if run.warmup_fraction and run.tokens and run.batch_tokens
-                else None
-            )
-        )
-    )
-    wanted = steps.value * batch
+    lengths = near.of(_warmup)
+    votes = middle({who: length.tokens or length.steps * batch for who, length in lengths.items()})
+    wanted = votes.value
     warmup = round(min(max(wanted, SHORTEST_WARMUP * tokens), LONGEST_WARMUP * tokens))
     bound = (
         ""
@@ -87,12 +100,13 @@ def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
         if wanted > warmup
         else f"; at least {SHORTEST_WARMUP:.1%} of the run"
     )
-    rounded = "{:,.0f}".format
-    whose = f"as {near.lead.id}" if near.lead and near.lead.id in steps.by else "the middle of the neighbours"
+    whose = f"as {near.lead.id}" if near.lead and near.lead.id in votes.by else "the middle of the neighbours"
+    steps = BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(warmup)
+    told = ", ".join(f"{who} {length}" for who, length in lengths.items())
     draft.set(
         "schedule.warmup_tokens",
         warmup,
-        f"{steps.value:,.0f} steps, {whose} ({steps.told(rounded)}), x the batch{bound}",
+        f"{steps:,} steps, {whose} ({told}); in steps x the batch, in tokens where the batch grew{bound}",
     )
     decay = near.most("schedule.decay")
     assert decay is not None
@@ -108,8 +122,8 @@ def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
         "schedule",
         [
             f"warm-up {format_quantity(warmup)} tokens, {warmup / tokens:.2%} of the run",
-            f"{steps.value:,.0f} steps, {whose} ({steps.low:,.0f} .. {steps.high:,.0f}){bound}",
+            f"{steps:,} steps; {whose} {said_range(votes, format_quantity)}{bound}",
             f"{decay.value} to {floor:.0%}",
         ],
-        near.sources([*steps.by, *decay.by]),
+        near.sources([*votes.by, *decay.by]),
     )

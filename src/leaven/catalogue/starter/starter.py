@@ -53,9 +53,9 @@ def starter(asked: Asked) -> Derivation:
     setting = Setting(near, model, asked.tokens, asked.gpus)
     batch = choose_batch(draft, setting)
     lr = choose_lr(draft, setting, batch)
+    choose_ramp(draft, setting, batch)
     choose_schedule(draft, setting, batch)
     choose_adam(draft, setting, batch, lr)
-    choose_ramp(draft, setting, batch)
     finish(draft, setting)
     try:
         return Derivation(draft.recipe(), tuple(draft.steps))
