@@ -18,6 +18,8 @@ from leaven.catalogue.terms import terms
 
 FACTOR = 4.0
 """Runs within this factor of a size are its neighbours."""
+LEAST_WEIGHT = 1e-6
+"""Of a vote at the edge, so that one that is alone still speaks."""
 NEAREST = 3
 """Lineages that speak where a size has no neighbour."""
 _STACK = Stack(norm_placement="pre", optimizer="adamw")
@@ -55,9 +57,24 @@ class Said:
         return f"{named}; else {other}" if other else named
 
 
-def middle(by: Mapping[str, float]) -> Said:
-    """The median of the logarithms."""
-    return Said(math.exp(median(map(math.log, by.values()))), by)
+def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Said:
+    """The median of the logarithms, of weighted votes the weighted one.
+
+    That is where half of the weight is below, each vote standing at the middle of its own, in straight lines between
+    them: equal weights give the ordinary median, and a vote that comes in with weight 0 moves nothing.
+    """
+    if weights is None:
+        return Said(math.exp(median(map(math.log, by.values()))), by)
+    ordered = sorted((math.log(value), weights[who]) for who, value in by.items())
+    total, below = sum(weight for _, weight in ordered), 0.0
+    stands: list[tuple[float, float]] = []
+    for value, weight in ordered:
+        stands.append((below + weight / 2 - total / 2, value))
+        below += weight
+    left = max((stand for stand in stands if stand[0] <= 0), default=stands[0])
+    right = min((stand for stand in stands if stand[0] > 0), default=stands[-1])
+    share = -left[0] / (right[0] - left[0]) if right[0] > left[0] else 0.0
+    return Said(math.exp(left[1] + min(max(share, 0), 1) * (right[1] - left[1])), by)
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,22 @@ class Neighbours:
         if self.lead and value(self.lead) is not None:
             return {self.lead.id: value(self.lead)}
         return {run.id: said for run in self.runs if (said := value(run)) is not None}
+
+    def weights(self, ids: Iterable[str]) -> dict[str, float]:
+        """Of votes by run: 1 at the size, falling with the logarithm of the distance to 0 at `FACTOR`: no value
+        jumps where a lineage comes in. The lead, and those that speak where none is within it, have the same.
+        """
+        alone = self.lead is not None or not self.within
+        return {
+            id: 1.0
+            if alone
+            else max(1 - math.log(size_ratio(self.table[id], self.params)) / math.log(FACTOR), LEAST_WEIGHT)
+            for id in ids
+        }
+
+    def middle(self, by: Mapping[str, float]) -> Said:
+        """The weighted middle of what runs say."""
+        return middle(by, self.weights(by))
 
     def most(self, path: str) -> Said | None:
         """The most frequent value; of equally frequent ones the one of the nearest run."""

@@ -34,7 +34,7 @@ def choose_batch(draft: Draft, at: Setting) -> int:
         said = [f"{format_quantity(batch)} tokens, as {lead.id}", f"laws {said_range(optimal, format_quantity)}"]
         named, spread = [lead.id], max(optimal.high, batch) / min(optimal.low, batch)
     else:
-        moved = middle(
+        moved = at.near.middle(
             {
                 run.id: run.batch_tokens * (at.tokens / run.tokens) ** BATCH_TOKENS_EXPONENT
                 for run in at.near.runs

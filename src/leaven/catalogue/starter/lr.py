@@ -1,5 +1,6 @@
 """The learning rate of a starter: its peak, and its schedule."""
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,9 +14,18 @@ from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
 """Of a published lr with size within one lineage: GPT-3's table -0.32, LLaMA's -0.33; and of Porian's law, -0.36."""
+MOST_BY_BATCH = 2.0
+"""How far the batch moves a published lr at most."""
 LR_WIDENING = 2.0
-"""The lr stays within the neighbours' own, moved to this size, widened by this factor."""
+"""The lr stays within the neighbours' own, moved to this size and batch, widened by this factor."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001
+
+
+def batch_factor(batch: int, published: int | None) -> float:
+    """What a published lr is multiplied by for another batch: by the square root of the ratio as a law's, bounded,
+    for runs near a size hold theirs at batches a hundred times apart."""
+    ratio = math.sqrt(batch / published) if published else 1.0
+    return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
 def choose_lr(draft: Draft, at: Setting, batch: int) -> float:
@@ -38,8 +48,14 @@ def choose_lr(draft: Draft, at: Setting, batch: int) -> float:
         spread = max(laws.high, lead.peak_lr) / min(laws.low, lead.peak_lr)
         draft.unsure.append(Unsure("lr", spread, "tune it at small scale"))
         return lead.peak_lr
-    near = middle(
-        {run.id: run.peak_lr * (params / run.params_total) ** LR_SIZE_EXPONENT for run in at.near.runs if run.peak_lr}
+    near = at.near.middle(
+        {
+            run.id: run.peak_lr
+            * (params / run.params_total) ** LR_SIZE_EXPONENT
+            * batch_factor(batch, run.batch_tokens)
+            for run in at.near.runs
+            if run.peak_lr
+        }
     )
     low, high = near.low / LR_WIDENING, near.high * LR_WIDENING
     lr = float(f"{min(max(at.between(laws, near), low), high):.2g}")
@@ -48,7 +64,8 @@ def choose_lr(draft: Draft, at: Setting, batch: int) -> float:
         "hyperparameters.lr",
         lr,
         f"between the middle of the laws, {short(laws.value)} ({laws.told(short)}, each moved to this batch by its "
-        f"square root), and of the neighbours, {short(near.value)} (each x (size / its size)^-1/3: "
+        f"square root), and of the neighbours, {short(near.value)} (each x (size / its size)^-1/3 "
+        f"and x sqrt(batch / its batch) within a factor of {MOST_BY_BATCH:g}, the nearer the size the heavier: "
         f"{near.told(short)}); spread {spread:.3g}x, tune it",
     )
     draft.step(
@@ -56,7 +73,7 @@ def choose_lr(draft: Draft, at: Setting, batch: int) -> float:
         [
             f"{short(lr)} peak",
             said_laws,
-            f"neighbours, moved to this size, {said_range(near, short)}",
+            f"neighbours, moved to this size and batch, {said_range(near, short)}",
             "muP, Adafactor, AdEMAMix and Muon runs left out",
             f"spread {spread:.3g}x: tune it at small scale",
         ],
@@ -90,7 +107,7 @@ def _warmup(run: Run) -> _Warmup | None:
 def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
     near, tokens = at.near, at.tokens
     lengths = near.of(_warmup)
-    votes = middle({who: length.tokens or length.steps * batch for who, length in lengths.items()})
+    votes = near.middle({who: length.tokens or length.steps * batch for who, length in lengths.items()})
     wanted = votes.value
     warmup = round(min(max(wanted, SHORTEST_WARMUP * tokens), LONGEST_WARMUP * tokens))
     bound = (

@@ -2,9 +2,10 @@
 
 The method, whose steps are in the modules beside this one:
 
-- a lineage of published runs has one vote, and only runs within a factor of 4 of the size have one;
-- what depends on size or duration is moved there before it is averaged: the lr of a neighbour with its size, its
-  batch with its tokens, the lr of a law with the batch;
+- a lineage of published runs has one vote, and only runs within a factor of 4 of the size have one; in the middle of
+  lrs, batches and warm-ups it weighs the less the farther it is, nothing at the factor;
+- what depends on size or duration is moved there before it is averaged: the lr of a neighbour with its size
+  and batch, its batch with its tokens, the lr of a law with the batch;
 - laws together and neighbours together weigh the same: neither has been right alone.
 """
 
