@@ -196,35 +196,6 @@ def test_who_grew_the_batch() -> None:
     assert votes.keys().isdisjoint({"cerebras-gpt-1.3b-mup", "palm-8b"})
 
 
-@pytest.mark.parametrize("id", ["olmo2-7b", "gpt3-13b", "smollm2-135m", "openelm-3b", "llama2-70b", "bloom-7b1"])
-def test_from_a_run_its_values_stay_together(id: str) -> None:
-    run = find_run(id)
-    assert run.batch_tokens
-    assert run.optim
-    recipe = new(run.params_total / 2, 300 * B, lead=id).recipe
-    assert recipe.hyperparameters.lr == run.peak_lr
-    assert recipe.batch.tokens == pytest.approx(run.batch_tokens, rel=1e-3)
-    assert recipe.hyperparameters.weight_decay == run.optim.weight_decay
-    assert recipe.schedule.decay == run.decay
-    assert recipe.model.params == pytest.approx(run.params_total / 2, rel=0.03)
-    assert recipe.base.depth == run.arch.n_layers
-    assert recipe.base.width == pytest.approx(run.arch.d_model, rel=0.01)
-    assert set(_written(recipe)) <= set(recipe.why)
-
-
-def test_from_a_run_at_its_own_size_the_rule_does_nothing() -> None:
-    run = find_run("cerebras-gpt-1.3b")
-    recipe = new(run.params_total, run.tokens or 0, lead=run.id).recipe
-    ratios = resolve(recipe).ratios
-    assert (ratios.width, ratios.depth, ratios.batch, ratios.tokens) == (1, 1, 1, 1)
-
-
-def test_what_cannot_be_carried_over_is_listed() -> None:
-    said = " ".join(new(7 * B, 2 * T, lead="olmo2-7b").steps[1].said)
-    assert "not carried over: norms at the output of a branch" in said
-    assert "z_loss" in said
-
-
 def test_no_neighbour_is_said_and_goes_on() -> None:
     said = " ".join(new(10**6, 40e6).steps[1].said)
     assert "none within a factor of 4: this is 70.4 times smaller than the nearest, pythia-70m" in said

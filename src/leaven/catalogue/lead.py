@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import get_args
 
+from leaven.catalogue.growth import grown
 from leaven.catalogue.run import Run
 from leaven.catalogue.runs import find_run, listed, nearest
 from leaven.catalogue.terms import without_counterpart
+from leaven.catalogue.votes import batch_ramps
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import Activation, Positions
 
@@ -45,6 +47,13 @@ def _lacks(run: Run) -> str | None:
     return None
 
 
+def _growth_told(run: Run) -> bool:
+    starts, lengths = batch_ramps([run])
+    assert run.tokens
+    assert run.batch_tokens
+    return bool(starts and lengths) or grown(run, run.tokens, run.batch_tokens, 1) is not None
+
+
 def left_behind(run: Run) -> Iterator[str]:
     """What of a run no recipe of leaven's can say."""
     arch = run.arch
@@ -54,6 +63,10 @@ def left_behind(run: Run) -> Iterator[str]:
         yield f"{arch.activation} (instead: {'swiglu' if arch.gated else 'gelu'})"
     if arch.positional and arch.positional != "rotary" and arch.positional not in get_args(Positions):
         yield f"{arch.positional} positions (instead: rope)"
+    if run.batch_grew and run.tokens and run.batch_tokens and not _growth_told(run):
+        yield "how its batch grew, of which too little is published"
+    if any("seq_len" in stage for stage in (run.batch and run.batch.rampup and run.batch.rampup.stages) or ()):
+        yield "sequences of other lengths at first"
     for path, value in without_counterpart(run):
         if value and path != "arch.norm_placement" and not path.startswith(_CARRIED):
             yield f"{path.partition('.')[2]} {value}"

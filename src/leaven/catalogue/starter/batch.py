@@ -4,10 +4,11 @@ import math
 
 from leaven.catalogue.batch_change import critical_batch, is_critical
 from leaven.catalogue.derivation import Draft, Unsure
+from leaven.catalogue.growth import grown
 from leaven.catalogue.runs import load_runs, size_ratio
 from leaven.catalogue.starter.setting import Setting, said_range
 from leaven.catalogue.votes import FACTOR, batch_ramps, middle, ramp_votes
-from leaven.recipe.batch import Batch, BatchSchedule, Ramp
+from leaven.recipe.batch import Batch, BatchSchedule, Ramp, Stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
 
@@ -86,8 +87,11 @@ def choose_ramp(draft: Draft, at: Setting, batch: int) -> None:
     ranks = math.gcd(at.gpus, sequences)  # the most that the batch divides over, and so its start has to
     shares = [n for n in range(2, MOST_INCREMENTS + 1) if sequences % (n * ranks) == 0]
     if lead:
+        if growth := grown(lead, tokens, batch, ranks * at.model.seq_len):
+            _as_the_lead(draft, at, lead.id, growth)
+            return
         own_starts, own_lengths = batch_ramps([lead])
-        ramps = bool(own_starts and own_lengths)
+        ramps = bool(lead.batch_grew and own_starts and own_lengths)
         start, length = own_starts.get(lead.id, 1.0), own_lengths.get(lead.id, 0.0)
         about = f"as {lead.id}" if ramps else f"{lead.id} had none, or does not tell enough of it"
         voters: list[str] = [lead.id]
@@ -130,6 +134,20 @@ def choose_ramp(draft: Draft, at: Setting, batch: int) -> None:
         ],
         [*starts, *lengths, *voters],
     )
+
+
+def _as_the_lead(draft: Draft, at: Setting, lead: str, growth: Ramp | tuple[Stage, ...]) -> None:
+    reason = f"as {lead}, at the same shares of the run"
+    if isinstance(growth, Ramp):
+        for key, value in growth.model_dump().items():
+            draft.set(f"batch.ramp.{key}", value, reason)
+    else:
+        draft.set("batch.stages", [stage.model_dump() for stage in growth], reason)
+    sizes = Batch.model_validate(draft.document["batch"]).sizes
+    # Of many increments the first and the last tell.
+    said = [f"{format_quantity(size)} from {format_quantity(begin)}" for begin, size in sizes]
+    whole = ", ".join(said if len(said) <= 4 else (said[0], "...", said[-1]))
+    draft.step("ramp", [f"{whole}, {reason}", _steps(draft, at)], at.near.sources([lead]))
 
 
 def _steps(draft: Draft, at: Setting) -> str:

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from leaven.catalogue.batch_change import critical_batch, lr_at_batch
 from leaven.catalogue.derivation import Draft, Unsure
+from leaven.catalogue.growth import cooldown, warmup_tokens
 from leaven.catalogue.run import Run
 from leaven.catalogue.starter.setting import Setting, said_range, short
 from leaven.catalogue.votes import Said, middle
 from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
@@ -98,9 +100,9 @@ class _Warmup(NamedTuple):
 
 
 def _warmup(run: Run) -> _Warmup | None:
-    if not (run.warmup_fraction and run.tokens and run.batch_tokens):
+    tokens = warmup_tokens(run)
+    if not (tokens and run.batch_tokens):
         return None
-    tokens = run.warmup_fraction * run.tokens
     return _Warmup(tokens / run.batch_tokens, tokens if run.batch_grew else None)
 
 
@@ -109,7 +111,13 @@ def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
     lengths = near.of(_warmup)
     votes = near.middle({who: length.tokens or length.steps * batch for who, length in lengths.items()})
     wanted = votes.value
-    warmup = round(min(max(wanted, SHORTEST_WARMUP * tokens), LONGEST_WARMUP * tokens))
+    led = near.lead is not None and near.lead.id in votes.by
+    warmup = round(wanted if led else min(max(wanted, SHORTEST_WARMUP * tokens), LONGEST_WARMUP * tokens))
+    if warmup >= tokens:
+        raise InputError(
+            f"--tokens {format_quantity(tokens)}: the warm-up of --from {', '.join(votes.by)} alone takes "
+            f"{format_quantity(warmup)}; give more"
+        )
     bound = (
         ""
         if warmup == round(wanted)
@@ -117,7 +125,7 @@ def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
         if wanted > warmup
         else f"; at least {SHORTEST_WARMUP:.1%} of the run"
     )
-    whose = f"as {near.lead.id}" if near.lead and near.lead.id in votes.by else "the middle of the neighbours"
+    whose = f"as {', '.join(votes.by)}" if led else "the middle of the neighbours"
     steps = BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(warmup)
     told = ", ".join(f"{who} {length}" for who, length in lengths.items())
     draft.set(
@@ -128,6 +136,10 @@ def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
     decay = near.most("schedule.decay")
     assert decay is not None
     draft.set("schedule.decay", decay.value, decay.counted(str))
+    cooldowns = near.of(cooldown)
+    if decay.value == "wsd" and cooldowns:
+        share = middle(cooldowns)
+        draft.set("schedule.decay_ratio", float(f"{share.value:.3g}"), share.told("{:.3g}".format))
     # Of those that decay so: a floor belongs to its shape (0 to a linear one, 10% to a cosine).
     floors = near.values("schedule.min_lr_ratio")
     alike = {who: floor for who, floor in floors.items() if decay.by.get(who) == decay.value} or floors

@@ -9,6 +9,7 @@ from leaven.catalogue.run import Run
 from leaven.catalogue.starter.asked import Asked
 from leaven.catalogue.starter.shape import (
     TIED_SHARE,
+    TOLERANCE,
     VOCABULARIES,
     VOCABULARY_SHARE,
     Proportions,
@@ -74,7 +75,22 @@ def _nearest(asked: Asked, near: Neighbours) -> ModelShape:
     if tied is None:
         tied = vocab * width > TIED_SHARE * asked.params
     fixed = stack | {"vocab_size": vocab, "seq_len": _seq_len(asked, near), "tied_embeddings": tied}
+    own = _own_shape(lead, fixed) if lead else None
+    if own and abs(own.params / asked.params - 1) <= TOLERANCE:
+        return own
     return shape_of(asked.params, _proportions(near, aspect, width, str(stack["activation"])), fixed)
+
+
+def _own_shape(lead: Run, fixed: dict[str, Any]) -> ModelShape | None:
+    """The run's own depth and widths; None where one is not published, or its heads are not as wide as it is."""
+    arch = lead.arch
+    if not (arch.d_model and arch.n_layers and arch.n_heads and arch.n_kv_heads and arch.d_ff):
+        return None
+    d_head = arch.d_head or arch.d_model // arch.n_heads
+    if arch.n_heads * d_head != arch.d_model:
+        return None
+    sides = {name: getattr(arch, name) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff")}
+    return ModelShape.model_validate(fixed | sides | {"d_head": d_head})
 
 
 def _proportions(near: Neighbours, aspect: float, width: float, activation: str) -> Proportions:

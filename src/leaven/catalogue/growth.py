@@ -1,0 +1,87 @@
+"""How the batch of a published run grew, in a recipe's words, where enough of it is published to do it again."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+from leaven.catalogue.run import Run
+from leaven.recipe.batch import Ramp, Stage
+
+
+def grown(run: Run, tokens: int, batch: int, unit: int) -> Ramp | tuple[Stage, ...] | None:
+    """The run's growth in a run of ``tokens`` up to ``batch``, both in tokens; None where too little is published.
+
+    Sizes are whole multiples of ``unit``, which divides ``batch``; what the run did at a share of its length comes at
+    the same share. Published increments and stages at the run's own length, batch and sequence come out as they are.
+    """
+    ramp, length = run.batch.rampup if run.batch else None, run.tokens
+    if not (run.batch_grew and ramp and length):
+        return None
+    longer = tokens / length
+    if ramp.stages:
+        begins = stage_begins(run)
+        sizes = [max(round(stage["tokens"] / unit), 1) * unit for stage in ramp.stages]
+        if begins is None:
+            return None
+        return tuple(
+            Stage(from_tokens=round(begin * longer), tokens=size)
+            for begin, size in zip(begins, [*sizes[:-1], batch], strict=True)
+        )
+    seq_len = run.data.seq_len if run.data else None
+    if not (ramp.kind == "increments" and ramp.start_samples and ramp.n_increments and ramp.over_tokens and seq_len):
+        return None
+    start = max(round(ramp.start_samples * seq_len / unit), 1)
+    climb, count = batch // unit - start, ramp.n_increments
+    if climb <= 0:
+        return None
+    counts = [n for n in range(1, climb + 1) if climb % n == 0]
+    nearest = min(counts, key=lambda n: abs(math.log(n / count)))
+    return Ramp(
+        start_tokens=start * unit,
+        increment_tokens=climb // nearest * unit,
+        over_tokens=max(round(ramp.over_tokens * longer), 1),
+    )
+
+
+def stage_begins(run: Run) -> list[float] | None:
+    """The tokens consumed before each stage of the run; None where one is not published."""
+    stages: tuple[dict[str, Any], ...] = tuple((run.batch and run.batch.rampup and run.batch.rampup.stages) or ())
+    begins, steps = [0.0], 0
+    for before, stage in pairwise(stages):
+        if "from_tokens" in stage:
+            begins.append(stage["from_tokens"])
+        elif "from_fraction" in stage and run.tokens:
+            begins.append(stage["from_fraction"] * run.tokens)
+        elif "from_step" in stage:
+            begins.append(begins[-1] + (stage["from_step"] - steps) * before["tokens"])
+            steps = stage["from_step"]
+        else:
+            return None
+    return begins
+
+
+def warmup_tokens(run: Run) -> float | None:
+    """The run's warm-up; one in steps is counted in the batches that it had by then."""
+    if run.warmup_fraction is not None and run.tokens:
+        return run.warmup_fraction * run.tokens
+    steps, begins = run.schedule.warmup_steps if run.schedule else None, stage_begins(run)
+    ramp = run.batch.rampup if run.batch else None
+    if not (steps and begins and ramp and ramp.stages):
+        return None
+    total, left = 0.0, float(steps)
+    for size, begin, end in zip(ramp.stages, begins, [*begins[1:], math.inf], strict=True):
+        taken = min(left, (end - begin) / size["tokens"])
+        total, left = total + taken * size["tokens"], left - taken
+    return total
+
+
+def cooldown(run: Run) -> float | None:
+    """The share of the run in which a constant lr then fell."""
+    schedule = run.schedule
+    if schedule is None or schedule.shape != "wsd":
+        return None
+    if schedule.decay_fraction is not None:
+        return schedule.decay_fraction
+    if schedule.decay_steps and schedule.total_steps:
+        return schedule.decay_steps / schedule.total_steps
+    return schedule.decay_tokens / run.tokens if schedule.decay_tokens and run.tokens else None
