@@ -93,6 +93,12 @@ def test_what_is_there_stays(leaven: Verb, tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
+def test_a_folder_that_is_not_there(leaven: Verb, tmp_path: Path) -> None:
+    code, said, err = leaven("new", tmp_path / "none" / "out.toml", "--params", "1B", "--tokens", "20B")
+    assert (code, said) == (2, "")
+    assert "none; make it first, or give another name" in err
+
+
 def test_the_docs_quote_what_is_printed() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page.count("$ leaven new ") == 5

@@ -51,6 +51,8 @@ def new(
     """Write a recipe, with a reason for every value: from published runs and laws, or for a model that is there."""
     if output.exists():
         raise InputError(f"{output}: there is something already; give another name")
+    if not output.parent.is_dir():
+        raise InputError(f"{output}: there is no folder {output.parent}; make it first, or give another name")
     # A recipe's name is a word; a file's may be anything.
     name = re.sub(r"^\W+|[^\w.\-]+", "-", output.stem).strip("-") or "new"
     if from_weights is not None:

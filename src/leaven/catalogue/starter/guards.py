@@ -35,8 +35,8 @@ def finish(draft: Draft, at: Setting) -> None:
     draft.set(
         "evaluation.tokens",
         held_out,
-        "50 evaluations of a thousandth of the run are 2% of its forward passes; "
-        "8 sequences at least, 131,072 tokens at most",
+        f"50 evaluations of it are {50 * held_out / tokens:.2%} of the tokens of the run; a thousandth of the run, "
+        "but 8 sequences at least, 131,072 tokens at most",
     )
     finished = draft.recipe().model_dump(mode="json", exclude_none=True, exclude={"why"})
     for path in flatten(finished):

@@ -78,7 +78,8 @@ def _size(draft: Draft, asked: Asked, model: ModelShape) -> None:
 
 def _near(draft: Draft, near: Neighbours) -> None:
     if near.within:
-        said = [f"{len(near.runs)} lineages within a factor of {FACTOR:g}, the nearest run of each"]
+        lineages = "1 lineage" if len(near.runs) == 1 else f"{len(near.runs)} lineages"
+        said = [f"{lineages} within a factor of {FACTOR:g}, the nearest run of each"]
     else:
         side = "smaller" if near.runs[0].params_total > near.params else "larger"
         said = [
