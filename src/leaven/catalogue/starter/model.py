@@ -168,7 +168,9 @@ def explain_shape(draft: Draft, asked: Asked, near: Neighbours, model: ModelShap
     shared = (
         f"{model.n_kv_heads} for {heads}: most lineages since 2023 share them, and 8 divide over a node"
         if model.n_kv_heads < heads
-        else "one each: most lineages since 2023 share none, or the model is too narrow for 8"
+        else "one each: the model is too narrow for 8 that are shared"
+        if _grouped(near)
+        else "one each: most lineages since 2023 share none"
     )
     draft.set(
         "model.n_kv_heads",

@@ -50,7 +50,7 @@ def starter(asked: Asked) -> Derivation:
             f"--tokens {format_quantity(asked.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
             f"{model.seq_len:,}; {format_quantity(LEAST_SEQUENCES * model.seq_len)} will do, or a shorter --seq-len"
         )
-    _duration(draft, asked, model)
+    _duration(draft, asked, near, model)
     setting = Setting(near, model, asked.tokens, asked.gpus)
     batch = choose_batch(draft, setting)
     lr = choose_lr(draft, setting, batch)
@@ -97,8 +97,9 @@ def _near(draft: Draft, near: Neighbours) -> None:
     draft.step("neighbours", said, near.sources(near.table))
 
 
-def _duration(draft: Draft, asked: Asked, model: ModelShape) -> None:
+def _duration(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -> None:
     each = asked.tokens / model.params
+    ratios = [run.tokens / run.params_total for run in near.runs if run.tokens]
     draft.set("data.tokens", asked.tokens, f"asked for: {each:.3g} tokens a parameter")
     draft.set("data.source", asked.source, "asked for, or the text that is on every machine with Python")
     draft.set("data.tokenizer", "bpe", "trained on the source, to vocab_size tokens or as many as its pairs give")
@@ -107,7 +108,9 @@ def _duration(draft: Draft, asked: Asked, model: ModelShape) -> None:
         [
             f"{format_quantity(asked.tokens)} tokens",
             f"{each:.3g} a parameter",
-            "about 20 is compute-optimal (Chinchilla 2022); more makes a smaller model that is cheaper to use",
+            f"{each / 20:.2g} x the compute-optimal 20 or so (Chinchilla 2022)"
+            + (", for a model that is cheaper to use" if each > 40 else ""),
+            f"neighbours {min(ratios, default=each):,.0f} .. {max(ratios, default=each):,.0f} a parameter",
         ],
         ["arXiv 2203.15556"],
     )
