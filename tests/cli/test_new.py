@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.starters import PAGE, renewed
 
+from leaven.catalogue.runs import find_run
 from leaven.recipe.files import read_recipe
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -91,6 +92,14 @@ def test_what_is_there_stays(leaven: Verb, tmp_path: Path) -> None:
     assert code == 2
     assert "there is something already" in err
     assert path.read_text() == "mine"
+
+
+def test_a_run_alone_is_its_own_size_and_length(leaven: Verb, tmp_path: Path) -> None:
+    path = tmp_path / "olmo.toml"
+    assert leaven("new", path, "--from", "olmo2-7b")[0] == 0
+    recipe, run = read_recipe(path), find_run("olmo2-7b")
+    assert recipe.model.params == pytest.approx(run.params_total, rel=0.03)
+    assert recipe.data.tokens == run.tokens
 
 
 def test_a_folder_that_is_not_there(leaven: Verb, tmp_path: Path) -> None:

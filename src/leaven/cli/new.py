@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from leaven.catalogue.lead import find_lead
 from leaven.catalogue.starter.asked import Asked
 from leaven.catalogue.starter.proxy import commands
 from leaven.catalogue.starter.starter import starter
@@ -29,7 +30,8 @@ def new(
         typer.Option(
             "--from",
             metavar="ID",
-            help="Take one published run's values together: leaven recipes list.",
+            help="Take one published run's values together, its size and length too without --params: "
+            "leaven recipes list.",
             show_default=False,
         ),
     ] = None,
@@ -64,6 +66,9 @@ def new(
             )
         _adopted(output, name, from_weights, tokens, source, json_output)
         return
+    if from_run is not None and params is None:
+        lead = find_lead(from_run)
+        params, tokens = lead.params_total, tokens or lead.tokens
     if params is None:
         raise InputError("nothing to start from; type --params COUNT --tokens COUNT, or --from-weights DIR")
     if tokens is None:

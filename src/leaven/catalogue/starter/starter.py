@@ -110,7 +110,7 @@ def _duration(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -
             f"{each:.3g} a parameter",
             f"{each / 20:.2g} x the compute-optimal 20 or so (Chinchilla 2022)"
             + (", for a model that is cheaper to use" if each > 40 else ""),
-            f"neighbours {min(ratios, default=each):,.0f} .. {max(ratios, default=each):,.0f} a parameter",
+            f"neighbours {min(ratios):,.0f} .. {max(ratios):,.0f} a parameter",
         ],
         ["arXiv 2203.15556"],
     )
