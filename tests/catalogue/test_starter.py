@@ -67,7 +67,8 @@ def test_every_size_and_length_gets_a_sensible_recipe(params: float, tokens_per_
         for run in comparable(params)
         if run.peak_lr
     ]
-    assert min(moved) / 2.01 <= recipe.hyperparameters.lr <= max(moved) * 2.01
+    # Two significant digits are up to 5% off.
+    assert min(moved) / 2.12 <= recipe.hyperparameters.lr <= max(moved) * 2.12
     assert parse_recipe(render(recipe), "it") == recipe
     assert set(_written(recipe)) <= set(recipe.why)
     proxy = proxy_recipe(recipe)
