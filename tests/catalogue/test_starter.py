@@ -276,3 +276,14 @@ def test_bad_input_is_one_line(asked: dict[str, object], message: str) -> None:
         starter(replace(Asked("wheat", B, 20 * B), **asked))  # type: ignore[arg-type]
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_long_context_turns_slower_and_a_small_text_is_said_to_be_one() -> None:
+    found = starter(Asked("long", 1_000_000_000, 20_000_000_000, seq_len=32_768))
+    assert found.recipe.model.rope_theta == 500_000  # Llama 3, OLMo 3
+    assert "llama3-8b" in found.recipe.why["model.rope_theta"]
+    assert starter(Asked("usual", 1_000_000_000, 20_000_000_000)).recipe.model.rope_theta == 10_000
+    told = [said for step in found.steps if step.title == "duration" for said in step.said]
+    assert any("epochs: give your text with --source" in said for said in told)
+    named = starter(Asked("named", 1_000_000_000, 20_000_000_000, source="text.jsonl"))
+    assert not any("epochs" in said for step in named.steps for said in step.said)

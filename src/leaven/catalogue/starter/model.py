@@ -6,6 +6,7 @@ from typing import Any
 
 from leaven.catalogue.derivation import Draft
 from leaven.catalogue.run import Run
+from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.asked import Asked
 from leaven.catalogue.starter.shape import (
     TIED_SHARE,
@@ -31,6 +32,10 @@ _QK_NORM = (
 
 FARTHEST = 0.05
 """A shape farther than this from the parameters that were asked for is refused."""
+
+
+SHORT = 4_096
+"""Positions up to which RoPE's own theta of 10,000 will do."""
 
 
 def choose_shape(asked: Asked, near: Neighbours) -> ModelShape:
@@ -75,10 +80,21 @@ def _nearest(asked: Asked, near: Neighbours) -> ModelShape:
     if tied is None:
         tied = vocab * width > TIED_SHARE * asked.params
     fixed = stack | {"vocab_size": vocab, "seq_len": _seq_len(asked, near), "tied_embeddings": tied}
+    if not lead and fixed["seq_len"] > SHORT:
+        fixed["rope_theta"], _ = _theta_of_long()
     own = _own_shape(lead, fixed) if lead else None
     if own and abs(own.params / asked.params - 1) <= TOLERANCE:
         return own
     return shape_of(asked.params, _proportions(near, aspect, width, str(stack["activation"])), fixed)
+
+
+def _theta_of_long() -> tuple[float, list[str]]:
+    """What most runs of more than ``SHORT`` positions took, and which ones."""
+    by: dict[float, list[str]] = {}
+    for run in load_runs():
+        if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
+            by.setdefault(run.arch.rope_theta, []).append(run.id)
+    return max(by.items(), key=lambda pair: len(pair[1]))
 
 
 def _own_shape(lead: Run, fixed: dict[str, Any]) -> ModelShape | None:
@@ -213,6 +229,9 @@ def explain_shape(draft: Draft, asked: Asked, near: Neighbours, model: ModelShap
         path, value = f"model.{field}", getattr(model, field)
         if field in _STACK or (lead and lead.id in near.values(path)):
             draft.set(path, value, _stack_reason(near, path, value))
+    if not lead and model.seq_len > SHORT:
+        theta, runs = _theta_of_long()
+        draft.set("model.rope_theta", theta, f"for more than {SHORT:,} positions, as {', '.join(runs)}")
     draft.step(
         "shape",
         [

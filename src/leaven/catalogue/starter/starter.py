@@ -64,6 +64,10 @@ def starter(asked: Asked) -> Derivation:
         raise InputError(f"no recipe comes of this: {explain(error)}") from None
 
 
+STDLIB_TOKENS = 3_000_000
+"""About: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
+
+
 def _size(draft: Draft, asked: Asked, model: ModelShape) -> None:
     off = model.params / asked.params - 1
     said = [
@@ -101,7 +105,9 @@ def _duration(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -
     each = asked.tokens / model.params
     ratios = [run.tokens / run.params_total for run in near.runs if run.tokens]
     draft.set("data.tokens", asked.tokens, f"asked for: {each:.3g} tokens a parameter")
-    draft.set("data.source", asked.source, "asked for, or the text that is on every machine with Python")
+    stand_in = asked.source == "python-stdlib" and asked.tokens > 100 * STDLIB_TOKENS
+    why = "the text that is on every machine with Python; name yours" if stand_in else "the text that was named"
+    draft.set("data.source", asked.source, why)
     draft.set("data.tokenizer", "bpe", "trained on the source, to vocab_size tokens or as many as its pairs give")
     draft.step(
         "duration",
@@ -111,6 +117,11 @@ def _duration(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -
             f"{each / 20:.2g} x the compute-optimal 20 or so (Chinchilla 2022)"
             + (", for a model that is cheaper to use" if each > 40 else ""),
             f"neighbours {min(ratios):,.0f} .. {max(ratios):,.0f} a parameter",
+            *(
+                [f"of python-stdlib about {asked.tokens / STDLIB_TOKENS:,.0f} epochs: give your text with --source"]
+                if stand_in
+                else []
+            ),
         ],
         ["arXiv 2203.15556"],
     )
