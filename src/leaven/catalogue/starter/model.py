@@ -79,8 +79,9 @@ def _nearest(asked: Asked, near: Neighbours) -> ModelShape:
     tied = lead.arch.tied_embeddings if lead else None
     if tied is None:
         tied = vocab * width > TIED_SHARE * asked.params
-    fixed = stack | {"vocab_size": vocab, "seq_len": _seq_len(asked, near), "tied_embeddings": tied}
-    if not lead and fixed["seq_len"] > SHORT:
+    seq_len = _seq_len(asked, near)
+    fixed = stack | {"vocab_size": vocab, "seq_len": seq_len, "tied_embeddings": tied}
+    if not lead and seq_len > SHORT:
         fixed["rope_theta"], _ = _theta_of_long()
     own = _own_shape(lead, fixed) if lead else None
     if own and abs(own.params / asked.params - 1) <= TOLERANCE:
