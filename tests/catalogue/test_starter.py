@@ -23,6 +23,7 @@ from leaven.catalogue.starter.starter import starter
 from leaven.catalogue.votes import batch_ramps, middle, neighbours, ramp_votes
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.starter_layout import laid_out
+from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe, flatten
@@ -287,3 +288,17 @@ def test_a_long_context_turns_slower_and_a_small_text_is_said_to_be_one() -> Non
     assert any("epochs: give your text with --source" in said for said in told)
     named = starter(Asked("named", 1_000_000_000, 20_000_000_000, source="text.jsonl"))
     assert not any("epochs" in said for step in named.steps for said in step.said)
+
+
+def test_what_is_laid_out_can_be_trained_from_its_first_batch_on() -> None:
+    """A published batch of 16 M tokens is no whole number of anything; a ramp begins small."""
+    for asked, gpus in (
+        (Asked("llama", 405_000_000_000, 15_600_000_000_000, lead="llama3-405b", gpus=2_048), "2048xH100-80GB"),
+        (Asked("ramped", 70_000_000_000, 1_400_000_000_000, gpus=512), "512xH100-80GB"),
+    ):
+        recipe = laid_out(starter(asked), parse_cluster(gpus)).recipe
+        assert len(recipe.batch.sizes) > 1
+        require_trainable(recipe, recipe.layout.ranks)
+    few = Asked("few", 125_000_000, 125_000_000, gpus=4_096)
+    with pytest.raises(InputError, match="^--gpus 4096xH100-SXM-80GB: .*; or take fewer GPUs$"):
+        laid_out(starter(few), parse_cluster("4096xH100-80GB"))

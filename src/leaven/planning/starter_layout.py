@@ -6,6 +6,7 @@ from leaven.catalogue.derivation import Derivation
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, plan
+from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_seconds
 
 
@@ -16,7 +17,11 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
         InputError: if nothing fits or the batch divides over no layout; says what would.
     """
     recipe = derivation.recipe
-    found = plan(recipe.model, recipe.data.tokens, recipe.batch.tokens, cluster)
+    smallest = min(tokens for _, tokens in recipe.batch.sizes)
+    try:
+        found = plan(recipe.model, recipe.data.tokens, recipe.batch.tokens, cluster, smallest_tokens=smallest)
+    except InputError as error:
+        raise InputError(f"--gpus {cluster}: {error}; or take fewer GPUs") from None
     how = found.arrangement
     memory = f"{found.memory.total / GIB:.1f} GiB of {cluster.accelerator.memory_gib:g}"
     speed = f"{found.speed.tflops_per_gpu:.0f} TFLOP/s a GPU, MFU {found.speed.mfu:.0%}"

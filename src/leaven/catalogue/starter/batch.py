@@ -24,7 +24,8 @@ def choose_batch(draft: Draft, at: Setting) -> int:
     optimal = middle({law.law: law.batch_tokens for law in at.laws if law.batch_tokens and not is_critical(law)})
     critical = critical_batch(at.laws)
     if lead and lead.batch_tokens:
-        sequences = max(round(lead.batch_tokens / seq_len), 1)
+        own = max(round(lead.batch_tokens / seq_len), 1)
+        sequences = _divisible(own, at.gpus)
         batch = sequences * seq_len
         if at.tokens < LEAST_STEPS * batch:
             raise InputError(
@@ -32,6 +33,8 @@ def choose_batch(draft: Draft, at: Setting) -> int:
                 f"{format_quantity(at.tokens)} tokens; give {format_quantity(LEAST_STEPS * batch)} or more"
             )
         reason = f"as {lead.id}: lr and batch are taken together; laws {said_range(optimal, format_quantity)}"
+        if sequences != own:
+            reason += f"; {own:,} sequences made {sequences:,}, which ranks divide"
         said = [f"{format_quantity(batch)} tokens, as {lead.id}", f"laws {said_range(optimal, format_quantity)}"]
         named, spread = [lead.id], max(optimal.high, batch) / min(optimal.low, batch)
     else:
@@ -67,6 +70,12 @@ def choose_batch(draft: Draft, at: Setting) -> int:
     draft.set("batch.tokens", batch, reason)
     draft.step("batch", said, [*at.law_sources(optimal.by), *at.near.sources(named)])
     return batch
+
+
+def _divisible(sequences: int, gpus: int) -> int:
+    """The nearest number, a sixteenth away at most, that divides over a power of two of the GPUs."""
+    unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
+    return max(round(sequences / unit), 1) * unit
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
