@@ -97,10 +97,12 @@ def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(corpus: Path, t
         assert process.poll() is None
         time.sleep(0.01)
     assert (folder / "demo.json").exists()  # killed here, the folder would still be known as a demo's
+    os.killpg(process.pid, signal.SIGSTOP)  # on a slow machine it would be done before the second one has started
     second = subprocess.run(demo(folder, corpus), capture_output=True, text=True, check=False)
     assert second.returncode == 2
     assert "in use by another process" in second.stderr
     os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGCONT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
     assert "the same command goes on from there" in errors
