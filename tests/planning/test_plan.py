@@ -41,7 +41,7 @@ def test_a_layout_as_people_write_it() -> None:
         ("tp=8,pp=12,dp=5", r"is 480 ranks, the cluster has 384 GPUs; dp=4 would"),
         ("tp=7", r"is 7 ranks, the cluster has 384 GPUs; tp x pp must divide 384"),
         ("tpp=8", r"no such key 'tpp'; did you mean tp\?"),
-        ("width=8", r"known are dp, tp, pp, zero, mbs, dp_replicate, stages_per_rank, recompute, schedule"),
+        ("width=8", r"known are dp, tp, pp, cp, ep, zero, mbs, dp_replicate, stages_per_rank, recompute, schedule"),
         ("tp=eight", r"write for example tp=1"),
         ("tp", r"write for example tp=1"),
         ("zero=4", r"zero: input should be less than or equal to 3"),

@@ -1,5 +1,6 @@
 """One way to run a step on a cluster: layout, micro-batch and accumulation. Written form, and what is allowed."""
 
+import math
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -11,7 +12,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
-_NUMBERS = ("dp", "tp", "pp", "zero", "mbs", "dp_replicate", "stages_per_rank")
+_NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "dp_replicate", "stages_per_rank")
 _WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
 _KEYS = (*_NUMBERS, *_WORDS)
 
@@ -36,8 +37,10 @@ class Arrangement:
         dp = f"{layout.dp}" + (f" in {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else "")
         pp = f"{layout.pp}" + (f" {layout.schedule}" if layout.schedule != "1f1b" else "")
         pp += f" of {layout.stages_per_rank} stages each" if layout.stages_per_rank > 1 else ""
+        cp = f" · cp {layout.cp}" if layout.cp > 1 else ""
+        cp += f" · ep {layout.ep}" if layout.ep > 1 else ""
         return (
-            f"dp {dp} · tp {layout.tp} · pp {pp} · zero {layout.zero} · micro-batch {self.micro_batch}"
+            f"dp {dp} · tp {layout.tp} · pp {pp}{cp} · zero {layout.zero} · micro-batch {self.micro_batch}"
             f" · accumulate {self.grad_accumulation} · recompute {layout.recompute}"
         )
 
@@ -75,7 +78,7 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
     micro_batch = values.pop("mbs", None)
     if micro_batch == 0:
         raise InputError(f"layout {text!r}: mbs=0 is no micro-batch; write mbs=1 or leave it out")
-    rest = values.get("tp", 1) * values.get("pp", 1)
+    rest = math.prod(values.get(key, 1) for key in ("tp", "pp", "cp"))
     if "dp" not in values and rest and gpus % rest == 0:
         values["dp"] = gpus // rest
     try:
@@ -86,13 +89,16 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
         said = first["msg"].removeprefix("Value error, ")
         raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
     if layout.ranks != gpus:
-        model_ranks = layout.tp * layout.pp
+        model_ranks = layout.tp * layout.pp * layout.cp
         would = f"dp={gpus // model_ranks} would" if gpus % model_ranks == 0 else f"tp x pp must divide {gpus}"
-        raise InputError(
-            f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, "
-            f"the cluster has {gpus} GPUs; {would}"
-        )
+        raise InputError(f"layout {degrees(layout)} is {layout.ranks} ranks, the cluster has {gpus} GPUs; {would}")
     return layout, micro_batch
+
+
+def degrees(layout: Layout) -> str:
+    """What a layout's ranks are the product of, in words."""
+    cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
+    return f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp}"
 
 
 def tensor_degrees(shape: ModelShape) -> list[int]:
@@ -110,8 +116,8 @@ def check_layout(shape: ModelShape, layout: Layout, cluster: Cluster) -> None:
     """
     if layout.ranks != cluster.gpus:
         raise InputError(
-            f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, "
-            f"the cluster has {cluster.gpus} GPUs; make the product {cluster.gpus}"
+            f"layout {degrees(layout)} is {layout.ranks} ranks, the cluster has {cluster.gpus} GPUs; "
+            f"make the product {cluster.gpus}"
         )
     refusal = shape_refusal(shape, layout)
     if refusal is not None:
@@ -121,9 +127,9 @@ def check_layout(shape: ModelShape, layout: Layout, cluster: Cluster) -> None:
 def shape_refusal(shape: ModelShape, layout: Layout) -> str | None:
     """Why a model cannot be laid out like this, and what would work; None if it can."""
     tp, stages = layout.tp, layout.pp * layout.stages_per_rank
-    degrees = tensor_degrees(shape)
-    if tp not in degrees:
-        *most, last = map(str, degrees)
+    possible = tensor_degrees(shape)
+    if tp not in possible:
+        *most, last = map(str, possible)
         return (
             f"tp={tp}: {shape.n_heads} heads, {shape.n_kv_heads} kv heads, d_ff {shape.d_ff}, a vocabulary of "
             f"{shape.vocab_size} and seq_len {shape.seq_len} do not all divide by {tp}; "
@@ -132,6 +138,11 @@ def shape_refusal(shape: ModelShape, layout: Layout) -> str | None:
     if stages > shape.n_layers:
         what = f"pp={layout.pp}" + (f" x stages_per_rank={stages // layout.pp}" if stages > layout.pp else "")
         return f"{what}: there are only {shape.n_layers} layers; at most {shape.n_layers} stages work"
+    if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
+        # each rank has a piece from either half, so that causal attention is equal work
+        return f"cp={layout.cp}: seq_len {shape.seq_len} does not divide by 2 x {layout.cp}"
+    if layout.ep > 1:
+        return f"ep={layout.ep}: this model has no experts to share out; ep=1 works"
     return None
 
 

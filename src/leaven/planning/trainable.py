@@ -17,6 +17,11 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
     Raises:
         InputError: saying what would work.
     """
+    for key in ("cp", "ep"):
+        if getattr(recipe.layout, key) > 1:
+            raise InputError(
+                f"[layout] {key}: leaven plans and exports it and does not train with it; --set layout.{key}=1"
+            )
     require_ranks(recipe, processes)
     for refusal in (shape_refusal(recipe.model, recipe.layout), _batch_refusal(recipe), _torch_refusal(recipe)):
         if refusal is not None:

@@ -17,12 +17,15 @@ class Layout(Part):
     ``dp_replicate`` of the dp ranks hold the same pieces, so that ZeRO shards over dp / dp_replicate ranks only (one
     node's, where the wires between nodes are slow). ``schedule`` is the pipeline's; ``stages_per_rank`` the stretches
     of layers that a rank of it holds, 1 but for interleaved and zero-bubble. A process that keeps the others waiting
-    for ``timeout_seconds`` ends the run.
+    for ``timeout_seconds`` ends the run. ``cp`` ranks share each sequence (context parallelism) and ``ep`` of the
+    dp x cp ranks share out the experts: both are planned and exported, and leaven's own trainer has neither.
     """
 
     dp: int = Field(default=1, gt=0)
     tp: int = Field(default=1, gt=0)
     pp: int = Field(default=1, gt=0)
+    cp: int = Field(default=1, gt=0)
+    ep: int = Field(default=1, gt=0)
     zero: int = Field(default=0, ge=0, le=3)
     dp_replicate: int = Field(default=1, gt=0)
     schedule: Pipeline = "1f1b"
@@ -35,6 +38,8 @@ class Layout(Part):
     def _goes_together(self) -> "Layout":
         if self.dp % self.dp_replicate:
             raise ValueError(f"dp_replicate = {self.dp_replicate} does not divide dp = {self.dp}; take a divisor")
+        if self.dp * self.cp % self.ep:
+            raise ValueError(f"ep = {self.ep} does not divide dp x cp = {self.dp * self.cp}; take a divisor")
         if self.zero == 0 and self.dp_replicate > 1:
             raise ValueError(
                 "zero = 0 replicates everything, so dp_replicate says nothing; leave it out, or set zero"
@@ -59,4 +64,4 @@ class Layout(Part):
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
