@@ -12,6 +12,7 @@ from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -42,6 +43,28 @@ class PositionTable(ParallelStyle):
             return output.redistribute(mesh, [Shard(output.dim() - 2)]).to_local()
 
         return distribute_module(module, mesh, input_fn=whole, output_fn=stretch)
+
+
+class VocabularySlice(ParallelStyle):
+    """An embedding of which each rank has the rows of its tokens, to stretches of positions.
+
+    torch's own style gives every rank a gradient of the whole vocabulary, to be summed up and cut afterwards.
+    """
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+        first = mesh.get_local_rank() * (module.weight.shape[0] // mesh.size())
+
+        def forward(tokens_BT: Tensor) -> Tensor:
+            table_VD = module.weight.to_local()
+            place_BT = tokens_BT - first
+            others_BT = (place_BT < 0) | (place_BT >= len(table_VD))
+            x_BTD = F.embedding(place_BT.masked_fill(others_BT, 0), table_VD).masked_fill(others_BT[..., None], 0)
+            whole = DTensor.from_local(x_BTD, mesh, [Partial()], run_check=False)
+            return whole.redistribute(mesh, [Shard(SEQUENCE)]).to_local()
+
+        module.forward = forward
+        return module
 
 
 class LocalNorm(ParallelStyle):
@@ -94,7 +117,7 @@ BLOCK: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 ENDS: dict[str, Callable[[], ParallelStyle]] = {
-    "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
+    "embedding": VocabularySlice,
     "positions": PositionTable,
     "norm.embedding": partial(LocalNorm, Replicate()),
     "norm.final": partial(LocalNorm, Replicate()),

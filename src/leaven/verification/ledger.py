@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from leaven.distributed.compat import resizes_seen, shapes_apart
 
+_PLAIN = {Tensor, nn.Parameter, FakeTensor}
 GRAIN = 512
 """Bytes that an accelerator's allocator rounds up to."""
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
-_READ = {aten._local_scalar_dense.default}
-_WAITS = {torch.ops._c10d_functional.wait_tensor.default}
+_READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(eq=False)
@@ -36,14 +36,17 @@ Parts = Counter[str]
 
 
 class Ledger(TorchDispatchMode):
-    """Notes down what fake tensors inside of it take, and changes nothing; a number that is read off one is 1.
+    """Notes down what tensors take that are made inside of it, and changes nothing. ``of``: which kind; a number that
+    is read off a fake one is 1.
 
     A part may be given when a storage is made (:meth:`within`) or later (:meth:`mark`): what counts is the last word.
-    So gradients are known as such, which are made as any tensor is.
+    So gradients are known as such, which are made as any tensor is. Known by what is done are the weights that are
+    gathered or cast, and the buffers of an exchange and of an update.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of: type[Tensor] = FakeTensor) -> None:
         super().__init__()
+        self._of = of
         self._entries: dict[int, Entry] = {}
         self._part, self._apart = "activations", 0
         self._start: list[tuple[Entry, int]] = []
@@ -95,17 +98,31 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind is not FakeTensor for kind in types):
+        if not _PLAIN.issuperset(types):
             return NotImplemented  # it is made of plain ones, which come here by themselves
-        if func in _READ and types:
+        fake = FakeTensor in types
+        if func is _READ and fake:
             return 1
         # What waits for a collective gives a new tensor of what is fake, and of what is real the same one.
-        result = args[0] if func in _WAITS else func(*args, **(kwargs or {}))
-        if not self._apart:
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
-                    self._entry(tensor)
+        result = args[0] if func is _WAIT and fake else func(*args, **(kwargs or {}))
+        if self._apart:
+            return result
+        for tensor in tree_leaves(result):
+            if type(tensor) in {self._of, nn.Parameter} and tensor.device.type != "meta":
+                self._entry(tensor)
+        if func is aten._to_copy.default and self._is(args[0], "weights"):
+            self.mark([result], "gathered")
+        elif func is aten.clone.default and self._is(args[0], "weights"):
+            self.mark([result], "buffers")  # to tell the update by
+        elif func is fsdp.all_gather_copy_in.default:
+            self.mark(result, "gathered")
+        elif func is fsdp.chunk_cat.default:
+            self.mark(args[0], "grads")
+            self.mark([(kwargs or {})["out"]], "buffers")
         return result
+
+    def _is(self, tensor: Tensor, part: str) -> bool:
+        return tensor.untyped_storage()._cdata in self._entries and self._entry(tensor).part == part
 
     def _entry(self, tensor: Tensor) -> Entry:
         storage = tensor.untyped_storage()
@@ -117,8 +134,10 @@ class Ledger(TorchDispatchMode):
         return entry
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._entries:
-            self._set(self._entries[storage._cdata], storage.nbytes())
+        entry = self._entries.get(storage._cdata)
+        if entry is not None:
+            entry.part = "gathered"
+            self._set(entry, storage.nbytes())
 
     def _gone(self, storage: int) -> None:
         self._set(self._entries.pop(storage), 0)
