@@ -4,14 +4,18 @@ The planner counts; the dry run (:mod:`leaven.verification.dry_run`) does what a
 what no tensor is: the context, the kernels, the holes of an allocator.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from leaven.planning.arrangement import Arrangement
+from leaven.planning.arrangement import Arrangement, parse_layout
 from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, stage_memory
 from leaven.planning.trainable import require_trainable
+from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.machine import cores
@@ -65,38 +69,32 @@ class MemoryCheck:
         }
 
 
-def check_memory(
-    recipe: Recipe, ranks: Iterable[int] | None = None, on_rank: Callable[[int, int], None] = lambda done, total: None
-) -> MemoryCheck:
-    """The planner against dry runs of the first, second and last rank of the pipeline, or of the ranks given: each in
-    a process of its own.
+@dataclass(frozen=True)
+class Rehearsal:
+    """A recipe whose steps take what the subject's take, and how they are arranged."""
+
+    subject: str
+    recipe: Recipe
+    how: Arrangement
+
+
+def with_layout(recipe: Recipe, text: str) -> Recipe:
+    """The recipe in the layout of ``tp=8,pp=12,dp=4,zero=1,mbs=2``; what is left out has its default.
 
     Raises:
-        InputError: if the recipe cannot be trained in its layout.
+        InputError: if it is none.
     """
-    rehearsed, how = rehearsal(recipe)
-    layout = how.layout
-    of_a_stage = layout.dp * layout.tp
-    wanted = sorted(set(ranks if ranks is not None else (0, of_a_stage * min(1, layout.pp - 1), layout.ranks - of_a_stage)))
-    rows: dict[int, list[Row]] = {}
-    seconds = 0.0
-    with Pool(min(cores(), len(wanted))) as pool:
-        pending = {pool.submit(dry_run, rehearsed, rank): rank for rank in wanted}
-        on_rank(0, len(wanted))
-        for future in as_completed(pending):
-            rank, taken = pending[future], future.result()
-            stage = rank // of_a_stage
-            rows[rank] = compare(rank, stage, stage_memory(recipe.model, how, stage, tensors(recipe)), taken)
-            seconds += taken.seconds
-            on_rank(len(rows), len(wanted))
-    return MemoryCheck(recipe.name, how, tuple(row for rank in wanted for row in rows[rank]), seconds)
+    degrees = re.findall(r"\b(?:dp|tp|pp|cp)\s*=\s*(\d+)", text)
+    layout, micro_batch = parse_layout(text, max(1, math.prod(map(int, degrees))))
+    changes: dict[str, Any] = {"layout": layout.model_dump()}
+    return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
 
 
-def rehearsal(recipe: Recipe) -> tuple[Recipe, Arrangement]:
-    """A recipe of the same memory whose steps are short, and how they are arranged.
+def rehearsal(recipe: Recipe) -> Rehearsal:
+    """A recipe of the same memory with short steps.
 
-    Micro-batches beyond those that fill a pipeline twice find nothing new, unless all of them are in flight; nor does
-    a corpus, a start or a ramp.
+    Micro-batches beyond those that fill a pipeline twice find nothing new, unless all of them are in flight; nor do
+    weights to start from, or a ramp.
 
     Raises:
         InputError: if the recipe cannot be trained in its layout.
@@ -116,7 +114,44 @@ def rehearsal(recipe: Recipe) -> tuple[Recipe, Arrangement]:
             "stability.noise_scale_every_tokens": None,
         }
     )
-    return short, Arrangement(layout, size, count)
+    return Rehearsal(recipe.name, short, Arrangement(layout, size, count))
+
+
+def looked_at(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
+    """The ranks given, or the first one of every stage of the pipeline or of its first, second and last.
+
+    Raises:
+        InputError: if there is no such rank.
+    """
+    if ranks:
+        beyond = [rank for rank in ranks if rank >= layout.ranks]
+        if beyond:
+            raise InputError(f"--rank {beyond[0]}: the layout has ranks 0 to {layout.ranks - 1}")
+        return sorted(set(ranks))
+    of_a_stage, last = layout.ranks // layout.pp, layout.pp - 1
+    return [of_a_stage * stage for stage in (range(layout.pp) if all_stages else sorted({0, min(1, last), last}))]
+
+
+def check_memory(
+    rehearsed: Rehearsal, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
+) -> MemoryCheck:
+    """The planner against dry runs of some ranks, each in a process of its own."""
+    recipe, how = rehearsed.recipe, rehearsed.how
+    began, rows = time.perf_counter(), dict[int, list[Row]]()
+    on_rank(0, len(ranks))
+    # torch remembers meshes, and who it is in them: a process is one rank only, and one after the other.
+    for first in range(0, len(ranks), cores()):
+        some = ranks[first : first + cores()]
+        with Pool(len(some)) as pool:
+            pending = {pool.submit(dry_run, recipe, rank): rank for rank in some}
+            for future in as_completed(pending):
+                rank, taken = pending[future], future.result()
+                stage = rank // (how.layout.ranks // how.layout.pp)
+                rows[rank] = compare(rank, stage, stage_memory(recipe.model, how, stage, tensors(recipe)), taken)
+                on_rank(len(rows), len(ranks))
+    return MemoryCheck(
+        rehearsed.subject, how, tuple(row for rank in ranks for row in rows[rank]), time.perf_counter() - began
+    )
 
 
 def tensors(recipe: Recipe) -> Implementation:
