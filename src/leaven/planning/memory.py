@@ -171,6 +171,9 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
         for block, count in blocks
     ]
     stays = sum(count * each.stays for each, count in kept)
+    # Keys and values on their way round the ranks that share a sequence, and their gradients: in use, and to come.
+    pairs = max(block.core.kv_heads * (block.core.d_qk + block.core.d_v) for block, _ in blocks)
+    ring = 2 * 2 * code.element * pairs / t if layout.cp > 1 else 0.0
     residual = code.residual * table.d_model / stretch
     if first and table.embedding_norm:  # its input
         stays += residual
@@ -188,7 +191,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
         exchange=code.exchange * unit if layout.zero and sharers > 1 else 0.0,
         update=held(code.update_copy, 1, dense, experts),
         stays=stays,
-        once=max(each.once + each.gradients for each, _ in kept),
+        once=max(each.once + each.gradients for each, _ in kept) + ring,
         unembedding=table.embedding / t,
     )
 
