@@ -71,3 +71,24 @@ def judged(recipe: Recipe, ranks: Pool) -> list[Row]:
         (found,) = ranks(1, dry_run, subject.recipe, rank)
         rows += compare(rank, stage, stage_memory(recipe.model, subject.how, stage, tensors(recipe)), found)
     return [row for row in rows if row.passed is not None]
+
+
+GRID = [
+    "tp=1",
+    "tp=1,recompute=full",
+    "dp=8,zero=0",
+    "dp=8,zero=1",
+    "dp=8,zero=2",
+    "dp=8,zero=3",
+    "dp=8,zero=3,recompute=full",
+    "tp=2",
+    "tp=4,dp=2,zero=1,recompute=full",
+    "pp=4",
+    "pp=4,recompute=full",
+    "pp=4,dp=4,zero=2",
+    "pp=4,dp=4,zero=3",
+    "pp=4,schedule=gpipe",
+    "pp=2,schedule=interleaved,stages_per_rank=2",
+    "dp=2,tp=2,pp=2,zero=1",
+    "dp=64,tp=4,pp=2,zero=1,recompute=full",
+]

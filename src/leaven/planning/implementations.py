@@ -25,7 +25,8 @@ class Implementation:
     ``gathered_ends`` of what is in no block, if every one of several ranks has that whole; ``exchange`` of a block
     while ranks exchange its gradients; ``update_copy`` in an update, when the activations are gone.
     ``shards_weights_from``: the first ZeRO stage that shares out the weights. ``bucket``: bytes of buffers for the
-    exchange of gradients and weights.
+    exchange of gradients and weights. ``autocast``: of one rank alone, products cast what they read, so
+    no embedding, and with full recomputation a block at a time; under ZeRO 3 an embedding is given up like a block.
 
     Activations: bytes of an ``element`` and of one of the ``residual`` stream. ``sequence_parallel``: between
     products a tensor rank has a stretch of positions; ``gathered_inputs``: the inputs of column-parallel products are
@@ -49,6 +50,7 @@ class Implementation:
     optimizer_of_matrices: int | None = None
     compute_copy: int = 2
     gathered_ends: int = 0
+    autocast: bool = False
     exchange: int = 0
     update_copy: int = 0
     shards_weights_from: int = 3
@@ -84,6 +86,8 @@ LEAVEN_BF16 = Implementation(
     shards_weights_from=1,
     exchange=6,
     gathered_ends=4,
+    autocast=True,
+    keeps_outputs=True,
     update_copy=4,
     residual=4,
     logit=10,
