@@ -31,8 +31,8 @@ def memory(
 ) -> None:
     """Is the memory that is planned what a rank takes?
 
-    The model, its layout, the optimiser and two steps are those of a training, of any number of ranks, on one processor
-    and without their memory: tensors have shapes and no values. What stays between steps may be 2% off, the peak 5%.
+    The model, its layout, the optimiser and two steps are those of a training, of any number of ranks, on one
+    processor and without their memory: tensors have shapes and no values. What stays between steps may be 2% off, the peak 5%.
     """
     from leaven.verification.memory import check_memory, looked_at, rehearsal, with_layout
 
@@ -54,7 +54,11 @@ def memory(
             judged = row.passed is not None
             told = Text("")
             if row.passed is not None:
-                told = Text(f"within {row.limit:.0%}", "green") if row.passed else Text(f"FAILED: over {row.limit:.0%}", "red")
+                told = (
+                    Text(f"within {row.limit:.0%}", "green")
+                    if row.passed
+                    else Text(f"FAILED: over {row.limit:.0%}", "red")
+                )
             off = f"{row.error:+.1%}" if judged and row.error is not None else f"{row.planned_gib - row.dry_gib:+.3f}"
             table.add_row(
                 *(str(row.rank), str(row.stage)) if row.part == check.rows[0].part else ("", ""),
@@ -68,7 +72,11 @@ def memory(
         console.print(table)
         judged_rows = [row for row in check.rows if row.passed is not None]
         failed = sum(row.passed is False for row in judged_rows)
-        said = f"FAILED: {failed} of {len(judged_rows)} lines" if failed else f"passed: {len(judged_rows)} of {len(judged_rows)} lines"
+        said = (
+            f"FAILED: {failed} of {len(judged_rows)} lines"
+            if failed
+            else f"passed: {len(judged_rows)} of {len(judged_rows)} lines"
+        )
         console.print(f"{said}, {format_seconds(check.seconds)}")
     if not check.passed:
         raise typer.Exit(1)

@@ -64,7 +64,7 @@ def resizes_seen(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
         told(self)
         return found
 
-    torch.UntypedStorage.resize_ = seen  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = seen  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -81,7 +81,7 @@ def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[
         with apart():
             return propagate(self, schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = outside  # type: ignore[method-assign]
+    ShardingPropagator._propagate_tensor_meta_non_cached = outside  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -15,7 +15,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -52,27 +60,29 @@ class VocabularySlice(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
-        first = mesh.get_local_rank() * (module.weight.shape[0] // mesh.size())
+        first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
 
         def forward(tokens_BT: Tensor) -> Tensor:
-            table_VD = module.weight.to_local()
+            table_VD: Tensor = module.weight.to_local()  # type: ignore[attr-defined]
             place_BT = tokens_BT - first
             others_BT = (place_BT < 0) | (place_BT >= len(table_VD))
             x_BTD = F.embedding(place_BT.masked_fill(others_BT, 0), table_VD).masked_fill(others_BT[..., None], 0)
             whole = DTensor.from_local(x_BTD, mesh, [Partial()], run_check=False)
-            return whole.redistribute(mesh, [Shard(SEQUENCE)]).to_local()
+            stretch_BtD: Tensor = whole.redistribute(mesh, [Shard(SEQUENCE)]).to_local()
+            return stretch_BtD
 
         module.forward = forward
         return module
 
 
 class LocalNorm(ParallelStyle):
-    """A norm of what each rank has: as one process computes it, on plain tensors. ``gains`` are whole on every rank, and
-    their gradients a part of the sum on each, or each rank has those of its heads.
+    """A norm of what each rank has: as one process computes it, on plain tensors. ``gains`` are whole on every rank,
+    and their gradients a part of the sum on each, or each rank has those of its heads.
 
-    torch's own style computes on DTensors, of which a processor makes a norm in small steps, each of them kept for the
-    backward pass.
+    torch's own style computes on DTensors, of which a processor makes a norm in small steps, each of them kept for
+    the backward pass.
     """
 
     def __init__(self, gains: Placement) -> None:
@@ -84,7 +94,10 @@ class LocalNorm(ParallelStyle):
             module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [self.gains])))
 
         def forward(x: Tensor) -> Any:
-            own = {name: gains.to_local(grad_placements=summed) for name, gains in module.named_parameters()}
+            own = {
+                name: gains.to_local(grad_placements=summed)  # type: ignore[attr-defined]
+                for name, gains in module.named_parameters()
+            }
             return functional_call(alone, own, x)
 
         module.forward = forward
@@ -129,7 +142,11 @@ def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
     """Lay a stage on the meta device out over tensor ranks, every module as the tables say."""
     quiet_about_views()
     model = stage.model
-    by_head = dict.fromkeys(("norm.query", "norm.key"), partial(LocalNorm, Shard(0))) if model.shape.qk_norm_per_head else {}
+    by_head = (
+        dict.fromkeys(("norm.query", "norm.key"), partial(LocalNorm, Shard(0)))
+        if model.shape.qk_norm_per_head
+        else {}
+    )
     for block in stage.layers:
         _apply(block, mesh, BLOCK | by_head)
         if model.shape.positions == "alibi":

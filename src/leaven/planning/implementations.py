@@ -80,8 +80,8 @@ class Implementation:
 
 # leaven's own trainer: fp32 weights, AdamW states and residual stream, matmuls in bf16, the ends gathered in fp32,
 # some logits at a time (model/loss.py: bf16, in fp32, and their log-softmaxes that become the gradient; over tensor
-# ranks bf16, and in fp32 what becomes the gradient) with the unembedding's gradient of a micro-batch, and the parameters
-# before an update beside those after it.
+# ranks bf16, and in fp32 what becomes the gradient) with the unembedding's gradient of a micro-batch, and the
+# parameters before an update beside those after it.
 LEAVEN_BF16 = Implementation(
     shards_weights_from=1,
     exchange=6,

@@ -149,7 +149,9 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
         y_BHTE = torch.empty_like(q_BHTE.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        ctx.save_for_backward(q_BHTE, k_BKTE, v_BKTE, y_BHTE, q_BHTE.new_empty(q_BHTE.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(
+            q_BHTE, k_BKTE, v_BKTE, y_BHTE, q_BHTE.new_empty(q_BHTE.shape[:-1], dtype=torch.float32)
+        )
         return y_BHTE
 
     @staticmethod

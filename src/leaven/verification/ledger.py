@@ -35,7 +35,7 @@ Parts = Counter[str]
 """Bytes by part."""
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes down what tensors take that are made inside of it, and changes nothing. ``of``: which kind; a number that
     is read off a fake one is 1.
 
@@ -45,7 +45,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._of = of
         self._entries: dict[int, Entry] = {}
         self._part, self._apart = "activations", 0
@@ -56,12 +56,12 @@ class Ledger(TorchDispatchMode):
         self._patches = ExitStack()
         self._patches.enter_context(resizes_seen(self._resized))
         self._patches.enter_context(shapes_apart(self._not_counting))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._patches.close()
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:

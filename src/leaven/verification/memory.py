@@ -1,7 +1,7 @@
 """Is what the planner says of memory what a rank takes?
 
-The planner counts; the dry run (:mod:`leaven.verification.dry_run`) does what a training does and looks. Both leave out
-what no tensor is: the context, the kernels, the holes of an allocator.
+The planner counts; the dry run (:mod:`leaven.verification.dry_run`) does what a training does and looks. Both leave
+out what no tensor is: the context, the kernels, the holes of an allocator.
 """
 
 import math
@@ -167,8 +167,8 @@ def compare(rank: int, stage: int, planned: Memory, taken: Taken) -> list[Row]:
         _row(rank, stage, "peak", planned.total, taken.peak.total()),
     ]
     said: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    for part, size in vars(planned).items():
-        part = _OF_PLANNER.get(part, part)
+    for name, size in vars(planned).items():
+        part = _OF_PLANNER.get(name, name)
         if part in said:
             said[part] += size
     return rows + [_row(rank, stage, part, size, taken.peak[part]) for part, size in said.items()]
