@@ -32,7 +32,8 @@ def memory(
     """Is the memory that is planned what a rank takes?
 
     The model, its layout, the optimiser and two steps are those of a training, of any number of ranks, on one
-    processor and without their memory: tensors have shapes and no values. What stays between steps may be 2% off, the peak 5%.
+    processor and without their memory: tensors have shapes and no values. What stays between steps may
+    be 2% off, the peak 5%.
     """
     from leaven.verification.memory import check_memory, looked_at, rehearsal, with_layout
 
@@ -54,11 +55,8 @@ def memory(
             judged = row.passed is not None
             told = Text("")
             if row.passed is not None:
-                told = (
-                    Text(f"within {row.limit:.0%}", "green")
-                    if row.passed
-                    else Text(f"FAILED: over {row.limit:.0%}", "red")
-                )
+                word, colour = ("within", "green") if row.passed else ("FAILED: over", "red")
+                told = Text(f"{word} {row.limit:.0%}", colour)
             off = f"{row.error:+.1%}" if judged and row.error is not None else f"{row.planned_gib - row.dry_gib:+.3f}"
             table.add_row(
                 *(str(row.rank), str(row.stage)) if row.part == check.rows[0].part else ("", ""),
@@ -72,11 +70,7 @@ def memory(
         console.print(table)
         judged_rows = [row for row in check.rows if row.passed is not None]
         failed = sum(row.passed is False for row in judged_rows)
-        said = (
-            f"FAILED: {failed} of {len(judged_rows)} lines"
-            if failed
-            else f"passed: {len(judged_rows)} of {len(judged_rows)} lines"
-        )
-        console.print(f"{said}, {format_seconds(check.seconds)}")
+        said = f"FAILED: {failed} of" if failed else f"passed: {len(judged_rows)} of"
+        console.print(f"{said} {len(judged_rows)} lines, {format_seconds(check.seconds)}")
     if not check.passed:
         raise typer.Exit(1)

@@ -64,7 +64,8 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> Taken:
             patch.object(sharded, "build_stage", build),
             patch.object(sharded, "initialise", lambda *_: None),
         ):
-            training = Training(recipe, NoText(recipe.model.vocab_size), device="cpu", world=world)  # type: ignore[arg-type]
+            text: Any = NoText(recipe.model.vocab_size)
+            training = Training(recipe, text, device="cpu", world=world)
         with fake, ledger, as_on(device):
             return replace(two_steps(training, ledger, training.issue), seconds=time.perf_counter() - began)
     finally:
@@ -143,15 +144,14 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> T
 
 
 class _Flash(torch.autograd.Function):
-    """What a flash kernel keeps and gives, without values: for each query the sum of its exponentials, in fp32, beside
-    the arguments and the output (Dao et al. 2022, arXiv 2205.14135, algorithm 1)."""
+    """What a flash kernel keeps and gives, without values: for each query the sum of its exponentials, in fp32,
+    beside the arguments and the output (Dao et al. 2022, arXiv 2205.14135, algorithm 1)."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
         y_BHTE = torch.empty_like(q_BHTE.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        ctx.save_for_backward(
-            q_BHTE, k_BKTE, v_BKTE, y_BHTE, q_BHTE.new_empty(q_BHTE.shape[:-1], dtype=torch.float32)
-        )
+        sums_BHT = q_BHTE.new_empty(q_BHTE.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q_BHTE, k_BKTE, v_BKTE, y_BHTE, sums_BHT)
         return y_BHTE
 
     @staticmethod
