@@ -73,7 +73,7 @@ class VocabularySlice(ParallelStyle):
             stretch_BtD: Tensor = whole.redistribute(mesh, [Shard(SEQUENCE)]).to_local()
             return stretch_BtD
 
-        module.forward = forward
+        module.forward = forward  # type: ignore[method-assign, assignment]
         return module
 
 
