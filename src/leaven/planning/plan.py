@@ -34,10 +34,10 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 
-N_ALTERNATIVES = 5
 # As benchmarks/memory.py holds it against leaven's own steps: no copies in bf16, and logits in fp32.
 LEAVEN_FP32 = replace(LEAVEN_BF16, compute_copy=0, element=4, logit=8, exchange=8)
 _MEGATRON_FLASH = replace(MEGATRON, flash_attention=True)
+N_ALTERNATIVES = 5
 # What benchmarks/planner_accuracy.py prints: mean and worst error over every usable row of three published tables.
 ACCURACY = (
     "first principles: time 8% off on average over 46 rows of BLOOM (worst 29%), 12% over 61 of MPT (36%), 18% over "
