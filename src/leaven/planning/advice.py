@@ -96,7 +96,7 @@ def _nothing_fits(job: Job, least: Arrangement, memory: Memory) -> str:
     if padded is not None and possible(padded):
         vocab = padded.model.vocab_size
         would.append(f"a vocabulary of {vocab:,} instead of {job.model.vocab_size:,} lets tp divide it, and would do")
-    if not more:
+    elif not more:
         would.append("more GPUs do not help this batch: take a larger accelerator or a shorter seq_len")
     return f"{message}; {'; '.join(would)}"
 
