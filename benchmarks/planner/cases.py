@@ -1,5 +1,6 @@
 """From a row to what the planner is asked: the model, the arrangement, the machine and the code that ran it."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -38,21 +39,23 @@ class Stack:
 
 
 _MEGATRON = Implementation(
-    weights=2, grads=2, optimizer=12, compute_copy=0, flash_attention=False, even_stages=True, fixed_gib=4.5
+    weights=2, grads=2, optimizer=12, compute_copy=0, flash_attention=False, even_stages=True, fixed_gib=4.5,
+    overlap=False, fused=True, bucket=math.inf,
 )
 # Words of a table's source and optimizer, and what ran it; the first that is found. MEGATRON is that of 2021 and 2022,
 # without flash attention. Llama 3: the 126 blocks and the two ends of the 405B are 128 = 16 ranks x 8 stages.
 STACKS: dict[str, Stack] = {
     "nanotron": Stack(
-        Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True),
+        Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True, overlap=False),
         gb=GIB,
     ),
     "torchtitan": Stack(Implementation(compute_copy=2, sequence_parallel=True), split_batch=True, stages=2),
     "llm-foundry": Stack(Implementation(fixed_gib=2)),
     "llama 3": Stack(
-        Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True),
+        Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True, overlap=False, fused=True, bucket=math.inf),
         stages=8,
     ),
+    "megatron-deepspeed": Stack(replace(_MEGATRON, pace=1.17), dropout=0.1),
     "megatron": Stack(_MEGATRON, dropout=0.1),
     "korthikanti": Stack(_MEGATRON, dropout=0.1),
 }
@@ -126,7 +129,7 @@ def stack_of(row: Row) -> Stack:
     else:
         raise Unused("it is not said which code ran it")
     code = stack.code
-    if stack is STACKS["megatron"] and str(row.get("precision", "")).startswith("bf16"):
+    if word.startswith("megatron") and str(row.get("precision", "")).startswith("bf16"):
         code = replace(code, grads=6)  # in bf16 and, accumulated, in fp32
     return replace(stack, code=code)
 
@@ -212,6 +215,8 @@ def machine_of(row: Row) -> Accelerator:
         match = re.search(pattern, said)
         if match:
             changes[name] = unit(match[1])
+    if "Jean Zay" in said:  # 4 Omni-Path adapters of 100 Gb/s a node of 8: BLOOM's model card
+        changes["network_gb_s"] = 6.25
     return replace(found, **changes)
 
 
@@ -241,9 +246,13 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
         tp = min(int(row.get("mp")), machine.node_size)
         pp = int(row.get("mp")) // tp
     cp, dp = row.whole("cp") or 1, row.whole("dp")
+    if not gpus and not dp and not row.number("total_ms"):
+        raise Unused("no number of GPUs")
     gpus = gpus or tp * pp * cp * (dp or 1)
     dp = dp or gpus // (tp * pp * cp)
     layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": row.whole("ep") or 1}, recompute)
+    if layout.zero == 3 and stack.code.bucket == math.inf:  # DeepSpeed's of 2021, which Megatron was compared with
+        stack = replace(stack, code=replace(stack.code, shared_nics=False))
     micro_batch, accumulation = _batch(row, layout, shape.seq_len, stack)
     return Case(row, shape, Arrangement(layout, micro_batch, accumulation), Cluster(gpus, machine), stack)
 

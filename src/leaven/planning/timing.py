@@ -1,41 +1,34 @@
-"""How long a step takes, from first principles and one calibrated number.
+"""How long a step takes, from the device's published numbers: operators, transfers, bubble, optimiser.
 
-A block's time is its matmuls at ``SUSTAINED`` of the best measured matmul, its other operators at the bandwidth of
-the memory, and its tensor-parallel all-reduces. The model of overlap is simple and stated: tensor-parallel and
-pipeline communication is never hidden; gradient reduction hides behind the backward pass of one micro-batch;
-ZeRO-3 gathers hide behind the compute of their own micro-batch. Launch latency, stragglers, wave quantisation of
-matmuls and congestion are not modelled: small models and large clusters are in truth slower than said here, up to
-3.5 times (1.3B on 512 GPUs, one micro-batch a step). With full recomputation well-tuned FSDP is up to 36% faster.
+A block is its operators (operators.py) and its tensor-parallel collectives, which nothing hides. Gathers and
+scatters of ZeRO 2 and 3 hide behind the compute of their own micro-batch, and the gradients of ZeRO 0 and 1 behind the
+last backward pass. Stragglers, congestion and the host's own slowness are not modelled.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
+from typing import TypeAlias
 
 from leaven.planning.arrangement import Arrangement, scheduled
-from leaven.planning.flops import forward_flops
-from leaven.planning.hardware import Cluster
-from leaven.planning.memory import (
-    LEAVEN_BF16,
-    Implementation,
-    layer_activation_bytes,
-    rank_layers,
-    stage_parameters,
-)
+from leaven.planning.blueprint import Blueprint, blueprint
+from leaven.planning.collectives import all_reduce, all_to_all, hop, one_nic, ring
+from leaven.planning.hardware import Accelerator, Cluster
+from leaven.planning.memory import LEAVEN_BF16, Implementation, rank_layers, stage_parameters
+from leaven.planning.operators import Operator, block_operators, matmul_seconds, stream_seconds
+from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
-# The share of the best measured matmul that the matmuls of a block sustain in training. What is left of a measured
-# block after the other terms: 0.73 (Korthikanti 2022 Table 4, 22B) and 0.69 (BLOOM 176B, line 867 to 870).
-SUSTAINED = 0.70
-# The share of a link's bandwidth that a ring collective reaches.
-LINK_SHARE = 0.75
+Model: TypeAlias = ModelShape | Blueprint
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimiser step, and where they go. ``step`` is their sum.
 
-    ``compute`` of all micro-batches without ``tensor_parallel`` and ``pipeline`` transfers; ``bubble`` idle at both
-    ends of the pipeline; ``data_parallel`` what of the gradient and weight exchange is not hidden.
+    ``compute`` of all micro-batches without ``tensor_parallel`` (and context- and expert-parallel) and ``pipeline``
+    transfers; ``bubble`` idle at both ends of the pipeline; ``data_parallel`` what of the gradient and weight exchange
+    is not hidden.
     """
 
     compute: float
@@ -47,111 +40,151 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        return float(sum(vars(self).values()))
+        return (
+            self.compute + self.tensor_parallel + self.pipeline + self.bubble + self.data_parallel + self.optimizer
+        )
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Seconds of one block for one micro-batch: forward, backward with recomputation, and their all-reduces."""
+    """Seconds of the mean block for one micro-batch: forward, backward with recomputation, and what its ranks exchange.
+
+    ``weight`` is the part of ``backward`` that computes gradients of weights, ``operators`` where forward and backward
+    go, without recomputation.
+    """
 
     forward: float
     backward: float
     all_reduce: float
+    weight: float = 0.0
+    operators: tuple[Operator, ...] = ()
+
+
+def block_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> BlockTime:
+    """Time of the mean block of a model for one micro-batch."""
+    layout = how.layout
+    degrees = layout.tp, layout.cp, layout.ep
+    accelerator = cluster.accelerator
+    return _block_time(model, degrees, how.micro_batch, layout.recompute, layout.compile, accelerator, code)
 
 
 @cache
-def block_time(
-    shape: ModelShape, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
+def _block_time(
+    model: Model,
+    degrees: tuple[int, int, int],
+    micro_batch: int,
+    recompute: str,
+    compiled: bool,
+    accelerator: Accelerator,
+    code: Implementation,
 ) -> BlockTime:
-    """Time of one block for one micro-batch.
+    (tp, cp, ep), table = degrees, blueprint(model)
+    tokens = micro_batch * table.seq_len // cp
+    node = Cluster(tp * cp * ep, accelerator)
+    forward = backward = exchange = weight = 0.0
+    shown: tuple[Operator, ...] = ()
+    for block, count in table.kinds:
+        operators = block_operators(block, table.d_model, tokens, table.seq_len, degrees, compiled or code.fused, accelerator, code)
+        once = sum(operator.forward for operator in operators) * code.pace
+        core = sum(operator.forward for operator in operators if operator.name == "attention")
+        again = {"none": 0.0, "selective": core, "full": once}[recompute]
+        share = count / table.n_layers
+        forward += share * once
+        backward += share * (sum(operator.backward for operator in operators) * code.pace + again)
+        weight += share * sum(operator.weight for operator in operators)
+        # two all-reduces forward, two backward, two more where the whole forward is repeated
+        passes = 3 if recompute == "full" else 2
+        reduced = all_reduce(code.element * tokens * table.d_model, tp, 1, node)
+        exchange += share * passes * 2 * reduced
+        if cp > 1:  # keys and values go round while those that are here are used; backward their gradients too
+            heads = block.core.kv_heads * (block.core.d_qk + block.core.d_v) / tp
+            around = cp * ring(code.element * tokens * heads, cp, tp, node)
+            exchange += share * (passes - 1 + 2) * max(0.0, around - core)
+        if ep > 1:
+            sent = max((row.passed for row in block.matmuls if row.routed), default=0)
+            message = code.element * tokens * table.d_model * sent / (tp if code.sequence_parallel else 1)
+            exchange += share * passes * 2 * all_to_all(message, ep, tp, node)
+        shown = shown or operators
+    return BlockTime(forward, backward, exchange, weight, shown)
 
-    Every byte kept for the backward pass is written once and read once in the forward, twice that in the backward.
-    Attention is charged for the full matrix: what a causal kernel skips, its lower throughput takes back.
-    """
-    layout, accelerator = how.layout, cluster.accelerator
-    tokens = how.micro_batch * shape.seq_len
-    forward = forward_flops(shape)
-    flops = tokens * forward.layers() / shape.n_layers / layout.tp
-    matmul = flops / (accelerator.matmul_flops * SUSTAINED)
-    traffic = 2 * layer_activation_bytes(shape, how.micro_batch, layout.tp, code)
-    once = matmul + traffic / (accelerator.memory_tb_s * 1e12)
-    attention_share = forward.attention / forward.layers()
-    again = {"none": 0.0, "selective": once * attention_share, "full": once}[layout.recompute]
-    # two all-reduces forward, two backward, two more where the whole forward is repeated
-    message = code.element * tokens * shape.d_model
-    reductions = 6 if layout.recompute == "full" else 4
-    all_reduce = reductions * 2 * _ring(message, layout.tp, _bandwidth(cluster, layout.tp, 1))
-    return BlockTime(once, 2 * once + again, all_reduce)
+
+@cache
+def _stages(model: Model, layout: Layout, code: Implementation) -> tuple[int, int, float]:
+    """Blocks of the rank of the pipeline that has most, and of the last; and parameters of the first."""
+    counts = {rank: rank_layers(model, layout, rank, code) for rank in range(layout.pp)}
+    return max(counts.values()), counts[layout.pp - 1], stage_parameters(model, layout, 0, code)
 
 
-def step_time(shape: ModelShape, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> StepTime:
+@cache
+def _ends_seconds(
+    model: Model, tp: int, cp: int, micro_batch: int, accelerator: Accelerator, code: Implementation
+) -> float:
+    """Seconds of the logits and their loss, forward and backward, for one micro-batch."""
+    table = blueprint(model)
+    tokens, width, vocab = micro_batch * table.seq_len // cp, table.d_model, table.vocab_size // tp
+    products = ((tokens, vocab, width), (tokens, width, vocab), (vocab, width, tokens))
+    loss = stream_seconds(2.0 * code.logit * tokens * vocab, accelerator)
+    return sum(matmul_seconds(m, n, k, accelerator) for m, n, k in products) + loss
+
+
+def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> StepTime:
     """Time of one optimiser step: (m + (p - 1) / v) slots of the slowest of p ranks with v stages each, then the
-    optimiser. Zero-bubble is timed as 1F1B is: what it hides is not modelled."""
-    layout, p = how.layout, how.layout.pp
+    optimiser. A zero-bubble schedule fills the bubble with the weights' halves of backward passes (ZB-H1: p - 1 times
+    forward + backward - 2 weights', Qi et al. 2023, arXiv 2401.10241)."""
+    layout, p, accelerator = how.layout, how.layout.pp, cluster.accelerator
     m = scheduled(layout, how.grad_accumulation)
-    block = block_time(shape, how, cluster, code)
-    tokens = how.micro_batch * shape.seq_len
-    logits = (
-        3 * tokens * forward_flops(shape).unembedding / layout.tp / (cluster.accelerator.matmul_flops * SUSTAINED)
-    )
+    block = block_time(model, how, cluster, code)
+    most, last, parameters = _stages(model, layout, code)
+    logits = _ends_seconds(model, layout.tp, layout.cp, how.micro_batch, accelerator, code)
     # The slowest stage: the last with the logits, or one of more blocks in the middle.
-    layers = [rank_layers(shape, layout, rank, code) for rank in range(p)]
     seconds = block.forward + block.backward + block.all_reduce
-    last_is_slowest = layers[-1] * seconds + logits >= max(layers) * seconds
-    n, extra = (layers[-1], logits) if last_is_slowest else (max(layers), 0.0)
-    compute, reduce = n * (block.forward + block.backward) + extra, n * block.all_reduce
-    hop = code.residual * tokens * shape.d_model / layout.tp / _bandwidth(cluster, layout.ranks, layout.ranks)
-    transfer = 2 * hop * layout.stages_per_rank if p > 1 else 0.0
+    n, extra = (last, logits) if last * seconds + logits >= most * seconds else (most, 0.0)
+    # every micro-batch's gradients are added to those before
+    adding = parameters * (code.element + 2 * code.grads) / (accelerator.memory_tb_s * 1e12)
+    compute, reduce = n * (block.forward + block.backward) + extra + adding, n * block.all_reduce
+    tokens = how.micro_batch * blueprint(model).seq_len // layout.cp
+    transfer = 0.0
+    if p > 1:
+        message = code.residual * tokens * blueprint(model).d_model / layout.tp
+        transfer = 2 * layout.stages_per_rank * hop(message, layout.ranks, cluster)
+    idle = compute + reduce + transfer
+    if layout.schedule == "zero-bubble":
+        idle = max(0.0, idle - 3 * n * block.weight)
     states = code.weights + code.grads + code.optimizer
-    own = stage_parameters(shape, layout, 0, code) / (layout.dp // layout.dp_replicate if layout.zero else 1)
+    sharers = layout.dp * layout.cp // layout.dp_replicate if layout.zero else 1
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * reduce,
         pipeline=m * transfer,
-        bubble=(p - 1) * (compute + reduce + transfer) / layout.stages_per_rank,
-        data_parallel=_exposed_data_parallel(shape, how, cluster, code, n * block.forward),
-        optimizer=2 * own * states / (cluster.accelerator.memory_tb_s * 1e12),
+        bubble=(p - 1) * idle / layout.stages_per_rank,
+        data_parallel=_exposed_data_parallel(how, cluster, code, parameters, most, n * block.forward),
+        optimizer=2 * parameters / sharers * states / (accelerator.memory_tb_s * 1e12),
     )
 
 
 def _exposed_data_parallel(
-    shape: ModelShape, how: Arrangement, cluster: Cluster, code: Implementation, forward: float
+    how: Arrangement, cluster: Cluster, code: Implementation, parameters: float, units: int, forward: float
 ) -> float:
     """Seconds a step of data-parallel exchange that no compute hides; ``forward`` of the stage, one micro-batch."""
-    layout, m = how.layout, how.grad_accumulation
-    if layout.dp == 1:
+    layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
+    if ranks == 1:
         return 0.0
-    backward, sharers = 2 * forward, layout.dp // layout.dp_replicate
-    bandwidth = _bandwidth(cluster, layout.tp * sharers, layout.tp)
-    parameters = stage_parameters(shape, layout, 0, code)
-    scatter = _ring(parameters * code.grads, sharers, bandwidth)
-    gather = _ring(parameters * code.weights, sharers, bandwidth)
+    if not code.shared_nics:
+        cluster = one_nic(cluster)
+    backward, sharers = 2 * forward, ranks // layout.dp_replicate
+    grads, weights = parameters * code.grads, parameters * code.weights
+    buckets = ceil(grads / code.bucket)
+    hidden = backward if code.overlap else 0.0
     if layout.zero == 0:
-        return max(0.0, 2 * scatter - backward)
+        return max(0.0, all_reduce(grads, ranks, layout.tp, cluster, buckets) - hidden)
     # Between replicas, of the share of each, once a step.
-    between = _bandwidth(cluster, layout.tp * layout.dp, layout.tp * sharers)
-    reduce = 2 * _ring(parameters * code.grads / sharers, layout.dp_replicate, between)
-    if layout.zero == 1:
-        return max(0.0, scatter + reduce - backward) + gather
-    if layout.zero == 2:
-        return m * max(0.0, scatter - backward) + reduce + gather
-    fetch = _ring(parameters * (code.compute_copy or code.weights), sharers, bandwidth)
-    return m * (max(0.0, fetch - forward) + max(0.0, fetch + scatter - backward)) + reduce
-
-
-def _ring(size: float, ranks: int, bandwidth: float) -> float:
-    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes; an all-reduce is two."""
-    return (ranks - 1) / ranks * size / bandwidth
-
-
-def _bandwidth(cluster: Cluster, span: int, stride: int) -> float:
-    """Bytes/s of a rank in a group of ranks ``stride`` apart over ``span`` ranks.
-
-    Inside a node it is the link. Across nodes the rings of a group share the NICs of its members in a node.
-    """
-    accelerator = cluster.accelerator
-    gb_s = accelerator.link_gb_s
-    if span > accelerator.node_size:
-        members = max(1, accelerator.node_size // stride)
-        gb_s = min(gb_s, members * accelerator.network_gb_s)
-    return gb_s * 1e9 * LINK_SHARE
+    between = all_reduce(grads / sharers, layout.dp_replicate, layout.tp * sharers, cluster)
+    # ZeRO 1 in buckets, ZeRO 2 and 3 in the units that a model is cut into, its blocks
+    scatter = ring(grads, sharers, layout.tp, cluster, buckets if layout.zero == 1 else units)
+    if layout.zero == 3:
+        copy = parameters * (code.compute_copy or code.weights)
+        fetch = ring(copy, sharers, layout.tp, cluster, units)
+        return m * (max(0.0, fetch - forward) + max(0.0, fetch + scatter - backward)) + between
+    gather = ring(weights, sharers, layout.tp, cluster, buckets if layout.zero == 1 else units)
+    times = m if layout.zero == 2 else 1
+    return times * max(0.0, scatter - (backward if layout.zero == 2 else hidden)) + between + gather
