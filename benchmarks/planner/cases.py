@@ -1,19 +1,29 @@
 """From a row to what the planner is asked: the model, the arrangement, the machine and the code that ran it."""
 
-import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from benchmarks.planner.tables import Row, Table, number
+from benchmarks.planner.tables import Row, number
+from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.flops import flops_per_token, hardware_flops_per_token
-from leaven.planning.hardware import Accelerator, Cluster, find_accelerator
-from leaven.planning.memory import GIB, Implementation
+from leaven.planning.conventions import CONVENTIONS, counted
+from leaven.planning.hardware import Cluster, find_accelerator
+from leaven.planning.implementations import (
+    LLM_FOUNDRY,
+    MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_DEEPSPEED_BF16,
+    MEGATRON_DEEPSPEED_FP16,
+    NANOTRON,
+    TORCHTITAN,
+    Implementation,
+)
+from leaven.planning.memory import GIB
+from leaven.planning.pace import DEEPSPEED_ZERO3_PACE, MEGATRON_PACE
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
@@ -38,26 +48,19 @@ class Stack:
     split_batch: bool = False
 
 
-_MEGATRON = Implementation(
-    weights=2, grads=2, optimizer=12, compute_copy=0, flash_attention=False, even_stages=True, fixed_gib=4.5,
-    overlap=False, fused=True, bucket=math.inf,
-)
-# Words of a table's source and optimizer, and what ran it; the first that is found. MEGATRON is that of 2021 and 2022,
-# without flash attention. Llama 3: the 126 blocks and the two ends of the 405B are 128 = 16 ranks x 8 stages.
+_FLASH = replace(MEGATRON, flash_attention=True)
+# Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the two
+# ends of the 405B are 128 = 16 ranks x 8 stages.
 STACKS: dict[str, Stack] = {
-    "nanotron": Stack(
-        Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True, overlap=False),
-        gb=GIB,
-    ),
-    "torchtitan": Stack(Implementation(compute_copy=2, sequence_parallel=True), split_batch=True, stages=2),
-    "llm-foundry": Stack(Implementation(fixed_gib=2)),
-    "llama 3": Stack(
-        Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True, overlap=False, fused=True, bucket=math.inf),
-        stages=8,
-    ),
-    "megatron-deepspeed": Stack(replace(_MEGATRON, pace=1.17), dropout=0.1),
-    "megatron": Stack(_MEGATRON, dropout=0.1),
-    "korthikanti": Stack(_MEGATRON, dropout=0.1),
+    "nanotron": Stack(NANOTRON, gb=GIB),
+    "torchtitan": Stack(TORCHTITAN, stages=2, split_batch=True),
+    "llm-foundry": Stack(LLM_FOUNDRY),
+    "llama 3": Stack(_FLASH, stages=8),
+    "megatron-deepspeed": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
+    "deepspeed and megatron": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
+    "korthikanti": Stack(MEGATRON, dropout=0.1),
+    "narayanan": Stack(MEGATRON_2021, dropout=0.1),
+    "megatron": Stack(_FLASH),
 }
 # Shapes that a name stands for. Llama 3.1: arXiv 2407.21783, table 3. Heads of MPT: llm-foundry,
 # scripts/train/yamls/pretrain/mpt-*.yaml.
@@ -75,20 +78,6 @@ _MODELS: dict[str, dict[str, Any]] = {
         )
     },
 }  # fmt: skip
-# FLOPs of one token by the convention a table names; of the model, how it was run.
-CONVENTIONS: dict[str, Callable[[ModelShape, Recompute], float]] = {
-    # Narayanan 2021, equation 3: with the whole forward computed again
-    "narayanan_hw": lambda shape, _: hardware_flops_per_token(shape, "full"),
-    "korthikanti_model": lambda shape, _: flops_per_token(shape),
-    # Korthikanti 2022 counts s/(3h) where s/(6h) + s/(18h) is what is computed again: section 5 and leaven's flops
-    "korthikanti_hw": lambda shape, _: flops_per_token(shape) + 12 * shape.n_layers * shape.d_model * shape.seq_len,
-    # llm-foundry: 6 times all parameters, and attention; ``hfu`` a third more where everything is computed again
-    "mpt_mfu": lambda shape, _: 6 * shape.params + 12 * shape.n_layers * shape.d_model * shape.seq_len,
-    "mpt_hfu": lambda shape, recompute: CONVENTIONS["mpt_mfu"](shape, recompute) * (4 / 3 if recompute == "full" else 1),
-    "palm": lambda shape, _: flops_per_token(shape),
-}
-
-
 @dataclass(frozen=True)
 class Case:
     """A row as the planner is asked. ``gbs`` in sequences."""
@@ -117,8 +106,8 @@ class Case:
             named = [name for name in named if name.endswith("hw")]
         elif of == "mfu":
             named = [name for name in named if not name.endswith("hw")]
-        name = named[0] if named else "palm"
-        return CONVENTIONS[name](self.shape, self.how.layout.recompute), bool(named)
+        name = named[0] if named else "leaven"
+        return counted(self.shape, name, self.how.layout.recompute), bool(named)
 
 
 def stack_of(row: Row) -> Stack:
@@ -129,8 +118,13 @@ def stack_of(row: Row) -> Stack:
     else:
         raise Unused("it is not said which code ran it")
     code = stack.code
-    if word.startswith("megatron") and str(row.get("precision", "")).startswith("bf16"):
-        code = replace(code, grads=6)  # in bf16 and, accumulated, in fp32
+    if code is MEGATRON_DEEPSPEED_FP16 and str(row.get("precision", "")).startswith("bf16"):
+        code = MEGATRON_DEEPSPEED_BF16
+    precise = f"{row.own.get('precision', '')} {row.get('options', '')}" + (
+        "" if row.own.get("precision") else str(row.get("precision", "")).partition(" ")[0]
+    )
+    if re.search(r"fp8|float8", precise):
+        code = replace(code, pace=replace(code.pace, products="fp8"))
     return replace(stack, code=code)
 
 
@@ -234,12 +228,9 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
         Unused: saying what it lacks.
     """
     words = row.words.lower()
-    for word, why in (("offload", "offload is not planned"), ("float8", "fp8"), ("fp8", "fp8")):
-        if word in words:
-            raise Unused(why)
+    if "offload" in words:
+        raise Unused("offload is not planned")
     stack, shape, machine = stack_of(row), shape_of(row), machine_of(row)
-    if "sequence parallel" in words and "setting" not in row.own:
-        stack = replace(stack, code=replace(stack.code, sequence_parallel=True))
     gpus = row.whole("gpus") or (row.whole("nodes") or 0) * machine.node_size
     tp, pp = row.whole("tp") or 1, row.whole("pp") or 1
     if row.get("mp") and not row.get("tp"):
@@ -251,8 +242,8 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
     gpus = gpus or tp * pp * cp * (dp or 1)
     dp = dp or gpus // (tp * pp * cp)
     layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": row.whole("ep") or 1}, recompute)
-    if layout.zero == 3 and stack.code.bucket == math.inf:  # DeepSpeed's of 2021, which Megatron was compared with
-        stack = replace(stack, code=replace(stack.code, shared_nics=False))
+    if layout.zero == 3 and stack.code.pace is MEGATRON_PACE:  # DeepSpeed's, which Megatron was compared with
+        stack = replace(stack, code=replace(stack.code, pace=DEEPSPEED_ZERO3_PACE))
     micro_batch, accumulation = _batch(row, layout, shape.seq_len, stack)
     return Case(row, shape, Arrangement(layout, micro_batch, accumulation), Cluster(gpus, machine), stack)
 
@@ -269,6 +260,7 @@ def _layout(row: Row, stack: Stack, degrees: dict[str, int], recompute: Recomput
         return Layout.model_validate(
             degrees
             | {"zero": zero, "recompute": recompute or kinds.get(str(given).lower(), "none")}
+            | {"compile": "compile" in row.words}
             | ({"schedule": "interleaved", "stages_per_rank": stages} if interleaved else {})
             | ({"dp_replicate": max(1, degrees["dp"] // 8)} if row.get("shard") == "HYBRID_SHARD" else {})
         )

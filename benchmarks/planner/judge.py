@@ -9,6 +9,7 @@ from typing import Any, Literal
 from benchmarks.planner.cases import Case, Unused, case_of, peak_tflops, shape_of
 from benchmarks.planner.tables import Row, Table, number
 from leaven.planning.arrangement import bubble
+from leaven.planning.conventions import counted
 from leaven.planning.layouts import evaluate
 from leaven.planning.memory import GIB, worst_stage
 from leaven.planning.timing import block_time, step_time
@@ -291,9 +292,7 @@ def _days(row: Row, verdict: Verdict) -> None:
         if match is None:
             raise Unused("days of no stated number of tokens")
         tokens = float(match[1]) * (1e12 if match[2].lower().startswith("t") else 1e9)
-    from benchmarks.planner.cases import CONVENTIONS
-
-    flops = CONVENTIONS["narayanan_hw"](shape_of(row), "full")
+    flops = counted(shape_of(row), "narayanan_hw")
     days = tokens * flops / (gpus * tflops * 1e12) / 86_400
     printed = row.number(column) or 0
     verdict.days.append(_beyond(days, printed, row.table.rounding(printed, column)) / printed)
@@ -322,8 +321,7 @@ def _rankings(verdict: Verdict) -> None:
     for point in verdict.points:
         case = point.case
         if point.kind == "time" and case and not case.row.number("total_ms"):
-            batch = round(math.log2(case.tokens))
-            key = (case.shape, case.cluster, batch, case.row.get("precision"), case.row.get("options"))
+            key = (case.shape, case.cluster, case.row.get("precision"), case.row.get("options"))
             measured, predicted = point.measured / case.tokens, point.predicted / case.tokens
             known = groups[key].get(case.how)
             groups[key][case.how] = (min(measured, known[0]) if known else measured, predicted)

@@ -6,9 +6,9 @@ from math import ceil, log2
 from leaven.planning.hardware import Cluster
 
 # The share of a link's bandwidth that a collective reaches.
-LINK_SHARE = 0.75
+LINK_SHARE = 0.65
 # Seconds of one step of a ring: over the links of a node, and over the network.
-LINK_LATENCY, NETWORK_LATENCY = 3e-6, 12e-6
+LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 
 
 def bandwidth(cluster: Cluster, span: int, stride: int) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from leaven.planning.pace import MEGATRON_DEEPSPEED_PACE, MEGATRON_PACE, NANOTRON_PACE, Pace
+
 Selective = Literal["core", "products"]
 Balance = Literal["weight", "number", "work"]
 
@@ -34,7 +36,7 @@ class Implementation:
 
     The rest: ``balance`` of a pipeline's blocks: by the weight of the ends, by number, or by work; ``bucket`` bytes
     of buffers for the exchange of gradients and weights; ``fixed_gib``: context, NCCL, kernels; ``slack``: share
-    of everything else that the allocator holds and cannot use.
+    of everything else that the allocator holds and cannot use. ``pace``: how it runs, for the time of a step.
     """
 
     weights: int = 4
@@ -62,6 +64,7 @@ class Implementation:
     bucket: int = 0
     fixed_gib: float = 2.0
     slack: float = 0.05
+    pace: Pace = Pace()
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,6 +101,7 @@ MEGATRON = Implementation(
     sequence_parallel=True,
     flash_attention=False,
     balance="number",
+    pace=MEGATRON_PACE,
 )
 # As of 2021 (Narayanan 2021): no sequence parallelism.
 MEGATRON_2021 = replace(MEGATRON, sequence_parallel=False)
@@ -116,6 +120,7 @@ MEGATRON_DEEPSPEED_FP16 = Implementation(
     bucket=2 * 2 * 500_000_000,
     update_copy=4,
     fixed_gib=4.5,
+    pace=MEGATRON_DEEPSPEED_PACE,
 )
 # Its bf16 accumulates in fp32 beside the gradients in bf16.
 MEGATRON_DEEPSPEED_BF16 = replace(MEGATRON_DEEPSPEED_FP16, accumulation=4, update_copy=0)
@@ -134,6 +139,7 @@ NANOTRON = Implementation(
     balance="work",
     fixed_gib=0.0,
     slack=0.0,
+    pace=NANOTRON_PACE,
 )
 
 # llm-foundry on torch's FSDP: fp32 weights and Adam in shards, all computed and reduced in bf16 ("PURE"), flash

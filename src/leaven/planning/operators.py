@@ -10,8 +10,8 @@ from functools import cache
 from math import ceil
 
 from leaven.planning.blueprint import Block, Matmul
-from leaven.planning.hardware import Accelerator
-from leaven.planning.memory import Implementation
+from leaven.planning.accelerators import Accelerator, Dtype
+from leaven.planning.implementations import Implementation
 
 # The share of the best measured matmul that large products sustain in training: the best is of the best shape, alone
 # and on a cool device.
@@ -29,8 +29,6 @@ LAUNCH = 5e-6
 _FILL = 128
 # (rows, columns, share of the best rate): smaller tiles read more for each product.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 64, 0.6))
-# Streaming multiprocessors: vendors' white papers. One that is not here has tiles in no whole waves.
-_PROCESSORS = {"A100": 108, "H100": 132, "H200": 132, "GH200": 132, "B200": 148, "B300": 160, "GB200": 148}
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,18 @@ class Operator:
     weight: float = 0.0
 
 
-def matmul_seconds(m: int, n: int, k: int, accelerator: Accelerator, count: int = 1, element: int = 2) -> float:
+def matmul_seconds(
+    m: int, n: int, k: int, accelerator: Accelerator, count: int = 1, dtype: Dtype = "bf16", element: int = 2
+) -> float:
     """Seconds of ``count`` products (m, k) x (k, n) in one launch: the longer of whole waves of tiles and of reading
     and writing the matrices once."""
-    rate = accelerator.matmul_flops * SUSTAINED
+    best = accelerator.matmul(dtype)
+    rate = (accelerator.matmul_flops if best is None else best * 1e12) * SUSTAINED
     if n % 8 or k % 8:
         rate *= MISALIGNED
     elif n % 64 or k % 64:
         rate *= UNALIGNED
-    processors = _PROCESSORS.get(accelerator.name.split("-", maxsplit=1)[0])
+    processors = accelerator.multiprocessors
 
     def tiled(rows: int, columns: int, share: float) -> float:
         tiles = count * ceil(m / rows) * ceil(n / columns)
@@ -85,7 +86,7 @@ def block_operators(
     """What one block does for ``tokens`` tokens of a rank, of sequences of ``seq_len``; ``width`` is d_model and
     ``degrees`` are those of tensor, context and expert parallelism."""
     tp, cp, ep = degrees
-    found = [_product(rows, tokens, tp, ep, accelerator) for rows in _fused(block)]
+    found = [_product(rows, tokens, tp, ep, accelerator, code.pace.products) for rows in _fused(block)]
     found.append(_core(block, tokens, seq_len, tp, cp, accelerator, code))
     split = tp if code.sequence_parallel else 1
     stream, hidden = code.residual * tokens * width / split, code.element * tokens * width / split
@@ -134,14 +135,14 @@ def _fused(block: Block) -> list[tuple[Matmul, ...]]:
     return list(groups.values())
 
 
-def _product(rows: tuple[Matmul, ...], tokens: int, tp: int, ep: int, accelerator: Accelerator) -> Operator:
+def _product(rows: tuple[Matmul, ...], tokens: int, tp: int, ep: int, accelerator: Accelerator, dtype: Dtype) -> Operator:
     first = rows[0]
     k, n = first.on_rank(tp)[0], sum(row.on_rank(tp)[1] for row in rows)
     count = max(1, first.stored // ep) if first.routed else 1
     m = ceil(tokens * first.passed / count)
-    forward = matmul_seconds(m, n, k, accelerator, count)
-    inputs = matmul_seconds(m, k, n, accelerator, count)
-    weight = matmul_seconds(n, k, m, accelerator, count)
+    forward = matmul_seconds(m, n, k, accelerator, count, dtype)
+    inputs = matmul_seconds(m, k, n, accelerator, count, dtype)
+    weight = matmul_seconds(n, k, m, accelerator, count, dtype)
     return Operator(" + ".join(row.name for row in rows), forward, inputs + weight, weight)
 
 

@@ -13,9 +13,11 @@ from typing import TypeAlias
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Blueprint, blueprint
 from leaven.planning.collectives import all_reduce, all_to_all, hop, one_nic, ring
-from leaven.planning.hardware import Accelerator, Cluster
-from leaven.planning.memory import LEAVEN_BF16, Implementation, rank_layers, stage_parameters
+from leaven.planning.accelerators import Accelerator
+from leaven.planning.hardware import Cluster
+from leaven.planning.implementations import LEAVEN_BF16, Implementation
 from leaven.planning.operators import Operator, block_operators, matmul_seconds, stream_seconds
+from leaven.planning.stages import rank_layers, stage_parameters
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
@@ -84,13 +86,18 @@ def _block_time(
     forward = backward = exchange = weight = 0.0
     shown: tuple[Operator, ...] = ()
     for block, count in table.kinds:
-        operators = block_operators(block, table.d_model, tokens, table.seq_len, degrees, compiled or code.fused, accelerator, code)
-        once = sum(operator.forward for operator in operators) * code.pace
+        operators = block_operators(block, table.d_model, tokens, table.seq_len, degrees, compiled or code.pace.fused, accelerator, code)
+        once = code.pace.slower * sum(operator.forward for operator in operators)
         core = sum(operator.forward for operator in operators if operator.name == "attention")
-        again = {"none": 0.0, "selective": core, "full": once}[recompute]
+        products = sum(operator.forward for operator in operators if operator.weight)
+        again = {
+            "none": 0.0,
+            "selective": core if code.selective == "core" else once - core - products / 2,
+            "full": once,
+        }[recompute]
         share = count / table.n_layers
         forward += share * once
-        backward += share * (sum(operator.backward for operator in operators) * code.pace + again)
+        backward += share * (code.pace.slower * sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
         # two all-reduces forward, two backward, two more where the whole forward is repeated
         passes = 3 if recompute == "full" else 2
@@ -139,8 +146,9 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementa
     # The slowest stage: the last with the logits, or one of more blocks in the middle.
     seconds = block.forward + block.backward + block.all_reduce
     n, extra = (last, logits) if last * seconds + logits >= most * seconds else (most, 0.0)
+    summed = code.accumulation or code.grads
     # every micro-batch's gradients are added to those before
-    adding = parameters * (code.element + 2 * code.grads) / (accelerator.memory_tb_s * 1e12)
+    adding = parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
     compute, reduce = n * (block.forward + block.backward) + extra + adding, n * block.all_reduce
     tokens = how.micro_batch * blueprint(model).seq_len // layout.cp
     transfer = 0.0
@@ -150,7 +158,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementa
     idle = compute + reduce + transfer
     if layout.schedule == "zero-bubble":
         idle = max(0.0, idle - 3 * n * block.weight)
-    states = code.weights + code.grads + code.optimizer
+    states = code.weights + code.grads + code.accumulation + code.optimizer
     sharers = layout.dp * layout.cp // layout.dp_replicate if layout.zero else 1
     return StepTime(
         compute=m * compute,
@@ -169,12 +177,12 @@ def _exposed_data_parallel(
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
-    if not code.shared_nics:
+    if not code.pace.shared_nics:
         cluster = one_nic(cluster)
     backward, sharers = 2 * forward, ranks // layout.dp_replicate
-    grads, weights = parameters * code.grads, parameters * code.weights
-    buckets = ceil(grads / code.bucket)
-    hidden = backward if code.overlap else 0.0
+    grads, weights = parameters * (code.accumulation or code.grads), parameters * code.weights
+    buckets = ceil(grads / code.pace.message)
+    hidden = backward if code.pace.overlap else 0.0
     if layout.zero == 0:
         return max(0.0, all_reduce(grads, ranks, layout.tp, cluster, buckets) - hidden)
     # Between replicas, of the share of each, once a step.
