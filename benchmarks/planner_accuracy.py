@@ -61,7 +61,9 @@ def _notes(verdict: Verdict) -> list[str]:
     if verdict.bubbles:
         notes.append(f"bubble: within {max(verdict.bubbles):.2%} of one slope in {len(verdict.bubbles)} layouts")
     if verdict.groups:
-        notes.append(f"measured best is of the three best predicted in {sum(verdict.groups)} of {len(verdict.groups)}")
+        notes.append(
+            f"measured best is of the three best predicted in {sum(verdict.groups)} of {len(verdict.groups)}"
+        )
     if verdict.ran_called_too_large:
         notes.append(f"ran and called too large: {len(verdict.ran_called_too_large)} of {verdict.ran}")
     notes += [f"ran out of memory and called fitting: {where}" for where in verdict.oom_called_fit]

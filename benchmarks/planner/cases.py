@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from benchmarks.planner.tables import Row, number
-from leaven.planning.accelerators import Accelerator
+from leaven.planning.accelerators import ACCELERATORS, Accelerator
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.conventions import CONVENTIONS, counted
 from leaven.planning.hardware import Cluster, find_accelerator
@@ -23,7 +23,7 @@ from leaven.planning.implementations import (
     Implementation,
 )
 from leaven.planning.memory import GIB
-from leaven.planning.pace import DEEPSPEED_ZERO3_PACE, MEGATRON_PACE
+from leaven.planning.pace import DEEPSPEED_ZERO3_PACE, MEGATRON_2024_PACE, MEGATRON_PACE
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
@@ -49,6 +49,7 @@ class Stack:
 
 
 _FLASH = replace(MEGATRON, flash_attention=True)
+_MEGATRON_2024 = replace(_FLASH, pace=MEGATRON_2024_PACE)
 # Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the two
 # ends of the 405B are 128 = 16 ranks x 8 stages.
 STACKS: dict[str, Stack] = {
@@ -60,7 +61,7 @@ STACKS: dict[str, Stack] = {
     "deepspeed and megatron": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
     "korthikanti": Stack(MEGATRON, dropout=0.1),
     "narayanan": Stack(MEGATRON_2021, dropout=0.1),
-    "megatron": Stack(_FLASH),
+    "megatron": Stack(_MEGATRON_2024),
 }
 # Shapes that a name stands for. Llama 3.1: arXiv 2407.21783, table 3. Heads of MPT: llm-foundry,
 # scripts/train/yamls/pretrain/mpt-*.yaml.
@@ -78,6 +79,8 @@ _MODELS: dict[str, dict[str, Any]] = {
         )
     },
 }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """A row as the planner is asked. ``gbs`` in sequences."""
@@ -99,7 +102,9 @@ class Case:
 
     def flops(self, of: str) -> tuple[float, bool]:
         """FLOPs of a token as the table counts them for its column ``of``, and whether it says how."""
-        named = re.findall("|".join(sorted(CONVENTIONS, key=len, reverse=True)), str(self.row.get("flops_convention", "")))
+        named = re.findall(
+            "|".join(sorted(CONVENTIONS, key=len, reverse=True)), str(self.row.get("flops_convention", ""))
+        )
         if of == "hfu" and "mpt_mfu" in named:
             named = ["mpt_hfu"]
         elif of == "hfu":
@@ -133,12 +138,18 @@ def named(row: Row) -> dict[str, Any]:
     name = str(row.get("model_name", "")).lower().replace(" ", "-")
     text = name or f"{row.get('note', '')} {row.get('case', '')}".lower()
     for known, shape in _MODELS.items():
-        if known in (name, f"llama-{name}") or (not name and re.search(rf"\b{known.replace('llama-', 'llama-3.1-')}\b", text)):
+        if known in (name, f"llama-{name}") or (
+            not name and re.search(rf"\b{known.replace('llama-', 'llama-3.1-')}\b", text)
+        ):
             return shape
     size = re.search(r"\b([\d.]+)b\b", text)
     for other in row.table.siblings if size and not row.get("params_b") else ():
         if other.own.get("params_b") == number(size[1]) and "h" in other.fields:
-            return {key: other.get(key) for key in ("L", "h", "a", "ffn", "kv_heads", "vocab", "tied", "params_b") if other.get(key)}
+            return {
+                key: other.get(key)
+                for key in ("L", "h", "a", "ffn", "kv_heads", "vocab", "tied", "params_b")
+                if other.get(key)
+            }
     return {}
 
 
@@ -209,6 +220,13 @@ def machine_of(row: Row) -> Accelerator:
         match = re.search(pattern, said)
         if match:
             changes[name] = unit(match[1])
+    held = re.search(r"(\d+) W limit", said)
+    if held and found.power_w:  # a board held to less power than its kind: the rate goes with its root, as clocks do
+        kind_w = max(other.power_w or 0 for other in ACCELERATORS.values() if other.peak_tflops == found.peak_tflops)
+        changes["matmuls"] = tuple(
+            (dtype, (found.matmul(dtype) or rate) * (float(held[1]) / kind_w) ** 0.5) for dtype, rate in found.peaks
+        )
+        changes["best_matmul_tflops"] = dict(changes["matmuls"])["bf16"]
     if "Jean Zay" in said:  # 4 Omni-Path adapters of 100 Gb/s a node of 8: BLOOM's model card
         changes["network_gb_s"] = 6.25
     return replace(found, **changes)
@@ -243,7 +261,7 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
     dp = dp or gpus // (tp * pp * cp)
     layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": row.whole("ep") or 1}, recompute)
     if layout.zero == 3 and stack.code.pace is MEGATRON_PACE:  # DeepSpeed's, which Megatron was compared with
-        stack = replace(stack, code=replace(stack.code, pace=DEEPSPEED_ZERO3_PACE))
+        stack = replace(stack, code=replace(MEGATRON_DEEPSPEED_FP16, pace=DEEPSPEED_ZERO3_PACE))
     micro_batch, accumulation = _batch(row, layout, shape.seq_len, stack)
     return Case(row, shape, Arrangement(layout, micro_batch, accumulation), Cluster(gpus, machine), stack)
 

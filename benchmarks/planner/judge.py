@@ -1,14 +1,14 @@
 """How far the planner is off on a table, by the field it is compared with."""
 
 import math
+import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from benchmarks.planner.cases import Case, Unused, case_of, peak_tflops, shape_of
 from benchmarks.planner.tables import Row, Table, number
-from leaven.planning.arrangement import bubble
+from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.conventions import counted
 from leaven.planning.layouts import evaluate
 from leaven.planning.memory import GIB, worst_stage
@@ -42,6 +42,10 @@ class Point:
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+    @property
+    def tokens(self) -> int:
+        return self.case.tokens if self.case else 0
 
 
 @dataclass
@@ -267,8 +271,6 @@ def _block(row: Row, verdict: Verdict) -> bool:
     setting = str(row.get("setting", "")).lower()
     recompute: Recompute = next((kind for kind in ("full", "selective") if kind in setting), "none")  # type: ignore[assignment]
     case = case_of(row, recompute)
-    from dataclasses import replace
-
     code = replace(case.stack.code, sequence_parallel="sequence parallel" in setting)
     block = block_time(case.shape, case.how, case.cluster, code)
     seconds = block.forward + block.backward + block.all_reduce
@@ -284,8 +286,6 @@ def _days(row: Row, verdict: Verdict) -> None:
         return
     tokens = row.number("tokens") or row.number("train_tokens") or 1e9 * (row.number("tokens_b") or 0)
     if not tokens:
-        import re
-
         said = re.search(r"(\d+(?:\.\d+)?) ?(B|billion|T|trillion)\b(?:[- ]tokens?)", f"{row.get('note', '')}")
         inside = re.search(r"(\d+)(b|t)\b", column)
         match = inside or said
@@ -306,7 +306,9 @@ def _bubbles(verdict: Verdict) -> None:
         if point.kind == "time" and case and case.how.layout.pp > 1:
             layout, m = case.how.layout, case.how.grad_accumulation
             slots = m / (1 - bubble(m, layout.pp, layout.stages_per_rank))
-            groups[case.shape, layout, case.how.micro_batch, case.row.get("precision")].append((slots, point.measured))
+            groups[case.shape, layout, case.how.micro_batch, case.row.get("precision")].append(
+                (slots, point.measured)
+            )
     for found in groups.values():
         if len({slots for slots, _ in found}) < 3:
             continue
@@ -316,18 +318,26 @@ def _bubbles(verdict: Verdict) -> None:
 
 
 def _rankings(verdict: Verdict) -> None:
-    """Whether the fastest of four or more measured layouts of one model on one machine is of the three predicted fastest."""
-    groups: dict[Any, dict[Any, tuple[float, float]]] = defaultdict(dict)
+    """Whether the fastest of four or more measured layouts of one model on one machine, in batches within 5%, is of the
+    three predicted fastest."""
+    groups: dict[Any, list[Point]] = defaultdict(list)
     for point in verdict.points:
         case = point.case
         if point.kind == "time" and case and not case.row.number("total_ms"):
-            key = (case.shape, case.cluster, case.row.get("precision"), case.row.get("options"))
-            measured, predicted = point.measured / case.tokens, point.predicted / case.tokens
-            known = groups[key].get(case.how)
-            groups[key][case.how] = (min(measured, known[0]) if known else measured, predicted)
-    for found in groups.values():
-        if len(found) < 4:
-            continue
-        best = min(found, key=lambda how: found[how][0])
-        order = sorted(found, key=lambda how: found[how][1])
-        verdict.groups.append(best in order[:3])
+            groups[case.shape, case.cluster, case.row.get("precision"), case.row.get("options")].append(point)
+    for points in groups.values():
+        left = sorted(points, key=lambda point: -point.tokens)
+        while left:
+            largest = left[0].tokens
+            together = [point for point in left if point.tokens >= 0.95 * largest]
+            left = left[len(together) :]
+            measured: dict[Arrangement, float] = {}
+            predicted: dict[Arrangement, float] = {}
+            for point in together:
+                how = point.case.how if point.case else None
+                assert how is not None
+                measured[how] = min(measured.get(how, math.inf), point.measured / point.tokens)
+                predicted[how] = point.predicted / point.tokens
+            if len(measured) >= 4:
+                best = min(measured, key=lambda how: measured[how])
+                verdict.groups.append(best in sorted(predicted, key=lambda how: predicted[how])[:3])

@@ -95,7 +95,12 @@ class Table:
     @property
     def siblings(self) -> list[Row]:
         """The rows of all tables of the same source."""
-        return [row for other in self.file if other.fields.get("source") == self.fields.get("source") for row in other.rows]
+        return [
+            row
+            for other in self.file
+            if other.fields.get("source") == self.fields.get("source")
+            for row in other.rows
+        ]
 
     @cached_property
     def said(self) -> dict[str, Any]:
@@ -114,7 +119,9 @@ class Table:
         for row in self.rows:
             for key, value in row.own.items():
                 if isinstance(value, float):
-                    found[key] = max(found.get(key, 0), len(f"{value!r}".partition(".")[2]) if "e" not in f"{value!r}" else 0)
+                    found[key] = max(
+                        found.get(key, 0), len(f"{value!r}".partition(".")[2]) if "e" not in f"{value!r}" else 0
+                    )
         return found
 
     def rounding(self, value: float, *names: str) -> float:
@@ -185,8 +192,12 @@ def read(path: Path) -> list[Table]:
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise InputError(f"{path}: table {index} has no list of rows; each row is 'field: value' pairs")
         model = given.get("model") if isinstance(given.get("model"), dict) else {}
-        own = {key: value for key, value in given.items() if key not in {"id", "rows"} and not isinstance(value, dict)}
-        table = Table(str(given.get("id", f"table {index}")), {**model, **own}, document.get("sources") or {}, file=found)
+        own = {
+            key: value for key, value in given.items() if key not in {"id", "rows"} and not isinstance(value, dict)
+        }
+        table = Table(
+            str(given.get("id", f"table {index}")), {**model, **own}, document.get("sources") or {}, file=found
+        )
         table.rows = [Row(row, table) for row in rows]
         found.append(table)
     return found

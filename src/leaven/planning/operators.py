@@ -96,8 +96,15 @@ def block_operators(
     found.append(
         Operator(
             "norms and residuals",
-            2 * (stream_seconds(stream + hidden, accelerator) + stream_seconds(2 * stream + hidden + mask, accelerator)),
-            2 * (stream_seconds(2 * stream + hidden, accelerator) + stream_seconds(2 * stream + hidden + mask, accelerator)),
+            2
+            * (
+                stream_seconds(stream + hidden, accelerator) + stream_seconds(2 * stream + hidden + mask, accelerator)
+            ),
+            2
+            * (
+                stream_seconds(2 * stream + hidden, accelerator)
+                + stream_seconds(2 * stream + hidden + mask, accelerator)
+            ),
         )
     )
     wide = sum(row.passed * row.on_rank(tp)[1] for row in block.matmuls if _enters(row)) * code.element * tokens
@@ -135,7 +142,9 @@ def _fused(block: Block) -> list[tuple[Matmul, ...]]:
     return list(groups.values())
 
 
-def _product(rows: tuple[Matmul, ...], tokens: int, tp: int, ep: int, accelerator: Accelerator, dtype: Dtype) -> Operator:
+def _product(
+    rows: tuple[Matmul, ...], tokens: int, tp: int, ep: int, accelerator: Accelerator, dtype: Dtype
+) -> Operator:
     first = rows[0]
     k, n = first.on_rank(tp)[0], sum(row.on_rank(tp)[1] for row in rows)
     count = max(1, first.stored // ep) if first.routed else 1

@@ -42,9 +42,7 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        return (
-            self.compute + self.tensor_parallel + self.pipeline + self.bubble + self.data_parallel + self.optimizer
-        )
+        return self.compute + self.tensor_parallel + self.pipeline + self.bubble + self.data_parallel + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,9 @@ def _block_time(
     forward = backward = exchange = weight = 0.0
     shown: tuple[Operator, ...] = ()
     for block, count in table.kinds:
-        operators = block_operators(block, table.d_model, tokens, table.seq_len, degrees, compiled or code.pace.fused, accelerator, code)
+        operators = block_operators(
+            block, table.d_model, tokens, table.seq_len, degrees, compiled or code.pace.fused, accelerator, code
+        )
         once = code.pace.slower * sum(operator.forward for operator in operators)
         core = sum(operator.forward for operator in operators if operator.name == "attention")
         products = sum(operator.forward for operator in operators if operator.weight)
@@ -102,7 +102,7 @@ def _block_time(
         # two all-reduces forward, two backward, two more where the whole forward is repeated
         passes = 3 if recompute == "full" else 2
         reduced = all_reduce(code.element * tokens * table.d_model, tp, 1, node)
-        exchange += share * passes * 2 * reduced
+        exchange += share * passes * 2 * reduced / (tp if code.pace.behind_products else 1)
         if cp > 1:  # keys and values go round while those that are here are used; backward their gradients too
             heads = block.core.kv_heads * (block.core.d_qk + block.core.d_v) / tp
             around = cp * ring(code.element * tokens * heads, cp, tp, node)
