@@ -11,11 +11,11 @@ DDP_BUCKET = 25 * 2**20
 
 @dataclass(frozen=True)
 class Pace:
-    """``products``: the dtype of a block's products. ``fused``: its elementwise kernels are, without a compiler too.
+    """``products``: the dtype of a block's products. ``fused``: its elementwise operators are, without a compiler too.
     ``overlap``: gradients are exchanged during the last backward pass, in messages of ``message`` bytes.
-    ``behind_products``: tensor-parallel exchanges are cut into as many pieces as there are ranks, and all but the first go on
-    during the product. ``shared_nics``: the rings of a group go over all network adapters of a node, not over one of them. ``slower``: the
-    factor to its blocks that no operator explains."""
+    ``behind_products``: tensor ranks exchange in as many pieces as there are ranks, and all pieces but the first during
+    the product. ``shared_nics``: the rings of a group go over all network adapters of a node, not over one of them.
+    ``slower``: the factor to its blocks that no operator explains."""
 
     products: Dtype = "bf16"
     fused: bool = False
@@ -27,12 +27,12 @@ class Pace:
 
 
 MEGATRON_PACE = Pace(fused=True, overlap=False, message=math.inf)
-# BLOOM's rows take 1.17 times what Megatron's kernels would; fitted on all 46 of them. The same factor is seen where it
-# was not fitted: 530B took 60.1 s a step (arXiv 2201.11990) in a layout in which Megatron-LM takes a sixth less.
-MEGATRON_DEEPSPEED_PACE = Pace(fused=True, overlap=False, message=math.inf, slower=1.17)
-# DeepSpeed's ZeRO-3 of 2021 without model parallelism: one adapter's bandwidth a rank fits the six rows of
-# arXiv 2104.04473, table 2.
-DEEPSPEED_ZERO3_PACE = Pace(fused=True, message=math.inf, shared_nics=False)
-# Megatron-LM's scripts of 2024 switch on --overlap-grad-reduce, --overlap-param-gather and --tp-comm-overlap.
+# Megatron-LM's FP8 table of 2024: examples/llama has --overlap-grad-reduce and --overlap-param-gather; tensor ranks are
+# taken to overlap too (--tp-comm-overlap).
 MEGATRON_2024_PACE = Pace(fused=True, message=math.inf, behind_products=True)
+# BLOOM's layout search took 1.17 times what Megatron's operators would; fitted on its 46 rows.
+MEGATRON_DEEPSPEED_PACE = Pace(fused=True, overlap=False, message=math.inf, slower=1.17)
+# DeepSpeed's ZeRO-3 of 2021 without model parallelism: the bandwidth of one adapter a rank is what the six rows of
+# arXiv 2104.04473, table 2, want.
+DEEPSPEED_ZERO3_PACE = Pace(fused=True, message=math.inf, shared_nics=False)
 NANOTRON_PACE = Pace(overlap=False)
