@@ -271,6 +271,8 @@ def _layout(row: Row, stack: Stack, degrees: dict[str, int], recompute: Recomput
     said = re.search(r"zero[- ]?(\d)", f"{row.get('scheme', '')} {row.get('optimizer', '')}", re.IGNORECASE)
     zero = next((z for z in (row.whole("zero"), shard, int(said[1]) if said else None) if z is not None), 0)
     stages = row.whole("vpp") or (stack.stages if "interleaved" in row.words or stack.stages == 8 else 1)
+    if zero == 3 and stack.split_batch and degrees["pp"] > 1:  # torchtitan keeps gradients whole in a pipeline
+        zero = 1
     interleaved = degrees["pp"] > 1 and stages > 1
     given = row.get("recompute") if row.get("ac") is None else row.get("ac")
     kinds: dict[str, Recompute] = {"full": "full", "true": "full", "sac": "selective", "selective": "selective"}
