@@ -1,10 +1,11 @@
 """How far `leaven plan` is off on published measurements.
 
-    python benchmarks/planner_accuracy.py TABLES.yaml [TABLES2.yaml ...] [--json]
+    python benchmarks/planner_accuracy.py [TABLES.yaml ...] [--json] [--page]
 
-Every row of every table is planned as it ran and compared; nothing is fitted here. Exit 1 when a bar is missed, 2 when
-a file cannot be read. An error of memory or time is predicted / measured - 1: "mean" is the mean of its absolute value,
-"bias" of itself, "low" the lowest. Errors of parameters, FLOPs, MFU and days are beyond the rounding of what is printed.
+Every row of every table (of benchmarks/published where none is named) is planned as it ran and compared. Exit 1 when
+a bar is missed, 2 when a file cannot be read. An error of memory or time is predicted / measured - 1: "mean" is the
+mean of its absolute value, "bias" of itself, "low" the lowest. Errors of parameters, FLOPs, MFU and days are beyond
+the rounding of what is printed.
 """
 
 import argparse
@@ -14,8 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that it runs as a script too
 
-from benchmarks.planner.judge import Verdict, judge
+from benchmarks.planner.judge import judge
+from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
 from benchmarks.planner.tables import read
+from benchmarks.planner.verdict import Verdict
+
 from leaven.recipe.errors import InputError
 
 PUBLISHED = Path(__file__).parent / "published" / "tables.yaml"
@@ -75,6 +79,7 @@ def _notes(verdict: Verdict) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How far the planner is off on published tables.")
     parser.add_argument("tables", nargs="*", type=Path, default=[PUBLISHED], help="YAML files; default: those beside")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and its picture anew")
     parser.add_argument("--json", action="store_true", help="one JSON document: {table: {...}}")
     asked = parser.parse_args(arguments)
     try:
@@ -82,7 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    if asked.json:
+    if asked.page:
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), "\n".join(lines(verdicts))), encoding="utf-8")
+        PICTURE.write_text(picture(verdicts), encoding="utf-8")
+    elif asked.json:
         print(json.dumps({verdict.table.id: verdict.to_json() for verdict in verdicts}, indent=1))
     else:
         print("\n".join(lines(verdicts)))

@@ -5,9 +5,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.planner.tables import Row, number
 from pydantic import ValidationError
 
-from benchmarks.planner.tables import Row, number
 from leaven.planning.accelerators import ACCELERATORS, Accelerator
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.conventions import CONVENTIONS, counted
@@ -50,8 +50,8 @@ class Stack:
 
 _FLASH = replace(MEGATRON, flash_attention=True)
 _MEGATRON_2024 = replace(_FLASH, pace=MEGATRON_2024_PACE)
-# Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the two
-# ends of the 405B are 128 = 16 ranks x 8 stages.
+# Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the
+# two ends of the 405B are 128 = 16 ranks x 8 stages.
 STACKS: dict[str, Stack] = {
     "nanotron": Stack(NANOTRON, gb=GIB),
     "torchtitan": Stack(TORCHTITAN, stages=2, split_batch=True),
@@ -102,9 +102,7 @@ class Case:
 
     def flops(self, of: str) -> tuple[float, bool]:
         """FLOPs of a token as the table counts them for its column ``of``, and whether it says how."""
-        named = re.findall(
-            "|".join(sorted(CONVENTIONS, key=len, reverse=True)), str(self.row.get("flops_convention", ""))
-        )
+        named = conventions(self.row)
         if of == "hfu" and "mpt_mfu" in named:
             named = ["mpt_hfu"]
         elif of == "hfu":
@@ -115,47 +113,46 @@ class Case:
         return counted(self.shape, name, self.how.layout.recompute), bool(named)
 
 
+def conventions(row: Row) -> list[str]:
+    """The FLOP conventions that a table names, in its order."""
+    known = sorted(CONVENTIONS, key=len, reverse=True)
+    return re.findall("|".join(known), str(row.get("flops_convention", "")))
+
+
 def stack_of(row: Row) -> Stack:
+    """What ran a row; fp8 products where its own precision or options say so, or else the table's first word."""
     origin = row.table.origin.lower()
-    for word, stack in STACKS.items():
-        if word in origin:
-            break
-    else:
+    stack = next((stack for word, stack in STACKS.items() if word in origin), None)
+    if stack is None:
         raise Unused("it is not said which code ran it")
     code = stack.code
     if code is MEGATRON_DEEPSPEED_FP16 and str(row.get("precision", "")).startswith("bf16"):
         code = MEGATRON_DEEPSPEED_BF16
-    precise = f"{row.own.get('precision', '')} {row.get('options', '')}" + (
-        "" if row.own.get("precision") else str(row.get("precision", "")).partition(" ")[0]
-    )
+    of_table = str(row.table.fields.get("precision", "")).partition(" ")[0]
+    precise = f"{row.own.get('precision', of_table)} {row.get('options', '')}"
     if re.search(r"fp8|float8", precise):
         code = replace(code, pace=replace(code.pace, products="fp8"))
     return replace(stack, code=code)
 
 
 def named(row: Row) -> dict[str, Any]:
-    """The shape that a name stands for: "mpt-30b", "8B" (Llama 3.1), or "the 22B model" of the same source's tables."""
-    name = str(row.get("model_name", "")).lower().replace(" ", "-")
-    text = name or f"{row.get('note', '')} {row.get('case', '')}".lower()
+    """The shape that a name stands for: "mpt-30b", "8B" (Llama 3.1), "the 22B model" of the same source's tables."""
+    name = str(row.get("model_name", "")).lower().replace(" ", "-").replace("llama-3.1-", "llama-")
+    text = f"{row.get('note', '')} {row.get('case', '')}".lower()
     for known, shape in _MODELS.items():
-        if known in (name, f"llama-{name}") or (
-            not name and re.search(rf"\b{known.replace('llama-', 'llama-3.1-')}\b", text)
-        ):
+        if known in (name, f"llama-{name}") or (not name and known.replace("llama-", "llama-3.1-") in text):
             return shape
-    size = re.search(r"\b([\d.]+)b\b", text)
-    for other in row.table.siblings if size and not row.get("params_b") else ():
-        if other.own.get("params_b") == number(size[1]) and "h" in other.fields:
-            return {
-                key: other.get(key)
-                for key in ("L", "h", "a", "ffn", "kv_heads", "vocab", "tied", "params_b")
-                if other.get(key)
-            }
-    return {}
+    size = re.search(r"\b([\d.]+b)\b", text)
+    if size is None or name or row.get("params_b"):
+        return {}
+    wanted, keys = (number(size[1].upper()) or 0) / 1e9, ("L", "h", "a", "ffn", "kv_heads", "vocab", "tied")
+    same = (other for other in row.table.siblings if other.own.get("params_b") == wanted and "h" in other.own)
+    return next(({key: other.get(key) for key in keys if other.get(key)} for other in same), {})
 
 
 def shape_of(row: Row) -> ModelShape:
-    """The model. With ``ffn`` it is a gated one without biases (Llama's), else a GPT of 4h with learned positions; where
-    ffn is 4h and either may be, the one whose parameters are what the row prints."""
+    """The model. With ``ffn`` it is a gated one without biases (Llama's), else a GPT of 4h with learned positions; if
+    ffn is 4h and it may be either, the one whose parameters are what the row prints."""
     known = named(row)
 
     def size(name: str) -> int | None:
@@ -174,7 +171,8 @@ def shape_of(row: Row) -> ModelShape:
         raise Unused(f"{heads} heads do not divide h {width}")
     d_ff, tied = size("ffn"), row.get("tied", known.get("tied"))
     common = {
-        "n_layers": layers, "d_model": width, "n_heads": heads, "d_head": width // heads, "vocab_size": vocab, "seq_len": seq_len,
+        "n_layers": layers, "d_model": width, "n_heads": heads, "d_head": width // heads, "vocab_size": vocab,
+        "seq_len": seq_len,
     }  # fmt: skip
     gpt = ModelShape(
         **common, n_kv_heads=size("kv_heads") or heads, d_ff=d_ff or 4 * width, norm="layernorm", activation="gelu",
@@ -260,6 +258,8 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
     gpus = gpus or tp * pp * cp * (dp or 1)
     dp = dp or gpus // (tp * pp * cp)
     layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": row.whole("ep") or 1}, recompute)
+    if layout.pp * layout.stages_per_rank > shape.n_layers + 2:  # the two ends may be stages of their own
+        raise Unused(f"{shape.n_layers} layers do not fill pp {layout.pp} x {layout.stages_per_rank} stages")
     if layout.zero == 3 and stack.code.pace is MEGATRON_PACE:  # DeepSpeed's, which Megatron was compared with
         stack = replace(stack, code=replace(MEGATRON_DEEPSPEED_FP16, pace=DEEPSPEED_ZERO3_PACE))
     micro_batch, accumulation = _batch(row, layout, shape.seq_len, stack)

@@ -1,7 +1,8 @@
 """Published tables as the benchmark reads them: YAML of the schema of shared/reference/planner-tables.yaml.
 
-A table is rows of fields under fields of its own; a field of a row goes before the table's, that before its ``model``'s,
-and what is only said in words ("8B", "fsdp32 x tp8", "tp 8, mbs 4") comes last. Nothing is known of a table's id.
+A table is rows of fields under fields of its own; a field of a row goes before the table's, that before its
+``model``'s, and what is only said in words ("8B", "fsdp32 x tp8", "tp 8, mbs 4") comes last. Nothing is known of a
+table's id, and what is not known here is ignored.
 """
 
 import re
@@ -95,12 +96,8 @@ class Table:
     @property
     def siblings(self) -> list[Row]:
         """The rows of all tables of the same source."""
-        return [
-            row
-            for other in self.file
-            if other.fields.get("source") == self.fields.get("source")
-            for row in other.rows
-        ]
+        source = self.fields.get("source")
+        return [row for other in self.file if other.fields.get("source") == source for row in other.rows]
 
     @cached_property
     def said(self) -> dict[str, Any]:
@@ -119,22 +116,20 @@ class Table:
         for row in self.rows:
             for key, value in row.own.items():
                 if isinstance(value, float):
-                    found[key] = max(
-                        found.get(key, 0), len(f"{value!r}".partition(".")[2]) if "e" not in f"{value!r}" else 0
-                    )
+                    found[key] = max(found.get(key, 0), len(f"{value:.10g}".partition(".")[2]))
         return found
 
     def rounding(self, value: float, *names: str) -> float:
-        """Half a unit of the last printed digit of a column (by any of its names): 0.05 where the column has one decimal.
+        """Half a unit of the last digit that a column (by any of its names) is printed with: 0.05 for 137.5.
 
-        Of a column of whole numbers, the last digit that is not 0, for sizes are printed as 1000 for 1T.
+        Of sizes in whole numbers, the last digit that is not 0, for 1T is printed as 1000.
         """
         spellings = [other for name in names for other in (name, *_ALIASES.get(name, ()))]
         decimals = max((self.decimals.get(name, 0) for name in spellings), default=0)
-        if decimals or not value or value != int(value):
+        if decimals or "params_b" not in names:
             return 0.5 * 10.0**-decimals
-        digits = str(int(value))
-        return 0.5 * 10.0 ** (len(digits) - len(digits.rstrip("0")) if "params_b" in names else 0)
+        digits = str(round(value))
+        return 0.5 * 10.0 ** (len(digits) - len(digits.rstrip("0")))
 
 
 def words(text: str) -> dict[str, Any]:
