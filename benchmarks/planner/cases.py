@@ -38,7 +38,8 @@ class Stack:
     """The code that ran a row: what it keeps, how many bytes what it calls GB is, and how it runs a pipeline.
 
     ``stages``: on a rank where the source says "interleaved" and no number. ``split_batch``: the local batch goes
-    through the pipeline in as many micro-batches as there are stages. ``dropout``: of its GPTs.
+    through the pipeline in as many micro-batches as there are stages. ``dropout``: of its GPTs. ``first_rank``: the
+    memory printed is that of rank 0, not of the one that needs most.
     """
 
     code: Implementation
@@ -46,6 +47,7 @@ class Stack:
     dropout: float = 0.0
     stages: int = 1
     split_batch: bool = False
+    first_rank: bool = False
 
 
 _FLASH = replace(MEGATRON, flash_attention=True)
@@ -53,7 +55,7 @@ _MEGATRON_2024 = replace(_FLASH, pace=MEGATRON_2024_PACE)
 # Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the
 # two ends of the 405B are 128 = 16 ranks x 8 stages.
 STACKS: dict[str, Stack] = {
-    "nanotron": Stack(NANOTRON, gb=GIB),
+    "nanotron": Stack(NANOTRON, gb=GIB, first_rank=True),
     "torchtitan": Stack(TORCHTITAN, stages=2, split_batch=True),
     "llm-foundry": Stack(LLM_FOUNDRY),
     "llama 3": Stack(_FLASH, stages=8),
@@ -125,6 +127,8 @@ def stack_of(row: Row) -> Stack:
     stack = next((stack for word, stack in STACKS.items() if word in origin), None)
     if stack is None:
         raise Unused("it is not said which code ran it")
+    if stack is STACKS["megatron"] and "a100" in f"{row.get('hardware')} {row.get('gpu')}".lower():
+        stack = STACKS["narayanan"]  # Megatron-LM in those years
     code = stack.code
     if code is MEGATRON_DEEPSPEED_FP16 and str(row.get("precision", "")).startswith("bf16"):
         code = MEGATRON_DEEPSPEED_BF16

@@ -12,7 +12,7 @@ from benchmarks.planner.verdict import Point, Verdict
 
 from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.layouts import evaluate
-from leaven.planning.memory import GIB
+from leaven.planning.memory import GIB, stage_memory
 from leaven.planning.timing import block_time, step_time
 from leaven.recipe.layout import Recompute
 
@@ -99,7 +99,8 @@ def _memory(case: Case, verdict: Verdict) -> bool:
         verdict.ran_called_too_large.append(row.where)
     if not measured:
         return False
-    verdict.points.append(Point(row.where, "memory", candidate.memory.total, measured, case))
+    memory = stage_memory(case.shape, case.how, 0, case.stack.code) if case.stack.first_rank else candidate.memory
+    verdict.points.append(Point(row.where, "memory", memory.total, measured, case))
     return True
 
 
@@ -115,7 +116,7 @@ def _block(row: Row, verdict: Verdict) -> bool:
 
 
 def _bubbles(verdict: Verdict) -> None:
-    """One layout at three batches or more: how far from a line in the planner's slots, of which the bubble is part."""
+    """One layout at three batches or more: how far from a line in the planner's slots, which have the bubble."""
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for point in verdict.points:
         case = point.case
@@ -134,8 +135,8 @@ def _bubbles(verdict: Verdict) -> None:
 
 
 def _rankings(verdict: Verdict) -> None:
-    """Whether the fastest of four or more measured layouts of one model on one machine, in batches within 5%, is one of
-    the three predicted fastest."""
+    """Whether the fastest of four or more measured layouts of one model on one machine, in batches within 5%, is one
+    of the three predicted fastest."""
     groups: dict[Any, list[Point]] = defaultdict(list)
     for point in verdict.points:
         case = point.case

@@ -49,8 +49,8 @@ class StepTime:
 class BlockTime:
     """Seconds of the mean block for one micro-batch: forward, backward with recomputation, and what ranks exchange.
 
-    ``weight`` is the part of ``backward`` that computes gradients of weights. ``operators``: where forward and backward
-    go in the first block, without recomputation.
+    ``weight`` is the part of ``backward`` that computes gradients of weights. ``operators``: where forward and
+    backward go in the first block, without recomputation.
     """
 
     forward: float
