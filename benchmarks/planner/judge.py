@@ -11,8 +11,8 @@ from benchmarks.planner.tables import Row, Table
 from benchmarks.planner.verdict import Point, Verdict
 
 from leaven.planning.arrangement import Arrangement, bubble
-from leaven.planning.layouts import evaluate
-from leaven.planning.memory import GIB, stage_memory
+from leaven.planning.layouts import USABLE
+from leaven.planning.memory import GIB, stage_memory, worst_stage
 from leaven.planning.timing import block_time, step_time
 from leaven.recipe.layout import Recompute
 
@@ -71,7 +71,7 @@ def _measurements(row: Row, verdict: Verdict) -> bool:
     case = case_of(row)
     if row.get("oom"):
         verdict.oom += 1
-        if evaluate(case.shape, case.how, case.cluster, case.stack.code).fits(case.cluster):
+        if _fits(worst_stage(case.shape, case.how, case.stack.code).total, case):
             verdict.oom_called_fit.append(row.where)
         return True
     measured = _memory(case, verdict)
@@ -84,6 +84,11 @@ def _measurements(row: Row, verdict: Verdict) -> bool:
     return measured or bool(step)
 
 
+def _fits(needed: float, case: Case) -> bool:
+    """As the search for a layout has it."""
+    return needed <= USABLE * case.cluster.accelerator.memory_gib * GIB
+
+
 def _time(case: Case, measured: float) -> Point:
     predicted = step_time(case.shape, case.how, case.cluster, case.stack.code).step
     return Point(case.row.where, "time", predicted, measured, case)
@@ -94,12 +99,13 @@ def _memory(case: Case, verdict: Verdict) -> bool:
     gb, gib = row.number("mem_gb"), row.number("mem_gib") or row.number("peak_gib")
     measured = gb * case.stack.gb if gb else (gib or 0) * GIB
     verdict.ran += 1
-    candidate = evaluate(case.shape, case.how, case.cluster, case.stack.code)
-    if not candidate.fits(case.cluster):
+    memory = worst_stage(case.shape, case.how, case.stack.code)
+    if not _fits(memory.total, case):
         verdict.ran_called_too_large.append(row.where)
     if not measured:
         return False
-    memory = stage_memory(case.shape, case.how, 0, case.stack.code) if case.stack.first_rank else candidate.memory
+    if case.stack.first_rank:
+        memory = stage_memory(case.shape, case.how, 0, case.stack.code)
     verdict.points.append(Point(row.where, "memory", memory.total, measured, case))
     return True
 
