@@ -37,7 +37,7 @@ def plan(
 
 def _facts(found: Plan) -> list[tuple[str, Sequence[str | Text]]]:
     memory, speed, time = found.memory, found.speed, found.time
-    parts = " · ".join(f"{name} {gib:.1f}" for name, gib in memory.parts_gib.items())
+    parts = " · ".join(f"{name} {gib:.1f}" for name, gib in memory.parts_gib.items() if gib >= 0.05)
     total = f"{memory.total / GIB:.1f} GiB of {found.cluster.accelerator.memory_gib:g}: {parts}"
     waits = {
         "tensor-parallel": time.tensor_parallel,
