@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from leaven.planning.accelerators import ACCELERATORS, Accelerator
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.conventions import CONVENTIONS, counted
+from leaven.planning.conventions import CONVENTIONS
 from leaven.planning.hardware import Cluster, find_accelerator
 from leaven.planning.implementations import (
     LLM_FOUNDRY,
@@ -81,6 +81,12 @@ _MODELS: dict[str, dict[str, Any]] = {
         )
     },
 }  # fmt: skip
+# GPT-3 (arXiv 2005.14165), MT-NLG (2201.11990) and the largest of Narayanan 2021, by their size in 1e9.
+_GPTS = {
+    175: {"L": 96, "h": 12_288, "a": 96},
+    530: {"L": 105, "h": 20_480, "a": 128},
+    1008: {"L": 128, "h": 25_600, "a": 160},
+}
 
 
 @dataclass(frozen=True)
@@ -102,23 +108,29 @@ class Case:
         """Of a step."""
         return self.gbs * self.shape.seq_len
 
-    def flops(self, of: str) -> tuple[float, bool]:
-        """FLOPs of a token as the table counts them for its column ``of``, and whether it says how."""
-        named = conventions(self.row)
-        if of == "hfu" and "mpt_mfu" in named:
-            named = ["mpt_hfu"]
-        elif of == "hfu":
-            named = [name for name in named if name.endswith("hw")]
-        elif of == "mfu":
-            named = [name for name in named if not name.endswith("hw")]
-        name = named[0] if named else "leaven"
-        return counted(self.shape, name, self.how.layout.recompute), bool(named)
-
 
 def conventions(row: Row) -> list[str]:
     """The FLOP conventions that a table names, in its order."""
     known = sorted(CONVENTIONS, key=len, reverse=True)
     return re.findall("|".join(known), str(row.get("flops_convention", "")))
+
+
+def convention_of(row: Row, of: str) -> str | None:
+    """The convention of a column: of the model for ``mfu``, of the hardware for ``hfu``, of a rate the first; None if
+    the table names none for it."""
+    named = conventions(row)
+    if of == "hfu":
+        named = ["mpt_hfu"] if "mpt_mfu" in named else [name for name in named if name.endswith("hw")]
+    elif of == "mfu":
+        named = [name for name in named if not name.endswith("hw")]
+    return named[0] if named else None
+
+
+def recompute_of(row: Row) -> Recompute:
+    """What is computed again, as ``ac`` or ``recompute`` has it."""
+    given = row.get("recompute") if row.get("ac") is None else row.get("ac")
+    kinds: dict[str, Recompute] = {"full": "full", "true": "full", "sac": "selective", "selective": "selective"}
+    return kinds.get(str(given).lower(), "none")
 
 
 def stack_of(row: Row) -> Stack:
@@ -146,12 +158,14 @@ def named(row: Row) -> dict[str, Any]:
     for known, shape in _MODELS.items():
         if known in (name, f"llama-{name}") or (not name and known.replace("llama-", "llama-3.1-") in text):
             return shape
-    size = re.search(r"\b([\d.]+b)\b", text)
-    if size is None or name or row.get("params_b"):
+    if name or "h" in row.own:
         return {}
-    wanted, keys = (number(size[1].upper()) or 0) / 1e9, ("L", "h", "a", "ffn", "kv_heads", "vocab", "tied")
-    same = (other for other in row.table.siblings if other.own.get("params_b") == wanted and "h" in other.own)
-    return next(({key: other.get(key) for key in keys if other.get(key)} for other in same), {})
+    said = re.search(r"\b([\d.]+b)\b", text)
+    size = row.number("params_b") or (number(said[1].upper()) or 0) / 1e9 if said or row.get("params_b") else 0
+    keys = ("L", "h", "a", "ffn", "kv_heads", "vocab", "tied")
+    same = (other for other in row.table.siblings if size and other.own.get("params_b") == size and "h" in other.own)
+    found = {key: value for other in same for key in keys if (value := other.get(key))}
+    return found or next((gpt for known, gpt in _GPTS.items() if size and abs(size / known - 1) < 0.005), {})
 
 
 def shape_of(row: Row) -> ModelShape:
@@ -178,41 +192,58 @@ def shape_of(row: Row) -> ModelShape:
         "n_layers": layers, "d_model": width, "n_heads": heads, "d_head": width // heads, "vocab_size": vocab,
         "seq_len": seq_len,
     }  # fmt: skip
-    gpt = ModelShape(
-        **common, n_kv_heads=size("kv_heads") or heads, d_ff=d_ff or 4 * width, norm="layernorm", activation="gelu",
-        positions="learned", tied_embeddings=tied is not False, bias=True, dropout=stack_of(row).dropout,
-    )  # fmt: skip
-    if not d_ff:
-        return gpt
-    llama = ModelShape(**common, n_kv_heads=size("kv_heads") or heads, d_ff=d_ff, tied_embeddings=tied is True)
+    common["n_kv_heads"] = size("kv_heads") or heads
+    try:
+        gpt = ModelShape(
+            **common, d_ff=d_ff or 4 * width, norm="layernorm", activation="gelu", positions="learned",
+            tied_embeddings=tied is not False, bias=True, dropout=_dropout(row),
+        )  # fmt: skip
+        if not d_ff:
+            return gpt
+        llama = ModelShape(**common, d_ff=d_ff, tied_embeddings=tied is True)
+    except ValidationError as error:
+        raise Unused(f"no such model: {error.errors()[0]['msg']}") from None
     printed = row.number("params_b")
     if d_ff == 4 * width and printed and abs(gpt.params / 1e9 - printed) < abs(llama.params / 1e9 - printed):
         return gpt
     return llama
 
 
+def _dropout(row: Row) -> float:
+    """Of a GPT, by what ran it; it has no parameters, so that they are counted where that is not said."""
+    try:
+        return stack_of(row).dropout
+    except Unused:
+        return 0.0
+
+
 def _usual_heads(row: Row, width: int) -> int | None:
     """Heads where a row has none: those of most rows of the table that divide the width."""
-    counts = Counter(other.own["a"] for other in row.table.rows if "a" in other.own and width % other.own["a"] == 0)
+    stated = (other.whole("a") for other in row.table.rows if "a" in other.own)
+    counts = Counter(heads for heads in stated if heads and width % heads == 0)
     return max(counts, key=lambda heads: counts[heads]) if counts else None
+
+
+_KIND = re.compile(r"\b(GB?[23]00|GH200|[ABHLV]\d{2,3}S?|MI\d{3}X|TPUv\w+)", re.IGNORECASE)
 
 
 def machine_of(row: Row) -> Accelerator:
     """The accelerator, with what the words say of it: "8 a node", "96 GB (HBM2e 2.4 TB/s)", "400 Gb/s"."""
     said = str(row.get("hardware", ""))
     text = str(row.get("gpu") or said)
-    kind = re.search(r"\b(GB?[23]00|GH200|[ABHLV]\d{2,3}S?|MI\d{3}X|TPUv\w+)", text, re.IGNORECASE)
-    if kind is None:
-        raise Unused("no GPU is named")
-    wanted = [kind[1].upper().replace("TPUV", "TPUv"), *(["PCIe"] if "pcie" in text.lower() else [])]
-    memory = re.search(r"\b(\d+) ?GB\b", text)
+    kinds = {kind.upper() for kind in _KIND.findall(text)}
+    if len(kinds) != 1:
+        raise Unused("no GPU is named" if not kinds else "several GPUs are named, none of them for the row")
+    kind = kinds.pop().replace("TPUV", "TPUv")
+    wanted = [kind, *(["PCIe"] if "pcie" in text.lower() else [])]
+    memory = re.search(r"(?<!\d)(\d+) ?GB\b", text)
     try:
         found = find_accelerator("-".join([*wanted, *([f"{memory[1]}GB"] if memory else [])]))
     except InputError:
         try:
             found = find_accelerator("-".join(wanted))
         except InputError:
-            raise Unused(f"{kind[1]} is no accelerator of the planner's") from None
+            raise Unused(f"{kind} is no accelerator of the planner's") from None
     changes: dict[str, Any] = {"memory_gib": float(memory[1])} if memory else {}
     for name, pattern, unit in (
         ("node_size", r"(\d+) a node", int),
@@ -253,9 +284,10 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
     stack, shape, machine = stack_of(row), shape_of(row), machine_of(row)
     gpus = row.whole("gpus") or (row.whole("nodes") or 0) * machine.node_size
     tp, pp = row.whole("tp") or 1, row.whole("pp") or 1
-    if row.get("mp") and not row.get("tp"):
-        tp = min(int(row.get("mp")), machine.node_size)
-        pp = int(row.get("mp")) // tp
+    together = row.whole("mp")
+    if together and not row.get("tp"):  # tensor parallelism inside a node, the rest a pipeline
+        tp = min(together, machine.node_size)
+        pp = together // tp
     cp, dp = row.whole("cp") or 1, row.whole("dp")
     if not gpus and not dp and not row.number("total_ms"):
         raise Unused("no number of GPUs")
@@ -278,12 +310,10 @@ def _layout(row: Row, stack: Stack, degrees: dict[str, int], recompute: Recomput
     if zero == 3 and stack.split_batch and degrees["pp"] > 1:  # torchtitan keeps gradients whole in a pipeline
         zero = 1
     interleaved = degrees["pp"] > 1 and stages > 1
-    given = row.get("recompute") if row.get("ac") is None else row.get("ac")
-    kinds: dict[str, Recompute] = {"full": "full", "true": "full", "sac": "selective", "selective": "selective"}
     try:
         return Layout.model_validate(
             degrees
-            | {"zero": zero, "recompute": recompute or kinds.get(str(given).lower(), "none")}
+            | {"zero": zero, "recompute": recompute or recompute_of(row)}
             | {"compile": "compile" in row.words}
             | ({"schedule": "interleaved", "stages_per_rank": stages} if interleaved else {})
             | ({"dp_replicate": max(1, degrees["dp"] // 8)} if row.get("shard") == "HYBRID_SHARD" else {})

@@ -3,7 +3,7 @@
 import math
 import re
 
-from benchmarks.planner.cases import Case, Unused, conventions, peak_tflops, shape_of
+from benchmarks.planner.cases import Unused, convention_of, conventions, peak_tflops, recompute_of, shape_of
 from benchmarks.planner.tables import Row, number
 from benchmarks.planner.verdict import Verdict
 
@@ -54,31 +54,45 @@ def _beyond(value: float, printed: float, slack: float) -> float:
     return max(0.0, abs(value - printed) - slack)
 
 
-def speeds(case: Case, step: float, verdict: Verdict) -> None:
+def rates(row: Row, verdict: Verdict) -> bool:
     """TFLOP/s and MFU as the row prints them, from its own time and the FLOPs of its convention."""
-    row, gpus = case.row, case.cluster.gpus
-    rate = case.tokens / step / gpus
-    timed = row.number("iter_s") or row.number("tps") or row.number("present_s")
-    tflops = row.number("tflops")
-    flops, known = case.flops("tflops")
-    if timed and tflops and known and row.get("flops_convention"):
-        slack = row.table.rounding(tflops, "tflops") + tflops * row.table.rounding(timed, "iter_s", "tps") / timed
-        verdict.flops.append(_beyond(rate * flops / 1e12, tflops, slack) / tflops)
+    gpus, tflops, found = row.whole("gpus"), row.number("tflops"), False
     aggregate = row.number("aggregate_pflops")
-    if aggregate and tflops:
+    if aggregate and tflops and gpus:
         slack = row.table.rounding(aggregate, "aggregate_pflops") + row.table.rounding(tflops, "tflops") * gpus / 1e3
         verdict.flops.append(_beyond(tflops * gpus / 1e3, aggregate, slack) / aggregate)
-    peak = peak_tflops(row)
-    for column, of in (("mfu_pct", "mfu"), ("hfu_pct", "hfu")):
-        printed = row.number(column)
-        if not printed:
+        found = True
+    if tflops and row.number("mfu_pct") and (not conventions(row) or "pct_peak" in row.own):
+        printed = row.number("mfu_pct") or 0
+        verdict.mfu.append(_beyond(100 * tflops / peak_tflops(row), printed, row.table.rounding(printed, "mfu_pct")))
+        return True
+    rate = _tokens_per_second(row)
+    if rate is None or not conventions(row) or row.get("tflops_formula") == "old":
+        return found
+    recompute = "selective" if row.number("present_s") else recompute_of(row)
+    for column, of in (("tflops", "tflops"), ("mfu_pct", "mfu"), ("hfu_pct", "hfu")):
+        printed, convention = row.number(column), convention_of(row, of)
+        if not printed or convention is None:
             continue
+        achieved = rate * counted(shape_of(row), convention, recompute) / 1e12
         slack = row.table.rounding(printed, column)
-        count, known = case.flops(of)
-        if timed and known:
-            verdict.mfu.append(_beyond(100 * rate * count / 1e12 / peak, printed, slack))
-        elif tflops and of == "mfu":
-            verdict.mfu.append(_beyond(100 * tflops / peak, printed, slack))
+        if of == "tflops":
+            timed = row.number("iter_s") or row.number("tps") or 1
+            slack += printed * row.table.rounding(timed, "iter_s", "tps") / timed
+            verdict.flops.append(_beyond(achieved, printed, slack) / printed)
+        else:
+            verdict.mfu.append(_beyond(100 * achieved / peak_tflops(row), printed, slack))
+        found = True
+    return found
+
+
+def _tokens_per_second(row: Row) -> float | None:
+    """Of one GPU, from the row's own time."""
+    if row.number("tps"):
+        return row.number("tps")
+    seconds, gpus = row.number("iter_s") or row.number("present_s"), row.whole("gpus")
+    batch, length = row.number("gbs"), row.number("seq_len")
+    return batch * length / seconds / gpus if seconds and gpus and batch and length else None
 
 
 def days(row: Row, verdict: Verdict) -> bool:

@@ -5,12 +5,13 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.planner.cases import Case, Unused, case_of, peak_tflops
-from benchmarks.planner.exact import days, identities, parameters, speeds
+from benchmarks.planner.cases import Case, Unused, case_of, convention_of, peak_tflops
+from benchmarks.planner.exact import days, identities, parameters, rates
 from benchmarks.planner.tables import Row, Table
 from benchmarks.planner.verdict import Point, Verdict
 
 from leaven.planning.arrangement import Arrangement, bubble
+from leaven.planning.conventions import counted
 from leaven.planning.layouts import USABLE
 from leaven.planning.memory import GIB, stage_memory, worst_stage
 from leaven.planning.timing import block_time, step_time
@@ -26,7 +27,7 @@ def judge(table: Table) -> Verdict:
             continue
         identities(row, verdict)
         used, lacks = False, "nothing measured that the planner says"
-        for compare in (parameters, days, _measurements):
+        for compare in (parameters, days, rates, _measurements):
             try:
                 used |= compare(row, verdict)
             except Unused as why:
@@ -47,10 +48,10 @@ def _measured_step(case: Case) -> float | None:
     if rate:
         return tokens / rate / gpus
     tflops, mfu = row.number("tflops"), row.number("mfu_pct")
-    if tflops:
-        return case.flops("tflops")[0] * tokens / (tflops * 1e12 * gpus)
-    if mfu:
-        return case.flops("mfu")[0] * tokens / (mfu / 100 * peak_tflops(row) * 1e12 * gpus)
+    of, rate = ("tflops", tflops) if tflops else ("mfu", (mfu or 0) / 100 * peak_tflops(row))
+    if rate:
+        flops = counted(case.shape, convention_of(row, of) or "leaven", case.how.layout.recompute)
+        return flops * tokens / (rate * 1e12 * gpus)
     return None
 
 
@@ -66,7 +67,6 @@ def _measurements(row: Row, verdict: Verdict) -> bool:
         for name, kind in columns.items():
             case = case_of(row, kind)
             verdict.points.append(_time(case, row.number(name) or 0))
-        speeds(case, row.number("present_s") or 0, verdict)
         return True
     case = case_of(row)
     if row.get("oom"):
@@ -80,7 +80,6 @@ def _measurements(row: Row, verdict: Verdict) -> bool:
     step = _measured_step(case) if any(row.own.get(name) or row.get(name) for name in _BATCH) else None
     if step:
         verdict.points.append(_time(case, step))
-        speeds(case, step, verdict)
     return measured or bool(step)
 
 
