@@ -3,7 +3,9 @@
 import math
 import re
 
-from benchmarks.planner.cases import Unused, convention_of, conventions, peak_tflops, recompute_of, shape_of
+from benchmarks.planner.machines import peak_tflops
+from benchmarks.planner.models import shape_of
+from benchmarks.planner.stacks import Unused, convention_of, conventions, recompute_of
 from benchmarks.planner.tables import Row, number
 from benchmarks.planner.verdict import Verdict
 
@@ -15,11 +17,13 @@ def identities(row: Row, verdict: Verdict) -> None:
     degrees = [get(name) for name in ("dp", "tp", "pp")]
     gpus, nodes = get("gpus"), get("nodes")
     sequences = [get(name) for name in ("dp", "mbs", "gas")]
+    said = re.search(r"(\d+) a node", str(row.get("hardware", "")))
+    node = int(said[1]) if said else 8
     checks = []
     if all(degrees) and (gpus or nodes):
-        checks.append((math.prod(degree or 1 for degree in degrees) * (get("cp") or 1), gpus or 8 * (nodes or 0)))
+        checks.append((math.prod(degree or 1 for degree in degrees) * (get("cp") or 1), gpus or node * (nodes or 0)))
     if gpus and nodes:
-        checks.append((8 * nodes, gpus))
+        checks.append((node * nodes, gpus))
     if all(sequences) and get("gbs"):
         checks.append((math.prod(size or 1 for size in sequences), get("gbs")))
     if all(sequences) and row.number("tokens_per_batch") and get("seq_len") and "batch_per_dp" not in row.own:

@@ -5,8 +5,10 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.planner.cases import Case, Unused, case_of, convention_of, peak_tflops
+from benchmarks.planner.cases import Case, case_of
 from benchmarks.planner.exact import days, identities, parameters, rates
+from benchmarks.planner.machines import peak_tflops
+from benchmarks.planner.stacks import Unused, convention_of
 from benchmarks.planner.tables import Row, Table
 from benchmarks.planner.verdict import Point, Verdict
 

@@ -169,6 +169,30 @@ def test_layouts_models_and_machines_in_words(tmp_path: Path) -> None:
     assert big.measured == pytest.approx(32 * 16 * 8192 / 829 / 256)
 
 
+def test_a_size_stands_for_the_large_gpts_and_flops_need_no_layout(tmp_path: Path) -> None:
+    # MT-NLG (arXiv 2201.11990, 2.3): 530B, 1,920 sequences in 60.1 s on 280 nodes, 126 TFLOP/s
+    text = """
+  - id: large
+    source: somewhere
+    hardware: A100-SXM-80GB
+    seq_len: 2048
+    vocab: 51200
+    flops_convention: narayanan_hw
+    rows:
+      - {params_b: 530, gpus: 2240, nodes: 280, gbs: 1920, iter_s: 60.1, tflops: 126}
+"""
+    verdict = one(tmp_path, text)
+    assert (verdict.params, verdict.flops, verdict.identities) == ([0], [0], 1)
+    assert not verdict.points  # no layout, no time
+
+
+def test_a_row_of_a_table_of_several_gpus_says_which_it_had(tmp_path: Path) -> None:
+    text = (GPT % ("mixed", "tflops: 148, gpu: a100")).replace("A100-SXM-80GB, 8", "per row; A100 or H100, 8")
+    assert one(tmp_path, text).points
+    nowhere = one(tmp_path, text.replace(", gpu: a100", ""))
+    assert not nowhere.points
+
+
 def test_the_best_of_several_layouts_is_looked_for_among_batches_alike(tmp_path: Path) -> None:
     head, row = (GPT % ("many", "tflops: 148")).rsplit("      - ", 1)
     row = row.replace("params_b: 145.6, ", "")
