@@ -151,7 +151,9 @@ def test_among_equally_fast_plans_the_simpler_wins() -> None:
     others = [Arrangement(Layout(), size, 512 // size) for size in (1, 4, 16, 64)]
     others += [Arrangement(Layout(dp=2, zero=zero), 8, 32) for zero in (1, 3)]
     times = [replace(same.time, compute=same.time.compute * (1 + n / 1000)) for n in range(-6, 0)]
-    slightly_faster = [replace(same, arrangement=how, time=time) for how, time in zip(others, times, strict=True)]
+    slightly_faster = [
+        replace(evaluate(SMALL, how, job.cluster), time=time) for how, time in zip(others, times, strict=True)
+    ]
     assert ranked(SMALL, [*slightly_faster, same])[0] is same
     faster = replace(slightly_faster[-1], time=replace(same.time, compute=0.97 * same.time.compute))
     assert ranked(SMALL, [same, faster]) == [faster, same]

@@ -94,7 +94,9 @@ class Exploration:
     @cached_property
     def choices(self) -> tuple[Candidate, ...]:
         """What fits and may be chosen, the best first."""
-        return tuple(candidate for candidate in self.fitting if candidate.trained or not self.job.by_leaven)
+        if not self.job.by_leaven:
+            return self.fitting
+        return tuple(ranked(self.job.model, [candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
     def layouts(self) -> tuple[Candidate, ...]:
