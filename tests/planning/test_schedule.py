@@ -1,5 +1,6 @@
-"""The passes of a pipeline: torch's order, the bubble of the closed forms, the micro-batches that memory is kept for."""
+"""The passes of a pipeline: torch's order, the bubble of closed forms, the micro-batches that memory is kept for."""
 
+import itertools
 from fractions import Fraction
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -114,7 +115,7 @@ def test_no_pass_begins_before_what_it_needs_and_a_rank_does_one_at_a_time(sched
             assert each.start >= every["input", stage, micro_batch].end
     for rank, passes in enumerate(step.ranks):
         assert all(each.stage % p == rank for each in passes)
-        assert all(before.end <= after.start for before, after in zip(passes, passes[1:], strict=False))
+        assert all(before.end <= after.start for before, after in itertools.pairwise(passes))
         worked = sum(each.end - each.start for each in passes)
         assert worked == pytest.approx(m * sum((*forward[rank::p], *backward[rank::p])))
 
@@ -125,7 +126,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     step = simulate(Layout(pp=3), 5, [1, 1, 2], [2, 2, 4])
     assert step.end == 36
     last = step.ranks[-1]
-    assert all(before.end == after.start for before, after in zip(last, last[1:], strict=False))
+    assert all(before.end == after.start for before, after in itertools.pairwise(last))
 
 
 def test_of_the_first_stage_the_whole_backward_pass_is_put_off_under_zero_bubble() -> None:
