@@ -1,0 +1,288 @@
+"""The page of a plan: does it fit, where memory and time go, which layouts there are, what it costs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from leaven.planning.arrangement import bubble, scheduled
+from leaven.planning.flops import CONVENTION
+from leaven.planning.layouts import USABLE, Candidate
+from leaven.planning.memory import GIB, stage_memory
+from leaven.planning.plan import ACCURACY, Plan
+from leaven.planning.schedule import timeline
+from leaven.recipe.files import write_text
+from leaven.recipe.recipe import Recipe
+from leaven.report import figures, numbers, plan_figures
+from leaven.report.chapters import Sheet
+from leaven.report.html import Html, element, join
+from leaven.report.shell import document
+from leaven.report.tables import facts, four, scroll
+
+ROWS = 12  # of the layouts, in the table
+TIME = {
+    "compute": "compute",
+    "tensor_parallel": "all-reduce of tensor parallelism",
+    "pipeline": "transfers between stages",
+    "bubble": "pipeline bubble",
+    "data_parallel": "gradient exchange that nothing hides",
+    "optimizer": "optimizer step",
+}
+
+
+def write_plan(out: Path, plan: Plan, recipe: Recipe, command: str) -> Path:
+    """The page of a plan of a recipe, as one HTML file; ``command`` is what made it.
+
+    Raises:
+        InputError: if plotly is missing, or the file cannot be written.
+    """
+    figures.plotly()
+    write_text(out, page(plan, recipe, command))
+    return out
+
+
+def page(plan: Plan, recipe: Recipe, command: str) -> str:
+    made = Sheet()
+    _memory(made, plan, recipe)
+    _time(made, plan)
+    if plan.arrangement.layout.pp > 1:
+        _pipeline(made, plan, recipe)
+    _layouts(made, plan)
+    _assumptions(made, plan)
+    code = element("pre", element("code", command), class_="scroll", tabindex="0")
+    made.section("The command that made it", None, code)
+    kicker = element("p", f"leaven · plan · {plan.cluster}", class_="kicker")
+    header = element("header", kicker, element("h1", recipe.name), _head(plan, recipe))
+    return document(f"{recipe.name} · leaven plan", element("main", header, *made.sections), made.charts)
+
+
+def _head(plan: Plan, recipe: Recipe) -> Html:
+    memory, has = plan.memory.total / GIB, plan.cluster.accelerator.memory_gib
+    size = f"{numbers.quantity(recipe.model.params)} parameters, {numbers.quantity(recipe.data.tokens)} tokens"
+    fits = "It fits" if plan.fits else "It does not fit"
+    verdict = (
+        f"{size}. {fits}: {memory:.1f} of {has:g} GiB on each GPU, and takes {numbers.seconds(plan.seconds)} on "
+        f"{plan.cluster} in the layout {plan.arrangement}."
+    )
+    return join(
+        element("p", verdict, class_="verdict"),
+        four(
+            ("memory", f"{memory:.1f} GiB", f"on the fullest GPU, of {has:g}", "" if plan.fits else "bad"),
+            (
+                "MFU",
+                f"{plan.speed.mfu:.1%}",
+                f"full attention; causal {plan.speed.mfu_causal:.1%}, with recomputation {plan.speed.hfu:.1%}",
+                "",
+            ),
+            (
+                "a step",
+                numbers.seconds(plan.speed.step_seconds),
+                f"{numbers.quantity(plan.speed.tokens_per_second)} tokens/s",
+                "",
+            ),
+            ("the run", numbers.seconds(plan.seconds), f"{plan.gpu_hours:,.0f} GPU-hours", ""),
+        ),
+    )
+
+
+def _memory(made: Sheet, plan: Plan, recipe: Recipe) -> None:
+    how = plan.arrangement
+    stages = [stage_memory(recipe.model, how, rank).parts_gib for rank in range(how.layout.pp)]
+    capacity = plan.cluster.accelerator.memory_gib
+    fullest = max(range(len(stages)), key=lambda rank: sum(stages[rank].values()))
+    hues = plan_figures.part_hues(list(stages[0]))
+    several = len(stages) > 1
+    told = "What one GPU keeps, by part." + (
+        f" A bar is a rank of the pipeline; rank {fullest} needs most, and the numbers beside the parts are its."
+        if several
+        else " All GPUs need the same."
+    )
+    shown = [(part, hues[part], f"{size:.1f} GiB") for part, size in stages[fullest].items()]
+    made.section(
+        "Memory by part",
+        told,
+        _legend(shown),
+        made.chart(
+            "memory",
+            plan_figures.memory(stages, capacity, USABLE * capacity),
+            "memory by part and rank",
+            "wide" if several else "small",
+        ),
+        _folded("Memory of every rank, GiB", _stages(stages)) if several else None,
+    )
+
+
+def _stages(stages: Sequence[Mapping[str, float]]) -> Html:
+    heads = ["rank", *stages[0], "sum"]
+    rows = [
+        [str(rank), *(f"{size:.2f}" for size in parts.values()), f"{sum(parts.values()):.2f}"]
+        for rank, parts in enumerate(stages)
+    ]
+    return _table(heads, rows, "memory of every rank")
+
+
+def _time(made: Sheet, plan: Plan) -> None:
+    parts = {TIME.get(part, part.replace("_", " ")): seconds for part, seconds in vars(plan.time).items() if seconds}
+    longest = max(parts.values())
+    bars = [
+        join(
+            element("span", part),
+            element("div", element("i", style=f"width:{100 * seconds / longest:.3g}%"), class_="bar"),
+            element("span", _duration(seconds), class_="number"),
+            element("span", f"{seconds / plan.time.step:.1%}", class_="number quiet"),
+        )
+        for part, seconds in parts.items()
+    ]
+    made.section(
+        "Time of a step",
+        f"{_duration(plan.time.step)} in all; what is hidden behind compute is not counted.",
+        element("div", *bars, class_="parts"),
+    )
+
+
+def _pipeline(made: Sheet, plan: Plan, recipe: Recipe) -> None:
+    how = plan.arrangement
+    layout, p, v = how.layout, how.layout.pp, how.layout.stages_per_rank
+    m = scheduled(layout, how.grad_accumulation)
+    step = timeline(recipe.model, how, plan.cluster)
+    drawn = plan_figures.window(step, v)
+    kinds = {each.kind for each in step.ranks[-1]}
+    slots = f"(p − 1) / (v m + p − 1) with p = {p} ranks, v = {v} on each and m = {m} micro-batches"
+    against = "without its cut of backward passes" if layout.schedule == "zero-bubble" else "were all stages alike"
+    told = (
+        f"Each row is a rank, each box the work of a stage on a micro-batch; where there is none, the rank waits: "
+        f"{step.bubble:.1%} of the time, and {bubble(m, p, v):.1%} {against}, {slots}."
+    )
+    if v > 1:
+        told += " The later stages of a rank are paler."
+    if len(drawn.ranks) < p:
+        told += f" {len(drawn.ranks)} of the {p} ranks are drawn."
+    if not drawn.whole:
+        told += f" The first and the last {_duration(drawn.head)} are drawn, of {_duration(drawn.end)}."
+    names = {"forward": "forward", "backward": "backward", "input": "backward, input", "weight": "backward, weights"}
+    most = [step.in_flight(rank) / v for rank in range(p)]
+    shown = [(names[kind], plan_figures.HUES[kind], "", kind) for kind in names if kind in kinds]
+    made.section(
+        f"The pipeline: {layout.schedule}",
+        told,
+        _legend(shown),
+        made.chart("passes", plan_figures.passes(step, v), "passes of the pipeline over time", "tall"),
+        element(
+            "p",
+            f"A rank keeps what it needs for at most {most[0]:g} micro-batches at once on rank 0 and {most[-1]:g} on "
+            f"rank {p - 1}.",
+            class_="told",
+        ),
+    )
+
+
+def _layouts(made: Sheet, plan: Plan) -> None:
+    chosen = Candidate(plan.arrangement, plan.memory, plan.time)
+    others = [each for each in plan.alternatives if each.arrangement != chosen.arrangement]
+    if not others:
+        return
+    capacity = plan.cluster.accelerator.memory_gib
+    chart, outside = plan_figures.layouts([chosen, *others], chosen, capacity, USABLE * capacity)
+    told = (
+        "A dot is a way to run a step: the lower, the more memory is left; the further left, the faster. On the line "
+        "lie those that no other is both faster and leaner than. Colour is the tensor-parallel degree; squares "
+        "compute activations again."
+    )
+    if outside:
+        told += f" {outside:,} slower ones are not drawn."
+    degrees = sorted({each.arrangement.layout.tp for each in [chosen, *others]})
+    shown = [(f"tp {tp}", f"var(--hue-{n % 9 + 1})", "", f"tp {tp}") for n, tp in enumerate(degrees)]
+    made.section(
+        "The layouts",
+        told,
+        _legend(shown),
+        made.chart("layouts", chart, "layouts by time and memory", "tall"),
+        _table(_HEADS, [_row(each, chosen) for each in [chosen, *others][:ROWS]], "the best layouts"),
+    )
+
+
+_HEADS = ("time", "s a step", "GiB", "dp", "tp", "pp", "ZeRO", "micro-batch", "accumulate", "recompute", "schedule")
+
+
+def _row(each: Candidate, chosen: Candidate) -> list[str]:
+    how, layout = each.arrangement, each.arrangement.layout
+    turns = f" × {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+    numbers_ = (layout.dp, layout.tp, layout.pp, layout.zero, how.micro_batch, how.grad_accumulation)
+    return [
+        "chosen" if each is chosen else f"{each.time.step / chosen.time.step - 1:+.1%}",
+        numbers.value(each.time.step),
+        f"{each.memory.total / GIB:.1f}",
+        *map(str, numbers_),
+        layout.recompute,
+        layout.schedule + turns if layout.pp > 1 else numbers.NONE,
+    ]
+
+
+def _assumptions(made: Sheet, plan: Plan) -> None:
+    accelerator = plan.cluster.accelerator
+    made.section(
+        "What the numbers stand on",
+        None,
+        facts(
+            (
+                ("FLOPs", CONVENTION),
+                (
+                    "device",
+                    f"{accelerator.name}: peak {accelerator.peak_tflops:g} TFLOP/s, best measured matmul "
+                    f"{accelerator.matmul_flops / 1e12:.4g}, memory {accelerator.memory_tb_s:g} TB/s, links "
+                    f"{accelerator.link_gb_s:g} GB/s in a node of {accelerator.node_size} and "
+                    f"{accelerator.network_gb_s:g} between nodes, one direction",
+                ),
+                ("sources", f"{accelerator.source}; links: {accelerator.link_source}"),
+                (
+                    "memory",
+                    f"a layout fits if it needs at most {USABLE:.0%} of what a GPU has; the rest is for what the "
+                    "count leaves out",
+                ),
+                (
+                    "left out",
+                    "launch latency, stragglers, congestion of the network, reading data, validation, checkpoints, "
+                    "and every hour that a run stands still",
+                ),
+                ("accuracy", ACCURACY),
+            )
+        ),
+    )
+
+
+def _legend(shown: Sequence[tuple[str, ...]]) -> Html:
+    """Colours with their words, and a number where it says something: (name, colour, number[, group])."""
+    return element(
+        "div",
+        *(
+            element(
+                "button",
+                element("i", class_="swatch", style=f"background:{hue}"),
+                name,
+                element("b", number) if number else None,
+                type="button",
+                data_group=group[0] if group else name,
+                aria_pressed="true",
+            )
+            for name, hue, number, *group in shown
+        ),
+        class_="legend",
+    )
+
+
+def _folded(title: str, content: Html) -> Html:
+    return element("details", element("summary", title), content)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], label: str) -> Html:
+    """The first column in words, the others numbers."""
+    top = [element("th", name, scope="col", class_=None if n == 0 else "number") for n, name in enumerate(heads)]
+    lines = [
+        element("tr", element("th", first, scope="row"), *(element("td", cell, class_="number") for cell in rest))
+        for first, *rest in rows
+    ]
+    table = element("table", element("thead", element("tr", *top)), element("tbody", *lines), class_="plain")
+    return scroll(table, label)
+
+
+def _duration(seconds: float) -> str:
+    """Of a step: ``3.21 ms``, ``1.27 s``."""
+    return f"{numbers.value(seconds * 1e3)} ms" if seconds < 1 else f"{numbers.value(seconds)} s"

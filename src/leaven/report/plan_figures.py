@@ -1,0 +1,315 @@
+"""The pictures of a plan: memory by stage, the passes of a pipeline, layouts by time and memory, the batch ramp."""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from leaven.planning.layouts import Candidate
+from leaven.planning.memory import GIB
+from leaven.planning.schedule import Kind, Pass, Timeline
+from leaven.report import figures, numbers
+from leaven.report.figures import INK, MUTED, PAPER
+
+RANKS, PASSES = 12, 3300  # of a pipeline that are drawn; what is computed has no limit
+STEADY = 4  # micro-batches that are drawn of the steady part at either end of a long step
+GAP = 0.04  # of the width, where the middle of a long step is left out
+CHOSEN = "chosen"
+
+HUES: dict[str, str] = {
+    "weights": "var(--hue-1)",
+    "grads": "var(--hue-8)",
+    "optimizer": "var(--hue-5)",
+    "activations": "var(--hue-2)",
+    "logits": "var(--hue-6)",
+    "forward": "var(--hue-1)",
+    "backward": "var(--hue-2)",
+    "input": "var(--hue-2)",
+    "weight": "var(--hue-3)",
+}
+_MORE = ("var(--hue-3)", "var(--hue-7)", "var(--hue-9)", "var(--hue-4)")
+
+
+def part_hues(parts: Sequence[str]) -> dict[str, str]:
+    """A colour for every part of memory; what is left over is grey."""
+    more = iter(_MORE)
+    return {part: MUTED if part == "other" else HUES.get(part) or next(more, MUTED) for part in parts}
+
+
+_ALL, _USABLE = "{:g} GiB: all of it".format, "{:.3g} GiB: planned with".format
+
+
+def _level(chart: Any, gib: float, said: str, dash: str = "solid", *, axis: str = "y", log: bool = False) -> None:
+    """A line across the picture at so much memory, with its words at its end."""
+    other, y = ("x", math.log10(gib) if log else gib) if axis == "y" else ("y", gib)
+    chart.add_shape(
+        type="line",
+        line={"color": INK, "width": 1.2, "dash": dash},
+        **{f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1, f"{axis}0": gib, f"{axis}1": gib},
+    )
+    chart.add_annotation(
+        text=said,
+        showarrow=False,
+        font={"size": 11.5, "color": INK},
+        **{f"{other}ref": "paper", other: 1, axis: y, "xanchor": "right", "yanchor": "bottom"},
+    )
+
+
+def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Any:
+    """The parts of memory on each rank of the pipeline, one on the other, and what a GPU has.
+
+    ``stages``: GiB by part. Without a pipeline it is one bar that lies.
+    """
+    go = figures.plotly()
+    p = len(stages)
+    totals = [sum(parts.values()) for parts in stages]
+    along, across = ("y", "x") if p > 1 else ("x", "y")  # of memory, and of ranks
+    titles = ("rank of the pipeline", "GiB on each GPU") if p > 1 else ("GiB on each GPU", "")
+    chart = figures.figure(
+        *titles, barmode="stack", bargap=0.18 if p > 3 else 0.5 if p > 1 else 0.1,
+        uniformtext={"mode": "hide", "minsize": 10},
+    )  # fmt: skip
+    for part, hue in part_hues(list(stages[0])).items():
+        sizes = [parts[part] for parts in stages]
+        chart.add_trace(
+            go.Bar(
+                **{along: [_short(size) for size in sizes], across: list(range(p))},
+                orientation="v" if p > 1 else "h",
+                name=part,
+                legendgroup=part,
+                marker={"color": hue, "line": {"color": PAPER, "width": 0.5}},
+                text=[part] * p if p == 1 else None,
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": PAPER, "size": 12},
+                customdata=[
+                    f"<b>{part}</b>, {f'rank {rank}' if p > 1 else 'every GPU'}<br>{size:.1f} of {total:.1f} GiB"
+                    for rank, (size, total) in enumerate(zip(sizes, totals, strict=True))
+                ],
+                hovertemplate="%{customdata}<extra></extra>",
+            )
+        )
+    shown = range(0, p, -(-p // 24))
+    ranks = {"tickvals": list(shown), "ticktext": [str(rank) for rank in shown], "range": [-0.6, p - 0.4]}
+    if p == 1:
+        ranks |= {"visible": False, "range": [-0.5, 0.85]}  # room for the words
+    room = {"range": [0, 1.14 * max(capacity_gib, *totals)], "showgrid": True}
+    chart.update_layout({f"{across}axis": ranks, f"{along}axis": room})
+    _level(chart, capacity_gib, _ALL(capacity_gib), axis=along)
+    _level(chart, usable_gib, _USABLE(usable_gib), "dot", axis=along)
+    return chart
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which passes of a step are drawn, and where: all, or those at both ends with a gap between them."""
+
+    ranks: tuple[int, ...]
+    end: float
+    head: float  # drawn from 0 to here,
+    tail: float  # and from here to the end
+
+    @property
+    def whole(self) -> bool:
+        return self.head >= self.tail
+
+    @property
+    def gap(self) -> float:
+        return 0 if self.whole else GAP * (self.head + self.end - self.tail)
+
+    def place(self, time: float) -> float:
+        return time if self.whole or time <= self.head else time - self.tail + self.head + self.gap
+
+    @property
+    def width(self) -> float:
+        return self.place(self.end)
+
+
+def window(step: Timeline, stages_per_rank: int = 1) -> Window:
+    """The most of a step that is still a picture."""
+    p, end = len(step.ranks), float(step.end)
+    ranks = tuple(range(p)) if p <= RANKS else tuple(round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS))
+    count = sum(len(step.ranks[rank]) for rank in ranks)
+    each = count / len(ranks) / (3 if any(one.kind == "weight" for one in step.ranks[-1]) else 2)  # forward passes
+    # A step fills its pipeline in about p micro-batches and empties it in as many.
+    share = min((p + STEADY) / (each / stages_per_rank + p), PASSES / count / 2)
+    return Window(ranks, end, end, end) if share >= 0.4 else Window(ranks, end, end * share, end * (1 - share))
+
+
+_SAID: dict[Kind, str] = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "input": "backward pass, for the input",
+    "weight": "backward pass, for the weights",
+}
+
+
+def passes(step: Timeline, stages_per_rank: int = 1) -> Any:
+    """Who computes what and when; where nothing is drawn a rank waits. Later stages of a rank are paler."""
+    go = figures.plotly()
+    p, drawn = len(step.ranks), window(step, stages_per_rank)
+    unit, scale = ("ms", 1e3) if step.end < 1 else ("s", 1.0)
+    chart = figures.figure(
+        f"{'milliseconds' if unit == 'ms' else 'seconds'} from the start of a step",
+        "rank of the pipeline",
+        barmode="overlay",
+        bargap=0.12,
+        uniformtext={"mode": "hide", "minsize": 8},
+    )
+    by_kind: dict[Kind, list[tuple[int, Pass]]] = {}
+    for row, rank in enumerate(drawn.ranks):
+        for each in _within(step.ranks[rank], drawn):
+            if each.end > each.start:
+                by_kind.setdefault(each.kind, []).append((row, each))
+    for kind, found in by_kind.items():
+        turns = [each.stage // p for _, each in found]
+        chart.add_trace(
+            go.Bar(
+                orientation="h",
+                y=[row for row, _ in found],
+                base=[_short(drawn.place(each.start)) for _, each in found],
+                x=[_short(each.end - each.start) for _, each in found],
+                name=_SAID[kind],
+                legendgroup=kind,
+                marker={
+                    "color": HUES[kind],
+                    "opacity": [1 - 0.55 * turn / max(stages_per_rank - 1, 1) for turn in turns],
+                    "line": {"color": PAPER, "width": 0.6},
+                },
+                text=[str(each.micro_batch) for _, each in found],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": PAPER, "size": 10},
+                customdata=[
+                    f"<b>micro-batch {each.micro_batch}, {_SAID[kind]}</b><br>stage {each.stage} on rank "
+                    f"{drawn.ranks[row]}<br>{each.start * scale:.4g} to {each.end * scale:.4g} {unit}"
+                    for row, each in found
+                ],
+                hovertemplate="%{customdata}<extra></extra>",
+            )
+        )
+    chart.update_yaxes(
+        tickvals=list(range(len(drawn.ranks))),
+        ticktext=[str(rank) for rank in drawn.ranks],
+        range=[len(drawn.ranks) - 0.4, -0.6],
+        showgrid=False,
+    )
+    ticks = [t / scale for t in numbers.linear_ticks(0, drawn.head * scale, 6 if drawn.whole else 3)]
+    if not drawn.whole:
+        ticks += [t / scale for t in numbers.linear_ticks(drawn.tail * scale, drawn.end * scale, 3)]
+        middle = drawn.head + drawn.gap / 2
+        chart.add_annotation(
+            x=middle, yref="paper", y=0.5, text="…", showarrow=False, font={"size": 18, "color": MUTED}
+        )
+        for edge in (drawn.head, drawn.head + drawn.gap):
+            chart.add_shape(
+                type="line", x0=edge, x1=edge, yref="paper", y0=0, y1=1,
+                line={"color": MUTED, "width": 1, "dash": "dot"},
+            )  # fmt: skip
+    chart.update_xaxes(
+        tickvals=[_short(drawn.place(t)) for t in ticks],
+        ticktext=[f"{t * scale:.4g}" for t in ticks],
+        range=[0, drawn.width * 1.005],
+    )
+    return chart
+
+
+def _within(found: Sequence[Pass], drawn: Window) -> list[Pass]:
+    """The passes of a rank that lie wholly in the window; they are in order of time."""
+    if drawn.whole:
+        return list(found)
+    first = found[: bisect_right(found, drawn.head, key=lambda each: each.end)]
+    return [*first, *found[max(len(first), bisect_left(found, drawn.tail, key=lambda each: each.start)) :]]
+
+
+def front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no other is both faster and leaner than, the fastest first."""
+    found: list[Candidate] = []
+    for each in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
+        if not found or each.memory.total < found[-1].memory.total:
+            found.append(each)
+    return found
+
+
+_SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
+
+
+def layouts(
+    candidates: Sequence[Candidate], chosen: Candidate, capacity_gib: float, usable_gib: float
+) -> tuple[Any, int]:
+    """Layouts by the time of a step and the memory they need; how many lie outside the picture beside it."""
+    go = figures.plotly()
+    best = min(each.time.step for each in candidates)
+    slowest, largest = max(4 * best, 1.3 * chosen.time.step), max(1.5 * capacity_gib, 1.2 * _gib(chosen))
+    inside = [each for each in candidates if each.time.step <= slowest and _gib(each) <= largest]
+    chart = figures.figure("seconds a step", "GiB on each GPU")
+    figures.log_axis(
+        chart, "xaxis", min(best, chosen.time.step) / 1.05, max(each.time.step for each in [*inside, chosen]) * 1.05,
+        lambda place: f"{place:.3g}", most=10,
+    )  # fmt: skip
+    leanest = min(_gib(each) for each in [*inside, chosen])
+    figures.log_axis(
+        chart, "yaxis", min(leanest, capacity_gib / 4) / 1.1, largest, lambda place: f"{place:g}", most=8
+    )
+    fitting = [each for each in inside if _gib(each) <= usable_gib]
+    line = front(fitting)
+    if line:
+        chart.add_trace(
+            go.Scatter(
+                x=[_short(each.time.step) for each in line], y=[_short(_gib(each)) for each in line], mode="lines",
+                line={"color": INK, "width": 1.5, "shape": "hv"}, hoverinfo="skip", legendgroup="front",
+            )
+        )  # fmt: skip
+    for n, tp in enumerate(sorted({each.arrangement.layout.tp for each in inside}), start=1):
+        points = [each for each in inside if each.arrangement.layout.tp == tp]
+        chart.add_trace(
+            go.Scatter(
+                x=[_short(each.time.step) for each in points],
+                y=[_short(_gib(each)) for each in points],
+                mode="markers",
+                name=f"tp {tp}",
+                legendgroup=f"tp {tp}",
+                marker={
+                    "color": f"var(--hue-{(n - 1) % 9 + 1})",
+                    "size": 8,
+                    "opacity": [0.85 if _gib(each) <= usable_gib else 0.3 for each in points],
+                    "symbol": [_SYMBOLS[each.arrangement.layout.recompute] for each in points],
+                    "line": {"color": PAPER, "width": 0.8},
+                },
+                customdata=[_layout_said(each, usable_gib) for each in points],
+                hovertemplate="%{customdata}<extra></extra>",
+            )
+        )
+    chart.add_trace(
+        go.Scatter(
+            x=[_short(chosen.time.step)], y=[_short(_gib(chosen))], mode="markers", legendgroup=CHOSEN,
+            marker={"color": INK, "size": 17, "symbol": "circle-open", "line": {"width": 2.5, "color": INK}},
+            customdata=[_layout_said(chosen, usable_gib, "<b>chosen</b><br>")],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    )  # fmt: skip
+    chart.add_annotation(
+        x=math.log10(chosen.time.step), y=math.log10(_gib(chosen)), text="<b>chosen</b>", showarrow=False,
+        xanchor="left", xshift=12, yanchor="bottom", yshift=4, font={"size": 12.5, "color": INK},
+    )  # fmt: skip
+    _level(chart, capacity_gib, _ALL(capacity_gib), log=True)
+    _level(chart, usable_gib, _USABLE(usable_gib), "dot", log=True)
+    return chart, len(candidates) - len(inside)
+
+
+def _layout_said(each: Candidate, usable_gib: float, head: str = "") -> str:
+    parts = str(each.arrangement).split(" · ")
+    rows = [" · ".join(parts[n : n + 4]) for n in range(0, len(parts), 4)]
+    fits = "" if _gib(each) <= usable_gib else ", does not fit"
+    return "<br>".join([f"{head}{numbers.value(each.time.step)} s a step, {_gib(each):.1f} GiB{fits}", *rows])
+
+
+def _gib(candidate: Candidate) -> float:
+    return candidate.memory.total / GIB
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
