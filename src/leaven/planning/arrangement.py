@@ -1,6 +1,7 @@
 """One way to run a step on a cluster: layout, micro-batch and accumulation. Written form, and what is allowed."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -14,6 +15,8 @@ from leaven.recipe.shape import ModelShape
 
 _NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "dp_replicate", "stages_per_rank")
 _WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
+# Of one forward on one rank, where it is free: the most of 131 published rows of MPT, 64 sequences of 1,024.
+_MOST_TOKENS = 65_536
 _KEYS = (*_NUMBERS, *_WORDS)
 
 
@@ -53,13 +56,11 @@ def scheduled(layout: Layout, micro_batches: int) -> int:
     return -(-micro_batches // layout.pp) * layout.pp
 
 
-def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
-    """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
-
-    What is left out has its default; ``dp`` takes the GPUs that tp and pp leave.
+def parse_keys(text: str) -> dict[str, Any]:
+    """The keys that ``tp=8,recompute=full`` names, with their values; ``mbs`` is the micro-batch.
 
     Raises:
-        InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
+        InputError: on an unknown key or a value that is none.
     """
     values: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -75,19 +76,40 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
         if key in _WORDS and not value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write for example {_WORDS[key]}")
         values[key] = int(value) if key in _NUMBERS else value
-    micro_batch = values.pop("mbs", None)
-    if micro_batch == 0:
+    if values.get("mbs") == 0:
         raise InputError(f"layout {text!r}: mbs=0 is no micro-batch; write mbs=1 or leave it out")
-    rest = math.prod(values.get(key, 1) for key in ("tp", "pp", "cp"))
-    if "dp" not in values and rest and gpus % rest == 0:
-        values["dp"] = gpus // rest
+    return values
+
+
+def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
+    """The layout with these values and the defaults of the others; ``text`` is what the user wrote.
+
+    Raises:
+        InputError: on a wrong value, or values that do not go together.
+    """
     try:
-        layout = Layout.model_validate(values)
+        return Layout.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{key}: " for key in first["loc"])
         said = first["msg"].removeprefix("Value error, ")
         raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
+
+
+def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
+    """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
+
+    What is left out has its default; ``dp`` takes the GPUs that tp, pp and cp leave.
+
+    Raises:
+        InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
+    """
+    values = parse_keys(text)
+    micro_batch = values.pop("mbs", None)
+    rest = math.prod(values.get(key, 1) for key in ("tp", "pp", "cp"))
+    if "dp" not in values and rest and gpus % rest == 0:
+        values["dp"] = gpus // rest
+    layout = layout_of(text, values)
     if layout.ranks != gpus:
         model_ranks = layout.tp * layout.pp * layout.cp
         would = f"dp={gpus // model_ranks} would" if gpus % model_ranks == 0 else f"tp x pp must divide {gpus}"
@@ -202,7 +224,8 @@ def arrangements(
             + (f" x micro-batch {micro_batch}" if micro_batch else "")
             + f"; a batch of {nearest:,} tokens would"
         )
-    sizes = [micro_batch] if micro_batch else [size for size in range(1, min(share, 64) + 1) if share % size == 0]
+    most = min(share, max(1, _MOST_TOKENS // shape.seq_len))
+    sizes = [micro_batch] if micro_batch else [size for size in range(1, min(most, 64) + 1) if share % size == 0]
     refusals = [pipeline_refusal(layout, shape.seq_len, smallest_tokens or batch_tokens, size) for size in sizes]
     if refusals[0] is not None:  # of the smallest
         raise InputError(f"layout {refusals[0]}")

@@ -1,14 +1,19 @@
 """The plan of a run on a cluster: will it fit, how fast, how long."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from leaven.planning.arrangement import Arrangement, arrangements, check_layout, parse_layout
+from leaven.planning.advice import no_layout
+from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
+from leaven.planning.explain import Explanation, explain, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.layouts import Candidate, evaluate, ranked, search
-from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory
+from leaven.planning.layouts import FILLS, Candidate, Exploration, Job, evaluate, explore, pareto, ranked, thin_pipeline
+from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, stage_memory
+from leaven.planning.ramp import RampPlan, Throughput, plan_ramp
 from leaven.planning.timing import StepTime
+from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
@@ -41,16 +46,55 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """One arrangement on a cluster with its cost, and the next best ones."""
+    """One arrangement on a cluster, and what there is beside it, which is computed when it is asked for."""
 
-    cluster: Cluster
-    arrangement: Arrangement
-    memory: Memory
-    fits: bool
-    time: StepTime
-    speed: Speed
-    seconds: float
-    alternatives: tuple[Candidate, ...]
+    job: Job
+    tokens: int
+    batch: Batch
+    chosen: Candidate
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.job.cluster
+
+    @property
+    def arrangement(self) -> Arrangement:
+        return self.chosen.arrangement
+
+    @property
+    def memory(self) -> Memory:
+        """Of the rank that needs most."""
+        return self.chosen.memory
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen.fits(self.cluster)
+
+    @property
+    def time(self) -> StepTime:
+        """Of a step at the full batch."""
+        return self.chosen.time
+
+    @cached_property
+    def speed(self) -> Speed:
+        """At the full batch."""
+        model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step
+        peak = self.cluster.accelerator.peak_tflops * 1e12
+        rate = batch_tokens / step / self.cluster.gpus
+        full = flops_per_token(model)
+        return Speed(
+            tflops_per_gpu=rate * full / 1e12,
+            mfu=rate * full / peak,
+            mfu_causal=rate * flops_per_token(model, "causal") / peak,
+            hfu=rate * hardware_flops_per_token(model, self.arrangement.layout.recompute) / peak,
+            step_seconds=step,
+            tokens_per_second=batch_tokens / step,
+        )
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the run, with its ramp."""
+        return Throughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
     @property
     def days(self) -> float:
@@ -60,8 +104,66 @@ class Plan:
     def gpu_hours(self) -> float:
         return self.seconds / 3_600 * self.cluster.gpus
 
-    def to_json(self) -> dict[str, Any]:
-        """The contract of ``leaven plan --json``; memory in GiB."""
+    @cached_property
+    def stages(self) -> tuple[Memory, ...]:
+        """Memory of each rank of the pipeline."""
+        ranks = range(self.arrangement.layout.pp)
+        return tuple(stage_memory(self.job.model, self.arrangement, rank, self.job.code) for rank in ranks)
+
+    @cached_property
+    def exploration(self) -> Exploration:
+        """Every layout of the job with every micro-batch, also where the plan's own was given."""
+        return explore(self.job)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All that fit, the best first."""
+        return self.exploration.fitting
+
+    @cached_property
+    def alternatives(self) -> tuple[Candidate, ...]:
+        """The next best layouts that fit, each with its best micro-batch."""
+        own = self.arrangement.layout
+        others = [other for other in self.exploration.layouts if other.arrangement.layout != own]
+        return tuple(others[:N_ALTERNATIVES])
+
+    @cached_property
+    def pareto(self) -> tuple[Candidate, ...]:
+        """Of what leaven trains, the candidates that no other beats in time and in memory, the fastest first."""
+        return tuple(pareto([candidate for candidate in self.candidates if candidate.trained]))
+
+    @property
+    def untrained(self) -> Candidate | None:
+        """A layout that leaven plans and exports but does not train, if it is faster by more than 2%."""
+        return self.exploration.untrained
+
+    @cached_property
+    def not_lines(self) -> tuple[str, ...]:
+        """Why not something near: ``tp 8: all-reduce 38% of the step``."""
+        return not_lines(self.exploration, self.chosen)
+
+    @cached_property
+    def cautions(self) -> tuple[str, ...]:
+        """What is allowed and against a rule of thumb."""
+        if not thin_pipeline(self.arrangement):
+            return ()
+        layout, m = self.arrangement.layout, self.arrangement.grad_accumulation
+        return (
+            f"{m} micro-batches for a pipeline of {layout.pp}: by rule of thumb it wants {FILLS * layout.pp} or more; "
+            f"{self.time.bubble / self.time.step:.0%} of a step is bubble",
+        )
+
+    @cached_property
+    def ramp(self) -> RampPlan:
+        """Where a ramp in this layout should start, and what it costs."""
+        return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch)
+
+    def explain(self, asked: str) -> Explanation:
+        """Why not ``tp=4``. Raises InputError as :func:`leaven.planning.explain.explain`."""
+        return explain(self.exploration, self.chosen, asked)
+
+    def to_json(self, asked: str | None = None) -> dict[str, Any]:
+        """The contract of ``leaven plan --json``; memory in GiB. ``asked``: what to explain."""
         return {
             "layout": self.arrangement.to_json(),
             "memory": {
@@ -78,45 +180,49 @@ class Plan:
             "days": self.days,
             "gpu_hours": self.gpu_hours,
             "flops_convention": CONVENTION,
-            "alternatives": [
-                {
-                    "layout": other.arrangement.to_json(),
-                    "gib": other.memory.total / GIB,
-                    "step_seconds": other.time.step,
-                }
-                for other in self.alternatives
-            ],
+            "alternatives": [_point(other) for other in self.alternatives],
+            "stages": [{"gib": memory.total / GIB, "parts": memory.parts_gib} for memory in self.stages],
+            "pareto": [_point(candidate) for candidate in self.pareto],
+            "untrained": self.untrained and _point(self.untrained),
+            "ramp": self.ramp.to_json(),
+            "not": list(self.not_lines),
+            "cautions": list(self.cautions),
+            **({} if asked is None else {"explain": self.explain(asked).to_json()}),
         }
+
+
+def _point(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "layout": candidate.arrangement.to_json(),
+        "gib": candidate.memory.total / GIB,
+        "step_seconds": candidate.time.step,
+    }
 
 
 def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
     """Plan a recipe on ``64xH100-80GB``, in a layout written ``tp=8,pp=12,zero=1,mbs=2`` or in the best one.
 
+    fp16 is planned as bf16 is: every accelerator has the same peak for both.
+
     Raises:
         InputError: as :func:`plan`, and for a recipe in fp32, of which no measured speed is known.
     """
-    if recipe.precision.compute != "bf16":
+    if recipe.precision.compute == "fp32":
         raise InputError(
-            f"the planner knows accelerators in bf16, this recipe computes in {recipe.precision.compute}; "
-            f"plan it with --set precision.compute=bf16"
+            "the planner knows accelerators in bf16, this recipe computes in fp32; "
+            "plan it with --set precision.compute=bf16"
         )
     cluster = parse_cluster(gpus)
     asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
-    return plan(
-        recipe.model,
-        recipe.data.tokens,
-        recipe.batch.tokens,
-        cluster,
-        asked,
-        micro_batch=micro_batch,
-        smallest_tokens=min(tokens for _, tokens in recipe.batch.sizes),
-    )
+    smallest = min(tokens for _, tokens in recipe.batch.sizes)
+    job = Job(recipe.model, recipe.batch.tokens, cluster, micro_batch, smallest)
+    return plan_job(job, recipe.data.tokens, asked, recipe.batch)
 
 
 def plan(
-    shape: ModelShape,
+    model: ModelShape,
     tokens: int,
     batch_tokens: int,
     cluster: Cluster,
@@ -126,41 +232,34 @@ def plan(
     smallest_tokens: int | None = None,
     code: Implementation = LEAVEN_BF16,
 ) -> Plan:
-    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``, the first of ``smallest_tokens`` if they ramp.
+    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``; ``smallest_tokens``: if they ramp, the first.
 
-    Without a layout the fastest that fits is taken, and the next ones are alternatives. With one, that layout is
-    planned even if it does not fit (then ``fits`` is False), with its fastest micro-batch that fits.
+    Raises:
+        InputError: as :func:`plan_job`.
+    """
+    return plan_job(Job(model, batch_tokens, cluster, micro_batch, smallest_tokens, code), tokens, layout)
+
+
+def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> Plan:
+    """Plan a job of ``tokens`` tokens; ``batch`` where it grows.
+
+    Without a layout the fastest that fits is taken. With one, that layout is planned even if it does not fit (then
+    ``fits`` is False), with its fastest micro-batch that fits.
 
     Raises:
         InputError: if a layout, batch or cluster is impossible, or nothing fits; says what would work.
     """
+    batch = batch or Batch(tokens=job.batch_tokens)
     if layout is None:
-        best, *others = search(shape, batch_tokens, cluster, micro_batch, code=code, smallest_tokens=smallest_tokens)
-    else:
-        check_layout(shape, layout, cluster)
-        possible = arrangements(shape, layout, batch_tokens, micro_batch, smallest_tokens)
-        tried = [evaluate(shape, how, cluster, code) for how in possible]
-        fitting = [candidate for candidate in tried if candidate.fits(cluster)]
-        # Nothing fits: show the one that comes nearest.
-        best, *others = ranked(shape, fitting) or sorted(tried, key=lambda c: c.memory.total)[:1]
-    step = best.time.step
-    peak = cluster.accelerator.peak_tflops * 1e12
-    rate = batch_tokens / step / cluster.gpus
-    full = flops_per_token(shape)
-    return Plan(
-        cluster=cluster,
-        arrangement=best.arrangement,
-        memory=best.memory,
-        fits=best.fits(cluster),
-        time=best.time,
-        speed=Speed(
-            tflops_per_gpu=rate * full / 1e12,
-            mfu=rate * full / peak,
-            mfu_causal=rate * flops_per_token(shape, "causal") / peak,
-            hfu=rate * hardware_flops_per_token(shape, best.arrangement.layout.recompute) / peak,
-            step_seconds=step,
-            tokens_per_second=batch_tokens / step,
-        ),
-        seconds=-(-tokens // batch_tokens) * step,
-        alternatives=tuple(others[:N_ALTERNATIVES]),
-    )
+        seen = explore(job)
+        if not seen.layouts:
+            raise no_layout(seen)
+        found = Plan(job, tokens, batch, seen.layouts[0])
+        vars(found)["exploration"] = seen  # not a second time
+        return found
+    check_layout(job.model, layout, job.cluster)
+    tried = [evaluate(job.model, how, job.cluster, job.code) for how in job.arrangements(layout)]
+    fitting = [candidate for candidate in tried if candidate.fits(job.cluster)]
+    # Nothing fits: show the one that comes nearest.
+    chosen = ranked(job.model, fitting)[0] if fitting else min(tried, key=lambda candidate: candidate.memory.total)
+    return Plan(job, tokens, batch, chosen)
