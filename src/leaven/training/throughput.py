@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
-from leaven.planning.hardware import ACCELERATORS
+from leaven.planning.hardware import known_device
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
 
@@ -38,19 +38,12 @@ class Peak:
 def peak_flops(device_name: str, compute: str) -> float | None:
     """Dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
 
-    The table of accelerators holds bf16 peaks, which are those of fp16 too; for fp32, as for a CPU, there is no
-    number rather than a wrong one (a trainer that took unknown devices for an A100 printed an MFU three times too
-    high).
+    For fp32, as for a CPU, there is no number rather than a wrong one: it may run as TF32 or not, and a trainer that
+    took unknown devices for an A100 printed an MFU three times too high.
     """
-    if compute == "fp32":
-        return None
-    words = set(re.split(r"[\s\-_/]+", device_name.upper()))
-    for known in ACCELERATORS.values():
-        model, *form = known.name.upper().split("-")
-        pcie = "PCIE" in form
-        if model in words and pcie == ("PCIE" in words):
-            return known.peak_tflops * 1e12
-    return None
+    known = known_device(device_name)
+    tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
+    return None if tflops is None else tflops * 1e12
 
 
 def mfu_convention(peak: Peak) -> str:
