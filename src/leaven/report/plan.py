@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from leaven.planning.accelerators import CONFIDENCE
 from leaven.planning.arrangement import bubble, scheduled
 from leaven.planning.flops import CONVENTION
 from leaven.planning.layouts import USABLE, Candidate
-from leaven.planning.memory import GIB, stage_memory
+from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, Plan
 from leaven.planning.schedule import timeline
 from leaven.recipe.files import write_text
@@ -17,7 +18,6 @@ from leaven.report.html import Html, element, join
 from leaven.report.shell import document
 from leaven.report.tables import facts, four, scroll
 
-ROWS = 12  # of the layouts, in the table
 TIME = {
     "compute": "compute",
     "tensor_parallel": "all-reduce of tensor parallelism",
@@ -41,11 +41,12 @@ def write_plan(out: Path, plan: Plan, recipe: Recipe, command: str) -> Path:
 
 def page(plan: Plan, recipe: Recipe, command: str) -> str:
     made = Sheet()
-    _memory(made, plan, recipe)
+    _memory(made, plan)
     _time(made, plan)
     if plan.arrangement.layout.pp > 1:
-        _pipeline(made, plan, recipe)
+        _pipeline(made, plan)
     _layouts(made, plan)
+    _ramp(made, plan)
     _assumptions(made, plan)
     code = element("pre", element("code", command), class_="scroll", tabindex="0")
     made.section("The command that made it", None, code)
@@ -83,9 +84,8 @@ def _head(plan: Plan, recipe: Recipe) -> Html:
     )
 
 
-def _memory(made: Sheet, plan: Plan, recipe: Recipe) -> None:
-    how = plan.arrangement
-    stages = [stage_memory(recipe.model, how, rank).parts_gib for rank in range(how.layout.pp)]
+def _memory(made: Sheet, plan: Plan) -> None:
+    stages = [memory.parts_gib for memory in plan.stages]
     capacity = plan.cluster.accelerator.memory_gib
     fullest = max(range(len(stages)), key=lambda rank: sum(stages[rank].values()))
     hues = plan_figures.part_hues(list(stages[0]))
@@ -138,11 +138,11 @@ def _time(made: Sheet, plan: Plan) -> None:
     )
 
 
-def _pipeline(made: Sheet, plan: Plan, recipe: Recipe) -> None:
+def _pipeline(made: Sheet, plan: Plan) -> None:
     how = plan.arrangement
     layout, p, v = how.layout, how.layout.pp, how.layout.stages_per_rank
     m = scheduled(layout, how.grad_accumulation)
-    step = timeline(recipe.model, how, plan.cluster)
+    step = timeline(plan.job.model, how, plan.cluster, plan.job.code)
     drawn = plan_figures.window(step, v)
     kinds = {each.kind for each in step.ranks[-1]}
     slots = f"(p − 1) / (v m + p − 1) with p = {p} ranks, v = {v} on each and m = {m} micro-batches"
@@ -175,27 +175,32 @@ def _pipeline(made: Sheet, plan: Plan, recipe: Recipe) -> None:
 
 
 def _layouts(made: Sheet, plan: Plan) -> None:
-    chosen = Candidate(plan.arrangement, plan.memory, plan.time)
-    others = [each for each in plan.alternatives if each.arrangement != chosen.arrangement]
-    if not others:
+    candidates, chosen = plan.candidates, plan.chosen
+    if not candidates:
         return
     capacity = plan.cluster.accelerator.memory_gib
-    chart, outside = plan_figures.layouts([chosen, *others], chosen, capacity, USABLE * capacity)
+    chart, drawn = plan_figures.layouts(candidates, plan.pareto, chosen, capacity, USABLE * capacity)
     told = (
-        "A dot is a way to run a step: the lower, the more memory is left; the further left, the faster. On the line "
-        "lie those that no other is both faster and leaner than. Colour is the tensor-parallel degree; squares "
-        "compute activations again."
+        "A dot is a way to run a step: the lower, the more memory is left; the further left, the faster. The line "
+        "joins those that no other beats in both. Colour is the tensor-parallel degree; squares compute activations "
+        "again."
     )
-    if outside:
-        told += f" {outside:,} slower ones are not drawn."
-    degrees = sorted({each.arrangement.layout.tp for each in [chosen, *others]})
-    shown = [(f"tp {tp}", f"var(--hue-{n % 9 + 1})", "", f"tp {tp}") for n, tp in enumerate(degrees)]
+    if any(not each.trained for each in candidates):
+        told += " Crosses share a sequence over ranks (cp): planned and exported, not trained by leaven."
+    if drawn < len(candidates):
+        told += f" The best {drawn:,} of {len(candidates):,} that fit are drawn."
+    shown = [
+        (f"tp {tp}", hue, "", f"tp {tp}")
+        for tp, hue in plan_figures.tensor_hues(candidates[: plan_figures.DOTS]).items()
+    ]
+    reasons = [element("li", line) for line in plan.not_lines]
     made.section(
         "The layouts",
         told,
         _legend(shown),
         made.chart("layouts", chart, "layouts by time and memory", "tall"),
-        _table(_HEADS, [_row(each, chosen) for each in [chosen, *others][:ROWS]], "the best layouts"),
+        _table(_HEADS, [_row(each, chosen) for each in [chosen, *plan.alternatives]], "the best layouts"),
+        join(element("h3", "Why not"), element("ul", *reasons, class_="told")) if reasons else None,
     )
 
 
@@ -216,6 +221,49 @@ def _row(each: Candidate, chosen: Candidate) -> list[str]:
     ]
 
 
+def _ramp(made: Sheet, plan: Plan) -> None:
+    ramp = plan.ramp
+    if len(ramp.points) < 2:
+        return
+    start, chosen = ramp.start, ramp.chosen
+    told = (
+        "A small batch is few micro-batches on each rank: pipelines stand still, and what is done once a step is "
+        f"shared by few tokens. From {numbers.quantity(start.batch_tokens)} tokens on {start.share:.0%} of the full "
+        f"batch's throughput is kept ({ramp.wanted:.0%} was asked for); growing by "
+        f"{numbers.quantity(ramp.increment_tokens)} tokens over the first {numbers.quantity(chosen.over_tokens)} it "
+        f"costs {_hours(chosen.extra_hours)} more than the full batch would."
+    )
+    if not all(point.filled for point in ramp.points):
+        told += " Hollow: fewer micro-batches than stages, which leaven does not train."
+    choices = [*ramp.choices, *([ramp.own] if ramp.own else [])]
+    made.section(
+        "The batch ramp",
+        told,
+        made.chart("ramp", plan_figures.ramp(ramp), "throughput over the global batch"),
+        _table(
+            ("start, tokens", "kept", "increment", "over, tokens", "time", "more than full", "steps"),
+            [
+                [
+                    numbers.quantity(choice.start_tokens)
+                    + (", the recipe's" if choice is ramp.own else ", chosen" if choice is chosen else ""),
+                    f"{choice.share:.0%}",
+                    numbers.quantity(choice.increment_tokens),
+                    numbers.quantity(choice.over_tokens),
+                    _hours(choice.hours),
+                    _hours(choice.extra_hours),
+                    f"{choice.steps:,}",
+                ]
+                for choice in choices
+            ],
+            "what each start of the ramp costs",
+        ),
+    )
+
+
+def _hours(hours: float) -> str:
+    return numbers.seconds(3600 * hours)
+
+
 def _assumptions(made: Sheet, plan: Plan) -> None:
     accelerator = plan.cluster.accelerator
     made.section(
@@ -231,7 +279,10 @@ def _assumptions(made: Sheet, plan: Plan) -> None:
                     f"{accelerator.link_gb_s:g} GB/s in a node of {accelerator.node_size} and "
                     f"{accelerator.network_gb_s:g} between nodes, one direction",
                 ),
-                ("sources", f"{accelerator.source}; links: {accelerator.link_source}"),
+                (
+                    "sources",
+                    "; ".join(f"{of.group}: {of.text} ({CONFIDENCE[of.confidence]})" for of in accelerator.sources),
+                ),
                 (
                     "memory",
                     f"a layout fits if it needs at most {USABLE:.0%} of what a GPU has; the rest is for what the "

@@ -2,12 +2,13 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from leaven.planning.layouts import Candidate
 from leaven.planning.memory import GIB
+from leaven.planning.ramp import RampPlan
 from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.report import figures, numbers
 from leaven.report.figures import INK, MUTED, PAPER
@@ -15,7 +16,7 @@ from leaven.report.figures import INK, MUTED, PAPER
 RANKS, PASSES = 12, 3300  # of a pipeline that are drawn; what is computed has no limit
 STEADY = 4  # micro-batches that are drawn of the steady part at either end of a long step
 GAP = 0.04  # of the width, where the middle of a long step is left out
-CHOSEN = "chosen"
+DOTS, SLOWEST = 1500, 4  # layouts that are drawn: the best so many, of those up to so many times slower than the best
 
 HUES: dict[str, str] = {
     "weights": "var(--hue-1)",
@@ -52,7 +53,10 @@ def _level(chart: Any, gib: float, said: str, dash: str = "solid", *, axis: str 
         text=said,
         showarrow=False,
         font={"size": 11.5, "color": INK},
-        **{f"{other}ref": "paper", other: 1, axis: y, "xanchor": "right", "yanchor": "bottom"},
+        **{f"{other}ref": "paper", other: 1, axis: y, "xanchor": "right"},
+        # Of two levels the words of the dotted one lie within: below it, or beside it and lower.
+        yanchor="top" if dash == "dot" else "bottom",
+        xshift=-4 if axis == "x" else 0,
     )
 
 
@@ -165,6 +169,9 @@ def passes(step: Timeline, stages_per_rank: int = 1) -> Any:
                 by_kind.setdefault(each.kind, []).append((row, each))
     for kind, found in by_kind.items():
         turns = [each.stage // p for _, each in found]
+        # A number in a box where the numbers of all would be read, at the width of a page.
+        narrowest = min(each.end - each.start for _, each in found) / drawn.width * 1000
+        readable = narrowest >= 5 + 6.5 * max(len(str(each.micro_batch)) for _, each in found)
         chart.add_trace(
             go.Bar(
                 orientation="h",
@@ -178,7 +185,7 @@ def passes(step: Timeline, stages_per_rank: int = 1) -> Any:
                     "opacity": [1 - 0.55 * turn / max(stages_per_rank - 1, 1) for turn in turns],
                     "line": {"color": PAPER, "width": 0.6},
                 },
-                text=[str(each.micro_batch) for _, each in found],
+                text=[str(each.micro_batch) for _, each in found] if readable else None,
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
@@ -225,46 +232,38 @@ def _within(found: Sequence[Pass], drawn: Window) -> list[Pass]:
     return [*first, *found[max(len(first), bisect_left(found, drawn.tail, key=lambda each: each.start)) :]]
 
 
-def front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other is both faster and leaner than, the fastest first."""
-    found: list[Candidate] = []
-    for each in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
-        if not found or each.memory.total < found[-1].memory.total:
-            found.append(each)
-    return found
-
-
 _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def layouts(
-    candidates: Sequence[Candidate], chosen: Candidate, capacity_gib: float, usable_gib: float
+    candidates: Sequence[Candidate],
+    front: Sequence[Candidate],
+    chosen: Candidate,
+    capacity_gib: float,
+    usable_gib: float,
 ) -> tuple[Any, int]:
-    """Layouts by the time of a step and the memory they need; how many lie outside the picture beside it."""
+    """Layouts by the time of a step and the memory they need; how many of them are drawn beside it.
+
+    ``candidates``, the best first, and those of them that no other beats in both.
+    """
     go = figures.plotly()
-    best = min(each.time.step for each in candidates)
-    slowest, largest = max(4 * best, 1.3 * chosen.time.step), max(1.5 * capacity_gib, 1.2 * _gib(chosen))
-    inside = [each for each in candidates if each.time.step <= slowest and _gib(each) <= largest]
+    slowest = max(SLOWEST * min(each.time.step for each in [*candidates, chosen]), 1.3 * chosen.time.step)
+    shown = [each for each in candidates if each.time.step <= slowest][:DOTS]
     chart = figures.figure("seconds a step", "GiB on each GPU")
-    figures.log_axis(
-        chart, "xaxis", min(best, chosen.time.step) / 1.05, max(each.time.step for each in [*inside, chosen]) * 1.05,
-        lambda place: f"{place:.3g}", most=10,
+    inside = [*shown, chosen]
+    times, sizes = [each.time.step for each in inside], [_gib(each) for each in inside]
+    figures.log_axis(chart, "xaxis", min(times) / 1.04, max(times) * 1.04, _three_digits, most=10)
+    low, high = min(*sizes, capacity_gib / 4) / 1.1, max(*sizes, capacity_gib) * 1.35
+    figures.log_axis(chart, "yaxis", low, high, _three_digits, most=8)
+    line = [each for each in front if each.time.step <= slowest]
+    chart.add_trace(
+        go.Scatter(
+            x=[_short(each.time.step) for each in line], y=[_short(_gib(each)) for each in line], mode="lines",
+            line={"color": INK, "width": 1.5, "shape": "hv"}, hoverinfo="skip",
+        )
     )  # fmt: skip
-    leanest = min(_gib(each) for each in [*inside, chosen])
-    figures.log_axis(
-        chart, "yaxis", min(leanest, capacity_gib / 4) / 1.1, largest, lambda place: f"{place:g}", most=8
-    )
-    fitting = [each for each in inside if _gib(each) <= usable_gib]
-    line = front(fitting)
-    if line:
-        chart.add_trace(
-            go.Scatter(
-                x=[_short(each.time.step) for each in line], y=[_short(_gib(each)) for each in line], mode="lines",
-                line={"color": INK, "width": 1.5, "shape": "hv"}, hoverinfo="skip", legendgroup="front",
-            )
-        )  # fmt: skip
-    for n, tp in enumerate(sorted({each.arrangement.layout.tp for each in inside}), start=1):
-        points = [each for each in inside if each.arrangement.layout.tp == tp]
+    for tp, hue in tensor_hues(shown).items():
+        points = [each for each in shown if each.arrangement.layout.tp == tp]
         chart.add_trace(
             go.Scatter(
                 x=[_short(each.time.step) for each in points],
@@ -273,21 +272,21 @@ def layouts(
                 name=f"tp {tp}",
                 legendgroup=f"tp {tp}",
                 marker={
-                    "color": f"var(--hue-{(n - 1) % 9 + 1})",
+                    "color": hue,
                     "size": 8,
-                    "opacity": [0.85 if _gib(each) <= usable_gib else 0.3 for each in points],
-                    "symbol": [_SYMBOLS[each.arrangement.layout.recompute] for each in points],
+                    "opacity": 0.8,
+                    "symbol": [_symbol(each) for each in points],
                     "line": {"color": PAPER, "width": 0.8},
                 },
-                customdata=[_layout_said(each, usable_gib) for each in points],
+                customdata=[_layout_said(each) for each in points],
                 hovertemplate="%{customdata}<extra></extra>",
             )
         )
     chart.add_trace(
         go.Scatter(
-            x=[_short(chosen.time.step)], y=[_short(_gib(chosen))], mode="markers", legendgroup=CHOSEN,
+            x=[_short(chosen.time.step)], y=[_short(_gib(chosen))], mode="markers",
             marker={"color": INK, "size": 17, "symbol": "circle-open", "line": {"width": 2.5, "color": INK}},
-            customdata=[_layout_said(chosen, usable_gib, "<b>chosen</b><br>")],
+            customdata=[_layout_said(chosen, "<b>chosen</b><br>")],
             hovertemplate="%{customdata}<extra></extra>",
         )
     )  # fmt: skip
@@ -297,14 +296,81 @@ def layouts(
     )  # fmt: skip
     _level(chart, capacity_gib, _ALL(capacity_gib), log=True)
     _level(chart, usable_gib, _USABLE(usable_gib), "dot", log=True)
-    return chart, len(candidates) - len(inside)
+    return chart, len(shown)
 
 
-def _layout_said(each: Candidate, usable_gib: float, head: str = "") -> str:
+def tensor_hues(candidates: Iterable[Candidate]) -> dict[int, str]:
+    """A colour for every tensor-parallel degree."""
+    degrees = sorted({each.arrangement.layout.tp for each in candidates})
+    return {tp: f"var(--hue-{n % 9 + 1})" for n, tp in enumerate(degrees)}
+
+
+def _symbol(candidate: Candidate) -> str:
+    if not candidate.trained:
+        return "x"
+    return _SYMBOLS[candidate.arrangement.layout.recompute]
+
+
+def _layout_said(each: Candidate, head: str = "") -> str:
     parts = str(each.arrangement).split(" · ")
     rows = [" · ".join(parts[n : n + 4]) for n in range(0, len(parts), 4)]
-    fits = "" if _gib(each) <= usable_gib else ", does not fit"
-    return "<br>".join([f"{head}{numbers.value(each.time.step)} s a step, {_gib(each):.1f} GiB{fits}", *rows])
+    if not each.trained:
+        rows.append("planned and exported, not trained by leaven")
+    return "<br>".join([f"{head}{numbers.value(each.time.step)} s a step, {_gib(each):.1f} GiB", *rows])
+
+
+def ramp(plan: RampPlan) -> Any:
+    """Throughput of one GPU against the global batch, and where a ramp would start."""
+    go = figures.plotly()
+    full, start = plan.points[-1], plan.start
+    chart = figures.figure("global batch, tokens", "TFLOP/s of each GPU", margin={"l": 48, "r": 30, "t": 26, "b": 44})
+    figures.log_axis(chart, "xaxis", plan.points[0].batch_tokens, full.batch_tokens, numbers.tick, most=8)
+    top = 1.18 * max(point.tflops_per_gpu for point in plan.points)
+    chart.update_yaxes(range=[0, top], showgrid=True)
+    chart.add_trace(
+        go.Scatter(
+            x=[point.batch_tokens for point in plan.points],
+            y=[_short(point.tflops_per_gpu) for point in plan.points],
+            mode="lines+markers",
+            line={"color": "var(--hue-1)", "width": 2},
+            marker={
+                "size": 7,
+                "color": "var(--hue-1)",
+                "symbol": ["circle" if point.filled else "circle-open" for point in plan.points],
+            },
+            customdata=[
+                f"<b>{point.global_batch:,} sequences, {numbers.quantity(point.batch_tokens)} tokens</b><br>"
+                f"{point.tflops_per_gpu:.3g} TFLOP/s, {point.share:.0%} of the full batch's<br>"
+                f"micro-batch {point.micro_batch}, accumulate {point.grad_accumulation}, "
+                f"{numbers.value(point.step_seconds)} s a step"
+                + ("" if point.filled else "<br>fewer micro-batches than stages: leaven does not train it")
+                for point in plan.points
+            ],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    )
+    chart.add_shape(
+        type="line", x0=start.batch_tokens, x1=start.batch_tokens, y0=0, y1=start.tflops_per_gpu,
+        line={"color": INK, "width": 1.2, "dash": "dot"},
+    )  # fmt: skip
+    middle = (math.log10(plan.points[0].batch_tokens) + math.log10(full.batch_tokens)) / 2
+    left = math.log10(start.batch_tokens) > middle  # the words lie where there is room
+    for point, said, right in (
+        (start, f"<b>start: {numbers.quantity(start.batch_tokens)} tokens, {start.share:.0%}</b>", left),
+        (full, f"full: {full.tflops_per_gpu:.3g} TFLOP/s", True),
+    ):
+        if point is full and start is full:
+            continue
+        chart.add_annotation(
+            x=math.log10(point.batch_tokens), y=point.tflops_per_gpu, text=said, showarrow=False,
+            xanchor="right" if right else "left", yanchor="bottom" if point is full else "top",
+            xshift=-8 if right else 8, yshift=6 if point is full else -2, font={"size": 12, "color": INK},
+        )  # fmt: skip
+    return chart
+
+
+def _three_digits(place: float) -> str:
+    return f"{place:.3g}"
 
 
 def _gib(candidate: Candidate) -> float:
