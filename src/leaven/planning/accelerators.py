@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from leaven.recipe.base import Part
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import read_text
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -26,7 +25,7 @@ Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
 CONFIDENCE: dict[Confidence, str] = {
     "vendor": "read in the vendor's own documentation",
     "read": "read in another's table or page",
-    "memory": "read nowhere: remembered from data sheets",
+    "memory": "read nowhere, remembered",
     "yours": "from your own file",
     "guess": "a guess",
 }
@@ -258,13 +257,13 @@ def _built_in() -> dict[str, Accelerator]:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path}: not TOML: {error}") from None
-    except InputError as error:
-        if path == BUILT_IN or "LEAVEN_ACCELERATORS" not in os.environ:
-            raise
-        raise InputError(f"LEAVEN_ACCELERATORS: {error}; unset it, or name your file of accelerators") from None
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"LEAVEN_ACCELERATORS is {path}: no such file; write it, or unset the variable") from None
+    except OSError as error:
+        raise InputError(f"{path}: your accelerators cannot be read: {error.strerror}; give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not TOML: {error}; an accelerator is for example Z1-64GB = {EXAMPLE}") from None
 
 
 def _sources(document: dict[str, Any]) -> dict[str, str]:

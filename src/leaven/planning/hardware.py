@@ -35,6 +35,17 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.gpus // self.accelerator.node_size)
 
+    @property
+    def nodes_said(self) -> str:
+        """``one node``, ``8 nodes of 8``, ``2 nodes of 8, the last of 5``."""
+        node = self.accelerator.node_size
+        rest = self.gpus % node
+        return (
+            f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
+            if self.nodes > 1
+            else "one node"
+        )
+
     def __str__(self) -> str:
         name, node = self.accelerator.name, self.accelerator.node_size
         if name == "cpu":
