@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from leaven.planning.arrangement import Arrangement, tensor_degrees
+from leaven.planning.arrangement import Arrangement, check_layout, tensor_degrees
+from leaven.planning.blueprint import Blueprint, blueprint
 from leaven.planning.hardware import Cluster
-from leaven.planning.layouts import Exploration, Job, fits, in_a_node, layouts
+from leaven.planning.layouts import USABLE, Candidate, Exploration, Job, fits, in_a_node, layouts
 from leaven.planning.memory import GIB, Memory, worst_stage
 from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
@@ -31,10 +34,34 @@ def no_layout(seen: Exploration) -> InputError:
     if near:
         sequences = job.batch_tokens // job.model.seq_len
         return InputError(
-            f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of {sequences:,} sequences over "
-            f"{job.cluster.gpus:,} GPUs; {' or '.join(f'{count:,}' for count in near)} GPUs would do"
+            f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of {sequences:,} sequences "
+            f"over so many; {' or '.join(f'{count:,}' for count in near)} GPUs would do"
         )
     return seen.refusal or InputError(f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
+
+
+def lacking(job: Job, chosen: Candidate) -> str:
+    """What a layout that does not fit lacks, and the change of one thing that would do."""
+    layout, accelerator = chosen.arrangement.layout, job.cluster.accelerator
+    message = (
+        f"needs {chosen.memory.total / GIB:.1f} GiB, of {accelerator.memory_gib:g} "
+        f"{USABLE * accelerator.memory_gib:.0f} are counted on"
+    )
+    changes: list[dict[str, Any]] = [{"recompute": "full"}, *({"zero": zero} for zero in range(layout.zero + 1, 4))]
+    for key in ("tp", "pp"):
+        changes += [{key: getattr(layout, key) * n, "dp": layout.dp // n} for n in (2, 4, 8) if layout.dp % n == 0]
+    for change in changes:
+        try:
+            other = Layout.model_validate(layout.model_dump() | change)
+            check_layout(job.model, other, job.cluster)
+            how = job.arrangements(other)[0]
+        except ValueError:  # of the layout by itself, or with this model or batch
+            continue
+        memory = worst_stage(job.model, how, job.code)
+        if other != layout and fits(memory, job.cluster):
+            said = ",".join(f"{key}={value}" for key, value in change.items())
+            return f"{message}; {said} would fit in {memory.total / GIB:.1f}"
+    return f"{message}; leave out --layout to see what fits"
 
 
 def possible(job: Job) -> bool:
@@ -45,7 +72,8 @@ def possible(job: Job) -> bool:
 def _smallest(job: Job) -> list[Arrangement]:
     """Of each layout the smallest micro-batch: where it does not fit nothing does."""
     found = []
-    for layout in layouts(job.model, job.cluster, job.code, {"cp": 1, "stages_per_rank": 1}):
+    fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
+    for layout in layouts(job.model, job.cluster, job.code, fixed):
         try:
             found.append(job.arrangements(layout)[0])
         except InputError:
@@ -63,14 +91,16 @@ def _nothing_fits(job: Job, least: Arrangement, memory: Memory) -> str:
     would = [f"{more} would do"] if more else []
     layers = _most(job.model.n_layers - 1, lambda n: possible(replace(job, model=_of_layers(job, n))))
     if layers:
-        smaller = _of_layers(job, layers)
-        would.append(f"{job.cluster} can hold {layers} of the {job.model.n_layers} layers, {format_quantity(smaller.params)} parameters")
+        size = format_quantity(blueprint(_of_layers(job, layers)).params)
+        would.append(f"{job.cluster} could hold {layers} of the {job.model.n_layers} layers, {size} parameters")
     if not more:
         would.append("more GPUs do not help this batch: take a larger accelerator or a shorter seq_len")
     return f"{message}; {'; '.join(would)}"
 
 
-def _of_layers(job: Job, layers: int) -> ModelShape:
+def _of_layers(job: Job, layers: int) -> ModelShape | Blueprint:
+    if isinstance(job.model, Blueprint):
+        return replace(job.model, blocks=job.model.blocks[:layers])
     return job.model.model_copy(update={"n_layers": layers})
 
 

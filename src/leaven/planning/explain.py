@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from leaven.planning.arrangement import Arrangement, layout_of, parse_keys, shape_refusal
-from leaven.planning.layouts import USABLE, Candidate, Exploration, explore
+from leaven.planning.layouts import USABLE, Candidate, Exploration, Job, explore
 from leaven.planning.memory import GIB, Memory
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
@@ -74,13 +74,18 @@ def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanat
     micro_batch = fixed.pop("mbs", None)
     _require_values(asked, fixed)
     job = exploration.job if micro_batch is None else replace(exploration.job, micro_batch=micro_batch)
+    notes = _unsearched(job, fixed)
+    if job.by_leaven:  # what leaven does not train is only looked at when it is asked for
+        fixed = {"cp": 1, "ep": 1} | fixed
+    if fixed.get("zero", 0) > 1 and not {"pp", "schedule", "stages_per_rank"} & {*fixed}:
+        fixed["pp"] = 1
     refusal = _impossible(exploration, fixed)
     if refusal is not None:
         return Explanation(asked, chosen, None, None, refusal)
     seen = explore(job, fixed)
     if seen.fitting:
         found = seen.fitting[0]
-        return Explanation(asked, chosen, found, None, _slower(found, chosen))
+        return Explanation(asked, chosen, found, None, _slower(found, chosen) + notes)
     if seen.too_large:
         return Explanation(asked, chosen, None, seen.too_large[0], _too_large(exploration, seen.too_large[0][1]))
     said = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
@@ -97,7 +102,7 @@ def not_lines(exploration: Exploration, chosen: Candidate) -> tuple[str, ...]:
             fastest.setdefault(getattr(candidate.arrangement.layout, key), candidate)
         leanest: dict[Any, Memory] = {}
         for how, memory in exploration.too_large:
-            if how.layout.cp == 1:
+            if how.layout.cp == how.layout.ep == 1 or not exploration.job.by_leaven:
                 leanest.setdefault(getattr(how.layout, key), memory)
         for value in _neighbours(own, {*fastest, *leanest}):
             if value in fastest:
@@ -133,15 +138,18 @@ def _slower(found: Candidate, chosen: Candidate) -> str:
 
 def _reason(found: Candidate, chosen: Candidate) -> str:
     """The part of a step that grows most, and its share."""
-    more = {part: found_s - chosen_s for part, (found_s, chosen_s) in _beside(vars(found.time), vars(chosen.time)).items()}
+    more = {
+        part: found_s - chosen_s for part, (found_s, chosen_s) in _beside(vars(found.time), vars(chosen.time)).items()
+    }
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
     if part == "bubble":
         m = found.arrangement.grad_accumulation
         return f"bubble {share:.0%} at {m} micro-batch{'' if m == 1 else 'es'}"
     if part == "compute":
-        what = "recomputation" if found.arrangement.layout.recompute == "full" else "less efficient compute"
-        return f"{what} {more[part] / found.time.step:.0%} of the step"
+        again = found.arrangement.layout.recompute, chosen.arrangement.layout.recompute
+        what = "more compute" if again[0] in {"none", again[1]} else "more compute with recomputation"
+        return f"{found.time.compute / chosen.time.compute - 1:.0%} {what}"
     return f"{PARTS.get(part, part.replace('_', ' '))} {share:.0%} of the step"
 
 
@@ -155,9 +163,22 @@ def _require_values(asked: str, fixed: dict[str, Any]) -> None:
     for key, value in fixed.items():
         rest = {"dp": value} if key in {"ep", "dp_replicate"} else {}
         rest |= {"zero": 1} if key == "dp_replicate" else {"pp": 2} if key in {"schedule", "stages_per_rank"} else {}
-        if key == "stages_per_rank" and value > 1 or (key, value) == ("schedule", "interleaved"):
+        if (key == "stages_per_rank" and value > 1) or (key, value) == ("schedule", "interleaved"):
             rest |= {"schedule": "interleaved", "stages_per_rank": value if key == "stages_per_rank" else 2}
         layout_of(asked, rest | {key: value})
+
+
+def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
+    """What of it is never the choice, on principle, as the end of a line."""
+    left_out = []
+    if fixed.get("tp", 1) > job.cluster.accelerator.node_size:
+        left_out.append("tensor parallelism across nodes")
+    if fixed.get("zero", 0) > 1 and fixed.get("pp", 1) > 1:
+        left_out.append(f"ZeRO {fixed['zero']} with a pipeline")
+    said = f"; {' and '.join(left_out)} is not searched" if left_out else ""
+    if job.by_leaven and max(fixed.get("cp", 1), fixed.get("ep", 1)) > 1:
+        said += "; leaven plans and exports that and does not train with it"
+    return said
 
 
 def _impossible(exploration: Exploration, fixed: dict[str, Any]) -> str | None:

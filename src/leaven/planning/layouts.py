@@ -4,14 +4,17 @@ Nothing that could be the best is left out. Memory is asked first, and only what
 micro-batch needs, a multiple of it needs too, so one that does not fit speaks for its multiples.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from pydantic import ValidationError
 
 from leaven.planning.arrangement import Arrangement, arrangements, tensor_degrees
+from leaven.planning.blueprint import Blueprint, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, worst_stage
 from leaven.planning.timing import StepTime, step_time
@@ -27,6 +30,7 @@ _ENOUGH_TOKENS = 8192
 _LEAST_CONTEXT = 4096
 # Stages on each rank of a pipeline; more are so many messages that nobody runs them.
 _STAGES_PER_RANK = (1, 2, 4, 8)
+_EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
 # Micro-batches for each stage of a pipeline that the bubble wants: a rule of thumb (Narayanan et al. 2021).
 FILLS = 4
 # What a layout that leaven does not train must be faster by to be worth a word.
@@ -54,15 +58,17 @@ class Candidate:
 class Job:
     """What is to be laid out: a model, its batch, a cluster, and the code that trains it.
 
-    ``micro_batch`` where it is not free; ``smallest_tokens``: the batch that a ramp begins with.
+    ``micro_batch`` where it is not free; ``smallest_tokens``: the batch that a ramp begins with; ``by_leaven``: only
+    what leaven's own trainer has is a choice, the rest is told.
     """
 
-    model: ModelShape
+    model: ModelShape | Blueprint
     batch_tokens: int
     cluster: Cluster
     micro_batch: int | None = None
     smallest_tokens: int | None = None
     code: Implementation = LEAVEN_BF16
+    by_leaven: bool = True
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """A layout with every micro-batch. Raises InputError as :func:`arrangement.arrangements`."""
@@ -83,23 +89,27 @@ class Exploration:
     refusal: InputError | None
     evaluations: int = field(compare=False, default=0)
 
-    @property
-    def layouts(self) -> list[Candidate]:
-        """Of every layout that leaven trains its best micro-batch, the best first."""
+    @cached_property
+    def choices(self) -> tuple[Candidate, ...]:
+        """What fits and may be chosen, the best first."""
+        return tuple(candidate for candidate in self.fitting if candidate.trained or not self.job.by_leaven)
+
+    @cached_property
+    def layouts(self) -> tuple[Candidate, ...]:
+        """Of every layout that may be chosen its best micro-batch, the best first."""
         best: dict[Layout, Candidate] = {}
-        for candidate in self.fitting:
-            if candidate.trained:
-                best.setdefault(candidate.arrangement.layout, candidate)
-        return list(best.values())
+        for candidate in self.choices:
+            best.setdefault(candidate.arrangement.layout, candidate)
+        return tuple(best.values())
 
     @property
     def untrained(self) -> Candidate | None:
-        """The best that leaven does not train, if it is faster by more than 2% or nothing else fits."""
-        trained = next((candidate for candidate in self.fitting if candidate.trained), None)
-        best = next((candidate for candidate in self.fitting if not candidate.trained), None)
-        if best is None or (trained is not None and best.time.step > (1 - _WORTH_A_WORD) * trained.time.step):
+        """The best that may not be chosen, if it is faster by more than 2% or nothing else fits."""
+        beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
+        if beyond is None or not self.job.by_leaven:
             return None
-        return best
+        worth = not self.choices or beyond.time.step < (1 - _WORTH_A_WORD) * self.choices[0].time.step
+        return beyond if worth else None
 
 
 def fits(memory: Memory, cluster: Cluster) -> bool:
@@ -107,14 +117,14 @@ def fits(memory: Memory, cluster: Cluster) -> bool:
 
 
 def evaluate(
-    model: ModelShape, arrangement: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
+    model: ModelShape | Blueprint, arrangement: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
 ) -> Candidate:
     """Memory and time of one arrangement."""
     return Candidate(arrangement, worst_stage(model, arrangement, code), step_time(model, arrangement, cluster, code))
 
 
 def layouts(
-    model: ModelShape,
+    model: ModelShape | Blueprint,
     cluster: Cluster,
     code: Implementation = LEAVEN_BF16,
     fixed: Mapping[str, Any] | None = None,
@@ -122,7 +132,7 @@ def layouts(
     """Every layout of the cluster worth a look, with some keys at a fixed value if they are given.
 
     Tensor parallelism stays inside a node, ZeRO 2 and 3 have no pipeline, and a rank keeps 4,096 tokens of a sequence
-    or more; a fixed value may do otherwise. ZeRO 3 also shards over 1, 2, 4 or 8 nodes only, and repeats that on the others.
+    or more; a fixed value may do otherwise. ZeRO 3 also shards over 1, 2, 4 or 8 nodes, repeated on the others.
     """
     fixed = fixed or {}
     gpus, node = cluster.gpus, cluster.accelerator.node_size
@@ -162,7 +172,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     return Exploration(job, tuple(ranked(job.model, fitting)), tuple(too_large), refusal, evaluations + len(fitting))
 
 
-def ranked(model: ModelShape, candidates: list[Candidate]) -> list[Candidate]:
+def ranked(model: ModelShape | Blueprint, candidates: list[Candidate]) -> list[Candidate]:
     """The fastest first, times being equal to three digits.
 
     Then what leaven trains, a pipeline that is filled by the rule of thumb, the lower ZeRO stage, the micro-batch
@@ -188,7 +198,7 @@ def thin_pipeline(how: Arrangement) -> bool:
     return how.layout.pp > 1 and how.grad_accumulation < FILLS * how.layout.pp
 
 
-def pareto(candidates: list[Candidate] | tuple[Candidate, ...]) -> list[Candidate]:
+def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those that no other beats in time and in memory, the fastest first."""
     front: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
@@ -198,29 +208,27 @@ def pareto(candidates: list[Candidate] | tuple[Candidate, ...]) -> list[Candidat
 
 
 def _kinds(
-    model: ModelShape, degrees: dict[str, int], node: int, code: Implementation, fixed: Mapping[str, Any]
+    model: ModelShape | Blueprint, degrees: dict[str, int], node: int, code: Implementation, fixed: Mapping[str, Any]
 ) -> Iterator[Layout]:
     """Layouts of the same degrees: ZeRO stage, replicas, stages on a rank, and what is recomputed."""
-    dp, pp, sharers = degrees["dp"], degrees["pp"], degrees["dp"] * degrees["cp"]
+    pp, sharers = degrees["pp"], degrees["dp"] * degrees["cp"]
     zeros = (0,) if sharers == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
     per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= model.n_layers] or [1]
     # A flash kernel computes the attention core again anyway, so "selective" saves nothing with it.
     recomputes: tuple[Recompute, ...] = ("none", "full") if code.flash_attention else ("none", "selective", "full")
-    free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes}
-    for zero, v, recompute in product(*(_values(fixed, key, values) for key, values in free.items())):
+    experts = blueprint(model).experts
+    eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(sharers, experts) % ep == 0)]
+    free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes, "ep": eps}
+    for zero, v, recompute, ep in product(*(_values(fixed, key, values) for key, values in free.items())):
         if pp * v > model.n_layers:
             continue
         for replicate in _values(fixed, "dp_replicate", _replicas(degrees, node) if zero == 3 else (1,)):
             schedule = fixed.get("schedule", "interleaved" if v > 1 else "1f1b")
             try:
-                yield Layout(
-                    **degrees,
-                    ep=fixed.get("ep", 1),
-                    zero=zero,
-                    dp_replicate=replicate,
-                    schedule=schedule,
-                    stages_per_rank=v,
-                    recompute=recompute,
+                yield Layout.model_validate(
+                    degrees
+                    | {"ep": ep, "zero": zero, "dp_replicate": replicate, "recompute": recompute}
+                    | {"schedule": schedule, "stages_per_rank": v}
                 )
             except ValidationError:  # what was fixed does not go with the rest
                 assert fixed

@@ -4,12 +4,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from leaven.planning.advice import no_layout
+from leaven.planning.advice import lacking, no_layout
 from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
+from leaven.planning.blueprint import Blueprint
 from leaven.planning.explain import Explanation, explain, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.layouts import FILLS, Candidate, Exploration, Job, evaluate, explore, pareto, ranked, thin_pipeline
+from leaven.planning.layouts import (
+    FILLS,
+    Candidate,
+    Exploration,
+    Job,
+    evaluate,
+    explore,
+    pareto,
+    ranked,
+    thin_pipeline,
+)
 from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, stage_memory
 from leaven.planning.ramp import RampPlan, Throughput, plan_ramp
 from leaven.planning.timing import StepTime
@@ -129,8 +140,8 @@ class Plan:
 
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
-        """Of what leaven trains, the candidates that no other beats in time and in memory, the fastest first."""
-        return tuple(pareto([candidate for candidate in self.candidates if candidate.trained]))
+        """Of what may be chosen, the candidates that no other beats in time and in memory, the fastest first."""
+        return tuple(pareto(self.exploration.choices))
 
     @property
     def untrained(self) -> Candidate | None:
@@ -144,14 +155,15 @@ class Plan:
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
-        """What is allowed and against a rule of thumb."""
-        if not thin_pipeline(self.arrangement):
-            return ()
+        """What is lacking if it does not fit, and what is allowed and against a rule of thumb."""
+        found = [] if self.fits else [lacking(self.job, self.chosen)]
         layout, m = self.arrangement.layout, self.arrangement.grad_accumulation
-        return (
-            f"{m} micro-batches for a pipeline of {layout.pp}: by rule of thumb it wants {FILLS * layout.pp} or more; "
-            f"{self.time.bubble / self.time.step:.0%} of a step is bubble",
-        )
+        if thin_pipeline(self.arrangement):
+            found.append(
+                f"{m} micro-batches for a pipeline of {layout.pp}: by rule of thumb it wants {FILLS * layout.pp} or "
+                f"more; {self.time.bubble / self.time.step:.0%} of a step is bubble"
+            )
+        return tuple(found)
 
     @cached_property
     def ramp(self) -> RampPlan:
@@ -222,7 +234,7 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
 
 
 def plan(
-    model: ModelShape,
+    model: ModelShape | Blueprint,
     tokens: int,
     batch_tokens: int,
     cluster: Cluster,

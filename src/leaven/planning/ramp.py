@@ -5,7 +5,6 @@ a step (gradient exchange, optimiser) is shared by few tokens. The layout is the
 a rank cannot send more sequences through one forward than it has, and less of them fill a pipeline.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -85,7 +84,9 @@ class RampPlan:
             "share": self.wanted,
             "start": asdict(self.start),
             "increment_tokens": self.increment_tokens,
-            "micro_batches": [{"from_batch_tokens": tokens, "micro_batch": size} for tokens, size in self.micro_batches],
+            "micro_batches": [
+                {"from_batch_tokens": tokens, "micro_batch": size} for tokens, size in self.micro_batches
+            ],
             "points": [asdict(point) for point in self.points],
             "choices": [asdict(choice) for choice in self.choices],
             "own": None if self.own is None else asdict(self.own),
@@ -106,7 +107,10 @@ class Throughput:
         """
         if sequences not in self._steps:
             self._steps[sequences] = min(
-                ((how, step_time(self.job.model, how, self.job.cluster, self.job.code).step) for how in self._ways(sequences)),
+                (
+                    (how, step_time(self.job.model, how, self.job.cluster, self.job.code).step)
+                    for how in self._ways(sequences)
+                ),
                 key=lambda found: found[1],
             )
         return self._steps[sequences]
@@ -168,12 +172,12 @@ def plan_ramp(
 ) -> RampPlan:
     """The ramp of a run of ``tokens`` in one layout, which begins where ``share`` of the full throughput is kept.
 
-    Increments are Megatron's: equal, of whole micro-batches on every rank, 64 at the most. A ramp is as long as the
+    Increments are Megatron's: equal, of as many sequences on every rank, 64 at the most. A ramp is as long as the
     recipe's own, or 3% of the run.
     """
     throughput, seq_len = Throughput(job, full), job.model.seq_len
     sequences, dp = job.batch_tokens // seq_len, full.layout.dp
-    increment = _increment(sequences, dp * full.micro_batch)
+    increment = _increment(sequences, dp, full.micro_batch)
     below = {dp * 2**n for n in range((sequences // dp).bit_length())}
     grid = set(range(sequences, 0, -increment))
     points = {size: throughput.point(size) for size in sorted(grid | below) if dp <= size <= sequences}
@@ -197,20 +201,20 @@ def plan_ramp(
     )
 
 
-def _increment(sequences: int, unit: int) -> int:
-    """The smallest multiple of a unit, or the batch, that divides a batch into at most 64 increments."""
+def _increment(sequences: int, dp: int, micro_batch: int) -> int:
+    """Of the multiples of dp x micro-batch that divide a batch into at most 64 increments the smallest; of dp alone,
+    if that leaves less than eight."""
+    unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
-    times = next(n for n in range(max(1, -(-whole // _MOST_INCREMENTS)), whole + 1) if whole % n == 0)
-    return times * unit
+    return unit * next(n for n in range(-(-whole // _MOST_INCREMENTS), whole + 1) if whole % n == 0)
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Of the points that a ramp can start from the first, those about twice as large each, and the one chosen."""
-    found = [starts[0]]
-    for point in starts[1:]:
-        if point.batch_tokens >= 2 * found[-1].batch_tokens or point is starts[-1]:
-            found.append(point)
-    return sorted({point.batch_tokens: point for point in (*found, start)}.values(), key=lambda p: p.batch_tokens)
+    """Of the points that a ramp can start from the first, the one chosen, and those next above a half, a quarter, ...
+    of the batch."""
+    full = starts[-1].batch_tokens
+    halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
+    return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
 
 
 def _sizes(job: Job, start: int, increment: int, over: int) -> tuple[tuple[int, int], ...]:
