@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from tests.planning.shapes import bloom
 
 from leaven.planning.arrangement import Arrangement, bubble, scheduled
 from leaven.planning.hardware import parse_cluster
@@ -14,6 +13,7 @@ from leaven.planning.memory import in_flight
 from leaven.planning.schedule import Timeline, order, simulate, timeline
 from leaven.planning.timing import block_time
 from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]
 SIZES = [(2, 2), (2, 8), (4, 8), (4, 16), (8, 8), (8, 64), (5, 15)]
@@ -146,7 +146,10 @@ def test_one_rank_has_no_bubble() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_step_of_an_arrangement_is_that_of_its_blocks(recompute: str) -> None:
-    shape, cluster = bloom(), parse_cluster("32xA100-80GB")
+    shape = ModelShape(
+        n_layers=62, d_model=4096, n_heads=32, n_kv_heads=32, d_head=128, d_ff=16_384, vocab_size=32_768, seq_len=2048
+    )
+    cluster = parse_cluster("32xA100-80GB")
     layout = Layout(tp=8, pp=4, schedule="interleaved", stages_per_rank=2, recompute=recompute)
     how = Arrangement(layout, 1, 10)
     step = timeline(shape, how, cluster)

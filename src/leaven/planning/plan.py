@@ -22,7 +22,7 @@ from leaven.planning.layouts import (
     thin_pipeline,
 )
 from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, stage_memory
-from leaven.planning.ramp import RampPlan, Throughput, plan_ramp
+from leaven.planning.ramp import SHARE, RampPlan, Throughput, plan_ramp
 from leaven.planning.timing import StepTime
 from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
@@ -63,6 +63,8 @@ class Plan:
     tokens: int
     batch: Batch
     chosen: Candidate
+    share: float = SHARE
+    """Of the full batch's throughput, that a ramp is to keep from its start."""
 
     @property
     def cluster(self) -> Cluster:
@@ -168,7 +170,7 @@ class Plan:
     @cached_property
     def ramp(self) -> RampPlan:
         """Where a ramp in this layout should start, and what it costs."""
-        return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch)
+        return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=self.share)
 
     def explain(self, asked: str) -> Explanation:
         """Why not ``tp=4``. Raises InputError as :func:`leaven.planning.explain.explain`."""

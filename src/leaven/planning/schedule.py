@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from leaven.planning.arrangement import Arrangement, scheduled
+from leaven.planning.blueprint import Blueprint
 from leaven.planning.flops import forward_flops
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import LEAVEN_BF16, Implementation, stage_layers
@@ -151,12 +152,14 @@ def simulate(
     return Timeline(tuple(map(tuple, done)))
 
 
-def timeline(shape: ModelShape, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> Timeline:
+def timeline(
+    model: ModelShape | Blueprint, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
+) -> Timeline:
     """The step of an arrangement, in seconds: each stage with its own blocks, the last one with the logits."""
     layout = how.layout
-    block = block_time(shape, how, cluster, code)
-    layers = stage_layers(shape, layout.pp * layout.stages_per_rank, code.even_stages)
-    unembedding = how.micro_batch * shape.seq_len * forward_flops(shape).unembedding / layout.tp
+    block = block_time(model, how, cluster, code)
+    layers = stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)
+    unembedding = how.micro_batch * model.seq_len * forward_flops(model).unembedding / layout.tp
     logits = unembedding / (cluster.accelerator.matmul_flops * SUSTAINED)
     # Of the all-reduces of a block two are in its forward pass.
     reduce = 2 / (6 if layout.recompute == "full" else 4) * block.all_reduce

@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from leaven.planning.accelerators import CONFIDENCE
+from leaven.planning.accelerators import CONFIDENCE, Accelerator
 from leaven.planning.arrangement import bubble, scheduled
+from leaven.planning.cost import Cost
+from leaven.planning.explain import PARTS
 from leaven.planning.flops import CONVENTION
 from leaven.planning.layouts import USABLE, Candidate
 from leaven.planning.memory import GIB
@@ -18,28 +20,19 @@ from leaven.report.html import Html, element, join
 from leaven.report.shell import document
 from leaven.report.tables import facts, four, scroll
 
-TIME = {
-    "compute": "compute",
-    "tensor_parallel": "all-reduce of tensor parallelism",
-    "pipeline": "transfers between stages",
-    "bubble": "pipeline bubble",
-    "data_parallel": "gradient exchange that nothing hides",
-    "optimizer": "optimizer step",
-}
 
-
-def write_plan(out: Path, plan: Plan, recipe: Recipe, command: str) -> Path:
-    """The page of a plan of a recipe, as one HTML file; ``command`` is what made it.
+def write_plan(out: Path, plan: Plan, cost: Cost, recipe: Recipe, command: str) -> Path:
+    """The page of a plan of a recipe and its cost, as one HTML file; ``command`` is what made it.
 
     Raises:
         InputError: if plotly is missing, or the file cannot be written.
     """
     figures.plotly()
-    write_text(out, page(plan, recipe, command))
+    write_text(out, page(plan, cost, recipe, command))
     return out
 
 
-def page(plan: Plan, recipe: Recipe, command: str) -> str:
+def page(plan: Plan, cost: Cost, recipe: Recipe, command: str) -> str:
     made = Sheet()
     _memory(made, plan)
     _time(made, plan)
@@ -51,11 +44,11 @@ def page(plan: Plan, recipe: Recipe, command: str) -> str:
     code = element("pre", element("code", command), class_="scroll", tabindex="0")
     made.section("The command that made it", None, code)
     kicker = element("p", f"leaven · plan · {plan.cluster}", class_="kicker")
-    header = element("header", kicker, element("h1", recipe.name), _head(plan, recipe))
+    header = element("header", kicker, element("h1", recipe.name), _head(plan, cost, recipe))
     return document(f"{recipe.name} · leaven plan", element("main", header, *made.sections), made.charts)
 
 
-def _head(plan: Plan, recipe: Recipe) -> Html:
+def _head(plan: Plan, cost: Cost, recipe: Recipe) -> Html:
     memory, has = plan.memory.total / GIB, plan.cluster.accelerator.memory_gib
     size = f"{numbers.quantity(recipe.model.params)} parameters, {numbers.quantity(recipe.data.tokens)} tokens"
     fits = "It fits" if plan.fits else "It does not fit"
@@ -79,7 +72,7 @@ def _head(plan: Plan, recipe: Recipe) -> Html:
                 f"{numbers.quantity(plan.speed.tokens_per_second)} tokens/s",
                 "",
             ),
-            ("the run", numbers.seconds(plan.seconds), f"{plan.gpu_hours:,.0f} GPU-hours", ""),
+            ("the run", numbers.seconds(cost.seconds), ", ".join(cost.said), ""),
         ),
     )
 
@@ -120,20 +113,20 @@ def _stages(stages: Sequence[Mapping[str, float]]) -> Html:
 
 
 def _time(made: Sheet, plan: Plan) -> None:
-    parts = {TIME.get(part, part.replace("_", " ")): seconds for part, seconds in vars(plan.time).items() if seconds}
+    parts = {PARTS.get(part, part.replace("_", " ")): seconds for part, seconds in vars(plan.time).items() if seconds}
     longest = max(parts.values())
     bars = [
         join(
             element("span", part),
             element("div", element("i", style=f"width:{100 * seconds / longest:.3g}%"), class_="bar"),
-            element("span", _duration(seconds), class_="number"),
+            element("span", numbers.duration(seconds), class_="number"),
             element("span", f"{seconds / plan.time.step:.1%}", class_="number quiet"),
         )
         for part, seconds in parts.items()
     ]
     made.section(
         "Time of a step",
-        f"{_duration(plan.time.step)} in all; what is hidden behind compute is not counted.",
+        f"{numbers.duration(plan.time.step)} in all; what is hidden behind compute is not counted.",
         element("div", *bars, class_="parts"),
     )
 
@@ -156,7 +149,7 @@ def _pipeline(made: Sheet, plan: Plan) -> None:
     if len(drawn.ranks) < p:
         told += f" {len(drawn.ranks)} of the {p} ranks are drawn."
     if not drawn.whole:
-        told += f" The first and the last {_duration(drawn.head)} are drawn, of {_duration(drawn.end)}."
+        told += f" The first and the last {numbers.duration(drawn.head)} are drawn, of {numbers.duration(drawn.end)}."
     names = {"forward": "forward", "backward": "backward", "input": "backward, input", "weight": "backward, weights"}
     most = [step.in_flight(rank) / v for rank in range(p)]
     shown = [(names[kind], plan_figures.HUES[kind], "", kind) for kind in names if kind in kinds]
@@ -200,7 +193,7 @@ def _layouts(made: Sheet, plan: Plan) -> None:
         _legend(shown),
         made.chart("layouts", chart, "layouts by time and memory", "tall"),
         _table(_HEADS, [_row(each, chosen) for each in [chosen, *plan.alternatives]], "the best layouts"),
-        join(element("h3", "Why not"), element("ul", *reasons, class_="told")) if reasons else None,
+        join(element("h3", "Why not", class_="next"), element("ul", *reasons, class_="told")) if reasons else None,
     )
 
 
@@ -279,10 +272,7 @@ def _assumptions(made: Sheet, plan: Plan) -> None:
                     f"{accelerator.link_gb_s:g} GB/s in a node of {accelerator.node_size} and "
                     f"{accelerator.network_gb_s:g} between nodes, one direction",
                 ),
-                (
-                    "sources",
-                    "; ".join(f"{of.group}: {of.text} ({CONFIDENCE[of.confidence]})" for of in accelerator.sources),
-                ),
+                ("sources", _sources(accelerator)),
                 (
                     "memory",
                     f"a layout fits if it needs at most {USABLE:.0%} of what a GPU has; the rest is for what the "
@@ -297,6 +287,14 @@ def _assumptions(made: Sheet, plan: Plan) -> None:
             )
         ),
     )
+
+
+def _sources(accelerator: Accelerator) -> str:
+    """Where the numbers of a device stand, those from one place together."""
+    groups: dict[str, list[str]] = {}
+    for of in accelerator.sources:
+        groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in groups.items())
 
 
 def _legend(shown: Sequence[tuple[str, ...]]) -> Html:
@@ -332,8 +330,3 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], label: str) -> H
     ]
     table = element("table", element("thead", element("tr", *top)), element("tbody", *lines), class_="plain")
     return scroll(table, label)
-
-
-def _duration(seconds: float) -> str:
-    """Of a step: ``3.21 ms``, ``1.27 s``."""
-    return f"{numbers.value(seconds * 1e3)} ms" if seconds < 1 else f"{numbers.value(seconds)} s"

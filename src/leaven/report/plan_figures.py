@@ -183,7 +183,7 @@ def passes(step: Timeline, stages_per_rank: int = 1) -> Any:
                 marker={
                     "color": HUES[kind],
                     "opacity": [1 - 0.55 * turn / max(stages_per_rank - 1, 1) for turn in turns],
-                    "line": {"color": PAPER, "width": 0.6},
+                    "line": {"color": PAPER, "width": 0.6 if narrowest >= 3 else 0.2},
                 },
                 text=[str(each.micro_batch) for _, each in found] if readable else None,
                 textposition="inside",
@@ -353,18 +353,17 @@ def ramp(plan: RampPlan) -> Any:
         type="line", x0=start.batch_tokens, x1=start.batch_tokens, y0=0, y1=start.tflops_per_gpu,
         line={"color": INK, "width": 1.2, "dash": "dot"},
     )  # fmt: skip
+    # The curve rises: words lie below it on their point's right, or above it on their point's left.
     middle = (math.log10(plan.points[0].batch_tokens) + math.log10(full.batch_tokens)) / 2
-    left = math.log10(start.batch_tokens) > middle  # the words lie where there is room
-    for point, said, right in (
-        (start, f"<b>start: {numbers.quantity(start.batch_tokens)} tokens, {start.share:.0%}</b>", left),
-        (full, f"full: {full.tflops_per_gpu:.3g} TFLOP/s", True),
-    ):
-        if point is full and start is full:
-            continue
+    early = math.log10(start.batch_tokens) < middle
+    words = [(start, f"<b>start: {numbers.quantity(start.batch_tokens)} tokens, {start.share:.0%}</b>", early)]
+    if start is not full:
+        words.append((full, f"full: {full.tflops_per_gpu:.3g} TFLOP/s", False))
+    for point, said, right in words:
         chart.add_annotation(
             x=math.log10(point.batch_tokens), y=point.tflops_per_gpu, text=said, showarrow=False,
-            xanchor="right" if right else "left", yanchor="bottom" if point is full else "top",
-            xshift=-8 if right else 8, yshift=6 if point is full else -2, font={"size": 12, "color": INK},
+            xanchor="left" if right else "right", yanchor="top" if right else "bottom",
+            xshift=8 if right else -4, yshift=-4 if right else 7, font={"size": 12, "color": INK},
         )  # fmt: skip
     return chart
 
