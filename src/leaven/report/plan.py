@@ -68,7 +68,7 @@ def _head(plan: Plan, cost: Cost, recipe: Recipe) -> Html:
             ),
             (
                 "a step",
-                numbers.seconds(plan.speed.step_seconds),
+                numbers.duration(plan.speed.step_seconds),
                 f"{numbers.quantity(plan.speed.tokens_per_second)} tokens/s",
                 "",
             ),
@@ -81,14 +81,14 @@ def _memory(made: Sheet, plan: Plan) -> None:
     stages = [memory.parts_gib for memory in plan.stages]
     capacity = plan.cluster.accelerator.memory_gib
     fullest = max(range(len(stages)), key=lambda rank: sum(stages[rank].values()))
-    hues = plan_figures.part_hues(list(stages[0]))
+    hues = plan_figures.part_hues(stages)
     several = len(stages) > 1
     told = "What one GPU keeps, by part." + (
         f" A bar is a rank of the pipeline; rank {fullest} needs most, and the numbers beside the parts are its."
         if several
         else " All GPUs need the same."
     )
-    shown = [(part, hues[part], f"{size:.1f} GiB") for part, size in stages[fullest].items()]
+    shown = [(part, hue, f"{stages[fullest][part]:.1f} GiB") for part, hue in hues.items()]
     made.section(
         "Memory by part",
         told,
@@ -254,7 +254,7 @@ def _ramp(made: Sheet, plan: Plan) -> None:
 
 
 def _hours(hours: float) -> str:
-    return numbers.seconds(3600 * hours)
+    return numbers.seconds(3600 * hours) if hours else numbers.NONE
 
 
 def _assumptions(made: Sheet, plan: Plan) -> None:

@@ -20,22 +20,26 @@ DOTS, SLOWEST = 1500, 4  # layouts that are drawn: the best so many, of those up
 
 HUES: dict[str, str] = {
     "weights": "var(--hue-1)",
-    "grads": "var(--hue-8)",
+    "gathered": "var(--hue-8)",
+    "grads": "var(--hue-3)",
+    "accumulation": "var(--hue-6)",
     "optimizer": "var(--hue-5)",
     "activations": "var(--hue-2)",
-    "logits": "var(--hue-6)",
+    "logits": "var(--hue-4)",
+    "buffers": "var(--hue-7)",
+    "fixed": "var(--hue-9)",
     "forward": "var(--hue-1)",
     "backward": "var(--hue-2)",
     "input": "var(--hue-2)",
     "weight": "var(--hue-3)",
 }
-_MORE = ("var(--hue-3)", "var(--hue-7)", "var(--hue-9)", "var(--hue-4)")
+_LEAST_GIB = 0.05  # of a part, to be drawn
 
 
-def part_hues(parts: Sequence[str]) -> dict[str, str]:
-    """A colour for every part of memory; what is left over is grey."""
-    more = iter(_MORE)
-    return {part: MUTED if part == "other" else HUES.get(part) or next(more, MUTED) for part in parts}
+def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """A colour for every part of memory that is worth one on some rank; what is left is grey."""
+    parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
+    return {part: HUES.get(part, MUTED) for part in parts}
 
 
 _ALL, _USABLE = "{:g} GiB: all of it".format, "{:.3g} GiB: planned with".format
@@ -44,6 +48,7 @@ _ALL, _USABLE = "{:g} GiB: all of it".format, "{:.3g} GiB: planned with".format
 def _level(chart: Any, gib: float, said: str, dash: str = "solid", *, axis: str = "y", log: bool = False) -> None:
     """A line across the picture at so much memory, with its words at its end."""
     other, y = ("x", math.log10(gib) if log else gib) if axis == "y" else ("y", gib)
+    early = axis == "x" and gib < chart.layout.xaxis.range[1] / 2  # the words lie where there is room
     chart.add_shape(
         type="line",
         line={"color": INK, "width": 1.2, "dash": dash},
@@ -53,10 +58,10 @@ def _level(chart: Any, gib: float, said: str, dash: str = "solid", *, axis: str 
         text=said,
         showarrow=False,
         font={"size": 11.5, "color": INK},
-        **{f"{other}ref": "paper", other: 1, axis: y, "xanchor": "right"},
+        **{f"{other}ref": "paper", other: 1, axis: y, "xanchor": "left" if early else "right"},
         # Of two levels the words of the dotted one lie within: below it, or beside it and lower.
         yanchor="top" if dash == "dot" else "bottom",
-        xshift=-4 if axis == "x" else 0,
+        xshift=(4 if early else -4) if axis == "x" else 0,
     )
 
 
@@ -74,7 +79,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gi
         *titles, barmode="stack", bargap=0.18 if p > 3 else 0.5 if p > 1 else 0.1,
         uniformtext={"mode": "hide", "minsize": 10},
     )  # fmt: skip
-    for part, hue in part_hues(list(stages[0])).items():
+    for part, hue in part_hues(stages).items():
         sizes = [parts[part] for parts in stages]
         chart.add_trace(
             go.Bar(
@@ -316,7 +321,7 @@ def _layout_said(each: Candidate, head: str = "") -> str:
     rows = [" · ".join(parts[n : n + 4]) for n in range(0, len(parts), 4)]
     if not each.trained:
         rows.append("planned and exported, not trained by leaven")
-    return "<br>".join([f"{head}{numbers.value(each.time.step)} s a step, {_gib(each):.1f} GiB", *rows])
+    return "<br>".join([f"{head}{numbers.duration(each.time.step)} a step, {_gib(each):.1f} GiB", *rows])
 
 
 def ramp(plan: RampPlan) -> Any:
@@ -356,7 +361,9 @@ def ramp(plan: RampPlan) -> Any:
     # The curve rises: words lie below it on their point's right, or above it on their point's left.
     middle = (math.log10(plan.points[0].batch_tokens) + math.log10(full.batch_tokens)) / 2
     early = math.log10(start.batch_tokens) < middle
-    words = [(start, f"<b>start: {numbers.quantity(start.batch_tokens)} tokens, {start.share:.0%}</b>", early)]
+    words = [
+        (start, f"<b>start {numbers.quantity(start.batch_tokens)}<br>{start.share:.0%} of full speed</b>", early)
+    ]
     if start is not full:
         words.append((full, f"full: {full.tflops_per_gpu:.3g} TFLOP/s", False))
     for point, said, right in words:
