@@ -43,7 +43,6 @@ def pages(demo_folder, real_demo, tmp_path_factory):
         "catalogue": write_catalogue(folder / "catalogue.html"),
         "check of slopes": write_check(slopes_check(), folder / "slopes.html"),
         "check of runs": write_page(write_losses_check(folder / "check"), folder / "losses.html"),
-        **{f"plan {way}": write_plan(folder / f"{way}.html", *planned(way), "leaven plan rye.toml") for way in WAYS},
     }
 
 
@@ -69,10 +68,15 @@ def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[
     draws_and_stays_inside(browser, pages[kind], width)
 
 
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    return {way: write_plan(folder / f"{way}.html", *planned(way), "leaven plan rye.toml") for way in WAYS}
+
+
 @pytest.mark.parametrize(("way", "width"), [*((way, 390) for way in WAYS), ("1f1b", 1280), ("alone", 1280)])
-def test_the_page_of_a_plan_draws_and_stays_inside_its_window(browser: Browser, tmp_path: Path, way: str, width: int):
-    page = write_plan(tmp_path / "plan.html", *planned(way), "leaven plan rye.toml")
-    draws_and_stays_inside(browser, page, width)
+def test_a_plan_draws_and_stays_inside_its_window(browser: Browser, plans: dict[str, Path], way: str, width: int):
+    draws_and_stays_inside(browser, plans[way], width)
 
 
 def draws_and_stays_inside(browser: Browser, page: Path, width: int) -> None:
