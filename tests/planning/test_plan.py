@@ -91,6 +91,7 @@ def test_the_json_contract() -> None:
         "gpu_hours",
         "flops_convention",
         "alternatives",
+        "cost",
         "stages",
         "pareto",
         "untrained",

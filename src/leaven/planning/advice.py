@@ -6,7 +6,7 @@ from typing import Any
 
 from leaven.planning.arrangement import Arrangement, check_layout, tensor_degrees
 from leaven.planning.blueprint import Blueprint, blueprint
-from leaven.planning.hardware import Cluster
+from leaven.planning.hardware import ACCELERATORS, Cluster, parse_cluster
 from leaven.planning.layouts import USABLE, Candidate, Exploration, Job, fits, in_a_node, layouts
 from leaven.planning.memory import GIB, Memory, worst_stage
 from leaven.recipe.errors import InputError
@@ -105,7 +105,16 @@ def _of_layers(job: Job, layers: int) -> ModelShape | Blueprint:
 
 
 def _larger(cluster: Cluster) -> list[Cluster]:
-    return [Cluster(cluster.gpus * times, cluster.accelerator) for times in _MORE]
+    return [_of_gpus(cluster, cluster.gpus * times) for times in _MORE]
+
+
+def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
+    """So many of the same GPUs, in whole nodes if the table has them and no other nodes were asked for."""
+    name = cluster.accelerator.name
+    if name in ACCELERATORS and str(cluster) == f"{cluster.gpus}x{name}":
+        nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
+        return Cluster(gpus, replace(cluster.accelerator, node_size=nodes))
+    return replace(cluster, gpus=gpus)
 
 
 def _near(job: Job) -> list[int]:
@@ -113,7 +122,7 @@ def _near(job: Job) -> list[int]:
     gpus, found = job.cluster.gpus, []
     for counts in (range(gpus - 1, 0, -1), range(gpus + 1, 2 * gpus + 8)):
         fitting = (count for count in counts if _divides(job, count))
-        near = next((n for n in fitting if possible(replace(job, cluster=replace(job.cluster, gpus=n)))), None)
+        near = next((n for n in fitting if possible(replace(job, cluster=_of_gpus(job.cluster, n)))), None)
         found += [near] if near else []
     return found
 

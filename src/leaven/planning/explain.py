@@ -175,6 +175,8 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
         left_out.append("tensor parallelism across nodes")
     if fixed.get("zero", 0) > 1 and fixed.get("pp", 1) > 1:
         left_out.append(f"ZeRO {fixed['zero']} with a pipeline")
+    if fixed.get("schedule") == "zero-bubble":
+        left_out.append("a zero-bubble schedule")
     said = f"; {' and '.join(left_out)} is not searched" if left_out else ""
     if job.by_leaven and max(fixed.get("cp", 1), fixed.get("ep", 1)) > 1:
         said += "; leaven plans and exports that and does not train with it"

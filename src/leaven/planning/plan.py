@@ -1,15 +1,18 @@
 """The plan of a run on a cluster: will it fit, how fast, how long."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from leaven.catalogue.runs import find_run
 from leaven.planning.advice import lacking, no_layout
 from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
 from leaven.planning.blueprint import Blueprint
+from leaven.planning.cost import Cost, Price, cost
 from leaven.planning.explain import Explanation, explain, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
+from leaven.planning.implementations import LEAVEN_BF16, MEGATRON, Implementation
 from leaven.planning.layouts import (
     FILLS,
     Candidate,
@@ -21,7 +24,8 @@ from leaven.planning.layouts import (
     ranked,
     thin_pipeline,
 )
-from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, stage_memory
+from leaven.planning.memory import GIB, Memory, stage_memory
+from leaven.planning.published import published_blueprint
 from leaven.planning.ramp import SHARE, RampPlan, Throughput, plan_ramp
 from leaven.planning.timing import StepTime
 from leaven.recipe.batch import Batch
@@ -31,11 +35,14 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 
 N_ALTERNATIVES = 5
+# As benchmarks/memory.py holds it against leaven's own steps: no copies in bf16, and logits in fp32.
+LEAVEN_FP32 = replace(LEAVEN_BF16, compute_copy=0, element=4, logit=8, exchange=8)
+_MEGATRON_FLASH = replace(MEGATRON, flash_attention=True)
 # What benchmarks/planner_accuracy.py prints: mean and worst error over every usable row of three published tables.
 ACCURACY = (
-    "first principles: time 8% off on average over 46 rows of BLOOM (worst 29%), 12% over 61 of MPT (36%), 17% over "
-    "13 of nanotron (3.5x too fast on 512 GPUs); memory 9% low over 28 rows of BLOOM (worst 16%), 16% off over 13 of "
-    "nanotron (1.8x too high); see docs/log.md"
+    "first principles: time 8% off on average over 46 rows of BLOOM (worst 29%), 12% over 61 of MPT (36%), 18% over "
+    "13 of nanotron (3.3x too fast on 512 GPUs); memory 3% off over 28 rows of BLOOM (worst 7%), 4% over 13 of "
+    "nanotron (11%); see docs/log.md"
 )
 
 
@@ -176,7 +183,11 @@ class Plan:
         """Why not ``tp=4``. Raises InputError as :func:`leaven.planning.explain.explain`."""
         return explain(self.exploration, self.chosen, asked)
 
-    def to_json(self, asked: str | None = None) -> dict[str, Any]:
+    def cost(self, price: Price | None = None) -> Cost:
+        """Time, GPU-hours, energy, and money at a price of a GPU-hour."""
+        return cost(self.seconds, self.cluster, price)
+
+    def to_json(self, asked: str | None = None, price: Price | None = None) -> dict[str, Any]:
         """The contract of ``leaven plan --json``; memory in GiB. ``asked``: what to explain."""
         return {
             "layout": self.arrangement.to_json(),
@@ -195,6 +206,7 @@ class Plan:
             "gpu_hours": self.gpu_hours,
             "flops_convention": CONVENTION,
             "alternatives": [_point(other) for other in self.alternatives],
+            "cost": self.cost(price).to_json(),
             "stages": [{"gib": memory.total / GIB, "parts": memory.parts_gib} for memory in self.stages],
             "pareto": [_point(candidate) for candidate in self.pareto],
             "untrained": self.untrained and _point(self.untrained),
@@ -219,20 +231,54 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
     fp16 is planned as bf16 is: every accelerator has the same peak for both.
 
     Raises:
-        InputError: as :func:`plan`, and for a recipe in fp32, of which no measured speed is known.
+        InputError: as :func:`plan_job`, and for a recipe in fp32 on an accelerator whose peak in fp32 is not known.
     """
-    if recipe.precision.compute == "fp32":
-        raise InputError(
-            "the planner knows accelerators in bf16, this recipe computes in fp32; "
-            "plan it with --set precision.compute=bf16"
-        )
-    cluster = parse_cluster(gpus)
+    cluster, code = _in_precision(parse_cluster(gpus), recipe.precision.compute)
     asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
-    job = Job(recipe.model, recipe.batch.tokens, cluster, micro_batch, smallest)
+    job = Job(recipe.model, recipe.batch.tokens, cluster, micro_batch, smallest, code)
     return plan_job(job, recipe.data.tokens, asked, recipe.batch)
+
+
+def _in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, Implementation]:
+    """A cluster with its speed in a recipe's precision, and what leaven keeps in it."""
+    if compute != "fp32":
+        return cluster, LEAVEN_BF16
+    accelerator = cluster.accelerator
+    peak = accelerator.peak("fp32")
+    if peak is None:
+        raise InputError(
+            f"no peak of {accelerator.name} in fp32 is known, in which this recipe computes; "
+            f"plan it with --set precision.compute=bf16"
+        )
+    slower = replace(accelerator, peak_tflops=peak, best_matmul_tflops=accelerator.matmul("fp32"))
+    return replace(cluster, accelerator=slower), LEAVEN_FP32
+
+
+def plan_run(id: str, gpus: str, layout: str | None = None) -> Plan:
+    """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
+
+    Its own sequence, batch and tokens; the vocabulary is padded to whole 128s. Nothing is ruled out for being beyond
+    leaven's own trainer.
+
+    Raises:
+        InputError: if there is no such run, or too little of it is published to plan it.
+    """
+    run = find_run(id)
+    seq_len = run.data.seq_len if run.data else None
+    known = {"sequence length": seq_len, "batch": run.batch_tokens, "number of tokens": run.tokens}
+    missing = [name for name, value in known.items() if value is None]
+    if seq_len is None or run.batch_tokens is None or run.tokens is None:
+        raise InputError(f"{id}: no {' and no '.join(missing)} is published; plan a recipe: leaven new --from {id}")
+    model = published_blueprint(run.arch, seq_len)
+    model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
+    cluster = parse_cluster(gpus)
+    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
+    batch_tokens = max(round(run.batch_tokens / seq_len), 1) * seq_len
+    job = Job(model, batch_tokens, cluster, micro_batch, code=_MEGATRON_FLASH, by_leaven=False)
+    return plan_job(job, run.tokens, asked)
 
 
 def plan(
