@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
-from leaven.planning.hardware import ACCELERATORS
+from leaven.planning.hardware import ACCELERATORS, Accelerator, find_accelerator
+from leaven.planning.history import processor
+from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
 
@@ -44,13 +46,19 @@ def peak_flops(device_name: str, compute: str) -> float | None:
     """
     if compute == "fp32":
         return None
+    known = _named(device_name)
+    return known.peak_tflops * 1e12 if known else None
+
+
+def _named(device_name: str) -> Accelerator | None:
     words = set(re.split(r"[\s\-_/]+", device_name.upper()))
+    found = []
     for known in ACCELERATORS.values():
         model, *form = known.name.upper().split("-")
-        pcie = "PCIE" in form
-        if model in words and pcie == ("PCIE" in words):
-            return known.peak_tflops * 1e12
-    return None
+        if model in words and ("PCIE" in form) == ("PCIE" in words):
+            found.append(known)
+    # Of two memories the one that is in the name too: NVIDIA A100-SXM4-40GB.
+    return max(found, key=lambda known: known.name.upper().split("-")[-1] in words, default=None)
 
 
 def mfu_convention(peak: Peak) -> str:
@@ -62,9 +70,23 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device_name(device)
     flops = peak_flops(name, compute)
     return Peak(flops, f"data sheet of {name}") if flops else None
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver calls it; of a processor its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """A device in the planner's table, or None where it is not there."""
+    if device.type == "cuda":
+        return _named(device_name(device))
+    with suppress(InputError):
+        return find_accelerator(device.type)
+    return None
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
@@ -138,6 +160,15 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def held_memory(device: torch.device) -> int:
+    """Bytes that are held now, of what :func:`peak_memory` counts; on a CPU where the system tells (Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with suppress(OSError):
+        return int((_PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak_memory(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -1,0 +1,119 @@
+"""How far the planner is off on an accelerator, by what runs on it took.
+
+The factor is the weighted median of measured over predicted. Where there are runs that are near (within 4 times the
+parameters, the same kinds of parallelism, recomputation, compiled or not) they alone count, else all within 16 times:
+a small model, which waits for launches, says nothing of a large one. A run counts 1 / (1 + doublings of the
+parameters between + kinds that differ). What was predicted is computed anew, so that a planner that has learnt since
+is held against the same measurements.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from leaven.planning.hardware import find_accelerator
+from leaven.planning.history import Cost, Record, predicted, processor
+from leaven.planning.memory import GIB, LEAVEN_BF16
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+
+NEAR, FAR = 4.0, 16.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors on what the planner says: of ``runs`` runs, which were between ``low`` and ``high`` in time."""
+
+    time: float
+    memory: float | None
+    runs: int
+    low: float
+    high: float
+    measured_now: bool = False
+
+    def __str__(self) -> str:
+        if self.measured_now:
+            return f"x{self.time:.3g} by a measurement on this machine"
+        runs = "1 run" if self.runs == 1 else f"{self.runs} runs ({self.low:.3g} to {self.high:.3g})"
+        return f"x{self.time:.3g} by {runs} on this accelerator"
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def calibration(
+    records: Iterable[Record], accelerator: str, model: ModelShape, layout: Layout, compute: str
+) -> Calibration | None:
+    """What the records of an accelerator, and of the same dtype, say of a model in a layout; None if nothing. Those
+    of a processor count on one of its kind."""
+    found = []
+    for record in records:
+        mine = record.accelerator == accelerator and (accelerator != "cpu" or record.device == processor())
+        ratio = max(record.model.params, model.params) / min(record.model.params, model.params)
+        if mine and record.compute == compute and record.measured is not None and ratio <= FAR:
+            differ = len(_kinds(record.layout) ^ _kinds(layout))
+            found.append((ratio <= NEAR and not differ, 1 / (1 + math.log2(ratio) + differ), record))
+    if any(near for near, _, _ in found):
+        found = [each for each in found if each[0]]
+    times, memories = [], []
+    for _, weight, record in found:
+        said, took = _predicted_now(record), record.measured
+        if said is None or took is None:
+            continue
+        times.append((took.step_seconds / said.step_seconds, weight))
+        if took.memory_gib is not None and said.memory_gib is not None:
+            memories.append((took.memory_gib / said.memory_gib, weight))
+    if not times:
+        return None
+    ratios = [ratio for ratio, _ in times]
+    memory = weighted_median(memories) if memories else None
+    return Calibration(weighted_median(times), memory, len(times), min(ratios), max(ratios))
+
+
+def calibrated_memory(total: float, found: Calibration) -> float:
+    """Bytes of a rank: the factor is on all but the context, which is no tensor."""
+    context = LEAVEN_BF16.fixed_gib * GIB
+    return (total - context) * (found.memory or 1.0) + context
+
+
+def weighted_median(values: list[tuple[float, float]]) -> float:
+    """Of (value, weight): below it and above it is at most half of the weight; between two such, their mean.
+
+    >>> weighted_median([(1.0, 1.0), (9.0, 1.0)]), weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.5)])
+    (5.0, 2.0)
+    """
+    values = sorted(values)
+    half, below = sum(weight for _, weight in values) / 2, 0.0
+    for (value, weight), (following, _) in pairwise(values):
+        below += weight
+        if math.isclose(below, half):
+            return (value + following) / 2
+        if below > half:
+            return value
+    return values[-1][0]
+
+
+def _kinds(layout: Layout) -> set[str]:
+    """What of a layout a time depends on in another way than the planner may know."""
+    kinds = {
+        "dp": layout.dp > 1,
+        "tp": layout.tp > 1,
+        "pp": layout.pp > 1,
+        "cp": layout.cp > 1,
+        "zero 3": layout.zero == 3,
+        "recompute": layout.recompute == "full",
+        "compile": layout.compile,
+    }
+    return {kind for kind, there in kinds.items() if there}
+
+
+def _predicted_now(record: Record) -> Cost | None:
+    assert record.accelerator is not None
+    try:
+        accelerator = find_accelerator(record.accelerator)
+    except InputError:
+        return record.predicted
+    return predicted(record.model, record.arrangement, accelerator)
