@@ -37,8 +37,9 @@ class Calibration:
     def __str__(self) -> str:
         if self.measured_now:
             return f"x{self.time:.3g} by a measurement on this machine"
-        runs = "1 run" if self.runs == 1 else f"{self.runs} runs ({self.low:.3g} to {self.high:.3g})"
-        return f"x{self.time:.3g} by {runs} on this accelerator"
+        if self.runs == 1:
+            return f"x{self.time:.3g} by 1 run on this accelerator"
+        return f"x{self.time:.3g} by {self.runs} runs on this accelerator ({self.low:.3g} to {self.high:.3g})"
 
     def to_json(self) -> dict[str, Any]:
         return vars(self)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -62,28 +63,27 @@ class Gauge:
 
     def write(self) -> None:
         """Write what is known so far; a disk without room costs the file and not the run."""
-        if not self._run.writes:
-            return
-        rows = {_key(record): record for record in self._before}
-        for record in self._records():
-            older = rows.get(_key(record))
-            if older is None or record.steps >= older.steps:
-                rows[_key(record)] = record
-        try:
-            write_text(
-                self._run.plan_file, json.dumps({"rows": [_row(record) for record in rows.values()]}, indent=1)
-            )
-        except InputError:
-            return
+        if self._run.writes:
+            self._write(self._records())
 
     def close(self) -> None:
         """At the end of a start, however it comes: the last batch size goes into the history."""
-        self.write()
-        if not (self._run.writes and self._keep_history):
+        if not self._run.writes:
             return
-        record = next((record for record in self._records() if record.batch_tokens == self._batch_tokens), None)
-        if record is not None and record.steps >= ENOUGH:
-            remember(record)
+        self._write(records := self._records())
+        for record in records:
+            if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
+                remember(record)
+
+    def _write(self, records: list[Record]) -> None:
+        rows = {_key(record): record for record in self._before}
+        for record in records:
+            older = rows.get(_key(record))
+            if older is None or record.steps >= older.steps:
+                rows[_key(record)] = record
+        document = {"rows": [_row(record) for record in rows.values()]}
+        with suppress(InputError):
+            write_text(self._run.plan_file, json.dumps(document, indent=1))
 
     def _records(self) -> list[Record]:
         """Of the batch sizes so far, and of the one that is next."""
