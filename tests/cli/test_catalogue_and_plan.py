@@ -221,7 +221,7 @@ def test_nothing_is_neither_near_nor_lawful(verb: tuple[str, ...]) -> None:
 
 def test_plan(recipe: str) -> None:
     found = document("plan", recipe, "--gpus", "8xH100-80GB")
-    assert list(found) == ["layout", "memory", "speed", "days", "gpu_hours", "flops_convention", "alternatives"]
+    assert list(found)[:7] == ["layout", "memory", "speed", "days", "gpu_hours", "flops_convention", "alternatives"]
     assert found["memory"]["fits"] is True
     text = run("plan", recipe, "--gpus", "8xH100-80GB", "--layout", "tp=2,zero=1,mbs=4")
     assert "dp 4 · tp 2 · pp 1 · zero 1 · micro-batch 4 · accumulate 32 · recompute none" in text

@@ -49,6 +49,16 @@ LLAMA_8B = ModelShape(
     vocab_size=128_256,
     seq_len=8192,
 )
+LLAMA_405B = ModelShape(
+    n_layers=126,
+    d_model=16_384,
+    n_heads=128,
+    n_kv_heads=8,
+    d_head=128,
+    d_ff=53_248,
+    vocab_size=128_256,
+    seq_len=8192,
+)
 SMALL = ModelShape(
     n_layers=12,
     d_model=768,

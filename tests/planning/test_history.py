@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planning.shapes import SMALL
 
 from leaven.planning import history as module
-from leaven.planning.hardware import find_accelerator
 from leaven.planning.history import Cost, Record, history, predicted, processor, remember
 from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+
+SMALL = ModelShape(
+    n_layers=12,
+    d_model=768,
+    n_heads=12,
+    n_kv_heads=12,
+    d_head=64,
+    d_ff=2048,
+    vocab_size=32_768,
+    seq_len=1024,
+)
 
 
 def record(number: int = 1, **changes: Any) -> Record:
@@ -125,13 +135,16 @@ def test_processes_side_by_side_lose_no_line(tmp_path: Path) -> None:
 
 
 def test_a_prediction_is_a_cost_or_nothing() -> None:
-    accelerator = find_accelerator("H100")
-    said = predicted(SMALL, record().arrangement, accelerator)
+    said = predicted(SMALL, record().arrangement, "H100-SXM-80GB", "bf16")
     assert said is not None
     assert said.memory_gib is not None
     assert 4 * SMALL.params * 4 / 2**30 < said.memory_gib < 80  # weights, gradients and two moments in fp32 at least
     impossible = Layout(pp=64)  # of twelve layers
-    assert predicted(SMALL, record(layout=impossible).arrangement, accelerator) is None
+    assert predicted(SMALL, record(layout=impossible).arrangement, "H100-SXM-80GB", "bf16") is None
+    assert predicted(SMALL, record().arrangement, "X9", "bf16") is None
+    single = predicted(SMALL, record().arrangement, "cpu", "fp32")
+    assert single is not None
+    assert single.step_seconds > 100 * said.step_seconds
 
 
 def test_a_processor_has_a_kind() -> None:

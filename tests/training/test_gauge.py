@@ -10,11 +10,10 @@ import torch
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.planning import history as planning
-from leaven.planning.hardware import ACCELERATORS, Accelerator
 from leaven.planning.history import Record, history, processor
 from leaven.recipe.recipe import Recipe
 from leaven.training import gauge
-from leaven.training.engine import Diverged, Training
+from leaven.training.engine import Training
 from leaven.training.gauge import ENOUGH, WARM_UP, Gauge
 from leaven.training.run_folder import RunFolder
 from leaven.training.step import Step
@@ -23,12 +22,17 @@ from leaven.training.trainer import train
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One thread, a processor in the table, and a history of the test's own."""
+    """One thread, and a history of the test's own."""
     torch.set_num_threads(1)
-    monkeypatch.setitem(ACCELERATORS, "cpu", Accelerator("cpu", 0.1, None, 8, 0.02, 20, 1))
     folder = tmp_path / "history"
     monkeypatch.setattr(planning, "cache_folder", lambda: folder)
     return folder
+
+
+@pytest.fixture
+def tiny(tiny: Recipe) -> Recipe:
+    """Of twenty steps."""
+    return tiny.replace({"data.tokens": 5_120, "stability.checkpoint_every_tokens": 2_560})
 
 
 @pytest.fixture
@@ -66,13 +70,13 @@ def test_a_stopped_run_has_it_too_and_the_longer_start_stays(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
 ) -> None:
     folder = tmp_path / "run"
-    train(tiny, tokens, folder, stop=lambda: seen(folder) >= 24)
+    train(tiny, tokens, folder, stop=lambda: seen(folder) >= 14)
     (first,) = rows(folder)
-    assert first["steps"] == 24 - WARM_UP
+    assert first["steps"] == 14 - WARM_UP
     assert len(history(alone)) == 1
-    train(tiny, tokens, folder)  # sixteen more
+    train(tiny, tokens, folder)  # six more
     assert rows(folder) == [first]
-    assert [each.steps for each in history(alone)] == [24 - WARM_UP, 16 - WARM_UP]
+    assert [each.steps for each in history(alone)] == [14 - WARM_UP]  # three are too few
 
 
 def test_before_anything_is_measured_there_is_what_was_said(
@@ -94,7 +98,7 @@ def test_every_size_of_a_ramp_has_a_row_and_the_last_is_remembered(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
 ) -> None:
     recipe = tiny.replace(
-        {"batch.ramp": dict(start_tokens=64, increment_tokens=96, over_tokens=2_560), "batch.micro_batch": 2}
+        {"batch.ramp": dict(start_tokens=64, increment_tokens=96, over_tokens=1_280), "batch.micro_batch": 2}
     )
     train(recipe, tokens, tmp_path / "run")
     found = rows(tmp_path / "run")
@@ -146,13 +150,14 @@ def test_a_device_that_the_table_does_not_have_is_measured(
     assert history(alone)[0].accelerator is None
 
 
-def test_a_run_that_diverges_leaves_it(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    recipe = tiny.replace(
-        {"hyperparameters.lr": 1e6, "hyperparameters.weight_decay": 0.0, "stability.on_spike": "stop"}
-    )
-    with pytest.raises(Diverged):
-        train(recipe, tokens, tmp_path / "run")
-    assert rows(tmp_path / "run")
+def test_a_run_that_fails_leaves_it(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    def fails(step: Step) -> None:
+        if step.step == 8:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(tiny, tokens, tmp_path / "run", on_step=fails)
+    assert rows(tmp_path / "run")[0]["steps"] == 8 - WARM_UP
 
 
 def test_a_run_beside_others_is_no_measure(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:

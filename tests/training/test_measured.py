@@ -9,7 +9,6 @@ import torch
 
 from leaven.distributed.stage import Stage
 from leaven.planning import history as planning
-from leaven.planning.hardware import ACCELERATORS, Accelerator
 from leaven.planning.history import Cost, history
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -19,9 +18,8 @@ from leaven.training.measured import STEPS, WARM_UP, measure
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One thread, a processor in the table, and a history of the test's own."""
+    """One thread, and a history of the test's own."""
     torch.set_num_threads(1)
-    monkeypatch.setitem(ACCELERATORS, "cpu", Accelerator("cpu", 0.1, None, 8, 0.02, 20, 1))
     monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(measured, "best_matmul", lambda *arguments: 1e11)
     return tmp_path
@@ -37,7 +35,7 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
         }
     )
     calls: list[tuple[int, int]] = []
-    found = measure(recipe, "1xcpu", on_step=lambda done, total: calls.append((done, total)))
+    found = measure(recipe, "cpu", on_step=lambda done, total: calls.append((done, total)))
     assert found is not None
     assert calls == [(n + 1, WARM_UP + STEPS) for n in range(WARM_UP + STEPS)]
     assert found.layers == (2,)
@@ -55,7 +53,7 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
 
 def test_isolated_documents_and_a_start_are_no_hindrance(tiny: Recipe) -> None:
     recipe = tiny.replace({"data.documents": "isolated", "start.weights": "/nowhere", "batch.micro_batch": 1})
-    found = measure(recipe, "1xcpu")
+    found = measure(recipe, "cpu")
     assert found is not None
     assert (found.record.micro_batch, found.record.grad_accumulation, found.record.batch_tokens) == (1, 2, 64)
 
@@ -70,7 +68,7 @@ def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pyt
         return Cost(step_seconds=2 + 3 * n, memory_gib=1 + n / 2) if n < 7 else None  # out of memory
 
     monkeypatch.setattr(measured, "_steps", steps)
-    found = measure(tiny.replace({"model.n_layers": 12}), "1xcpu")
+    found = measure(tiny.replace({"model.n_layers": 12}), "cpu")
     assert taken == [12, 3, 6]
     assert found is not None
     assert (found.layers, found.step_seconds) == ((3, 6), (11, 20))
@@ -83,18 +81,18 @@ def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pyt
 def test_a_slow_or_large_model_is_cut_before_it_is_tried(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tiny.replace({"model.n_layers": 12})
     monkeypatch.setattr(measured, "best_matmul", lambda *arguments: 1.0)  # FLOP/s
-    found = measure(deep, "1xcpu")
+    found = measure(deep, "cpu")
     assert found is not None
     assert found.layers == (1, 2)
     monkeypatch.setattr(measured, "best_matmul", lambda *arguments: 1e11)
     room = measured.needed_memory(deep.replace({"model.n_layers": 5}), 8, "cpu") + 4 * deep.model.params / 2
     monkeypatch.setattr(measured, "free_memory", lambda device: room / measured.SHARE["cpu"])
-    found = measure(deep, "1xcpu")
+    found = measure(deep, "cpu")
     assert found is not None
     assert found.layers in {(2, 4), (2, 5), (3, 6)}
     monkeypatch.setattr(measured, "free_memory", lambda device: 100)
     with pytest.raises(InputError, match=r"not even 2 layers of this shape fit .* take a smaller model or a shorter"):
-        measure(deep, "1xcpu")
+        measure(deep, "cpu")
 
 
 def test_out_of_memory_at_any_depth_is_one_line(tiny: Recipe, alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +101,14 @@ def test_out_of_memory_at_any_depth_is_one_line(tiny: Recipe, alone: Path, monke
 
     monkeypatch.setattr(Stage, "forward", full)
     with pytest.raises(InputError, match="not even 2 layers"):
-        measure(tiny, "1xcpu")
+        measure(tiny, "cpu")
     assert list(alone.iterdir()) == []
 
 
 def test_stopped_at_any_moment_nothing_is_written(tiny: Recipe, alone: Path) -> None:
     for after in (0, 1, 4):
         asked: Iterator[int] = iter(range(100))
-        assert measure(tiny, "1xcpu", stop=lambda asked=asked, after=after: next(asked) >= after) is None
+        assert measure(tiny, "cpu", stop=lambda asked=asked, after=after: next(asked) >= after) is None
     assert list(alone.iterdir()) == []
 
 
@@ -123,4 +121,4 @@ def test_another_accelerator_than_is_here_is_refused(tiny: Recipe, alone: Path) 
 def test_a_full_cache_costs_the_line_alone(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "file")
-    assert measure(tiny, "1xcpu") is not None
+    assert measure(tiny, "cpu") is not None

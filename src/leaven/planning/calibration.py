@@ -8,52 +8,25 @@ is held against the same measurements.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
-from leaven.planning.hardware import find_accelerator
-from leaven.planning.history import Cost, Record, predicted, processor
-from leaven.planning.memory import GIB, LEAVEN_BF16
-from leaven.recipe.errors import InputError
+from leaven.planning.history import Record, predicted, processor
+from leaven.planning.plan import Calibration, Plan
 from leaven.recipe.layout import Layout
-from leaven.recipe.shape import ModelShape
 
 NEAR, FAR = 4.0, 16.0
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Factors on what the planner says: of ``runs`` runs, which were between ``low`` and ``high`` in time."""
-
-    time: float
-    memory: float | None
-    runs: int
-    low: float
-    high: float
-    measured_now: bool = False
-
-    def __str__(self) -> str:
-        if self.measured_now:
-            return f"x{self.time:.3g} by a measurement on this machine"
-        if self.runs == 1:
-            return f"x{self.time:.3g} by 1 run on this accelerator"
-        return f"x{self.time:.3g} by {self.runs} runs on this accelerator ({self.low:.3g} to {self.high:.3g})"
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self)
-
-
 def calibration(
-    records: Iterable[Record], accelerator: str, model: ModelShape, layout: Layout, compute: str
+    records: Iterable[Record], accelerator: str, params: int, layout: Layout, compute: str
 ) -> Calibration | None:
-    """What the records of an accelerator, and of the same dtype, say of a model in a layout; None if nothing. Those
-    of a processor count on one of its kind."""
-    found = []
+    """What the records of an accelerator, and of the same dtype, say of a model of so many parameters in a layout;
+    None if nothing. Those of a processor count on one of its kind."""
+    found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
-        mine = record.accelerator == accelerator and (accelerator != "cpu" or record.device == processor())
-        ratio = max(record.model.params, model.params) / min(record.model.params, model.params)
+        mine = record.accelerator == accelerator and device in {None, record.device}
+        ratio = max(record.model.params, params) / min(record.model.params, params)
         if mine and record.compute == compute and record.measured is not None and ratio <= FAR:
             differ = len(_kinds(record.layout) ^ _kinds(layout))
             found.append((ratio <= NEAR and not differ, 1 / (1 + math.log2(ratio) + differ), record))
@@ -61,7 +34,9 @@ def calibration(
         found = [each for each in found if each[0]]
     times, memories = [], []
     for _, weight, record in found:
-        said, took = _predicted_now(record), record.measured
+        # Of an accelerator that the table has no more, what was predicted then.
+        said = predicted(record.model, record.arrangement, accelerator, compute) or record.predicted
+        took = record.measured
         if said is None or took is None:
             continue
         times.append((took.step_seconds / said.step_seconds, weight))
@@ -71,13 +46,15 @@ def calibration(
         return None
     ratios = [ratio for ratio, _ in times]
     memory = weighted_median(memories) if memories else None
-    return Calibration(weighted_median(times), memory, len(times), min(ratios), max(ratios))
+    here = len(found) == 1 and found[0][2].by == "measurement"
+    return Calibration(weighted_median(times), memory, len(times), min(ratios), max(ratios), here)
 
 
-def calibrated_memory(total: float, found: Calibration) -> float:
-    """Bytes of a rank: the factor is on all but the context, which is no tensor."""
-    context = LEAVEN_BF16.fixed_gib * GIB
-    return (total - context) * (found.memory or 1.0) + context
+def calibrated(plan: Plan, records: Sequence[Record], compute: str) -> Plan:
+    """A plan in this dtype with what the records of its accelerator say of its speed, its length and its memory."""
+    layout, model = plan.arrangement.layout, plan.job.model
+    found = calibration(records, plan.cluster.accelerator.name, model.params, layout, compute)
+    return plan if found is None else plan.with_calibration(found)
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
@@ -109,12 +86,3 @@ def _kinds(layout: Layout) -> set[str]:
         "compile": layout.compile,
     }
     return {kind for kind, there in kinds.items() if there}
-
-
-def _predicted_now(record: Record) -> Cost | None:
-    assert record.accelerator is not None
-    try:
-        accelerator = find_accelerator(record.accelerator)
-    except InputError:
-        return record.predicted
-    return predicted(record.model, record.arrangement, accelerator)

@@ -18,8 +18,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.hardware import Accelerator, Cluster
-from leaven.planning.memory import GIB, LEAVEN_BF16, worst_stage
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.memory import GIB, worst_stage
+from leaven.planning.plan import in_precision
 from leaven.planning.timing import step_time
 from leaven.recipe.files import cache_folder
 from leaven.recipe.layout import Layout
@@ -27,9 +28,6 @@ from leaven.recipe.shape import ModelShape
 
 LIMIT_BYTES = 512 * 1024
 """Of a file of the history, about 400 lines. A full one takes the place of the one before it, which is given up."""
-
-# What can be measured of memory is what tensors hold, not the context and what fragments: compared is the same.
-_TENSORS_ALONE = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
 
 
 class Cost(BaseModel):
@@ -72,12 +70,17 @@ class Record(BaseModel):
         return Arrangement(self.layout, self.micro_batch, self.grad_accumulation)
 
 
-def predicted(model: ModelShape, how: Arrangement, accelerator: Accelerator) -> Cost | None:
-    """What the planner says; None where it has no number. What it says beside a run may not stop the run."""
+def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> Cost | None:
+    """What the planner says of leaven's own step; None where it has no number.
+
+    What can be measured of memory is what tensors hold, not the context and what fragments: neither is in it. What
+    is said beside a run may not stop the run, whatever is wrong with it.
+    """
     try:
-        memory = worst_stage(model, how, _TENSORS_ALONE).total / GIB
-        seconds = step_time(model, how, Cluster(how.layout.ranks, accelerator)).step
-        return Cost(step_seconds=seconds, memory_gib=memory)
+        cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
+        cluster, code = in_precision(cluster, compute)
+        memory = worst_stage(model, how, replace(code, fixed_gib=0.0, slack=0.0)).total / GIB
+        return Cost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
     except Exception:
         return None
 

@@ -115,7 +115,7 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
         batch_tokens=batch_tokens,
         micro_batch=how.micro_batch,
         grad_accumulation=how.grad_accumulation,
-        predicted=predicted(recipe.model, how, accelerator) if accelerator else None,
+        predicted=predicted(recipe.model, how, accelerator.name, recipe.precision.compute) if accelerator else None,
         measured=None,
         steps=0,
         torch=version("torch"),

@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
-from leaven.planning.hardware import ACCELERATORS, Accelerator, find_accelerator
+from leaven.planning.hardware import Accelerator, known_device, parse_cluster
 from leaven.planning.history import processor
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
 
@@ -40,25 +39,12 @@ class Peak:
 def peak_flops(device_name: str, compute: str) -> float | None:
     """Dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
 
-    The table of accelerators holds bf16 peaks, which are those of fp16 too; for fp32, as for a CPU, there is no
-    number rather than a wrong one (a trainer that took unknown devices for an A100 printed an MFU three times too
-    high).
+    For fp32, as for a CPU, there is no number rather than a wrong one: it may run as TF32 or not, and a trainer that
+    took unknown devices for an A100 printed an MFU three times too high.
     """
-    if compute == "fp32":
-        return None
-    known = _named(device_name)
-    return known.peak_tflops * 1e12 if known else None
-
-
-def _named(device_name: str) -> Accelerator | None:
-    words = set(re.split(r"[\s\-_/]+", device_name.upper()))
-    found = []
-    for known in ACCELERATORS.values():
-        model, *form = known.name.upper().split("-")
-        if model in words and ("PCIE" in form) == ("PCIE" in words):
-            found.append(known)
-    # Of two memories the one that is in the name too: NVIDIA A100-SXM4-40GB.
-    return max(found, key=lambda known: known.name.upper().split("-")[-1] in words, default=None)
+    known = known_device(device_name)
+    tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
+    return None if tflops is None else tflops * 1e12
 
 
 def mfu_convention(peak: Peak) -> str:
@@ -82,11 +68,7 @@ def device_name(device: torch.device) -> str:
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """A device in the planner's table, or None where it is not there."""
-    if device.type == "cuda":
-        return _named(device_name(device))
-    with suppress(InputError):
-        return find_accelerator(device.type)
-    return None
+    return known_device(device_name(device)) if device.type == "cuda" else parse_cluster("cpu").accelerator
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
