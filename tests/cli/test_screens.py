@@ -16,7 +16,8 @@ from rich.text import Text
 from leaven.catalogue.law_table import LAWS
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.cli import _common, _screens, main
-from leaven.cli._screens import TrainScreen, TuneScreen, changes
+from leaven.cli._train_screen import TrainScreen
+from leaven.cli._tune_screen import TuneScreen, changes
 from leaven.recipe.files import read_recipe
 from leaven.recipe.init_std import COMPARED
 from leaven.report.terminal import Column, Columns, Facts, at_point

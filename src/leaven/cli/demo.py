@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from leaven.cli._common import JsonOption, console, emit_json, errors, stopping
-from leaven.cli._screens import RunsScreen, TextScreen, TuneScreen
+from leaven.cli._screens import TextScreen
+from leaven.cli._train_screen import RunsScreen
+from leaven.cli._tune_screen import TuneScreen
 from leaven.recipe.errors import InputError
 
 

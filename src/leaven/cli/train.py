@@ -19,7 +19,8 @@ from leaven.cli._common import (
     stopping,
     warn,
 )
-from leaven.cli._screens import TextScreen, TrainScreen, advice, summary_line
+from leaven.cli._screens import TextScreen
+from leaven.cli._train_screen import TrainScreen, advice, summary_line
 from leaven.planning.tested_ground import warnings
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
 from leaven.recipe.errors import InputError

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, emit_json, errors, load, stopping
-from leaven.cli._screens import TextScreen, TuneScreen, best_lines
+from leaven.cli._screens import TextScreen
+from leaven.cli._tune_screen import TuneScreen, best_lines
 
 
 def tune(

@@ -31,6 +31,7 @@ FLAGS: dict[str, Any] = {
     "micro-batch-size": int, "global-batch-size": int, "step-batch-size-schedule": str, "train-samples": int,
     "seed": int, "bf16": None, "fp16": None, "reset-position-ids": None, "reset-attention-mask": None,
     "eod-mask-loss": None, "tensor-model-parallel-size": int, "pipeline-model-parallel-size": int,
+    "context-parallel-size": int,
     "num-virtual-stages-per-pipeline-rank": int, "use-distributed-optimizer": None, "use-megatron-fsdp": None,
     "data-parallel-sharding-strategy": {"no_shard", "optim", "optim_grads", "optim_grads_params"},
     "recompute-granularity": {"full", "selective"}, "recompute-method": {"uniform"}, "recompute-num-layers": int,
@@ -58,7 +59,8 @@ def keys(losses: tuple[Loss, ...]) -> list[str]:
     return [loss.key for loss in losses]
 
 
-LAYOUT = {"layout.dp": 4, "layout.tp": 2, "layout.pp": 2, "layout.zero": 3, "layout.recompute": "full"}
+DEGREES = {"layout.dp": 4, "layout.tp": 2, "layout.pp": 2, "layout.cp": 2}
+LAYOUT = DEGREES | {"layout.zero": 3, "layout.recompute": "full"}
 INTERLEAVED = {"layout.pp": 2, "layout.schedule": "interleaved", "layout.stages_per_rank": 2, "layout.zero": 1}
 WSD = {"schedule.decay": "wsd", "precision.compute": "fp16", "data.documents": "isolated"}
 

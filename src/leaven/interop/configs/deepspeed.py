@@ -39,8 +39,8 @@ def export(recipe: Recipe) -> Export:
         *common_notes(wanted),
         *rounding_notes(wanted),
     ]
-    if recipe.layout.tp * recipe.layout.pp > 1:
-        notes.append("tp and pp are the client's")
+    if recipe.layout.tp * recipe.layout.pp * recipe.layout.cp > 1:
+        notes.append("tp, pp and cp are the client's")
     said = {"_leaven": {"lost": [loss.text for loss in losses], "notes": notes}}
     return Export({"": formats.json_text(_document(wanted, warmup) | said)}, tuple(losses), tuple(notes))
 

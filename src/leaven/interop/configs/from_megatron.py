@@ -176,6 +176,7 @@ def _layout(given: MegatronFlags, draft: Draft) -> None:
     for path, name in {
         "layout.tp": "tensor-model-parallel-size",
         "layout.pp": "pipeline-model-parallel-size",
+        "layout.cp": "context-parallel-size",
     }.items():
         draft.set(path, given.count(name), given.why(name))
     if "use-megatron-fsdp" in given.switches:

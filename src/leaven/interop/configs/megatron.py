@@ -255,6 +255,8 @@ def _layout(recipe: Recipe) -> Flags:
         "tensor-model-parallel-size": layout.tp,
         "pipeline-model-parallel-size": layout.pp,
     }
+    if layout.cp > 1:
+        flags["context-parallel-size"] = layout.cp
     if layout.zero == 1:
         flags["use-distributed-optimizer"] = True
     elif layout.zero:

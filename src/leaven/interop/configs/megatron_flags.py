@@ -61,6 +61,7 @@ DEFAULTS: dict[str, Any] = {
     "make-vocab-size-divisible-by": 128,
     "tensor-model-parallel-size": 1,
     "pipeline-model-parallel-size": 1,
+    "context-parallel-size": 1,
     "optimizer": "adam",
 }
 NUMBERS = {
@@ -71,7 +72,8 @@ NUMBERS = {
     "clip-grad", "micro-batch-size", "global-batch-size", "train-samples", "train-iters", "lr-decay-samples",
     "lr-decay-iters", "lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction", "lr-wsd-decay-samples",
     "lr-wsd-decay-iters", "seed", "tensor-model-parallel-size", "pipeline-model-parallel-size",
-    "make-vocab-size-divisible-by", "num-virtual-stages-per-pipeline-rank", "recompute-num-layers",
+    "context-parallel-size", "make-vocab-size-divisible-by", "num-virtual-stages-per-pipeline-rank",
+    "recompute-num-layers",
 }  # fmt: skip
 WORDS = {
     "position-embedding-type", "normalization", "lr-decay-style", "lr-wsd-decay-style", "optimizer",

@@ -64,6 +64,8 @@ def export(recipe: Recipe) -> Export:
     notes.append("its first step is at lr 0, leaven's at that of the end of the step: the schedule is one step later")
     if recipe.layout.zero > 1:
         notes.append(f"zero {recipe.layout.zero}: nanotron has 0 and 1")
+    if recipe.layout.cp > 1:
+        notes.append(f"cp {recipe.layout.cp}: not written, so the ranks are dp x tp x pp")
     text = f"# {recipe.name}, written by leaven: torchrun ... run_train.py --config-file THIS_FILE; add data_stages\n"
     text += formats.commented(losses, notes) + formats.yaml(_document(wanted, shape, method))
     return Export({"": text}, tuple(losses), tuple(notes))

@@ -225,6 +225,7 @@ def {function}():
             fsdp_reshard_after_forward="{"never" if layout.zero in {1, 2} else "default"}",
             tensor_parallel_degree={layout.tp},
             pipeline_parallel_degree={layout.pp},
+            context_parallel_degree={layout.cp},
         ),
         activation_checkpoint={recompute},
         compile=CompileConfig(enable={layout.compile}),
