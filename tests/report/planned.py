@@ -1,9 +1,7 @@
 """Plans to make pages of."""
 
-from leaven.planning.cost import Cost, Price, cost
 from leaven.planning.plan import Plan, plan_recipe
 from leaven.recipe.files import parse_recipe
-from leaven.recipe.recipe import Recipe
 
 RYE = """
 name = "rye-7b"
@@ -35,8 +33,7 @@ WAYS = {
 }
 
 
-def planned(way: str) -> tuple[Plan, Cost, Recipe]:
+def planned(way: str) -> Plan:
     recipe = parse_recipe(RYE, "rye.toml")
     gpus, layout = WAYS[way]
-    found = plan_recipe(recipe, gpus, layout)
-    return found, cost(found.seconds, found.cluster, Price(2.5, "$")), recipe
+    return plan_recipe(recipe, gpus, layout)

@@ -71,7 +71,7 @@ def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
-    return {way: write_plan(folder / f"{way}.html", *planned(way), "leaven plan rye.toml") for way in WAYS}
+    return {way: write_plan(folder / f"{way}.html", planned(way), "rye", "leaven plan rye.toml") for way in WAYS}
 
 
 @pytest.mark.parametrize(("way", "width"), [*((way, 390) for way in WAYS), ("1f1b", 1280), ("alone", 1280)])

@@ -8,6 +8,7 @@ import pytest
 from planned import WAYS, planned
 
 from leaven.planning.arrangement import bubble
+from leaven.planning.cost import Price
 from leaven.planning.layouts import USABLE
 from leaven.planning.memory import GIB
 from leaven.planning.schedule import simulate
@@ -16,10 +17,12 @@ from leaven.report import plan_figures
 from leaven.report.numbers import duration
 from leaven.report.plan import page, write_plan
 
+PRICE = Price(2.5, "$")
+
 
 @pytest.fixture(scope="module")
 def pages():
-    return {way: page(*planned(way), "leaven plan rye.toml") for way in WAYS}
+    return {way: page(planned(way), "rye-7b", "leaven plan rye.toml", PRICE) for way in WAYS}
 
 
 def charts(html: str):
@@ -32,7 +35,7 @@ def words(html: str) -> str:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_page_has_the_pictures_of_its_plan_and_the_texts_without_them(way, pages):
-    found, costs, _ = planned(way)
+    found = planned(way)
     drawn = {"memory", "layouts", "ramp"} | ({"passes"} if found.arrangement.layout.pp > 1 else set())
     assert set(charts(pages[way])) == drawn - (set() if found.candidates else {"layouts"})
     said = words(pages[way])
@@ -40,7 +43,7 @@ def test_a_page_has_the_pictures_of_its_plan_and_the_texts_without_them(way, pag
     for part in (
         f"{found.memory.total / GIB:.1f} GiB",
         f"{found.speed.mfu:.1%}",
-        *costs.said,
+        *found.cost(PRICE).said,
         str(found.arrangement),
     ):
         assert part in " ".join(said.split())
@@ -50,7 +53,7 @@ def test_a_page_has_the_pictures_of_its_plan_and_the_texts_without_them(way, pag
 
 
 def test_the_same_plan_makes_the_same_bytes_and_no_mark_up_of_a_file_s_name(tmp_path):
-    written = [write_plan(tmp_path / name, *planned("alone"), "leaven plan '<i>.toml'") for name in ("a", "b")]
+    written = [write_plan(tmp_path / name, planned("alone"), "rye", "leaven plan '<i>.toml'") for name in ("a", "b")]
     first, second = (path.read_bytes() for path in written)
     assert first == second
     assert b"<i>" not in first
@@ -59,7 +62,7 @@ def test_the_same_plan_makes_the_same_bytes_and_no_mark_up_of_a_file_s_name(tmp_
 
 @pytest.mark.parametrize("way", ["alone", "1f1b"])
 def test_bars_of_memory_add_up_to_what_a_rank_needs_and_lie_under_what_a_gpu_has(way):
-    found, _, _ = planned(way)
+    found = planned(way)
     chart = plan_figures.memory([memory.parts_gib for memory in found.stages], 80, USABLE * 80)
     along = "y" if len(found.stages) > 1 else "x"
     for rank, memory in enumerate(found.stages):
@@ -108,7 +111,7 @@ def test_of_a_long_step_both_ends_are_drawn_and_times_stay_true():
 
 
 def test_layouts_are_dots_with_their_words_and_none_lies_below_the_line():
-    found, _, _ = planned("1f1b")
+    found = planned("1f1b")
     chart, drawn = plan_figures.layouts(found.candidates, found.pareto, found.chosen, 80, 68)
     line, *dots, ring = chart.data
     told = [said for trace in dots for said in trace.customdata]
@@ -123,7 +126,7 @@ def test_layouts_are_dots_with_their_words_and_none_lies_below_the_line():
 
 
 def test_the_ramp_is_drawn_with_its_start():
-    found, _, _ = planned("1f1b")
+    found = planned("1f1b")
     chart = plan_figures.ramp(found.ramp)
     (curve,) = chart.data
     assert list(curve.x) == [point.batch_tokens for point in found.ramp.points]

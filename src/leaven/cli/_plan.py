@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from leaven.planning.cost import Cost
+from leaven.planning.cost import Price
 from leaven.planning.explain import PARTS, Explanation
 from leaven.planning.layouts import Candidate
 from leaven.planning.memory import GIB
@@ -18,14 +18,14 @@ ALTERNATIVES = 3
 _Part = str | Text
 
 
-def plan_screen(found: Plan, cost: Cost, explained: Explanation | None = None) -> Facts:
+def plan_screen(found: Plan, price: Price | None = None, asked: str | None = None) -> Facts:
     """The layout, whether it fits, how fast, how long and for how much, where its ramp starts, and why no other."""
     facts: list[tuple[str, Sequence[_Part]]] = [
         ("layout", str(found.arrangement).split(" · ")),
         ("memory / GPU", _memory(found)),
         ("speed", _speed(found)),
         ("time", _time(found)),
-        ("budget", [format_seconds(cost.seconds), *cost.said, f"on {found.cluster}"]),
+        ("budget", [format_seconds(found.seconds), *found.cost(price).said, f"on {found.cluster}"]),
         ("ramp", _ramp(found)),
         *_labelled("next best", [[_alternative(other, found)] for other in found.alternatives[:ALTERNATIVES]]),
     ]
@@ -33,9 +33,11 @@ def plan_screen(found: Plan, cost: Cost, explained: Explanation | None = None) -
         facts.append(("not trained", [_alternative(found.untrained, found), "leaven plans and exports it"]))
     if found.not_lines:
         facts.append(("not", found.not_lines))
-    if explained is not None:
-        facts.append(("explain", _explained(explained)))
+    if asked is not None:
+        facts.append(("explain", _explained(found.explain(asked))))
     facts += _labelled("caution", [[line] for line in found.cautions])
+    if found.calibration is not None:
+        facts.append(("calibrated", [f"time {found.calibration}"]))
     return Facts([*facts, ("accuracy", [ACCURACY])])
 
 

@@ -1,17 +1,18 @@
 """leaven plan: memory, speed, time, cost and ramp of a recipe on a cluster; or what a cluster has room for."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from leaven.catalogue.runs import FOLDER as RUNS
 from leaven.cli._budget import show_budget
 from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
+from leaven.cli._measure import HistoryOption, MeasureOption, by_measurement
 from leaven.cli._plan import plan_screen
-from leaven.planning.cost import cost, parse_price
-from leaven.planning.plan import plan_recipe
+from leaven.planning.cost import parse_price
+from leaven.planning.plan import plan_recipe, plan_run
 from leaven.planning.ramp import SHARE
 from leaven.recipe.errors import InputError
 from leaven.report.plan import write_plan
@@ -49,6 +50,8 @@ def plan(
     mfu: Annotated[
         float | None, typer.Option(metavar="SHARE", help="With --budget: of the peak, in place of planned layouts.")
     ] = None,
+    measure: MeasureOption = False,
+    history: HistoryOption = True,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -67,21 +70,27 @@ def plan(
         raise InputError("--mfu goes with --budget; of a recipe the speed is planned, so leave --mfu out")
     if not 0 < share <= 1:
         raise InputError(f"--share {share:g}: a share of full speed; give one above 0 and up to 1, for example 0.7")
-    asked = None if price is None else parse_price(price)
-    read = load(recipe, overrides)
-    found = replace(plan_recipe(read, gpus, layout), share=share)
-    costs = cost(found.seconds, found.cluster, asked)
-    explained = None if explain is None else found.explain(explain)
+    each = None if price is None else parse_price(price)
+    if (RUNS / f"{recipe}.toml").is_file() and not recipe.exists():
+        name, found = str(recipe), plan_run(str(recipe), gpus, layout)
+    else:
+        read = load(recipe, overrides)
+        name, found = read.name, plan_recipe(read, gpus, layout)
+        found = by_measurement(found, read, gpus, measure=measure, history=history)
+    found = found.but(share=share)
+    screen, document = (
+        (None, found.to_json(explain, each)) if json_output else (plan_screen(found, each, explain), None)
+    )
     if report is not None:
-        options = {"--gpus": gpus, "--layout": layout, "--price": price} | {"--share": f"{share:g}"}
-        words = [word for name, given in options.items() if given is not None for word in (name, given)]
+        options = {"--gpus": gpus, "--layout": layout, "--price": price, "--share": f"{share:g}"}
+        words = [word for option, given in options.items() if given is not None for word in (option, given)]
         sets = [word for override in overrides or () for word in ("--set", override)]
-        write_plan(report, found, costs, read, shlex.join(["leaven", "plan", str(recipe), *words, *sets]))
-    if json_output:
-        emit_json({**found.to_json(explain), "cost": costs.to_json()})
-        return
-    console.print(plan_screen(found, costs, explained))
-    if report is not None:
+        write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *sets]), each)
+    if document is not None:
+        emit_json(document)
+    else:
+        console.print(screen)
+    if report is not None and not json_output:
         console.print(f"wrote {report}", markup=False, soft_wrap=True)
 
 

@@ -54,7 +54,7 @@ def calibrated(plan: Plan, records: Sequence[Record], compute: str) -> Plan:
     """A plan in this dtype with what the records of its accelerator say of its speed, its length and its memory."""
     layout, model = plan.arrangement.layout, plan.job.model
     found = calibration(records, plan.cluster.accelerator.name, model.params, layout, compute)
-    return plan if found is None else plan.with_calibration(found)
+    return plan if found is None else plan.but(calibration=found)
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:

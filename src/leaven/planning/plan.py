@@ -85,7 +85,7 @@ class Plan:
     """One arrangement on a cluster, and what there is beside it, which is computed when it is asked for.
 
     ``calibration`` is in ``speed``, ``seconds`` and what comes of them; ``time`` and ``memory``, by which layouts are
-    compared, are the planner's own. ``share`` of the full batch's throughput is what a ramp is to keep from its start.
+    compared, are the planner's own. A ramp is to keep ``share`` of the full batch's throughput from its start.
     """
 
     job: Job
@@ -95,8 +95,9 @@ class Plan:
     share: float = SHARE
     calibration: Calibration | None = None
 
-    def with_calibration(self, found: Calibration) -> "Plan":
-        plan = replace(self, calibration=found)
+    def but(self, **changes: Any) -> "Plan":
+        """The plan with another calibration or share."""
+        plan = replace(self, **changes)
         if "exploration" in vars(self):  # not a second time
             vars(plan)["exploration"] = self.exploration
         return plan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from leaven.planning.accelerators import CONFIDENCE, Accelerator
 from leaven.planning.arrangement import bubble, scheduled
-from leaven.planning.cost import Cost
+from leaven.planning.cost import Price
 from leaven.planning.explain import PARTS
 from leaven.planning.flops import CONVENTION
 from leaven.planning.layouts import USABLE, Candidate
@@ -13,7 +13,6 @@ from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, Plan
 from leaven.planning.schedule import timeline
 from leaven.recipe.files import write_text
-from leaven.recipe.recipe import Recipe
 from leaven.report import figures, numbers, plan_figures
 from leaven.report.chapters import Sheet
 from leaven.report.html import Html, element, join
@@ -21,18 +20,18 @@ from leaven.report.shell import document
 from leaven.report.tables import facts, four, scroll
 
 
-def write_plan(out: Path, plan: Plan, cost: Cost, recipe: Recipe, command: str) -> Path:
-    """The page of a plan of a recipe and its cost, as one HTML file; ``command`` is what made it.
+def write_plan(out: Path, plan: Plan, name: str, command: str, price: Price | None = None) -> Path:
+    """The page of a plan of a run with a name, as one HTML file; ``command`` is what made it.
 
     Raises:
         InputError: if plotly is missing, or the file cannot be written.
     """
     figures.plotly()
-    write_text(out, page(plan, cost, recipe, command))
+    write_text(out, page(plan, name, command, price))
     return out
 
 
-def page(plan: Plan, cost: Cost, recipe: Recipe, command: str) -> str:
+def page(plan: Plan, name: str, command: str, price: Price | None = None) -> str:
     made = Sheet()
     _memory(made, plan)
     _time(made, plan)
@@ -44,13 +43,13 @@ def page(plan: Plan, cost: Cost, recipe: Recipe, command: str) -> str:
     code = element("pre", element("code", command), class_="scroll", tabindex="0")
     made.section("The command that made it", None, code)
     kicker = element("p", f"leaven · plan · {plan.cluster}", class_="kicker")
-    header = element("header", kicker, element("h1", recipe.name), _head(plan, cost, recipe))
-    return document(f"{recipe.name} · leaven plan", element("main", header, *made.sections), made.charts)
+    header = element("header", kicker, element("h1", name), _head(plan, price))
+    return document(f"{name} · leaven plan", element("main", header, *made.sections), made.charts)
 
 
-def _head(plan: Plan, cost: Cost, recipe: Recipe) -> Html:
+def _head(plan: Plan, price: Price | None) -> Html:
     memory, has = plan.memory.total / GIB, plan.cluster.accelerator.memory_gib
-    size = f"{numbers.quantity(recipe.model.params)} parameters, {numbers.quantity(recipe.data.tokens)} tokens"
+    size = f"{numbers.quantity(plan.job.model.params)} parameters, {numbers.quantity(plan.tokens)} tokens"
     fits = "It fits" if plan.fits else "It does not fit"
     verdict = (
         f"{size}. {fits}: {memory:.1f} of {has:g} GiB on each GPU, and takes {numbers.seconds(plan.seconds)} on "
@@ -72,7 +71,7 @@ def _head(plan: Plan, cost: Cost, recipe: Recipe) -> Html:
                 f"{numbers.quantity(plan.speed.tokens_per_second)} tokens/s",
                 "",
             ),
-            ("the run", numbers.seconds(cost.seconds), ", ".join(cost.said), ""),
+            ("the run", numbers.seconds(plan.seconds), ", ".join(plan.cost(price).said), ""),
         ),
     )
 
@@ -283,6 +282,7 @@ def _assumptions(made: Sheet, plan: Plan) -> None:
                     "launch latency, stragglers, congestion of the network, reading data, validation, checkpoints, "
                     "and every hour that a run stands still",
                 ),
+                ("calibrated", str(plan.calibration) if plan.calibration else None),
                 ("accuracy", ACCURACY),
             )
         ),
