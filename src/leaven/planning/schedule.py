@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Blueprint
-from leaven.planning.flops import forward_flops
 from leaven.planning.hardware import Cluster
-from leaven.planning.memory import LEAVEN_BF16, Implementation, stage_layers
-from leaven.planning.timing import SUSTAINED, block_time
+from leaven.planning.implementations import LEAVEN_BF16, Implementation
+from leaven.planning.stages import stage_layers, stage_parameters
+from leaven.planning.timing import adding_seconds, block_time, logits_seconds, transfer_seconds
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
@@ -104,14 +104,19 @@ def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> I
 
 
 def simulate(
-    layout: Layout, micro_batches: int, forward: Sequence[float], backward: Sequence[float], hop: float = 0
+    layout: Layout,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """The passes of a step with their times. ``forward`` and ``backward`` of each of the p v stages, in any unit and
-    exact if they are whole numbers; ``hop`` from one rank to the next.
+    """The passes of a step with their times, in any unit and exact if they are whole numbers.
 
-    The weights' half of a backward pass takes as long as the forward pass: the same products. Of the first stage
-    torch does the whole of it there, since nobody waits for the gradient of tokens.
+    ``forward`` and ``backward`` of each of the p v stages; ``weight``, what of ``backward`` is for the weights: by
+    default as long as the forward pass, since it is the same products. Of the first stage torch leaves the whole
+    backward pass to the weights' half: nobody waits for the gradient of tokens.
     """
+    weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
     assert len(forward) == len(backward) == stages
     orders = [order(layout, rank, micro_batches) for rank in range(p)]
@@ -120,8 +125,7 @@ def simulate(
     def takes(kind: Kind, stage: int) -> float:
         if kind in {"forward", "backward"}:
             return (forward if kind == "forward" else backward)[stage]
-        weights = forward[stage] if stage else backward[stage]
-        return weights if kind == "weight" else backward[stage] - weights
+        return weight[stage] if kind == "weight" else backward[stage] - weight[stage]
 
     def needs(kind: Kind, stage: int, micro_batch: int) -> Key | None:
         """What comes from another rank; what a rank needs of its own it has done before."""
@@ -144,7 +148,7 @@ def simulate(
                 break
             start = mine[-1].end if mine else 0
             if need is not None:
-                start = max(start, ended[need] + (hop if p > 1 else 0))
+                start = max(start, ended[need])
             ended[key] = start + takes(*key[:2])
             mine.append(Pass(*key, start, ended[key]))
             ready += {(key[1] + side) % p for side in (-1, 1)} - {rank}
@@ -155,16 +159,26 @@ def simulate(
 def timeline(
     model: ModelShape | Blueprint, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
 ) -> Timeline:
-    """The step of an arrangement, in seconds: each stage with its own blocks, the last one with the logits."""
+    """The step of an arrangement, in seconds: each stage with its own blocks, the last one with the logits, and in
+    every pass what it sends on. Of :func:`timing.step_time` it leaves out what comes once a step."""
     layout = how.layout
     block = block_time(model, how, cluster, code)
     layers = stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)
-    unembedding = how.micro_batch * model.seq_len * forward_flops(model).unembedding / layout.tp
-    logits = unembedding / (cluster.accelerator.matmul_flops * SUSTAINED)
-    # Of the all-reduces of a block two are in its forward pass.
-    reduce = 2 / (6 if layout.recompute == "full" else 4) * block.all_reduce
-    forward = [n * (block.forward + reduce) for n in layers]
-    backward = [n * (block.backward + block.all_reduce - reduce) for n in layers]
+    passes = 3 if layout.recompute == "full" else 2  # in which ranks exchange
+    exchanged, sent = block.all_reduce / passes, transfer_seconds(model, how, cluster, code)
+    forward = [n * (block.forward + exchanged) + sent for n in layers]
+    adding = [
+        adding_seconds(stage_parameters(model, layout, rank, code), cluster.accelerator, code)
+        / layout.stages_per_rank
+        for rank in range(layout.pp)
+    ]
+    turns = layout.stages_per_rank * adding
+    backward = [
+        n * (block.backward + (passes - 1) * exchanged) + sent + added for n, added in zip(layers, turns, strict=True)
+    ]
+    weight = [n * block.weight + added for n, added in zip(layers, turns, strict=True)]
+    logits = logits_seconds(model, how, cluster, code) / 3  # each of its three products
     forward[-1] += logits
     backward[-1] += 2 * logits
-    return simulate(layout, scheduled(layout, how.grad_accumulation), forward, backward)
+    weight[-1] += logits
+    return simulate(layout, scheduled(layout, how.grad_accumulation), forward, backward, weight)
