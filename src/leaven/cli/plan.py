@@ -1,6 +1,7 @@
 """leaven plan: memory, speed, time, cost and ramp of a recipe on a cluster; or what a cluster has room for."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,9 @@ def plan(
 ) -> None:
     """Will it fit, how fast, how long, for how much; the best layout if none is given. With --budget: what would."""
     if budget is not None:
-        _alone("--budget", {"RECIPE": recipe, "--gpus": gpus, "--layout": layout, "--explain": explain, "-o": report})
+        _alone(
+            "a --budget", {"RECIPE": recipe, "--gpus": gpus, "--layout": layout, "--explain": explain, "-o": report}
+        )
         show_budget(budget, mfu, price, json_output)
         return
     if recipe is None or gpus is None:
@@ -72,6 +75,7 @@ def plan(
         raise InputError(f"--share {share:g}: a share of full speed; give one above 0 and up to 1, for example 0.7")
     each = None if price is None else parse_price(price)
     if (RUNS / f"{recipe}.toml").is_file() and not recipe.exists():
+        _alone(f"{recipe}, a published run,", {"--set": overrides or None, "--measure": measure or None})
         name, found = str(recipe), plan_run(str(recipe), gpus, layout)
     else:
         read = load(recipe, overrides)
@@ -94,7 +98,7 @@ def plan(
         console.print(f"wrote {report}", markup=False, soft_wrap=True)
 
 
-def _alone(option: str, others: dict[str, object]) -> None:
+def _alone(what: str, others: Mapping[str, object]) -> None:
     given = [name for name, value in others.items() if value is not None]
     if given:
-        raise InputError(f"{option} plans without a recipe and takes no {given[0]}; leave out one of them")
+        raise InputError(f"{what} is planned without {given[0]}; leave it out")
