@@ -61,7 +61,7 @@ def test_the_screen_is_folded_between_its_parts(width, rye, leaven, monkeypatch)
     text = " ".join(line[14:] for line in lines)
     assert "micro-batch 1" in parts
     assert re.search(r"\d+\.\d GiB of 80", text)
-    assert re.search(r"rank \d of the pipeline, rank \d \d+\.\d", text)
+    assert re.search(r"on rank \d of 4, \d+\.\d on rank \d", text)
     assert re.search(r"\$[\d,]+ at \$2\.50 a GPU-h", text)
     assert re.search(r"start at [\d.]+ k tokens: \d+% of full speed", text)
     assert "tp=4: " in text

@@ -54,7 +54,9 @@ def _memory(found: Plan) -> list[_Part]:
     if len(found.stages) > 1:
         totals = [memory.total for memory in found.stages]
         fullest, least = max(totals), min(totals)
-        said.append(f"rank {totals.index(fullest)} of the pipeline, rank {totals.index(least)} {least / GIB:.1f}")
+        said.append(
+            f"on rank {totals.index(fullest)} of {len(totals)}, {least / GIB:.1f} on rank {totals.index(least)}"
+        )
     return said
 
 
@@ -97,19 +99,28 @@ def _start(choice: RampChoice) -> str:
 
 
 def _alternative(other: Candidate, found: Plan) -> Text:
-    """Memory, time, and what is another than in the choice."""
-    chosen = found.arrangement.to_json()
-    differs = ", ".join(
-        f"{key.replace('_', ' ')} {choice}"
-        for key, choice in other.arrangement.to_json().items()
-        if choice != chosen[key]
-    )
+    """Memory, time, and what is another than in the choice; dp and accumulation follow from the rest."""
     slower = other.time.step / found.time.step - 1
+    mine, chosen = _choices(other), _choices(found.chosen)
     return Text.assemble(
         f"{other.memory.total / GIB:5.1f} GiB  ",
         (f"{slower:+7.1%} time", "red" if slower > 0 else "green"),
-        f"  {differs}",
+        f"  {', '.join(said for said in mine if said not in chosen)}",
     )
+
+
+def _choices(candidate: Candidate) -> list[str]:
+    how, layout = candidate.arrangement, candidate.arrangement.layout
+    turns = f" x {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+    replicas = "no replicas" if layout.dp_replicate == 1 else f"{layout.dp_replicate} replicas"
+    numbers = [f"{key} {getattr(layout, key)}" for key in ("tp", "pp", "cp", "ep", "zero")]
+    return [
+        *numbers,
+        replicas,
+        layout.schedule + turns,
+        f"micro-batch {how.micro_batch}",
+        f"recompute {layout.recompute}",
+    ]
 
 
 def _explained(explained: Explanation) -> list[_Part]:
