@@ -201,7 +201,6 @@ VERBS = (
             "--tokens is missing; type: leaven laws --params COUNT --tokens COUNT",
         ),
         ("recipes diff a", "B is missing; type: leaven recipes diff A B"),
-        ("plan x.toml", "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
         ("plan x.toml --layuot a", "no such option: --layuot; did you mean --layout?"),
         ("laws --params", "--params requires an argument"),
         ("train a b", "got unexpected extra argument(s) (b); type: leaven train RECIPE"),

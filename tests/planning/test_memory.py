@@ -363,3 +363,14 @@ def test_an_update_needs_the_parameters_before_it() -> None:
     bare = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     memory = stage_memory(short, Arrangement(Layout(), 1, 1), 0, bare)
     assert memory.total == pytest.approx((4 + 4 + 4 + 8) * short.params)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("id", ["deepseek-v3", "bloom-176b"])
+def test_the_worst_rank_is_the_worst_of_all(id: str, pp: int) -> None:
+    """The dense blocks that a model of experts begins with need little: the fullest rank is behind them."""
+    run = find_run(id)
+    model = published_blueprint(run.arch, 2048)
+    how = Arrangement(Layout(dp=64 // pp, pp=pp), 1, 4 * pp)
+    every = [stage_memory(model, how, rank) for rank in range(pp)]
+    assert worst_stage(model, how) == max(every, key=lambda memory: memory.total)

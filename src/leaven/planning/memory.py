@@ -194,7 +194,16 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
 
 
 def worst_stage(model: ModelShape | Blueprint, how: Arrangement, code: Implementation = LEAVEN_BF16) -> Memory:
-    """Memory of the rank that needs most: the first stage, the second (it may have more blocks), or the last."""
-    pp = how.layout.pp
-    memories = (stage_memory(model, how, stage, code) for stage in {0, min(1, pp - 1), pp - 1})
+    """Memory of the rank of the pipeline that needs most."""
+    layout = how.layout
+    ranks = _telling_ranks(blueprint(model), layout.pp, layout.stages_per_rank, code.balance)
+    memories = (stage_memory(model, how, rank, code) for rank in ranks)
     return max(memories, key=lambda memory: memory.total)
+
+
+@cache
+def _telling_ranks(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
+    """The ranks one of which needs most: both ends, and behind the first of them the first with each set of blocks,
+    since fewer micro-batches wait on those after it."""
+    firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
+    return (0, *({*firsts.values(), pp - 1} - {0}))

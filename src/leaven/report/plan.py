@@ -191,26 +191,38 @@ def _layouts(made: Sheet, plan: Plan) -> None:
         told,
         _legend(shown),
         made.chart("layouts", chart, "layouts by time and memory", "tall"),
-        _table(_HEADS, [_row(each, chosen) for each in [chosen, *plan.alternatives]], "the best layouts"),
+        _choices([chosen, *plan.alternatives]),
         join(element("h3", "Why not", class_="next"), element("ul", *reasons, class_="told")) if reasons else None,
     )
 
 
-_HEADS = ("time", "s a step", "GiB", "dp", "tp", "pp", "ZeRO", "micro-batch", "accumulate", "recompute", "schedule")
-
-
-def _row(each: Candidate, chosen: Candidate) -> list[str]:
-    how, layout = each.arrangement, each.arrangement.layout
-    turns = f" × {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-    numbers_ = (layout.dp, layout.tp, layout.pp, layout.zero, how.micro_batch, how.grad_accumulation)
-    return [
-        "chosen" if each is chosen else f"{each.time.step / chosen.time.step - 1:+.1%}",
-        numbers.value(each.time.step),
-        f"{each.memory.total / GIB:.1f}",
-        *map(str, numbers_),
-        layout.recompute,
-        layout.schedule + turns if layout.pp > 1 else numbers.NONE,
+def _choices(shown: Sequence[Candidate]) -> Html:
+    """The first is the choice; degrees that all have as 1 are left out."""
+    degrees = [
+        "dp",
+        "tp",
+        "pp",
+        *(d for d in ("cp", "ep") if any(getattr(c.arrangement.layout, d) > 1 for c in shown)),
     ]
+    rows = []
+    for each in shown:
+        how, layout = each.arrangement, each.arrangement.layout
+        turns = f" × {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+        rows.append(
+            [
+                "chosen" if each is shown[0] else f"{each.time.step / shown[0].time.step - 1:+.1%}",
+                numbers.value(each.time.step),
+                f"{each.memory.total / GIB:.1f}",
+                *(str(getattr(layout, degree)) for degree in degrees),
+                f"{layout.zero}" + (f" in {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""),
+                str(how.micro_batch),
+                str(how.grad_accumulation),
+                layout.recompute,
+                layout.schedule + turns if layout.pp > 1 else numbers.NONE,
+            ]
+        )
+    heads = ("time", "s a step", "GiB", *degrees, "ZeRO", "micro-batch", "accumulate", "recompute", "schedule")
+    return _table(heads, rows, "the best layouts")
 
 
 def _ramp(made: Sheet, plan: Plan) -> None:
@@ -279,8 +291,8 @@ def _assumptions(made: Sheet, plan: Plan) -> None:
                 ),
                 (
                     "left out",
-                    "launch latency, stragglers, congestion of the network, reading data, validation, checkpoints, "
-                    "and every hour that a run stands still",
+                    "stragglers, congestion of the network, a slow host, reading data, validation, checkpoints, and "
+                    "every hour that a run stands still",
                 ),
                 ("calibrated", str(plan.calibration) if plan.calibration else None),
                 ("accuracy", ACCURACY),
