@@ -11,7 +11,7 @@ from functools import cache
 from leaven.planning.activations import block_kept, layer_activation_bytes
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Blueprint, blueprint
-from leaven.planning.implementations import LEAVEN_BF16, Implementation
+from leaven.planning.implementations import LEAVEN_BF16, Balance, Implementation
 from leaven.planning.stages import (
     end_parameters,
     in_flight,
