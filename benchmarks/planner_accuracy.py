@@ -11,24 +11,20 @@ from pathlib import Path
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, worst_stage
+from leaven.planning.implementations import (
+    LLM_FOUNDRY,
+    MEGATRON_DEEPSPEED_BF16,
+    MEGATRON_DEEPSPEED_FP16,
+    NANOTRON,
+)
+from leaven.planning.memory import GIB, stage_memory, worst_stage
 from leaven.planning.timing import step_time
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
 PUBLISHED = Path(__file__).parent / "published"
 
-# Megatron-DeepSpeed of early 2022, without flash attention; fixed: the middle of the 3 to 6 GB seen with it. Its bf16
-# keeps gradients twice, in bf16 and in fp32.
-MEGATRON = {
-    "fp16": Implementation(
-        weights=2, grads=2, optimizer=12, compute_copy=0, flash_attention=False, even_stages=True, fixed_gib=4.5
-    ),
-    "bf16": Implementation(
-        weights=2, grads=6, optimizer=12, compute_copy=0, flash_attention=False, even_stages=True, fixed_gib=4.5
-    ),
-}
-NANOTRON = Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True)
+MEGATRON = {"fp16": MEGATRON_DEEPSPEED_FP16, "bf16": MEGATRON_DEEPSPEED_BF16}
 
 
 def rows(table: str) -> Iterator[dict[str, str]]:
@@ -85,12 +81,12 @@ def mpt() -> tuple[list[float], int]:
         step = step_time(shape, how, parse_cluster(f"{layout.dp}xA100-80GB")).step
         measured = how.micro_batch * how.grad_accumulation * shape.seq_len / float(row["tokens_per_second_and_gpu"])
         time.append(step / measured - 1)
-        above += worst_stage(shape, how, LEAVEN_BF16).total > 80 * GIB
+        above += worst_stage(shape, how, LLM_FOUNDRY).total > 80 * GIB
     return time, above
 
 
 def nanotron() -> tuple[list[float], list[float]]:
-    """Errors of the step time and of the memory."""
+    """Errors of the step time and of the memory, which is that of the first rank."""
     time, memory = [], []
     for row in rows("nanotron"):
         d_model, n_heads = int(row["d_model"]), int(row["n_heads"])
@@ -111,7 +107,7 @@ def nanotron() -> tuple[list[float], list[float]]:
         flops = flops_per_token(shape) * 2**20 / cluster.gpus
         measured = flops / (float(row["mfu_percent"]) / 100 * 989e12)
         time.append(step_time(shape, how, cluster, NANOTRON).step / measured - 1)
-        memory.append(worst_stage(shape, how, NANOTRON).total / GIB / float(row["memory_gb"]) - 1)
+        memory.append(stage_memory(shape, how, 0, NANOTRON).total / GIB / float(row["memory_gb"]) - 1)
     return time, memory
 
 

@@ -230,7 +230,7 @@ def test_plan(recipe: str) -> None:
 
 def test_plan_says_what_it_cannot_do(recipe: str) -> None:
     with pytest.raises(InputError, match=r"--set precision\.compute=bf16"):
-        run("plan", recipe, "--gpus", "8xH100", "--set", "precision.compute=fp32")
+        run("plan", recipe, "--gpus", "8xTPUv4", "--set", "precision.compute=fp32")
     with pytest.raises(InputError, match="tp of 1, 2 or 4 works"):
         run("plan", recipe, "--gpus", "8xH100", "--layout", "tp=8")
     with pytest.raises(InputError, match="divide over dp 8 x micro-batch 3"):

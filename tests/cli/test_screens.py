@@ -191,7 +191,10 @@ def test_without_a_terminal_output_is_120_wide_and_plain(monkeypatch: pytest.Mon
 
 
 QUANTITY = "is not a quantity; write for example 7B, 2.5T, 500M, 64k or 32_768"
-VERBS = "laws, new, show, transfer, plan, tune, train, sample, bench, report, demo, recipes, check, export, import"
+VERBS = (
+    "laws, new, show, transfer, plan, hardware, tune, train, sample, bench, report, demo, recipes, check, export, "
+    "import"
+)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_the_best_with_what_was_asked_is_compared_by_part(llama: Plan) -> None:
     fastest = min(
         (one for one in llama.candidates if one.arrangement.layout.tp == 8 and one.trained), key=lambda c: c.time.step
     )
-    assert told.found.time.step == pytest.approx(fastest.time.step, rel=5e-3)  # equal to three digits
+    assert told.found.time.step == pytest.approx(fastest.time.step, rel=0.01)  # that is equal
     slower = told.found.time.step / llama.time.step - 1
     assert told.line.startswith(f"{slower:+.1%} time, ")
     share = told.found.time.tensor_parallel / told.found.time.step

@@ -1,16 +1,17 @@
 """The planner as a person meets it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.planning.shapes import LLAMA_8B, LLAMA_405B, SMALL, bloom
 
-from leaven.planning.arrangement import parse_layout
+from leaven.planning.arrangement import Arrangement, parse_layout
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.layouts import layouts
+from leaven.planning.layouts import Job, evaluate, layouts, ranked
 from leaven.planning.plan import plan
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
@@ -114,16 +115,16 @@ def test_speed_days_and_hours_are_one_story() -> None:
     assert found.days == pytest.approx(10**12 / speed.tokens_per_second / 86_400, rel=1e-4)
     assert found.gpu_hours == pytest.approx(found.days * 24 * 64)
     assert len({other.arrangement.layout for other in found.alternatives} | {found.arrangement.layout}) == 6
-    assert all(other.time.step >= speed.step_seconds * 0.995 for other in found.alternatives)  # equal to three digits
+    assert all(other.time.step >= speed.step_seconds * 0.99 for other in found.alternatives)  # within 1% is equal
 
 
 def test_the_search_finds_the_fastest_that_fits_among_the_asked_for() -> None:
     cluster = parse_cluster("8xA100-80GB")
     best = plan(LLAMA_8B, 10**12, 1_048_576, cluster)
     assert best.fits
-    for layout in layouts(LLAMA_8B, cluster):
+    for layout in layouts(LLAMA_8B, cluster, fixed={"cp": 1}):
         asked = plan(LLAMA_8B, 10**12, 1_048_576, cluster, layout)
-        assert not asked.fits or asked.time.step >= best.time.step * 0.995  # equal to three digits
+        assert not asked.fits or asked.time.step >= best.time.step * 0.99  # within 1% is equal
 
 
 def test_llama_405b_on_1024_gpus_fits() -> None:
@@ -145,9 +146,17 @@ def test_whatever_is_planned_divides_and_fits(gpus: int, power: int) -> None:
 
 
 def test_among_equally_fast_plans_the_simpler_wins() -> None:
-    found = plan(SMALL, 10**9, 2**19, parse_cluster("1xH100"))
-    assert found.arrangement.layout == Layout()
-    assert found.arrangement.micro_batch == 8  # 8,192 tokens
+    job = Job(SMALL, 2**19, parse_cluster("1xH100"))
+    same = evaluate(SMALL, Arrangement(Layout(), 8, 64), job.cluster)  # 8,192 tokens
+    others = [Arrangement(Layout(), size, 512 // size) for size in (1, 4, 16, 64)]
+    others += [Arrangement(Layout(dp=2, zero=zero), 8, 32) for zero in (1, 3)]
+    times = [replace(same.time, compute=same.time.compute * (1 + n / 1000)) for n in range(-6, 0)]
+    slightly_faster = [
+        replace(evaluate(SMALL, how, job.cluster), time=time) for how, time in zip(others, times, strict=True)
+    ]
+    assert ranked(SMALL, [*slightly_faster, same])[0] is same
+    faster = replace(slightly_faster[-1], time=replace(same.time, compute=0.97 * same.time.compute))
+    assert ranked(SMALL, [same, faster]) == [faster, same]
 
 
 def test_what_is_planned_for_a_ramp_can_be_trained_from_its_first_batch() -> None:

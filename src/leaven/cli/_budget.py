@@ -38,10 +38,11 @@ def budget_screen(found: Budget) -> Group:
     """Rows from the largest model to the smallest, what it costs, and what to type next."""
     flops = [6 * row.params * row.tokens for row in found.rows]
     cluster = found.cluster
+    note = [cluster.accelerator.note] if cluster.accelerator.note else []
     middle = found.rows[len(found.rows) // 2]
     sizes = f"--params {_typed(middle.params)} --tokens {_typed(middle.tokens)}"
     facts: list[tuple[str, Sequence[str]]] = [
-        ("budget", (str(cluster), cluster.nodes_said, format_seconds(found.seconds), *found.cost.said)),
+        ("budget", (str(cluster), cluster.nodes_said, format_seconds(found.seconds), *found.cost.said, *note)),
         ("FLOPs", (f"{min(flops):.2e} .. {max(flops):.2e}, 6 N D at the speed of each size", "no ramp, no restarts")),
         *(("" if n else "does not fit", (f"{law}: {why}",)) for n, (law, why) in enumerate(found.refused)),
         ("next", (f"leaven new OUT.toml {sizes} --gpus {cluster}", "the middle of these")),

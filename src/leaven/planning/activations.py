@@ -79,7 +79,7 @@ def operators_kept(
 
 @cache
 def block_kept(
-    block: Block, d_model: int, seq_len: int, tp: int, recompute: Recompute, code: Implementation = LEAVEN_BF16
+    block: Block, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: Implementation = LEAVEN_BF16
 ) -> Kept:
     """The same, summed up, under a mode of recomputation."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)

@@ -10,7 +10,7 @@ from leaven.recipe.errors import InputError
 PUE = 1.0
 """Power of the building over that of its boards. 1 counts the boards alone: hosts, network and cooling differ from
 place to place and are often as much as another half."""
-_PRICE = re.compile(r"\s*([^\d\s.,]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,]{0,3})\s*")
+_PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
 
 
 @dataclass(frozen=True)

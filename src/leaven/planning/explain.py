@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from leaven.planning.arrangement import Arrangement, layout_of, parse_keys, shape_refusal
-from leaven.planning.layouts import USABLE, Candidate, Exploration, Job, explore
+from leaven.planning.layouts import EQUAL, USABLE, Candidate, Exploration, Job, explore
 from leaven.planning.memory import GIB, Memory
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
@@ -129,7 +129,7 @@ def _slower(found: Candidate, chosen: Candidate) -> str:
     more = (found.memory.total - chosen.memory.total) / GIB
     memory = f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'}"
     slower = found.time.step / chosen.time.step - 1
-    if abs(slower) < 0.005:
+    if abs(slower) <= EQUAL:
         return f"as fast with {memory} ({found.arrangement})"
     if slower < 0:
         return f"{slower:+.1%} time, {memory}: faster ({found.arrangement})"

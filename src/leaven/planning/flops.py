@@ -55,10 +55,9 @@ def operators(model: ModelShape | Blueprint, attention: Attention = "full") -> d
     table = blueprint(model)
     found: defaultdict[str, float] = defaultdict(float)
     for block, count in table.kinds:
+        found["attention.core"] += 3 * count * block.core.flops(table.seq_len, attention)
         for row in block.matmuls:
             found[row.name] += 3 * count * row.flops
-            if row.name.startswith("attention.value") or row.name == "attention.key_value":
-                found["attention.core"] += 3 * count * block.core.flops(table.seq_len, attention)
     return dict(found) | {"unembedding": 3 * 2 * table.embedding}
 
 

@@ -1,6 +1,7 @@
 """What memory depends on besides shape and layout: the training code. Each stack under its name.
 
-Nothing here is fitted: a value is what the stack's source does, or is stated as measured with its place.
+A value is what the stack's source does, not what fits a measurement. Read off measurements are only the fixed amounts
+and the slack, and where, stands beside them.
 """
 
 import math
@@ -17,11 +18,14 @@ class Implementation:
     """Bytes and habits of a training code.
 
     States, in bytes a parameter: ``weights`` that stay; ``grads`` and, where micro-batches are added up elsewhere,
-    ``accumulation``; ``optimizer`` with the master copy, if there is one, and ``optimizer_of_matrices`` where
-    matrices have another (Muon: one moment); ``compute_copy`` that the products read where the weights are kept in
-    fp32; ``update_copy`` in an update, when the activations are gone. ``shards_weights_from``: the first ZeRO
-    stage that does; ``exchange``: bytes a parameter of a block while ranks exchange its gradients. ``gathered_ends``: bytes a parameter of what is
-    in no block, if every one of several ranks has that whole.
+    ``accumulation``; ``optimizer`` with the copy of the weights in fp32 that ``master`` of them are, if there is one,
+    and ``optimizer_of_matrices`` where matrices have another (Muon: one moment).
+
+    Copies, in bytes a parameter: ``compute_copy`` that products read where the weights are kept in fp32;
+    ``gathered_ends`` of what is in no block, if every one of several ranks has that whole; ``exchange`` of a block
+    while ranks exchange its gradients; ``update_copy`` in an update, when the activations are gone.
+    ``shards_weights_from``: the first ZeRO stage that shares out the weights. ``bucket``: bytes of buffers for the
+    exchange of gradients and weights.
 
     Activations: bytes of an ``element`` and of one of the ``residual`` stream. ``sequence_parallel``: between
     products a tensor rank has a stretch of positions; ``gathered_inputs``: the inputs of column-parallel products are
@@ -29,24 +33,26 @@ class Implementation:
     all but every second of the ``products``. ``keeps_outputs``: a stage keeps what it has sent on to the next.
 
     Loss: bytes a ``logit`` at its peak, ``sharded_logit`` with the vocabulary over tensor ranks if that is another
-    number; ``logits_at_once`` at most; ``unembedding``: bytes a parameter of its
-    gradient, which the loss keeps to the backward pass.
+    number; ``logits_at_once`` at most; ``unembedding``: bytes a parameter of its gradient, which the loss keeps to
+    the backward pass.
 
-    The rest: ``balance`` of a pipeline's blocks: by the weight of the ends, by number, or by work; ``bucket`` bytes
-    of buffers for the exchange of gradients and weights; ``fixed_gib``: context, NCCL, kernels; ``slack``: share
-    of everything else that the allocator holds and cannot use.
+    ``balance`` of a pipeline's blocks: by the weight of the ends, by number, or by work. ``fixed_gib``: context,
+    NCCL, kernels; ``slack``: share of everything else that the allocator holds and cannot use. The defaults of both
+    are the lower ends of what is usual (1 to 2 GB, Ultra-Scale Playbook; 5 to 10%).
     """
 
     weights: int = 4
     grads: int = 4
     optimizer: int = 8
-    optimizer_of_matrices: int | None = None
     accumulation: int = 0
+    master: int = 0
+    optimizer_of_matrices: int | None = None
     compute_copy: int = 2
-    shards_weights_from: int = 3
-    exchange: int = 0
     gathered_ends: int = 0
+    exchange: int = 0
     update_copy: int = 0
+    shards_weights_from: int = 3
+    bucket: int = 0
     element: int = 2
     residual: int = 2
     flash_attention: bool = True
@@ -59,7 +65,6 @@ class Implementation:
     logits_at_once: float = math.inf
     unembedding: int = 0
     balance: Balance = "weight"
-    bucket: int = 0
     fixed_gib: float = 2.0
     slack: float = 0.05
 
@@ -87,13 +92,15 @@ LEAVEN_BF16 = Implementation(
     gathered_inputs=True,
 )
 
-# Megatron-LM: fp16 weights, fp32 master weights and Adam, gradients accumulated in fp32; logits in fp32, their
-# exponentials, and the gradient; sequence parallelism with selective recomputation (Korthikanti 2022), outputs
-# deallocated. Tensors that are gathered for a product are gathered again for its backward pass.
+# Megatron-LM of 2022: fp16 weights, fp32 master weights and Adam, gradients accumulated in fp32; sequence parallelism
+# with selective recomputation (Korthikanti 2022), what was sent to the next stage is let go, and what was gathered
+# for a product is gathered again for its backward pass. Logits: in 16 bits, in fp32, less their maximum,
+# exponentials.
 MEGATRON = Implementation(
     weights=2,
     grads=4,
     optimizer=12,
+    master=4,
     compute_copy=0,
     sequence_parallel=True,
     flash_attention=False,
@@ -103,12 +110,15 @@ MEGATRON = Implementation(
 MEGATRON_2021 = replace(MEGATRON, sequence_parallel=False)
 
 # Megatron-DeepSpeed of early 2022, as BLOOM was trained: no flash attention, no sequence parallelism; ZeRO-1 with two
-# buckets of 5e8 elements (DeepSpeed's defaults: reduce_bucket_size, allgather_bucket_size), and a pipeline that keeps
-# what it has sent; at the update it makes its share of the gradients anew in fp32. Fixed: the middle of the 3 to 6 GB that BigScience saw beside the tensors on 48 nodes.
+# buckets of 5e8 elements (DeepSpeed's defaults: reduce_bucket_size, allgather_bucket_size), a pipeline that keeps
+# what it has sent, and at the update a rank's share of the gradients anew in fp32. Fixed: the middle of the 3 to 6 GB
+# that BigScience saw beside the tensors on 48 nodes; it is the one number that comes from the rows it is held
+# against.
 MEGATRON_DEEPSPEED_FP16 = Implementation(
     weights=2,
     grads=2,
     optimizer=12,
+    master=4,
     compute_copy=0,
     flash_attention=False,
     keeps_outputs=True,
@@ -121,13 +131,14 @@ MEGATRON_DEEPSPEED_FP16 = Implementation(
 MEGATRON_DEEPSPEED_BF16 = replace(MEGATRON_DEEPSPEED_FP16, accumulation=4, update_copy=0)
 
 # nanotron: bf16 weights, fp32 master weights and Adam; gradients in bf16, in the buckets of DistributedDataParallel,
-# and accumulated in fp32; what is gathered for a product is kept; blocks on stages by FLOPs. Its memory is torch's own
-# count, without a context.
+# and accumulated in fp32; what is gathered for a product is kept; blocks on stages by FLOPs. Its memory is torch's
+# own count, without a context.
 NANOTRON = Implementation(
     weights=2,
     grads=2,
     accumulation=4,
     optimizer=12,
+    master=4,
     compute_copy=0,
     sequence_parallel=True,
     gathered_inputs=True,
@@ -141,10 +152,11 @@ NANOTRON = Implementation(
 # to the root unit, which stays gathered.
 LLM_FOUNDRY = Implementation(shards_weights_from=1, exchange=4, gathered_ends=2, logit=4)
 
-# torchtitan on FSDP2, December 2024: fp32 weights and Adam in shards, gradients reduced in fp32, torch's cross-entropy
-# on whole logits: bf16 and fp32, their log-softmax and its gradient; over tensor ranks ("loss parallel") that gradient
-# is made in steps: zeros, exponentials, their sum, its multiple. The ends belong to the root unit. Its memory is
-# torch's own count of what is reserved.
+# torchtitan on FSDP2, December 2024: fp32 weights and Adam in shards, gradients reduced in fp32, torch's
+# cross-entropy on whole logits: in bf16, in fp32, their log-softmax and its gradient. Over tensor ranks ("loss
+# parallel") that gradient is made in steps: zeros, exponentials, their sum, its multiple. The ends belong to the root
+# unit. In a pipeline gradients stay whole until the last micro-batch (zero = 1). Its memory is torch's own count of
+# what is reserved.
 TORCHTITAN = Implementation(
     shards_weights_from=1,
     exchange=6,

@@ -33,6 +33,8 @@ _STAGES_PER_RANK = (1, 2, 4, 8)
 _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
 # Micro-batches for each stage of a pipeline that the bubble wants: a rule of thumb (Narayanan et al. 2021).
 FILLS = 4
+# Times that differ by less are equal.
+EQUAL = 0.01
 # What a layout that leaven does not train must be faster by to be worth a word.
 _WORTH_A_WORD = 0.02
 
@@ -92,7 +94,9 @@ class Exploration:
     @cached_property
     def choices(self) -> tuple[Candidate, ...]:
         """What fits and may be chosen, the best first."""
-        return tuple(candidate for candidate in self.fitting if candidate.trained or not self.job.by_leaven)
+        if not self.job.by_leaven:
+            return self.fitting
+        return tuple(ranked(self.job.model, [candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
     def layouts(self) -> tuple[Candidate, ...]:
@@ -173,19 +177,21 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 
 
 def ranked(model: ModelShape | Blueprint, candidates: list[Candidate]) -> list[Candidate]:
-    """The fastest first, times being equal to three digits.
+    """The fastest first, times within 1% of each other being equal: the planner does not know them better.
 
-    Then what leaven trains, a pipeline that is filled by the rule of thumb, the lower ZeRO stage, the micro-batch
-    nearer to 8,192 tokens from below (launch latency, which is not in the times, is on its side), and less memory.
+    Then what leaven trains, a pipeline that is filled by the rule of thumb, the lower ZeRO stage, fewer replicas and
+    stages, the micro-batch nearer to 8,192 tokens from below (launch latency is on its side), and less memory.
     """
+    fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 
-    def rank(candidate: Candidate) -> tuple[float, bool, bool, int, int, float]:
+    def rank(candidate: Candidate) -> tuple[int, bool, bool, int, int, int, float]:
         how = candidate.arrangement
         return (
-            float(f"{candidate.time.step:.3g}"),
+            int(math.log(candidate.time.step / fastest) / math.log(1 + EQUAL)),
             not candidate.trained,
             thin_pipeline(how),
             how.layout.zero,
+            how.layout.dp_replicate * how.layout.stages_per_rank,
             -min(how.micro_batch * model.seq_len, _ENOUGH_TOKENS),
             candidate.memory.total,
         )

@@ -8,19 +8,35 @@ off on published measurements: docs/planner-accuracy.md; on leaven's own steps: 
 from dataclasses import dataclass
 from functools import cache
 
-from leaven.planning.activations import block_kept
-from leaven.planning.activations import layer_activation_bytes as layer_activation_bytes
+from leaven.planning.activations import block_kept, layer_activation_bytes
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Blueprint, blueprint
-from leaven.planning.implementations import LEAVEN_BF16 as LEAVEN_BF16
-from leaven.planning.implementations import Implementation as Implementation
-from leaven.planning.stages import end_parameters, rank_blocks
-from leaven.planning.stages import in_flight as in_flight
-from leaven.planning.stages import rank_layers as rank_layers
-from leaven.planning.stages import stage_layers as stage_layers
-from leaven.planning.stages import stage_parameters as stage_parameters
+from leaven.planning.implementations import LEAVEN_BF16, Implementation
+from leaven.planning.stages import (
+    end_parameters,
+    in_flight,
+    rank_blocks,
+    rank_layers,
+    stage_layers,
+    stage_parameters,
+)
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
+
+# What is counted on the way is asked for here too.
+__all__ = [
+    "GIB",
+    "LEAVEN_BF16",
+    "Implementation",
+    "Memory",
+    "in_flight",
+    "layer_activation_bytes",
+    "rank_layers",
+    "stage_layers",
+    "stage_memory",
+    "stage_parameters",
+    "worst_stage",
+]
 
 GIB = 2**30
 
@@ -48,7 +64,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
     @property
     def states(self) -> float:
@@ -95,15 +111,14 @@ def stage_memory(
         each = code.logit if layout.tp == 1 or code.sharded_logit is None else code.sharded_logit
         logits = each * min(tokens * table.vocab_size / layout.tp, code.logits_at_once)
         # The final norm's input and its output, which the unembedding reads.
-        stretch = layout.tp if code.sequence_parallel else 1
-        at_end = tokens * table.d_model * (code.residual + code.element) / stretch
+        at_end: float = code.residual + code.element
         if code.unembedding:
             # The loss has computed what its backward pass will give, and keeps it until then: of the unembedding, and
             # of its input; and beside them the product that is added to the first.
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
-            at_end *= waiting
+            at_end = code.residual + code.element * (1 + waiting)
             logits += waiting * code.unembedding * rank.unembedding + code.element * rank.unembedding
-        activations += at_end
+        activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
     buffers = rank.buffers + min(rank.exchange, max(0.0, inside + rank.exchange - logits))
     activations += max(0.0, inside - logits)
     update = max(0.0, rank.update - rank.gathered - logits - activations)  # when it is made, these are gone
@@ -146,14 +161,15 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
     optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
     copy = code.compute_copy or code.weights
     unit = max((block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks), default=0.0)
-    if layout.zero == 3:  # the gathered unit in use and the one fetched ahead
-        gathered = 2 * unit * copy
-    else:
-        gathered = code.compute_copy * (dense + experts)
+    # Under ZeRO 3 the gathered unit in use and the one fetched ahead.
+    gathered = 2 * unit * copy if layout.zero == 3 else code.compute_copy * (dense + experts)
     if code.gathered_ends and layout.ranks > 1:
         gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
     stretch = t if code.sequence_parallel else 1
-    kept = [(block_kept(block, table.d_model, table.seq_len, t, layout.recompute, code), n) for block, n in blocks]
+    kept = [
+        (block_kept(block, table.d_model, table.seq_len, t, recompute=layout.recompute, code=code), count)
+        for block, count in blocks
+    ]
     stays = sum(count * each.stays for each, count in kept)
     residual = code.residual * table.d_model / stretch
     if first and table.embedding_norm:  # its input

@@ -40,9 +40,9 @@ LEAVEN_FP32 = replace(LEAVEN_BF16, compute_copy=0, element=4, logit=8, exchange=
 _MEGATRON_FLASH = replace(MEGATRON, flash_attention=True)
 # What benchmarks/planner_accuracy.py prints: mean and worst error over every usable row of three published tables.
 ACCURACY = (
-    "first principles: time 8% off on average over 46 rows of BLOOM (worst 29%), 12% over 61 of MPT (36%), 17% over "
-    "13 of nanotron (3.5x too fast on 512 GPUs); memory 9% low over 28 rows of BLOOM (worst 16%), 16% off over 13 of "
-    "nanotron (1.8x too high); see docs/log.md"
+    "first principles: time 8% off on average over 46 rows of BLOOM (worst 29%), 12% over 61 of MPT (36%), 18% over "
+    "13 of nanotron (3.3x too fast on 512 GPUs); memory 3% off over 28 rows of BLOOM (worst 7%), 4% over 13 of "
+    "nanotron (11%); see docs/log.md"
 )
 
 

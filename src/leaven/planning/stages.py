@@ -1,4 +1,4 @@
-"""Which blocks are on which rank of a pipeline, how many parameters that is, and how many micro-batches wait there."""
+"""Which blocks are on which rank of a pipeline, how many parameters that is, how many micro-batches wait there."""
 
 from collections import Counter
 from functools import cache
