@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import TINY
-from tests.planning.test_history import SMALL, record
+from tests.planning.records import SMALL, record
 
 from leaven.planning.calibration import NEWEST, calibrated, calibration, weighted_median
 from leaven.planning.history import Cost, Record, predicted, processor

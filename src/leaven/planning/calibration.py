@@ -3,8 +3,8 @@
 The factor is the weighted median of measured over predicted. Where there are runs that are near (within 4 times the
 parameters, the same kinds of parallelism, recomputation, compiled or not) they alone count, else all within 16 times:
 a small model, which waits for launches, says nothing of a large one. A run counts 1 / (1 + doublings of the
-parameters between + kinds that differ); the newest hundred do. What was predicted is computed anew, so that a planner that has learnt since
-is held against the same measurements.
+parameters between + kinds that differ), and the newest hundred do. What was predicted is computed anew, so that a
+planner that has learnt since is held against the same measurements.
 """
 
 import math
