@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import TINY
-from tests.planning.test_history import SMALL, record
+from tests.planning.records import SMALL, record
 
-from leaven.planning.calibration import calibrated, calibration, weighted_median
+from leaven.planning.calibration import NEWEST, calibrated, calibration, weighted_median
 from leaven.planning.history import Cost, Record, predicted, processor
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import parse_recipe
@@ -66,6 +66,12 @@ def test_near_runs_count_alone() -> None:
     near = calibration([*far, took(1.1, model=of(2))], H100, SMALL.params, Layout(), "bf16")
     assert near is not None
     assert (near.time, near.runs) == (pytest.approx(1.1), 1)
+
+
+def test_the_newest_count() -> None:
+    found = calibration([took(9)] * 150 + [took(1.5)] * NEWEST, H100, SMALL.params, Layout(), "bf16")
+    assert found is not None
+    assert (found.time, found.runs, found.high) == (pytest.approx(1.5), NEWEST, pytest.approx(1.5))
 
 
 def test_the_nearer_of_the_far_ones_weighs_more() -> None:

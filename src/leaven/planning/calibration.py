@@ -3,8 +3,8 @@
 The factor is the weighted median of measured over predicted. Where there are runs that are near (within 4 times the
 parameters, the same kinds of parallelism, recomputation, compiled or not) they alone count, else all within 16 times:
 a small model, which waits for launches, says nothing of a large one. A run counts 1 / (1 + doublings of the
-parameters between + kinds that differ). What was predicted is computed anew, so that a planner that has learnt since
-is held against the same measurements.
+parameters between + kinds that differ), and the newest hundred do. What was predicted is computed anew, so that a
+planner that has learnt since is held against the same measurements.
 """
 
 import math
@@ -16,6 +16,8 @@ from leaven.planning.plan import Calibration, Plan
 from leaven.recipe.layout import Layout
 
 NEAR, FAR = 4.0, 16.0
+NEWEST = 100
+"""Runs that count at most: what was measured long ago was of other versions."""
 
 
 def calibration(
@@ -33,6 +35,7 @@ def calibration(
     if any(near for near, _, _ in found):
         found = [each for each in found if each[0]]
     times, memories = [], []
+    found = found[-NEWEST:]
     for _, weight, record in found:
         # Of an accelerator that the table has no more, what was predicted then.
         said = predicted(record.model, record.arrangement, accelerator, compute) or record.predicted
