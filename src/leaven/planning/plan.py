@@ -26,7 +26,7 @@ from leaven.planning.layouts import (
 )
 from leaven.planning.memory import GIB, Memory, stage_memory
 from leaven.planning.published import published_blueprint
-from leaven.planning.ramp import RampPlan, Throughput, plan_ramp
+from leaven.planning.ramp import SHARE, RampPlan, Throughput, plan_ramp
 from leaven.planning.timing import StepTime
 from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
@@ -64,13 +64,48 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """Factors on what the planner says, by what runs of this accelerator took: ``runs``, between ``low`` and ``high``
+    in time; or by a measurement alone."""
+
+    time: float
+    memory: float | None
+    runs: int
+    low: float
+    high: float
+    measurement: bool = False
+
+    def __str__(self) -> str:
+        runs = "a measurement" if self.measurement else "1 run" if self.runs == 1 else f"{self.runs} runs"
+        spread = f" ({self.low:.3g} to {self.high:.3g})" if self.runs > 1 else ""
+        return f"x{self.time:.3g} by {runs} on this accelerator{spread}"
+
+
+@dataclass(frozen=True)
 class Plan:
-    """One arrangement on a cluster, and what there is beside it, which is computed when it is asked for."""
+    """One arrangement on a cluster, and what there is beside it, which is computed when it is asked for.
+
+    ``calibration`` is in ``speed``, ``seconds`` and what comes of them; ``time`` and ``memory``, by which layouts are
+    compared, are the planner's own. A ramp is to keep ``share`` of the full batch's throughput from its start.
+    """
 
     job: Job
     tokens: int
     batch: Batch
     chosen: Candidate
+    share: float = SHARE
+    calibration: Calibration | None = None
+
+    def but(self, **changes: Any) -> "Plan":
+        """The plan with another calibration or share."""
+        plan = replace(self, **changes)
+        if "exploration" in vars(self):  # not a second time
+            vars(plan)["exploration"] = self.exploration
+        return plan
+
+    @property
+    def _slower(self) -> float:
+        return self.calibration.time if self.calibration else 1.0
 
     @property
     def cluster(self) -> Cluster:
@@ -97,7 +132,7 @@ class Plan:
     @cached_property
     def speed(self) -> Speed:
         """At the full batch."""
-        model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step
+        model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step * self._slower
         peak = self.cluster.accelerator.peak_tflops * 1e12
         rate = batch_tokens / step / self.cluster.gpus
         full = flops_per_token(model)
@@ -113,7 +148,7 @@ class Plan:
     @cached_property
     def seconds(self) -> float:
         """Of the run, with its ramp."""
-        return Throughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
+        return self._slower * Throughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
     @property
     def days(self) -> float:
@@ -171,12 +206,20 @@ class Plan:
                 f"{m} micro-batches for a pipeline of {layout.pp}: by rule of thumb it wants {FILLS * layout.pp} or "
                 f"more; {self.time.bubble / self.time.step:.0%} of a step is bubble"
             )
+        room, factor = self.cluster.accelerator.memory_gib, self.calibration and self.calibration.memory
+        context = self.job.code.fixed_gib  # which is no tensor
+        took = (self.memory.total / GIB - context) * (factor or 1.0) + context
+        if self.fits and took > room:
+            found.append(
+                f"it fits by the planner, and not by what runs on this accelerator took, x{factor:.3g} of that: "
+                f"{took:.3g} GiB of {room:.3g}"
+            )
         return tuple(found)
 
     @cached_property
     def ramp(self) -> RampPlan:
         """Where a ramp in this layout should start, and what it costs."""
-        return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch)
+        return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=self.share)
 
     def explain(self, asked: str) -> Explanation:
         """Why not ``tp=4``. Raises InputError as :func:`leaven.planning.explain.explain`."""
@@ -212,6 +255,8 @@ class Plan:
             "ramp": self.ramp.to_json(),
             "not": list(self.not_lines),
             "cautions": list(self.cautions),
+            "calibration": self.calibration
+            and vars(self.calibration) | {"uncalibrated_step_seconds": self.time.step, "says": str(self.calibration)},
             **({} if asked is None else {"explain": self.explain(asked).to_json()}),
         }
 
@@ -232,7 +277,7 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
     Raises:
         InputError: as :func:`plan_job`, and for a recipe in fp32 on an accelerator whose peak in fp32 is not known.
     """
-    cluster, code = _in_precision(parse_cluster(gpus), recipe.precision.compute)
+    cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
@@ -241,7 +286,7 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
     return plan_job(job, recipe.data.tokens, asked, recipe.batch)
 
 
-def _in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, Implementation]:
+def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, Implementation]:
     """A cluster with its speed in a recipe's precision, and what leaven keeps in it."""
     if compute != "fp32":
         return cluster, LEAVEN_BF16
