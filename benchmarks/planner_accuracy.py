@@ -48,6 +48,7 @@ def lines(verdicts: list[Verdict]) -> list[str]:
         values = verdict.to_json()
         cells = ("" if values[key] is None else form.format(values[key]) for _, key, form in _COLUMNS)
         found.append(f"{verdict.table.id:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
+    found = [line.rstrip() for line in found]
     for verdict in verdicts:
         notes = list(_notes(verdict))
         if notes:

@@ -3,7 +3,9 @@
 import math
 import re
 
-from benchmarks.planner.cases import Case, Unused, conventions, peak_tflops, shape_of
+from benchmarks.planner.machines import peak_tflops
+from benchmarks.planner.models import shape_of
+from benchmarks.planner.stacks import Unused, convention_of, conventions, recompute_of
 from benchmarks.planner.tables import Row, number
 from benchmarks.planner.verdict import Verdict
 
@@ -15,11 +17,13 @@ def identities(row: Row, verdict: Verdict) -> None:
     degrees = [get(name) for name in ("dp", "tp", "pp")]
     gpus, nodes = get("gpus"), get("nodes")
     sequences = [get(name) for name in ("dp", "mbs", "gas")]
+    said = re.search(r"(\d+) a node", str(row.get("hardware", "")))
+    node = int(said[1]) if said else 8
     checks = []
     if all(degrees) and (gpus or nodes):
-        checks.append((math.prod(degree or 1 for degree in degrees) * (get("cp") or 1), gpus or 8 * (nodes or 0)))
+        checks.append((math.prod(degree or 1 for degree in degrees) * (get("cp") or 1), gpus or node * (nodes or 0)))
     if gpus and nodes:
-        checks.append((8 * nodes, gpus))
+        checks.append((node * nodes, gpus))
     if all(sequences) and get("gbs"):
         checks.append((math.prod(size or 1 for size in sequences), get("gbs")))
     if all(sequences) and row.number("tokens_per_batch") and get("seq_len") and "batch_per_dp" not in row.own:
@@ -54,31 +58,45 @@ def _beyond(value: float, printed: float, slack: float) -> float:
     return max(0.0, abs(value - printed) - slack)
 
 
-def speeds(case: Case, step: float, verdict: Verdict) -> None:
+def rates(row: Row, verdict: Verdict) -> bool:
     """TFLOP/s and MFU as the row prints them, from its own time and the FLOPs of its convention."""
-    row, gpus = case.row, case.cluster.gpus
-    rate = case.tokens / step / gpus
-    timed = row.number("iter_s") or row.number("tps") or row.number("present_s")
-    tflops = row.number("tflops")
-    flops, known = case.flops("tflops")
-    if timed and tflops and known and row.get("flops_convention"):
-        slack = row.table.rounding(tflops, "tflops") + tflops * row.table.rounding(timed, "iter_s", "tps") / timed
-        verdict.flops.append(_beyond(rate * flops / 1e12, tflops, slack) / tflops)
+    gpus, tflops, found = row.whole("gpus"), row.number("tflops"), False
     aggregate = row.number("aggregate_pflops")
-    if aggregate and tflops:
+    if aggregate and tflops and gpus:
         slack = row.table.rounding(aggregate, "aggregate_pflops") + row.table.rounding(tflops, "tflops") * gpus / 1e3
         verdict.flops.append(_beyond(tflops * gpus / 1e3, aggregate, slack) / aggregate)
-    peak = peak_tflops(row)
-    for column, of in (("mfu_pct", "mfu"), ("hfu_pct", "hfu")):
-        printed = row.number(column)
-        if not printed:
+        found = True
+    if tflops and row.number("mfu_pct") and (not conventions(row) or "pct_peak" in row.own):
+        printed = row.number("mfu_pct") or 0
+        verdict.mfu.append(_beyond(100 * tflops / peak_tflops(row), printed, row.table.rounding(printed, "mfu_pct")))
+        return True
+    rate = _tokens_per_second(row)
+    if rate is None or not conventions(row) or row.get("tflops_formula") == "old":
+        return found
+    recompute = "selective" if row.number("present_s") else recompute_of(row)
+    for column, of in (("tflops", "tflops"), ("mfu_pct", "mfu"), ("hfu_pct", "hfu")):
+        printed, convention = row.number(column), convention_of(row, of)
+        if not printed or convention is None:
             continue
+        achieved = rate * counted(shape_of(row), convention, recompute) / 1e12
         slack = row.table.rounding(printed, column)
-        count, known = case.flops(of)
-        if timed and known:
-            verdict.mfu.append(_beyond(100 * rate * count / 1e12 / peak, printed, slack))
-        elif tflops and of == "mfu":
-            verdict.mfu.append(_beyond(100 * tflops / peak, printed, slack))
+        if of == "tflops":
+            timed = row.number("iter_s") or row.number("tps") or 1
+            slack += printed * row.table.rounding(timed, "iter_s", "tps") / timed
+            verdict.flops.append(_beyond(achieved, printed, slack) / printed)
+        else:
+            verdict.mfu.append(_beyond(100 * achieved / peak_tflops(row), printed, slack))
+        found = True
+    return found
+
+
+def _tokens_per_second(row: Row) -> float | None:
+    """Of one GPU, from the row's own time."""
+    if row.number("tps"):
+        return row.number("tps")
+    seconds, gpus = row.number("iter_s") or row.number("present_s"), row.whole("gpus")
+    batch, length = row.number("gbs"), row.number("seq_len")
+    return batch * length / seconds / gpus if seconds and gpus and batch and length else None
 
 
 def days(row: Row, verdict: Verdict) -> bool:

@@ -5,14 +5,17 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.planner.cases import Case, Unused, case_of, peak_tflops
-from benchmarks.planner.exact import days, identities, parameters, speeds
+from benchmarks.planner.cases import Case, case_of
+from benchmarks.planner.exact import days, identities, parameters, rates
+from benchmarks.planner.machines import peak_tflops
+from benchmarks.planner.stacks import Unused, convention_of
 from benchmarks.planner.tables import Row, Table
 from benchmarks.planner.verdict import Point, Verdict
 
 from leaven.planning.arrangement import Arrangement, bubble
-from leaven.planning.layouts import evaluate
-from leaven.planning.memory import GIB
+from leaven.planning.conventions import counted
+from leaven.planning.layouts import USABLE
+from leaven.planning.memory import GIB, stage_memory, worst_stage
 from leaven.planning.timing import block_time, step_time
 from leaven.recipe.layout import Recompute
 
@@ -26,7 +29,7 @@ def judge(table: Table) -> Verdict:
             continue
         identities(row, verdict)
         used, lacks = False, "nothing measured that the planner says"
-        for compare in (parameters, days, _measurements):
+        for compare in (parameters, days, rates, _measurements):
             try:
                 used |= compare(row, verdict)
             except Unused as why:
@@ -47,10 +50,10 @@ def _measured_step(case: Case) -> float | None:
     if rate:
         return tokens / rate / gpus
     tflops, mfu = row.number("tflops"), row.number("mfu_pct")
-    if tflops:
-        return case.flops("tflops")[0] * tokens / (tflops * 1e12 * gpus)
-    if mfu:
-        return case.flops("mfu")[0] * tokens / (mfu / 100 * peak_tflops(row) * 1e12 * gpus)
+    of, rate = ("tflops", tflops) if tflops else ("mfu", (mfu or 0) / 100 * peak_tflops(row))
+    if rate:
+        flops = counted(case.shape, convention_of(row, of) or "leaven", case.how.layout.recompute)
+        return flops * tokens / (rate * 1e12 * gpus)
     return None
 
 
@@ -66,12 +69,11 @@ def _measurements(row: Row, verdict: Verdict) -> bool:
         for name, kind in columns.items():
             case = case_of(row, kind)
             verdict.points.append(_time(case, row.number(name) or 0))
-        speeds(case, row.number("present_s") or 0, verdict)
         return True
     case = case_of(row)
     if row.get("oom"):
         verdict.oom += 1
-        if evaluate(case.shape, case.how, case.cluster, case.stack.code).fits(case.cluster):
+        if _fits(worst_stage(case.shape, case.how, case.stack.code).total, case):
             verdict.oom_called_fit.append(row.where)
         return True
     measured = _memory(case, verdict)
@@ -80,8 +82,12 @@ def _measurements(row: Row, verdict: Verdict) -> bool:
     step = _measured_step(case) if any(row.own.get(name) or row.get(name) for name in _BATCH) else None
     if step:
         verdict.points.append(_time(case, step))
-        speeds(case, step, verdict)
     return measured or bool(step)
+
+
+def _fits(needed: float, case: Case) -> bool:
+    """As the search for a layout has it."""
+    return needed <= USABLE * case.cluster.accelerator.memory_gib * GIB
 
 
 def _time(case: Case, measured: float) -> Point:
@@ -94,12 +100,14 @@ def _memory(case: Case, verdict: Verdict) -> bool:
     gb, gib = row.number("mem_gb"), row.number("mem_gib") or row.number("peak_gib")
     measured = gb * case.stack.gb if gb else (gib or 0) * GIB
     verdict.ran += 1
-    candidate = evaluate(case.shape, case.how, case.cluster, case.stack.code)
-    if not candidate.fits(case.cluster):
+    memory = worst_stage(case.shape, case.how, case.stack.code)
+    if not _fits(memory.total, case):
         verdict.ran_called_too_large.append(row.where)
     if not measured:
         return False
-    verdict.points.append(Point(row.where, "memory", candidate.memory.total, measured, case))
+    if case.stack.first_rank:
+        memory = stage_memory(case.shape, case.how, 0, case.stack.code)
+    verdict.points.append(Point(row.where, "memory", memory.total, measured, case))
     return True
 
 
@@ -115,7 +123,7 @@ def _block(row: Row, verdict: Verdict) -> bool:
 
 
 def _bubbles(verdict: Verdict) -> None:
-    """One layout at three batches or more: how far from a line in the planner's slots, of which the bubble is part."""
+    """One layout at three batches or more: how far from a line in the planner's slots, which have the bubble."""
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for point in verdict.points:
         case = point.case
@@ -134,8 +142,8 @@ def _bubbles(verdict: Verdict) -> None:
 
 
 def _rankings(verdict: Verdict) -> None:
-    """Whether the fastest of four or more measured layouts of one model on one machine, in batches within 5%, is one of
-    the three predicted fastest."""
+    """Whether the fastest of four or more measured layouts of one model on one machine, in batches within 5%, is one
+    of the three predicted fastest."""
     groups: dict[Any, list[Point]] = defaultdict(list)
     for point in verdict.points:
         case = point.case

@@ -29,7 +29,7 @@ _ALIASES = {
     "gas": ("grad_accumulation",),
     "gbs": ("batch", "global_batch", "B"),
     "vpp": ("virtual_stages", "v"),
-    "mp": ("model_parallel", "model_parallel_size"),
+    "mp": ("model_parallel", "model_parallel_size", "mp_size"),
     "iter_s": ("step_s", "seconds", "step_seconds", "iteration_s"),
     "tps": ("tps_per_gpu", "tokens_per_second_per_gpu", "tps_vanilla"),
     "tflops": ("tflops_per_gpu",),

@@ -4,7 +4,7 @@ from leaven.planning.implementations import MEGATRON_DEEPSPEED_FP16 as MEGATRON_
 from leaven.planning.implementations import NANOTRON
 from leaven.recipe.shape import ModelShape
 
-__all__ = ["LLAMA_8B", "MEGATRON_FP16", "NANOTRON", "SMALL", "bloom", "gpt"]
+__all__ = ["LLAMA_8B", "LLAMA_405B", "MEGATRON_FP16", "NANOTRON", "SMALL", "bloom", "gpt"]
 
 
 def gpt(

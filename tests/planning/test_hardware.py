@@ -66,7 +66,7 @@ def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
     if meminfo.exists():
         total = re.search(r"MemTotal:\s+(\d+) kB", meminfo.read_text())
         assert total is not None
-        assert cluster.accelerator.memory_gib == pytest.approx(int(total[1]) / 2**20, rel=1e-3)
+        assert cluster.accelerator.memory_gib == pytest.approx(int(total[1]) / 2**20, abs=0.06)
     assert {source.confidence for source in cluster.accelerator.sources} == {"guess"}
     assert cluster.accelerator.peak("bf16") == cluster.accelerator.peak("fp32")
     with pytest.raises(InputError, match="one process; write cpu"):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.planning.shapes import LLAMA_8B, SMALL
+from tests.planning.shapes import LLAMA_8B, SMALL, gpt
 
-from leaven.planning.arrangement import arrangements, shape_refusal
+from leaven.planning.arrangement import arrangements, parse_layout, shape_refusal
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Candidate, Exploration, Job, evaluate, explore, layouts, pareto, ranked
 from leaven.planning.plan import plan
@@ -38,10 +38,10 @@ def everything(job: Job) -> list[Candidate]:
             continue
         schedule = "interleaved" if v > 1 else "1f1b"
         try:
-            layout = Layout(
-                dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, dp_replicate=replicate, stages_per_rank=v,
-                recompute=recompute, schedule=schedule,
-            )  # fmt: skip
+            layout = Layout.model_validate(
+                {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "dp_replicate": replicate}
+                | {"stages_per_rank": v, "recompute": recompute, "schedule": schedule}
+            )
             if shape_refusal(job.model, layout) is None:
                 possible = arrangements(job.model, layout, job.batch_tokens, None, job.smallest_tokens)
                 found += [evaluate(job.model, how, job.cluster, job.code) for how in possible]
@@ -139,3 +139,20 @@ def test_what_fits_nowhere_says_which_size_would() -> None:
     for n, there in ((layers, True), (layers + 1, False)):
         smaller = LLAMA_8B.model_copy(update={"n_layers": n})
         assert bool(explore(Job(smaller, 8 * 8192, parse_cluster("1xA100-80GB"))).choices) is there
+
+
+def test_a_vocabulary_that_tp_cannot_divide_is_told() -> None:
+    odd = gpt(128, 25_600, 160, vocab=50_257)
+    with pytest.raises(InputError, match="a vocabulary of 50,304 instead of 50,257 lets tp divide it, and would do"):
+        plan(odd, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB"))
+    padded = odd.model_copy(update={"vocab_size": 50_304})
+    assert plan(padded, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB")).fits
+
+
+def test_what_only_leaven_cannot_train_is_said_where_nothing_else_fits() -> None:
+    with pytest.raises(InputError, match="; leaven plans and exports, and does not train, --layout ") as raised:
+        plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"))
+    written = str(raised.value).rsplit("--layout ", 1)[1]
+    layout, _ = parse_layout(written, 4096)
+    assert layout.cp > 1
+    assert plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"), layout).fits

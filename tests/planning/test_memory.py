@@ -10,6 +10,7 @@ from leaven.catalogue.runs import find_run
 from leaven.planning.activations import block_kept, operators_kept
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import Block, Blueprint, Core, Matmul, blueprint
+from leaven.planning.breakdown import activation_parts
 from leaven.planning.implementations import MEGATRON, MEGATRON_2021, MEGATRON_DEEPSPEED_BF16, TORCHTITAN
 from leaven.planning.memory import (
     GIB,
@@ -130,7 +131,7 @@ def test_context_parallelism_divides_the_tokens_and_shares_the_states() -> None:
     bare = Implementation(fixed_gib=0.0, slack=0.0)
     whole, part = (stage_memory(LLAMA_8B, how, 0, bare) for how in (alone, shared))
     assert part.logits == whole.logits / 4
-    assert part.activations == pytest.approx(whole.activations / 4)
+    assert part.activations == pytest.approx(whole.activations / 4)  # less than the logits: keys that go round
     assert part.optimizer == whole.optimizer / 4
     assert part.weights == whole.weights
 
@@ -363,6 +364,17 @@ def test_an_update_needs_the_parameters_before_it() -> None:
     bare = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     memory = stage_memory(short, Arrangement(Layout(), 1, 1), 0, bare)
     assert memory.total == pytest.approx((4 + 4 + 4 + 8) * short.params)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_operators_of_a_rank_add_up_to_its_activations(recompute: Recompute, stage: int) -> None:
+    how = Arrangement(Layout(tp=2, pp=4, recompute=recompute), 2, 16)
+    parts = activation_parts(LLAMA_8B, how, stage)
+    assert sum(parts.values()) == pytest.approx(stage_memory(LLAMA_8B, how, stage).activations)
+    if recompute == "none":
+        flying, layers = 4 - stage, stage_layers(LLAMA_8B, 4)[stage]
+        assert parts["mlp"] == flying * layers * 2 * 8192 * 2 * 4 * 14_336 / 2
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4, 8, 32])

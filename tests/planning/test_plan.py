@@ -12,9 +12,10 @@ from leaven.planning.arrangement import Arrangement, parse_layout
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job, evaluate, layouts, ranked
-from leaven.planning.plan import plan
+from leaven.planning.plan import plan, plan_recipe, plan_run
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
 
 
 def test_a_layout_as_people_write_it() -> None:
@@ -99,7 +100,6 @@ def test_the_json_contract() -> None:
         "ramp",
         "not",
         "cautions",
-        "calibration",
     ]
     assert set(document["memory"]) == {"gib", "fits", "parts"}
     assert set(document["speed"]) == {"tflops_per_gpu", "mfu", "step_seconds", "tokens_per_second"}
@@ -182,3 +182,36 @@ def test_replicas_without_dp_and_words_without_a_value() -> None:
         parse_layout("schedule,pp=2", 8)
     with pytest.raises(InputError, match="pp is there twice"):
         parse_layout("pp=2,pp=4", 8)
+
+
+def test_a_published_run_with_experts_is_planned_by_its_id() -> None:
+    found = plan_run("olmoe-1b-7b", "64xH100-80GB")
+    assert found.fits
+    assert found.untrained is None
+    # 6.9 B parameters, of which a token passes 1.3 B, are 6 N and some attention.
+    assert flops_per_token(found.job.model) == pytest.approx(6 * 1.3e9, rel=0.35)
+    asked = plan_run("olmoe-1b-7b", "64xH100-80GB", "ep=8,zero=1,mbs=1")
+    assert asked.arrangement.layout.ep == 8
+    without = plan_run("olmoe-1b-7b", "64xH100-80GB", "zero=1,mbs=1")
+    assert asked.memory.weights < without.memory.weights
+
+
+def test_a_batch_published_as_a_round_number_is_a_round_count_of_sequences() -> None:
+    assert plan_run("llama3-405b", "16384xH100-80GB", "tp=8,pp=16,zero=1,mbs=1").job.batch_tokens == 2048 * 8192
+
+
+def test_a_run_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="did you mean"):
+        plan_run("olmo-1b-7b", "64xH100")
+    with pytest.raises(InputError, match="ep=3: 64 experts do not divide by 3"):
+        plan_run("olmoe-1b-7b", "48xH100-80GB", "ep=3")
+
+
+def test_fp32_is_slower_larger_and_refused_where_no_peak_is_known(tiny: Recipe) -> None:
+    fp32, bf16 = (
+        plan_recipe(tiny.replace({"precision.compute": compute}), "1xH100", "mbs=8") for compute in ("fp32", "bf16")
+    )
+    assert fp32.time.compute > bf16.time.compute
+    assert fp32.memory.activations > bf16.memory.activations
+    with pytest.raises(InputError, match=r"no peak of TPUv4-32GB in fp32 is known.*--set precision\.compute=bf16"):
+        plan_recipe(tiny, "1xTPUv4")

@@ -306,7 +306,7 @@ def this_machine() -> Accelerator:
         name="cpu",
         peak_tflops=rate,
         best_matmul_tflops=None,
-        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         memory_tb_s=0.01 * cores,
         link_gb_s=10.0 * cores,
         network_gb_s=1.0,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from leaven.planning.arrangement import Arrangement, check_layout, tensor_degrees
+from leaven.planning.arrangement import Arrangement, check_layout, tensor_degrees, written
 from leaven.planning.blueprint import Blueprint, blueprint
 from leaven.planning.hardware import ACCELERATORS, Cluster, parse_cluster
 from leaven.planning.layouts import USABLE, Candidate, Exploration, Job, fits, in_a_node, layouts
@@ -19,33 +19,32 @@ _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
 
 
 def no_layout(seen: Exploration) -> InputError:
-    """Why a search has found nothing that leaven trains, and what would do, in one line."""
+    """Why a search has found nothing that may be chosen, and what would do, in one line."""
     job, beyond = seen.job, seen.untrained
+    too_large = [
+        (how, memory) for how, memory in seen.too_large if not job.by_leaven or how.layout.cp == how.layout.ep == 1
+    ]
+    if too_large:
+        message = _nothing_fits(job, *too_large[0])
+    elif near := _near(job):
+        message = (
+            f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of "
+            f"{job.batch_tokens // job.model.seq_len:,} sequences over so many; "
+            f"{' or '.join(f'{count:,}' for count in near)} GPUs would do"
+        )
+    else:
+        message = str(seen.refusal or f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
     if beyond is not None:
-        how = beyond.arrangement.layout
-        return InputError(
-            f"nothing fits that leaven trains; planned and exported, {beyond.arrangement} does "
-            f"({beyond.memory.total / GIB:.1f} GiB of {job.cluster.accelerator.memory_gib:g} on each GPU): "
-            f"--layout tp={how.tp},pp={how.pp},cp={how.cp},zero={how.zero},recompute={how.recompute}"
-        )
-    if seen.too_large:
-        return InputError(_nothing_fits(job, *seen.too_large[0]))
-    near = _near(job)
-    if near:
-        sequences = job.batch_tokens // job.model.seq_len
-        return InputError(
-            f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of {sequences:,} sequences "
-            f"over so many; {' or '.join(f'{count:,}' for count in near)} GPUs would do"
-        )
-    return seen.refusal or InputError(f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
+        message += f"; leaven plans and exports, and does not train, --layout {written(beyond.arrangement.layout)}"
+    return InputError(message)
 
 
 def lacking(job: Job, chosen: Candidate) -> str:
     """What a layout that does not fit lacks, and the change of one thing that would do."""
     layout, accelerator = chosen.arrangement.layout, job.cluster.accelerator
     message = (
-        f"needs {chosen.memory.total / GIB:.1f} GiB, of {accelerator.memory_gib:g} "
-        f"{USABLE * accelerator.memory_gib:.0f} are counted on"
+        f"needs {chosen.memory.total / GIB:.1f} GiB, {USABLE * accelerator.memory_gib:.0f} of "
+        f"{accelerator.memory_gib:g} are counted on"
     )
     changes: list[dict[str, Any]] = [{"recompute": "full"}, *({"zero": zero} for zero in range(layout.zero + 1, 4))]
     for key in ("tp", "pp"):
@@ -93,9 +92,21 @@ def _nothing_fits(job: Job, least: Arrangement, memory: Memory) -> str:
     if layers:
         size = format_quantity(blueprint(_of_layers(job, layers)).params)
         would.append(f"{job.cluster} could hold {layers} of the {job.model.n_layers} layers, {size} parameters")
-    if not more:
+    padded = _padded(job)
+    if padded is not None and possible(padded):
+        vocab = padded.model.vocab_size
+        would.append(f"a vocabulary of {vocab:,} instead of {job.model.vocab_size:,} lets tp divide it, and would do")
+    elif not more:
         would.append("more GPUs do not help this batch: take a larger accelerator or a shorter seq_len")
     return f"{message}; {'; '.join(would)}"
+
+
+def _padded(job: Job) -> Job | None:
+    """The job with a vocabulary of whole 128s, if that is what tensor parallelism lacks."""
+    if not isinstance(job.model, ModelShape) or job.model.vocab_size % 128 == 0:
+        return None
+    model = job.model.model_copy(update={"vocab_size": -(-job.model.vocab_size // 128) * 128})
+    return replace(job, model=model)
 
 
 def _of_layers(job: Job, layers: int) -> ModelShape | Blueprint:

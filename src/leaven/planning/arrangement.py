@@ -118,6 +118,12 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
     return layout, micro_batch
 
 
+def written(layout: Layout) -> str:
+    """A layout as ``--layout`` takes it, without what is default."""
+    values = layout.model_dump(exclude_defaults=True)
+    return ",".join(f"{key}={values[key]}" for key in _KEYS if key in values)
+
+
 def degrees(layout: Layout) -> str:
     """What a layout's ranks are the product of, in words."""
     cp = f" x cp {layout.cp}" if layout.cp > 1 else ""

@@ -38,8 +38,8 @@ def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int =
 
 
 def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
-    """Seconds of an all-reduce: twice the bytes of a ring, and the steps of a ring or of a tree over the nodes, whichever
-    are fewer (as NCCL chooses)."""
+    """Seconds of an all-reduce: twice the bytes of a ring, and the steps of two rings or of a tree over the nodes,
+    whichever are quicker (as NCCL chooses)."""
     if ranks == 1:
         return 0.0
     nodes = _nodes(ranks, stride, cluster)

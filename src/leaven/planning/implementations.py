@@ -40,7 +40,7 @@ class Implementation:
 
     ``balance`` of a pipeline's blocks: by the weight of the ends, by number, or by work. ``fixed_gib``: context,
     NCCL, kernels; ``slack``: share of everything else that the allocator holds and cannot use. The defaults of both
-    are the lower ends of what is usual (1 to 2 GB, Ultra-Scale Playbook; 5 to 10%). ``pace``: how it runs, for the time.
+    are the lower ends of what is usual (1 to 2 GB, Ultra-Scale Playbook; 5 to 10%). ``pace``: for the time of a step.
     """
 
     weights: int = 4

@@ -22,7 +22,8 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
-# The count is 9% low on average and 16% at worst on 28 measured rows of BLOOM's layout search.
+# Of an accelerator's memory: the count is up to 16% low on published rows, and what ran out of memory must not be
+# said to fit (docs/planner-accuracy.md).
 USABLE = 0.85
 # Tokens of one forward beyond which a larger micro-batch gains nothing; below, launch latency speaks for it.
 _ENOUGH_TOKENS = 8192

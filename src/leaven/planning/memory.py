@@ -160,24 +160,12 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
     of_matrices = code.optimizer if code.optimizer_of_matrices is None else code.optimizer_of_matrices
     optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
     copy = code.compute_copy or code.weights
-    unit = max((block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks), default=0.0)
+    unit = max(block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks)
     # Under ZeRO 3 the gathered unit in use and the one fetched ahead.
     gathered = 2 * unit * copy if layout.zero == 3 else code.compute_copy * (dense + experts)
     if code.gathered_ends and layout.ranks > 1:
         gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
-    stretch = t if code.sequence_parallel else 1
-    kept = [
-        (block_kept(block, table.d_model, table.seq_len, t, recompute=layout.recompute, code=code), count)
-        for block, count in blocks
-    ]
-    stays = sum(count * each.stays for each, count in kept)
-    residual = code.residual * table.d_model / stretch
-    if first and table.embedding_norm:  # its input
-        stays += residual
-    if first and blocks[0][0].dropout:  # its mask
-        stays += table.d_model / stretch
-    if code.keeps_outputs and not last:
-        stays += residual * layout.stages_per_rank
+    stays, once = _per_token(table, layout, stage, code)
     return _States(
         weights=held(code.weights, code.shards_weights_from, dense, experts),
         grads=held(code.grads, 2, dense, experts),
@@ -188,9 +176,32 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
         exchange=code.exchange * unit if layout.zero and sharers > 1 else 0.0,
         update=held(code.update_copy, 1, dense, experts),
         stays=stays,
-        once=max(each.once + each.gradients for each, _ in kept),
+        once=once,
         unembedding=table.embedding / t,
     )
+
+
+def _per_token(table: Blueprint, layout: Layout, stage: int, code: Implementation) -> tuple[float, float]:
+    """Bytes that every token in flight keeps on a rank, and bytes a token that exist once."""
+    t, last = layout.tp, stage == layout.pp - 1
+    stretch = t if code.sequence_parallel else 1
+    blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
+    kept = [
+        (block_kept(block, table.d_model, table.seq_len, t, recompute=layout.recompute, code=code), count)
+        for block, count in blocks
+    ]
+    stays = sum(count * each.stays for each, count in kept)
+    residual = code.residual * table.d_model / stretch
+    if stage == 0 and table.embedding_norm:  # its input
+        stays += residual
+    if stage == 0 and blocks[0][0].dropout:  # its mask
+        stays += table.d_model / stretch
+    if code.keeps_outputs and not last:
+        stays += residual * layout.stages_per_rank
+    # Keys and values on their way round the ranks that share a sequence, and their gradients: in use, and to come.
+    pairs = max(block.core.kv_heads * (block.core.d_qk + block.core.d_v) for block, _ in blocks)
+    ring = 2 * 2 * code.element * pairs / t if layout.cp > 1 else 0.0
+    return stays, max(each.once + each.gradients for each, _ in kept) + ring
 
 
 def worst_stage(model: ModelShape | Blueprint, how: Arrangement, code: Implementation = LEAVEN_BF16) -> Memory:

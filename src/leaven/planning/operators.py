@@ -1,8 +1,9 @@
 """Seconds of the operators of one block on one accelerator.
 
 A product of matrices takes whole waves of tiles at the best measured matmul, as far as its widths suit the tensor
-cores; everything else reads and writes the memory at its bandwidth; nothing is shorter than a launch. The shares below
-are of the device's published numbers, the same for every device; docs/planner-accuracy.md has what each is from.
+cores; everything else reads and writes the memory at its bandwidth; nothing is shorter than a launch. The shares
+below are of the device's published numbers, the same for every device; docs/planner-accuracy.md says what each is
+from.
 """
 
 from dataclasses import dataclass
@@ -63,8 +64,8 @@ def matmul_seconds(
     """Seconds of ``count`` products (m, k) x (k, n) in one launch: the longer of whole waves of tiles, and of reading
     and writing the matrices once (in 2 bytes)."""
     m, n, k = mnk
-    best = accelerator.matmul(dtype)
-    rate = (accelerator.matmul_flops if best is None else best * 1e12) * SUSTAINED
+    own = None if dtype == "bf16" else accelerator.matmul(dtype)
+    rate = SUSTAINED * (accelerator.matmul_flops if own is None else own * 1e12)
     if n % 8 or k % 8:
         rate *= MISALIGNED
     elif n % 64 or k % 64:
@@ -138,8 +139,8 @@ def _attention(block: Block, work: Work, accelerator: Accelerator, code: Impleme
 
 
 def _norms(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
-    """Of each of two branches: the norm reads the stream and writes the branch's input, and the branch is added to the
-    stream, with the mask of its dropout. Backward each reads what it had and what comes, and writes what goes."""
+    """Of each of two branches: the norm reads the stream and writes the branch's input, and the branch is added to
+    the stream, with the mask of its dropout. Backward each reads what it had and what comes, and writes what goes."""
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
     added = stream_seconds(2 * stream + hidden + mask, accelerator)
@@ -149,8 +150,8 @@ def _norms(block: Block, work: Work, accelerator: Accelerator, code: Implementat
 
 
 def _activation(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
-    """From what enters the MLP's middle to what leaves it. The gate's activation and the product with it are two kernels
-    where they are not fused."""
+    """From what enters the MLP's middle to what leaves it. The gate's activation and the product with it are two
+    kernels where they are not fused."""
     entering = sum(
         row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))
     )

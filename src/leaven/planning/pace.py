@@ -11,10 +11,10 @@ DDP_BUCKET = 25 * 2**20
 
 @dataclass(frozen=True)
 class Pace:
-    """``products``: the dtype of a block's products. ``fused``: its elementwise operators are, without a compiler too.
-    ``overlap``: gradients are exchanged during the last backward pass, in messages of ``message`` bytes.
-    ``behind_products``: tensor ranks exchange in as many pieces as there are ranks, and all pieces but the first during
-    the product. ``shared_nics``: the rings of a group go over all network adapters of a node, not over one of them.
+    """``products``: the dtype of a block's products. ``fused``: its elementwise operators are, without a compiler
+    too. ``overlap``: gradients are exchanged during the last backward pass, in messages of ``message`` bytes.
+    ``behind_products``: tensor ranks exchange in as many pieces as there are ranks, and all pieces but the first
+    during the product. ``shared_nics``: the rings of a group go over all network adapters of a node, not over one.
     ``slower``: the factor to its blocks that no operator explains."""
 
     products: Dtype = "bf16"
@@ -27,8 +27,8 @@ class Pace:
 
 
 MEGATRON_PACE = Pace(fused=True, overlap=False, message=math.inf)
-# Megatron-LM's FP8 table of 2024: examples/llama has --overlap-grad-reduce and --overlap-param-gather; tensor ranks are
-# taken to overlap too (--tp-comm-overlap).
+# Megatron-LM's FP8 table of 2024: examples/llama has --overlap-grad-reduce and --overlap-param-gather; tensor ranks
+# are taken to overlap too (--tp-comm-overlap).
 MEGATRON_2024_PACE = Pace(fused=True, message=math.inf, behind_products=True)
 # BLOOM's layout search took 1.17 times what Megatron's operators would; fitted on its 46 rows.
 MEGATRON_DEEPSPEED_PACE = Pace(fused=True, overlap=False, message=math.inf, slower=1.17)

@@ -34,15 +34,16 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 
-N_ALTERNATIVES = 5
 # As benchmarks/memory.py holds it against leaven's own steps: no copies in bf16, and logits in fp32.
 LEAVEN_FP32 = replace(LEAVEN_BF16, compute_copy=0, element=4, logit=8, exchange=8)
 _MEGATRON_FLASH = replace(MEGATRON, flash_attention=True)
-# What benchmarks/planner_accuracy.py prints: mean and worst error over every usable row of three published tables.
+N_ALTERNATIVES = 5
+# What benchmarks/planner_accuracy.py finds: mean and worst error over every usable row of published tables.
 ACCURACY = (
-    "first principles: time 8% off on average over 46 rows of BLOOM (worst 29%), 12% over 61 of MPT (36%), 18% over "
-    "13 of nanotron (3.3x too fast on 512 GPUs); memory 3% off over 28 rows of BLOOM (worst 7%), 4% over 13 of "
-    "nanotron (11%); see docs/log.md"
+    "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT (worst "
+    "-26%), 9% over 13 rows of nanotron (worst +32%), 9% over 18 rows of torchtitan (worst -21%); memory 3% over "
+    "33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron (worst -11%), 5% over 18 rows of torchtitan "
+    "(worst -16%); see docs/planner-accuracy.md"
 )
 
 
