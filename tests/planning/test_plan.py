@@ -100,6 +100,7 @@ def test_the_json_contract() -> None:
         "ramp",
         "not",
         "cautions",
+        "calibration",
     ]
     assert set(document["memory"]) == {"gib", "fits", "parts"}
     assert set(document["speed"]) == {"tflops_per_gpu", "mfu", "step_seconds", "tokens_per_second"}
