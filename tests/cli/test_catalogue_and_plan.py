@@ -225,8 +225,11 @@ def test_plan(recipe: str) -> None:
     assert found["memory"]["fits"] is True
     text = run("plan", recipe, "--gpus", "8xH100-80GB", "--layout", "tp=2,zero=1,mbs=4")
     assert "dp 4 · tp 2 · pp 1 · zero 1 · micro-batch 4 · accumulate 32 · recompute none" in text
-    labels = [label for line in text.splitlines() if (label := line[:14].strip())]
-    assert labels[:3] == ["layout", "memory / GPU", "speed"]
+    assert [label for line in text.splitlines() if (label := line[:14].strip())][:3] == [
+        "layout",
+        "memory / GPU",
+        "speed",
+    ]
 
 
 def test_plan_says_what_it_cannot_do(recipe: str) -> None:
