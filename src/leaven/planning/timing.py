@@ -134,7 +134,7 @@ def _exchange(block: Block, work: Work, accelerator: Accelerator, code: Implemen
 
 @dataclass(frozen=True)
 class _Stage:
-    """Of the slowest rank of a pipeline: its blocks, and whether the logits are there; parameters of the first."""
+    """Blocks of the ranks of a pipeline that have most, and of the last; parameters of the rank that has most."""
 
     most: int
     last: int
@@ -143,8 +143,9 @@ class _Stage:
 
 @cache
 def _stages(table: Blueprint, layout: Layout, code: Implementation) -> _Stage:
-    counts = [rank_layers(table, layout, rank, code) for rank in range(layout.pp)]
-    return _Stage(max(counts), counts[-1], stage_parameters(table, layout, 0, code))
+    ranks = range(layout.pp)
+    counts = [rank_layers(table, layout, rank, code) for rank in ranks]
+    return _Stage(max(counts), counts[-1], max(stage_parameters(table, layout, rank, code) for rank in ranks))
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> float:
