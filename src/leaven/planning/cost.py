@@ -6,6 +6,7 @@ from typing import Any
 
 from leaven.planning.hardware import Cluster
 from leaven.recipe.errors import InputError
+from leaven.recipe.units import format_number
 
 PUE = 1.0
 """Power of the building over that of its boards. 1 counts the boards alone: hosts, network and cooling differ from
@@ -60,7 +61,8 @@ class Cost:
         if self.energy_kwh is not None:
             unit, scale = ("MWh", 1_000) if self.energy_kwh >= 1_000 else ("kWh", 1)
             building = "" if self.pue == 1 else f" x {self.pue:g}"
-            said.append(f"{self.energy_kwh / scale:.3g} {unit} (boards at {self.board_power_w:g} W{building})")
+            energy = format_number(self.energy_kwh / scale)
+            said.append(f"{energy} {unit} (boards at {self.board_power_w:g} W{building})")
         if self.price is not None:
             said.append(f"{self.price.said(self.gpu_hours)} at {self.price.said()} a GPU-h")
         return said

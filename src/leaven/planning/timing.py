@@ -68,7 +68,7 @@ def block_time(model: Model, how: Arrangement, cluster: Cluster, code: Implement
     """Time of the mean block of a model for one micro-batch."""
     layout, table = how.layout, blueprint(model)
     work = Work(
-        tokens=how.micro_batch * table.seq_len // layout.cp,
+        tokens=_tokens(table, how),
         seq_len=table.seq_len,
         width=table.d_model,
         tp=layout.tp,
@@ -147,12 +147,38 @@ def _stages(table: Blueprint, layout: Layout, code: Implementation) -> _Stage:
     return _Stage(max(counts), counts[-1], stage_parameters(table, layout, 0, code))
 
 
+def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> float:
+    """Seconds of the logits and their loss for one micro-batch, forward and backward: every byte at the peak is
+    written and read."""
+    table = blueprint(model)
+    return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
+
+
 @cache
-def _logits_seconds(table: Blueprint, work: Work, accelerator: Accelerator, code: Implementation) -> float:
-    """Seconds of the logits and their loss, forward and backward: every byte at the peak is written and read."""
-    m, n, k = work.tokens, table.vocab_size // work.tp, work.width
+def _logits_seconds(table: Blueprint, m: int, tp: int, accelerator: Accelerator, code: Implementation) -> float:
+    n, k = table.vocab_size // tp, table.d_model
     products = sum(matmul_seconds(sizes, accelerator) for sizes in ((m, n, k), (m, k, n), (n, k, m)))
     return products + stream_seconds(2.0 * code.logit * m * n, accelerator)
+
+
+def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> float:
+    """Seconds that a pass of one micro-batch is on the way from a stage to the next."""
+    table, layout = blueprint(model), how.layout
+    if layout.pp == 1:
+        return 0.0
+    message = code.residual * _tokens(table, how) * table.d_model / layout.tp
+    return hop(message, layout.ranks, cluster)
+
+
+def adding_seconds(parameters: float, accelerator: Accelerator, code: Implementation = LEAVEN_BF16) -> float:
+    """Seconds in which the gradients of a micro-batch are added to those before."""
+    summed = code.accumulation or code.grads
+    return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
+
+
+def _tokens(table: Blueprint, how: Arrangement) -> int:
+    """Of a micro-batch on one rank."""
+    return how.micro_batch * table.seq_len // how.layout.cp
 
 
 def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> StepTime:
@@ -160,28 +186,23 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementa
     optimiser.
 
     A zero-bubble schedule fills the bubble with the weights' halves of backward passes: of every forward and backward
-    pass three times that half is gone from it (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - 2 T_W, where T_B
-    is the other half alone).
+    pass twice that half is gone from it (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - T_W, where T_B is the
+    other half alone). So torch's schedule comes out (planning/schedule.py, and measured: docs/log.md).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
     block, stage = block_time(table, how, cluster, code), _stages(table, layout, code)
-    tokens = how.micro_batch * table.seq_len // layout.cp
-    logits = _logits_seconds(table, Work(tokens, table.seq_len, table.d_model, layout.tp), accelerator, code)
+    logits = logits_seconds(table, how, cluster, code)
     # The slowest stage: the last with the logits, or one of more blocks in the middle.
     ends = stage.last * block.total + logits >= stage.most * block.total
     n, extra = (stage.last, logits) if ends else (stage.most, 0.0)
     bandwidth = accelerator.memory_tb_s * 1e12
-    summed = code.accumulation or code.grads  # what every micro-batch's gradients are added to
-    adding = stage.parameters * (code.element + 2 * summed) / bandwidth
+    adding = adding_seconds(stage.parameters, accelerator, code)
     compute, exchanged = n * (block.forward + block.backward) + extra + adding, n * block.all_reduce
-    transfer = 0.0
-    if p > 1:
-        message = code.residual * tokens * table.d_model / layout.tp
-        transfer = 2 * layout.stages_per_rank * hop(message, layout.ranks, cluster)
+    transfer = 2 * layout.stages_per_rank * transfer_seconds(table, how, cluster, code)
     idle = compute + exchanged + transfer
     if layout.schedule == "zero-bubble":
-        idle = max(0.0, idle - 3 * n * block.weight)
+        idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
     sharers = layout.dp * layout.cp // layout.dp_replicate if layout.zero else 1
     return StepTime(
