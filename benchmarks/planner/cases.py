@@ -58,6 +58,8 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
         raise Unused("no number of GPUs")
     gpus = gpus or tp * pp * cp * (dp or 1)
     dp = dp or gpus // (tp * pp * cp)
+    if not dp:
+        raise Unused(f"{gpus} GPUs are fewer than tp {tp} x pp {pp} x cp {cp}")
     layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": row.whole("ep") or 1}, recompute)
     if layout.pp * layout.stages_per_rank > shape.n_layers + 2:  # the two ends may be stages of their own
         raise Unused(f"{shape.n_layers} layers do not fill pp {layout.pp} x {layout.stages_per_rank} stages")

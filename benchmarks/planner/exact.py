@@ -42,7 +42,7 @@ def parameters(row: Row, verdict: Verdict) -> bool:
     exact, printed = row.own.get("params"), row.number("params_b")
     if row.get("tflops_formula") == "old":
         return False
-    if isinstance(exact, int | float):
+    if exact and isinstance(exact, int | float):
         verdict.params.append(abs(shape_of(row).params / exact - 1))
         return True
     value = printed or (number(row.own.get("size")) or 0) / 1e9

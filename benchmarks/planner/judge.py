@@ -130,7 +130,7 @@ def _bubbles(verdict: Verdict) -> None:
         if point.kind == "time" and case and case.how.layout.pp > 1:
             layout, m = case.how.layout, case.how.grad_accumulation
             slots = m / (1 - bubble(m, layout.pp, layout.stages_per_rank))
-            groups[case.shape, layout, case.how.micro_batch, case.row.get("precision")].append(
+            groups[case.shape, layout, case.how.micro_batch, str(case.row.get("precision"))].append(
                 (slots, point.measured)
             )
     for found in groups.values():
@@ -148,7 +148,9 @@ def _rankings(verdict: Verdict) -> None:
     for point in verdict.points:
         case = point.case
         if point.kind == "time" and case and not case.row.number("total_ms"):
-            groups[case.shape, case.cluster, case.row.get("precision"), case.row.get("options")].append(point)
+            groups[case.shape, case.cluster, str(case.row.get("precision")), str(case.row.get("options"))].append(
+                point
+            )
     for points in groups.values():
         left = sorted(points, key=lambda point: -point.tokens)
         while left:
