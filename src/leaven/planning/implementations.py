@@ -27,7 +27,8 @@ class Implementation:
     ``gathered_ends`` of what is in no block, if every one of several ranks has that whole; ``exchange`` of a block
     while ranks exchange its gradients; ``update_copy`` in an update, when the activations are gone.
     ``shards_weights_from``: the first ZeRO stage that shares out the weights. ``bucket``: bytes of buffers for the
-    exchange of gradients and weights.
+    exchange of gradients and weights. ``autocast``: of one rank alone, products cast what they read, so
+    no embedding, and with full recomputation a block at a time; under ZeRO 3 an embedding is given up like a block.
 
     Activations: bytes of an ``element`` and of one of the ``residual`` stream. ``sequence_parallel``: between
     products a tensor rank has a stretch of positions; ``gathered_inputs``: the inputs of column-parallel products are
@@ -51,6 +52,7 @@ class Implementation:
     optimizer_of_matrices: int | None = None
     compute_copy: int = 2
     gathered_ends: int = 0
+    autocast: bool = False
     exchange: int = 0
     update_copy: int = 0
     shards_weights_from: int = 3
@@ -80,15 +82,19 @@ class Implementation:
 
 
 # leaven's own trainer: fp32 weights, AdamW states and residual stream, matmuls in bf16, the ends gathered in fp32,
-# some logits at a time (model/loss.py: bf16, and fp32 log-softmaxes that become the gradient) with the unembedding's
-# gradient of a micro-batch, and the parameters before an update beside those after it.
+# some logits at a time (model/loss.py: bf16, in fp32, and their log-softmaxes that become the gradient; over tensor
+# ranks bf16, and in fp32 what becomes the gradient) with the unembedding's gradient of a micro-batch, and the
+# parameters before an update beside those after it.
 LEAVEN_BF16 = Implementation(
     shards_weights_from=1,
     exchange=6,
     gathered_ends=4,
+    autocast=True,
+    keeps_outputs=True,
     update_copy=4,
     residual=4,
-    logit=6,
+    logit=10,
+    sharded_logit=6,
     logits_at_once=2**27,
     unembedding=4,
     sequence_parallel=True,

@@ -86,6 +86,7 @@ class _States:
     accumulation: float
     optimizer: float
     gathered: float
+    units: float
     buffers: float
     exchange: float
     update: float
@@ -99,8 +100,8 @@ def stage_memory(
 ) -> Memory:
     """Memory of one rank in one place of the pipeline.
 
-    The logits and what there is inside a block in its backward pass, when its gradients are exchanged too, are never
-    there together: the larger counts.
+    The logits and what there is inside a block in its backward pass, when its gradients are exchanged too and its
+    weights gathered, are never there together: the larger counts.
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -118,19 +119,26 @@ def stage_memory(
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
             at_end = code.residual + code.element * (1 + waiting)
             logits += waiting * code.unembedding * rank.unembedding + code.element * rank.unembedding
+            if (
+                layout.tp > 1
+            ):  # the cast unembedding, and of all positions the input, in a chunk too, and its gradient
+                logits += code.element * (rank.unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
-    buffers = rank.buffers + min(rank.exchange, max(0.0, inside + rank.exchange - logits))
-    activations += max(0.0, inside - logits)
-    update = max(0.0, rank.update - rank.gathered - logits - activations)  # when it is made, these are gone
-    buffers += update
+    in_block = max(0.0, inside + rank.exchange + rank.units - logits)
+    exchange = min(rank.exchange, in_block)
+    units = min(rank.units, in_block - exchange)
+    gathered = rank.gathered + units
+    activations += in_block - exchange - units
+    update = max(0.0, rank.update - gathered - logits - activations)  # when it is made, these are gone
+    buffers = rank.buffers + exchange + update
     dynamic = rank.weights + rank.grads + rank.accumulation + rank.optimizer
-    dynamic += rank.gathered + activations + logits + buffers
+    dynamic += gathered + activations + logits + buffers
     return Memory(
         rank.weights,
         rank.grads,
         rank.accumulation,
         rank.optimizer,
-        rank.gathered,
+        gathered,
         activations,
         logits,
         buffers,
@@ -162,9 +170,17 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
     copy = code.compute_copy or code.weights
     unit = max(block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks)
     # Under ZeRO 3 the gathered unit in use and the one fetched ahead.
-    gathered = 2 * unit * copy if layout.zero == 3 else code.compute_copy * (dense + experts)
+    units, gathered = 0.0, 2 * unit * copy if layout.zero == 3 else code.compute_copy * (dense + experts)
     if code.gathered_ends and layout.ranks > 1:
         gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
+    if code.autocast and layout.zero == 3:
+        units, gathered = 2 * unit * copy, gathered - 2 * unit * copy
+        if first and not table.tied:
+            gathered -= code.gathered_ends * table.embedding / t
+    if code.autocast and layout.ranks == 1:
+        gathered = code.compute_copy * (dense - ends + table.embedding)
+        if layout.recompute == "full":
+            units, gathered = code.compute_copy * unit, code.compute_copy * table.embedding
     stays, once = _per_token(table, layout, stage, code)
     return _States(
         weights=held(code.weights, code.shards_weights_from, dense, experts),
@@ -172,6 +188,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
         accumulation=held(code.accumulation, 2, dense, experts),
         optimizer=optimizer,
         gathered=gathered,
+        units=units,
         buffers=code.bucket if sharers > 1 else 0,
         exchange=code.exchange * unit if layout.zero and sharers > 1 else 0.0,
         update=held(code.update_copy, 1, dense, experts),
