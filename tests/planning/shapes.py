@@ -4,7 +4,7 @@ from leaven.planning.implementations import MEGATRON_DEEPSPEED_FP16 as MEGATRON_
 from leaven.planning.implementations import NANOTRON
 from leaven.recipe.shape import ModelShape
 
-__all__ = ["LLAMA_8B", "MEGATRON_FP16", "NANOTRON", "SMALL", "bloom", "gpt"]
+__all__ = ["LLAMA_8B", "LLAMA_405B", "MEGATRON_FP16", "NANOTRON", "SMALL", "bloom", "gpt"]
 
 
 def gpt(
@@ -41,6 +41,16 @@ LLAMA_8B = ModelShape(
     n_kv_heads=8,
     d_head=128,
     d_ff=14_336,
+    vocab_size=128_256,
+    seq_len=8192,
+)
+LLAMA_405B = ModelShape(
+    n_layers=126,
+    d_model=16_384,
+    n_heads=128,
+    n_kv_heads=8,
+    d_head=128,
+    d_ff=53_248,
     vocab_size=128_256,
     seq_len=8192,
 )

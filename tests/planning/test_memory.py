@@ -375,3 +375,14 @@ def test_the_operators_of_a_rank_add_up_to_its_activations(recompute: Recompute,
     if recompute == "none":
         flying, layers = 4 - stage, stage_layers(LLAMA_8B, 4)[stage]
         assert parts["mlp"] == flying * layers * 2 * 8192 * 2 * 4 * 14_336 / 2
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("id", ["deepseek-v3", "bloom-176b"])
+def test_the_worst_rank_is_the_worst_of_all(id: str, pp: int) -> None:
+    """The dense blocks that a model of experts begins with need little: the fullest rank is behind them."""
+    run = find_run(id)
+    model = published_blueprint(run.arch, 2048)
+    how = Arrangement(Layout(dp=64 // pp, pp=pp), 1, 4 * pp)
+    every = [stage_memory(model, how, rank) for rank in range(pp)]
+    assert worst_stage(model, how) == max(every, key=lambda memory: memory.total)

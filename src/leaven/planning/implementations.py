@@ -5,9 +5,11 @@ and the slack, and where, stands beside them.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
+
+from leaven.planning.pace import MEGATRON_DEEPSPEED_PACE, MEGATRON_PACE, NANOTRON_PACE, Pace
 
 Selective = Literal["core", "products"]
 Balance = Literal["weight", "number", "work"]
@@ -39,7 +41,7 @@ class Implementation:
 
     ``balance`` of a pipeline's blocks: by the weight of the ends, by number, or by work. ``fixed_gib``: context,
     NCCL, kernels; ``slack``: share of everything else that the allocator holds and cannot use. The defaults of both
-    are the lower ends of what is usual (1 to 2 GB, Ultra-Scale Playbook; 5 to 10%).
+    are the lower ends of what is usual (1 to 2 GB, Ultra-Scale Playbook; 5 to 10%). ``pace``: for the time of a step.
     """
 
     weights: int = 4
@@ -69,6 +71,7 @@ class Implementation:
     balance: Balance = "weight"
     fixed_gib: float = 2.0
     slack: float = 0.05
+    pace: Pace = field(default_factory=Pace)
 
     def __hash__(self) -> int:
         return self._hash
@@ -111,6 +114,7 @@ MEGATRON = Implementation(
     sequence_parallel=True,
     flash_attention=False,
     balance="number",
+    pace=MEGATRON_PACE,
 )
 # As of 2021 (Narayanan 2021): no sequence parallelism.
 MEGATRON_2021 = replace(MEGATRON, sequence_parallel=False)
@@ -132,6 +136,7 @@ MEGATRON_DEEPSPEED_FP16 = Implementation(
     bucket=2 * 2 * 500_000_000,
     update_copy=4,
     fixed_gib=4.5,
+    pace=MEGATRON_DEEPSPEED_PACE,
 )
 # Its bf16 accumulates in fp32 beside the gradients in bf16.
 MEGATRON_DEEPSPEED_BF16 = replace(MEGATRON_DEEPSPEED_FP16, accumulation=4, update_copy=0)
@@ -151,6 +156,7 @@ NANOTRON = Implementation(
     balance="work",
     fixed_gib=0.0,
     slack=0.0,
+    pace=NANOTRON_PACE,
 )
 
 # llm-foundry on torch's FSDP: fp32 weights and Adam in shards, all computed and reduced in bf16 ("PURE"), flash

@@ -11,7 +11,7 @@ from functools import cache
 from leaven.planning.activations import block_kept, layer_activation_bytes
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Blueprint, blueprint
-from leaven.planning.implementations import LEAVEN_BF16, Implementation
+from leaven.planning.implementations import LEAVEN_BF16, Balance, Implementation
 from leaven.planning.stages import (
     end_parameters,
     in_flight,
@@ -222,7 +222,16 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: Implementatio
 
 
 def worst_stage(model: ModelShape | Blueprint, how: Arrangement, code: Implementation = LEAVEN_BF16) -> Memory:
-    """Memory of the rank that needs most: the first stage, the second (it may have more blocks), or the last."""
-    pp = how.layout.pp
-    memories = (stage_memory(model, how, stage, code) for stage in {0, min(1, pp - 1), pp - 1})
+    """Memory of the rank of the pipeline that needs most."""
+    layout = how.layout
+    ranks = _telling_ranks(blueprint(model), layout.pp, layout.stages_per_rank, code.balance)
+    memories = (stage_memory(model, how, rank, code) for rank in ranks)
     return max(memories, key=lambda memory: memory.total)
+
+
+@cache
+def _telling_ranks(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
+    """The ranks one of which needs most: both ends, and behind the first of them the first with each set of blocks,
+    since fewer micro-batches wait on those after it."""
+    firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
+    return (0, *({*firsts.values(), pp - 1} - {0}))
