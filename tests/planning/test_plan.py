@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,14 @@ from leaven.planning.arrangement import Arrangement, parse_layout
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job, evaluate, layouts, ranked
+from leaven.planning.memory import GIB
 from leaven.planning.plan import plan, plan_recipe, plan_run
+from leaven.planning.states import Moments
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import Role
 
 
 def test_a_layout_as_people_write_it() -> None:
@@ -102,7 +107,7 @@ def test_the_json_contract() -> None:
         "cautions",
         "calibration",
     ]
-    assert set(document["memory"]) == {"gib", "fits", "parts"}
+    assert set(document["memory"]) == {"gib", "fits", "parts", "activations", "states"}
     assert set(document["speed"]) == {"tflops_per_gpu", "mfu", "step_seconds", "tokens_per_second"}
     assert sum(document["memory"]["parts"].values()) == pytest.approx(document["memory"]["gib"])
 
@@ -216,3 +221,14 @@ def test_fp32_is_slower_larger_and_refused_where_no_peak_is_known(tiny: Recipe) 
     assert fp32.memory.activations > bf16.memory.activations
     with pytest.raises(InputError, match=r"no peak of TPUv4-32GB in fp32 is known.*--set precision\.compute=bf16"):
         plan_recipe(tiny, "1xTPUv4")
+
+
+@pytest.mark.parametrize(("moments", "matrix", "rest"), [("adam", 8, 8), ("adam-8bit", 2, 2), ("muon", 4, 8)])
+def test_a_plan_for_another_optimiser_keeps_its_moments(moments: Moments, matrix: int, rest: int) -> None:
+    recipe = read_recipe(Path("examples/350m.toml"))
+    found = plan_recipe(recipe, "1xH100", "mbs=1", moments).to_json()["memory"]
+    matrices = sum(p.size for p in recipe.model.parameters() if p.role is Role.HIDDEN_WEIGHT)
+    kept = matrix * matrices + rest * (recipe.model.params - matrices)
+    assert sum(state["bytes"] for state in found["states"] if "moment" in state["name"]) == kept
+    assert found["parts"]["optimizer"] == pytest.approx(kept / GIB)
+    assert sum(found["activations"].values()) == pytest.approx(found["parts"]["activations"])

@@ -32,3 +32,5 @@ def test_moments_of_8_bits_and_of_muon() -> None:
     muon = with_moments(NANOTRON, "muon")
     assert (muon.optimizer, muon.optimizer_of_matrices) == (12, 8)
     assert with_moments(muon, "adam") == NANOTRON
+    kept = {state.name: state.gb for state in states(7e9, with_moments(FP32, "muon"), matrices=6e9)}
+    assert kept == {"weights": 28, "gradients": 28, "momentum of matrices": 24, "moments": 8}

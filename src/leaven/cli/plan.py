@@ -15,6 +15,7 @@ from leaven.cli._plan import plan_screen
 from leaven.planning.cost import parse_price
 from leaven.planning.plan import plan_recipe, plan_run
 from leaven.planning.ramp import SHARE
+from leaven.planning.states import Moments
 from leaven.recipe.errors import InputError
 from leaven.report.plan import write_plan
 
@@ -51,6 +52,7 @@ def plan(
     mfu: Annotated[
         float | None, typer.Option(metavar="SHARE", help="With --budget: of the peak, in place of planned layouts.")
     ] = None,
+    moments: Annotated[Moments, typer.Option(help="Of the optimiser to plan for; leaven trains with adam.")] = "adam",
     measure: MeasureOption = False,
     history: HistoryOption = True,
     overrides: SetOption = None,
@@ -76,10 +78,10 @@ def plan(
     each = None if price is None else parse_price(price)
     if (RUNS / f"{recipe}.toml").is_file() and not recipe.exists():
         _alone(f"{recipe}, a published run,", {"--set": overrides or None, "--measure": measure or None})
-        name, found = str(recipe), plan_run(str(recipe), gpus, layout)
+        name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
     else:
         read = load(recipe, overrides)
-        name, found = read.name, plan_recipe(read, gpus, layout)
+        name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
     found = found.but(share=share)
     screen, document = (
@@ -87,6 +89,7 @@ def plan(
     )
     if report is not None:
         options = {"--gpus": gpus, "--layout": layout, "--price": price, "--share": f"{share:g}"}
+        options |= {} if moments == "adam" else {"--moments": moments}
         words = [word for option, given in options.items() if given is not None for word in (option, given)]
         sets = [word for override in overrides or () for word in ("--set", override)]
         write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *sets]), each)

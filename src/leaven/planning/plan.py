@@ -7,7 +7,8 @@ from typing import Any
 from leaven.catalogue.runs import find_run
 from leaven.planning.advice import lacking, no_layout
 from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
-from leaven.planning.blueprint import Blueprint
+from leaven.planning.blueprint import Blueprint, blueprint
+from leaven.planning.breakdown import activation_parts
 from leaven.planning.cost import Cost, Price, cost
 from leaven.planning.explain import Explanation, explain, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
@@ -27,6 +28,7 @@ from leaven.planning.layouts import (
 from leaven.planning.memory import GIB, Memory, stage_memory
 from leaven.planning.published import published_blueprint
 from leaven.planning.ramp import SHARE, RampPlan, Throughput, plan_ramp
+from leaven.planning.states import Moments, State, states, with_moments
 from leaven.planning.timing import StepTime
 from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
@@ -164,6 +166,19 @@ class Plan:
         ranks = range(self.arrangement.layout.pp)
         return tuple(stage_memory(self.job.model, self.arrangement, rank, self.job.code) for rank in ranks)
 
+    @property
+    def activations(self) -> dict[str, float]:
+        """Bytes of the rank that needs most, by operator."""
+        totals = [memory.total for memory in self.stages]
+        return activation_parts(self.job.model, self.arrangement, totals.index(max(totals)), self.job.code)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What the whole model keeps for every parameter between steps, each with its reason."""
+        model = blueprint(self.job.model)
+        matrices = sum(block.matrices + block.experts for block in model.blocks)
+        return states(model.params, self.job.code, matrices)
+
     @cached_property
     def exploration(self) -> Exploration:
         """Every layout of the job with every micro-batch, also where the plan's own was given."""
@@ -237,6 +252,8 @@ class Plan:
                 "gib": self.memory.total / GIB,
                 "fits": self.fits,
                 "parts": self.memory.parts_gib,
+                "activations": {name: size / GIB for name, size in self.activations.items()},
+                "states": [vars(state) for state in self.states],
             },
             "speed": {
                 "tflops_per_gpu": self.speed.tflops_per_gpu,
@@ -269,10 +286,11 @@ def _point(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
+def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
     """Plan a recipe on ``64xH100-80GB``, in a layout written ``tp=8,pp=12,zero=1,mbs=2`` or in the best one.
 
-    fp16 is planned as bf16 is: every accelerator has the same peak for both.
+    fp16 is planned as bf16 is: every accelerator has the same peak for both. ``moments`` of another optimiser than
+    Adam are planned, and not trained.
 
     Raises:
         InputError: as :func:`plan_job`, and for a recipe in fp32 on an accelerator whose peak in fp32 is not known.
@@ -282,6 +300,7 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
+    code = code if moments == "adam" else with_moments(code, moments)
     job = Job(recipe.model, recipe.batch.tokens, cluster, micro_batch, smallest, code)
     return plan_job(job, recipe.data.tokens, asked, recipe.batch)
 
@@ -301,7 +320,7 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, Implementatio
     return replace(cluster, accelerator=slower), LEAVEN_FP32
 
 
-def plan_run(id: str, gpus: str, layout: str | None = None) -> Plan:
+def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
     """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
 
     Its own sequence, batch and tokens; the vocabulary is padded to whole 128s. Nothing is ruled out for being beyond
@@ -325,7 +344,7 @@ def plan_run(id: str, gpus: str, layout: str | None = None) -> Plan:
         _sequences(run.batch_tokens, seq_len) * seq_len,
         cluster,
         micro_batch,
-        code=_MEGATRON_FLASH,
+        code=_MEGATRON_FLASH if moments == "adam" else with_moments(_MEGATRON_FLASH, moments),
         by_leaven=False,
     )
     return plan_job(job, run.tokens, asked)

@@ -25,30 +25,35 @@ class State:
         return self.bytes / 1e9
 
 
-def states(params: float, code: Implementation) -> tuple[State, ...]:
-    """What a training code keeps from one step to the next, before anything is shared out over ranks.
+def states(params: float, code: Implementation, matrices: float = 0.0) -> tuple[State, ...]:
+    """What a training code keeps from one step to the next, before anything is shared out over ranks; ``matrices`` of
+    the parameters are in the blocks' matrices, of which some optimisers keep less.
 
     7B parameters in fp32 with Adam are 4 + 4 + 8 = 16 bytes each, 112 GB; in bf16 with fp32 master weights it is 16
     again, 2 + 2 + 4 + 8. The 140 GB of a rule that is often copied ("the optimiser is three times the weights") are
     20 bytes each: there must be a master copy beside weights that are in fp32 already.
     """
     moments = code.optimizer - code.master
+    lean = 0.0 if code.optimizer_of_matrices is None else matrices
     found = (
-        ("weights", code.weights, f"what the model is, {_NAMES.get(code.weights, 'bytes')}"),
-        ("gradients", code.grads, "one for every weight, until the update"),
-        ("accumulation", code.accumulation, "the gradients' sum over micro-batches, kept beside them"),
+        ("weights", params, code.weights, f"what the model is, {_NAMES.get(code.weights, 'bytes')}"),
+        ("gradients", params, code.grads, "one for every weight, until the update"),
+        ("accumulation", params, code.accumulation, "the gradients' sum over micro-batches, kept beside them"),
         (
             "master weights",
+            params,
             code.master,
             "a copy in fp32 that the updates are added to: small ones would be rounded off",
         ),
-        ("moments", moments, "Adam's means of the gradient and of its square" + _two(moments)),
+        ("momentum of matrices", lean, (code.optimizer_of_matrices or 0) - code.master, "one mean of the gradient"),
+        (
+            "moments",
+            params - lean,
+            moments,
+            f"Adam's means of the gradient and of its square, {moments / 2:g} bytes each",
+        ),
     )
-    return tuple(State(name, each, each * params, why) for name, each, why in found if each)
-
-
-def _two(each: int) -> str:
-    return f", {each / 2:g} bytes each"
+    return tuple(State(name, each, each * count, why) for name, count, each, why in found if each and count)
 
 
 def with_moments(code: Implementation, moments: Moments) -> Implementation:

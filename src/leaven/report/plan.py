@@ -99,7 +99,21 @@ def _memory(made: Sheet, plan: Plan) -> None:
             "wide" if several else "small",
         ),
         _folded("Memory of every rank, GiB", _stages(stages)) if several else None,
+        _folded(f"Activations of rank {fullest} by operator, GiB", _activations(plan)),
+        _folded("What every parameter takes, before it is shared out", _states(plan)),
     )
+
+
+def _activations(plan: Plan) -> Html:
+    parts = sorted(plan.activations.items(), key=lambda part: -part[1])
+    rows = [[name.replace("_", " "), f"{size / GIB:.2f}"] for name, size in parts if size]
+    return _table(["operator", "GiB"], rows, "activations by operator")
+
+
+def _states(plan: Plan) -> Html:
+    rows = [[f"{state.name}: {state.why}", f"{state.bytes_each}", f"{state.gb:,.1f}"] for state in plan.states]
+    rows.append(["sum", "", f"{sum(state.gb for state in plan.states):,.1f}"])
+    return _table(["part", "bytes a parameter", "GB in all"], rows, "states of every parameter")
 
 
 def _stages(stages: Sequence[Mapping[str, float]]) -> Html:
