@@ -93,13 +93,14 @@ def test_zero_paper_figure_1_states_of_7_5b_on_64_ranks() -> None:
     assert found == pytest.approx([120, 31.4, 16.6, 1.88], rel=3e-3)
 
 
-def test_zero_3_divides_everything_but_two_gathered_blocks_and_leavens_ends() -> None:
+def test_zero_3_divides_everything_but_two_gathered_blocks_or_leavens_last_end() -> None:
     how = Arrangement(Layout(dp=8, zero=3), 1, 1)
     ends = 2 * 32_768 * 768 + 768
     blocks = 2 * 2 * (SMALL.params - ends) / 12
     plain, memory = (stage_memory(SMALL, how, 0, code) for code in (Implementation(), LEAVEN_BF16))
     assert plain.gathered == pytest.approx(blocks)
-    assert memory.gathered == pytest.approx(blocks + 4 * ends)
+    # At the loss leaven has no block gathered, and has given the embedding up again.
+    assert memory.gathered == pytest.approx(4 * (32_768 * 768 + 768))
     for each in (plain, memory):
         assert each.weights + each.grads + each.optimizer == pytest.approx(16 * SMALL.params / 8)
 

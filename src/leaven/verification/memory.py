@@ -4,15 +4,13 @@ The planner counts; the dry run (:mod:`leaven.verification.dry_run`) does what a
 out what no tensor is: the context, the kernels, the holes of an allocator.
 """
 
-import math
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from leaven.planning.arrangement import Arrangement, parse_layout
+from leaven.planning.arrangement import Arrangement, layout_of, parse_keys
 from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, stage_memory
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError
@@ -84,8 +82,9 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
     Raises:
         InputError: if it is none.
     """
-    degrees = re.findall(r"\b(?:dp|tp|pp|cp)\s*=\s*(\d+)", text)
-    layout, micro_batch = parse_layout(text, max(1, math.prod(map(int, degrees))))
+    values = parse_keys(text)
+    micro_batch = values.pop("mbs", None)
+    layout = layout_of(text, values)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
 
