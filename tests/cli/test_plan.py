@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.quoted import PAGES, renewed
 
 from leaven.cli import _common
 
@@ -138,3 +139,10 @@ def test_what_cannot_be_planned_is_one_line(options, said, rye, leaven, tmp_path
     assert err.count("\n") == 1
     assert said in err
     assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_docs_quote_what_is_printed(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("$ leaven plan ") == 1
+    assert renewed(text) == text, "type: make docs-plan"
