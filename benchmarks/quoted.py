@@ -1,6 +1,6 @@
 """What README.md and docs/planning.md quote of `leaven plan`: `make docs-plan` writes it as it is printed now.
 
-A fence begins with the command; all below it is replaced. In 120 columns, and without what runs on this machine taught.
+A fence begins with the command; all below it is replaced. In 120 columns, without what runs on this machine taught.
 """
 
 import os
