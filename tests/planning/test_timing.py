@@ -157,6 +157,19 @@ def test_selective_recomputation_repeats_the_core_or_all_but_every_second_produc
         assert some.backward - none.backward == pytest.approx(again)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_code_that_is_slower_is_so_in_all_of_a_block(recompute: Recompute) -> None:
+    cluster, how = parse_cluster("8xA100-80GB"), Arrangement(Layout(tp=8, recompute=recompute), 1, 1)
+    for code in (MEGATRON_FP16, TORCHTITAN):
+        usual, slow = (
+            block_time(gpt(8, 4096, 32), how, cluster, replace(code, pace=replace(code.pace, slower=factor)))
+            for factor in (1.0, 1.5)
+        )
+        for part in ("forward", "backward", "weight"):
+            assert getattr(slow, part) == pytest.approx(1.5 * getattr(usual, part))
+        assert slow.all_reduce == usual.all_reduce
+
+
 def test_attention_with_a_flash_kernel_is_the_full_matrix_and_two_and_a_half_times_that_backward() -> None:
     block = block_time(LLAMA_8B, Arrangement(Layout(), 1, 1), Cluster(1, BUSY), Implementation())
     attention = next(operator for operator in block.operators if operator.name == "attention")

@@ -43,6 +43,9 @@ class Operator:
     backward: float
     weight: float = 0.0
 
+    def times(self, factor: float) -> "Operator":
+        return Operator(self.name, factor * self.forward, factor * self.backward, factor * self.weight)
+
 
 @dataclass(frozen=True)
 class Work:
@@ -87,7 +90,7 @@ def stream_seconds(size: float, accelerator: Accelerator) -> float:
 
 @cache
 def block_operators(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> tuple[Operator, ...]:
-    """What one block does with a rank's part of a micro-batch."""
+    """What one block does with a rank's part of a micro-batch, in the time that a code takes for it."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
@@ -96,7 +99,7 @@ def block_operators(block: Block, work: Work, accelerator: Accelerator, code: Im
         turned = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
         seconds = stream_seconds(turned, accelerator)
         found.append(Operator("positions", seconds, seconds))
-    return tuple(found)
+    return tuple(operator.times(code.pace.slower) for operator in found)
 
 
 def _together(block: Block) -> list[tuple[Matmul, ...]]:

@@ -87,10 +87,10 @@ def _block_time(
     for block, count in table.kinds:
         share = count / table.n_layers
         operators = block_operators(block, work, accelerator, code)
-        once = code.pace.slower * sum(operator.forward for operator in operators)
+        once = sum(operator.forward for operator in operators)
         again = _again(operators, once, recompute, code)
         forward += share * once
-        backward += share * (code.pace.slower * sum(operator.backward for operator in operators) + again)
+        backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
         passes = 3 if recompute == "full" else 2  # the forward pass may be there twice
         exchanged += share * passes * _exchange(block, work, accelerator, code)
