@@ -17,7 +17,7 @@ from leaven.planning.collectives import all_reduce, all_to_all, hop, one_nic, ri
 from leaven.planning.hardware import Cluster
 from leaven.planning.implementations import LEAVEN_BF16, Implementation
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
-from leaven.planning.stages import rank_layers, stage_parameters
+from leaven.planning.stages import end_parameters, rank_layers, stage_parameters
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -134,18 +134,22 @@ def _exchange(block: Block, work: Work, accelerator: Accelerator, code: Implemen
 
 @dataclass(frozen=True)
 class _Stage:
-    """Blocks of the ranks of a pipeline that have most, and of the last; parameters of the rank that has most."""
+    """Blocks of the ranks of a pipeline that have most, and of the last; parameters of the rank that has most, and what
+    of them is in no block."""
 
     most: int
     last: int
     parameters: float
+    ends: float
 
 
 @cache
 def _stages(table: Blueprint, layout: Layout, code: Implementation) -> _Stage:
     ranks = range(layout.pp)
     counts = [rank_layers(table, layout, rank, code) for rank in ranks]
-    return _Stage(max(counts), counts[-1], max(stage_parameters(table, layout, rank, code) for rank in ranks))
+    parameters, rank = max((stage_parameters(table, layout, rank, code), rank) for rank in ranks)
+    ends = end_parameters(table, layout.tp, first=rank == 0, last=rank == layout.pp - 1)
+    return _Stage(max(counts), counts[-1], parameters, ends)
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> float:
@@ -223,20 +227,22 @@ def _data_parallel(how: Arrangement, cluster: Cluster, code: Implementation, sta
         return 0.0
     if not code.pace.shared_nics:
         cluster = one_nic(cluster)
-    sharers, backward = ranks // layout.dp_replicate, 2 * forward
-    hidden = backward if code.pace.overlap else 0.0
-    grads, weights = stage.parameters * (code.accumulation or code.grads), stage.parameters * code.weights
-    messages = ceil(grads / code.pace.message)
+    sharers, backward, often = ranks // layout.dp_replicate, 2 * forward, layout.zero > 1
+    each, units = code.accumulation or code.grads, code.pace.units * stage.most
+    ends = stage.ends if units else 0.0  # of the root unit, else they are in the messages
+    blocks = stage.parameters - ends
+    messages = units or (stage.most if often else ceil(each * blocks / code.pace.message))
+    hidden = backward if often or (code.pace.overlap and not (units and layout.pp > 1)) else 0.0
     if layout.zero == 0:
-        return max(0.0, all_reduce(grads, ranks, layout.tp, cluster, messages) - hidden)
+        last = all_reduce(each * ends, ranks, layout.tp, cluster) if ends else 0.0
+        return last + max(0.0, all_reduce(each * blocks, ranks, layout.tp, cluster, messages) - hidden)
     # Between replicas, of the share of each, once a step.
-    between = all_reduce(grads / sharers, layout.dp_replicate, layout.tp * sharers, cluster)
-    if layout.zero > 1:  # a message for every unit that a model is cut into, its blocks
-        messages, hidden = stage.most, backward
-    scatter = ring(grads, sharers, layout.tp, cluster, messages)
+    between = all_reduce(each * stage.parameters / sharers, layout.dp_replicate, layout.tp * sharers, cluster)
+    scatter = ring(each * blocks, sharers, layout.tp, cluster, messages)
+    root = ring(each * ends, sharers, layout.tp, cluster) if ends else 0.0
     if layout.zero == 3:
         copy = stage.parameters * (code.compute_copy or code.weights)
         fetch = ring(copy, sharers, layout.tp, cluster, messages)
-        return m * (max(0.0, fetch - forward) + max(0.0, fetch + scatter - backward)) + between
-    gather = ring(weights, sharers, layout.tp, cluster, messages)
-    return (m if layout.zero == 2 else 1) * max(0.0, scatter - hidden) + between + gather
+        return m * (max(0.0, fetch - forward) + max(0.0, fetch + scatter - backward) + root) + between
+    gather = ring(stage.parameters * code.weights, sharers, layout.tp, cluster, messages)
+    return (m if often else 1) * (max(0.0, scatter - hidden) + root) + between + gather
