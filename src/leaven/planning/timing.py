@@ -2,7 +2,10 @@
 
 A block is its operators (operators.py) and what its ranks exchange (collectives.py). Gathers and scatters of ZeRO 2
 and 3 hide behind the compute of their own micro-batch, and the gradients of ZeRO 0 and 1, in code that overlaps them,
-behind the last backward pass. Stragglers, congestion and the host's own slowness are not modelled.
+behind the last backward pass. Where weights are in shards from ZeRO 1 on, they are gathered as the products read them:
+under ZeRO 1 and 2 once a step, behind its first forward pass, and under 3 for every pass. Else they are gathered as they
+are kept, after the update. The root unit waits: nothing is computed before it is there, or after its gradients are.
+Stragglers, congestion and the host's own slowness are not modelled.
 """
 
 from dataclasses import dataclass
@@ -240,9 +243,12 @@ def _data_parallel(how: Arrangement, cluster: Cluster, code: Implementation, sta
     between = all_reduce(each * stage.parameters / sharers, layout.dp_replicate, layout.tp * sharers, cluster)
     scatter = ring(each * blocks, sharers, layout.tp, cluster, messages)
     root = ring(each * ends, sharers, layout.tp, cluster) if ends else 0.0
+    cut = layout.zero >= code.shards_weights_from
+    copy = (code.compute_copy if cut else 0) or code.weights
+    gather = ring(blocks * copy, sharers, layout.tp, cluster, messages)
+    first = ring(ends * (code.gathered_ends or copy), sharers, layout.tp, cluster) if ends else 0.0
     if layout.zero == 3:
-        copy = stage.parameters * (code.compute_copy or code.weights)
-        fetch = ring(copy, sharers, layout.tp, cluster, messages)
-        return m * (max(0.0, fetch - forward) + max(0.0, fetch + scatter - backward) + root) + between
-    gather = ring(stage.parameters * code.weights, sharers, layout.tp, cluster, messages)
-    return (m if often else 1) * (max(0.0, scatter - hidden) + root) + between + gather
+        exposed = max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
+        return m * (exposed + first + root) + between
+    fetched = first + max(0.0, gather - (forward if cut else 0.0))  # once: weights stay until the last backward pass
+    return (m if often else 1) * (max(0.0, scatter - hidden) + root) + between + fetched
