@@ -276,6 +276,23 @@ def test_leaven_gathers_16_bits_of_blocks_and_fp32_of_the_ends_once_a_step_below
         assert found == pytest.approx(share * bytes_moved, rel=1e-3)
 
 
+@pytest.mark.parametrize(("zero", "moved"), [(0, 8), (1, 4 + 4)])
+def test_experts_are_exchanged_and_updated_over_the_ranks_that_have_the_same(zero: int, moved: int) -> None:
+    model, slow = published_blueprint(find_run("deepseek-v3").arch, 4096), replace(ROUND, network_gb_s=1e-3)
+    code, cluster = Implementation(), Cluster(64, slow)
+    experts = sum(block.experts for block in model)
+    for ep in (1, 4, 16):
+        how = Arrangement(Layout(dp=64, ep=ep, zero=zero), 1, 1)
+        dense = stage_parameters(model, how.layout, 0) - experts / ep
+        found = step_time(model, how, cluster, code)
+        sharers, of_experts = (64, 64 // ep) if zero else (1, 1)
+        assert found.optimizer == pytest.approx(2 * 16 * (dense / sharers + experts / ep / of_experts) / 1e12)
+        # a node of four has as many adapters as members of a group in it
+        of_dense = 63 / 64 * dense / (4e6 * LINK_SHARE)
+        apart = (64 // ep - 1) / (64 // ep) * experts / ep / (max(1, 4 // ep) * 1e6 * LINK_SHARE)
+        assert found.data_parallel == pytest.approx(moved * (of_dense + apart), rel=1e-3)
+
+
 def test_messages_of_25_mib_over_512_gpus_cost_more_latency_than_one() -> None:
     model = gpt(16, 2048, 32)
     how = Arrangement(Layout(dp=512, zero=1), 1, 1)

@@ -8,6 +8,7 @@ are kept, after the update. The root unit waits: nothing is computed before it i
 Stragglers, congestion and the host's own slowness are not modelled.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -20,7 +21,7 @@ from leaven.planning.collectives import all_reduce, all_to_all, hop, one_nic, ri
 from leaven.planning.hardware import Cluster
 from leaven.planning.implementations import LEAVEN_BF16, Implementation
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
-from leaven.planning.stages import end_parameters, rank_layers, stage_parameters
+from leaven.planning.stages import end_parameters, rank_blocks, rank_layers, stage_parameters
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -137,22 +138,29 @@ def _exchange(block: Block, work: Work, accelerator: Accelerator, code: Implemen
 
 @dataclass(frozen=True)
 class _Stage:
-    """Blocks of the ranks of a pipeline that have most, and of the last; parameters of the rank that has most, and what
-    of them is in no block."""
+    """Blocks of the ranks of a pipeline that have most, and of the last; parameters of the rank that has most, in
+    blocks but for routed experts, in these, and in no block."""
 
     most: int
     last: int
-    parameters: float
+    blocks: float
+    experts: float
     ends: float
+
+    @property
+    def parameters(self) -> float:
+        return self.blocks + self.experts + self.ends
 
 
 @cache
 def _stages(table: Blueprint, layout: Layout, code: Implementation) -> _Stage:
-    ranks = range(layout.pp)
+    ranks, t, v = range(layout.pp), layout.tp, layout.stages_per_rank
     counts = [rank_layers(table, layout, rank, code) for rank in ranks]
     parameters, rank = max((stage_parameters(table, layout, rank, code), rank) for rank in ranks)
-    ends = end_parameters(table, layout.tp, first=rank == 0, last=rank == layout.pp - 1)
-    return _Stage(max(counts), counts[-1], parameters, ends)
+    held = rank_blocks(table, layout.pp, v, rank, code.balance)
+    experts = sum(count * block.experts for block, count in held) / (t * layout.ep)
+    ends = end_parameters(table, t, first=rank == 0, last=rank == layout.pp - 1)
+    return _Stage(max(counts), counts[-1], parameters - experts - ends, experts, ends)
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> float:
@@ -212,41 +220,59 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementa
     if layout.schedule == "zero-bubble":
         idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
-    sharers = layout.dp * layout.cp // layout.dp_replicate if layout.zero else 1
+    share = stage.parameters
+    if layout.zero:  # experts have the fewer copies, the fewer ranks share one (planning/memory.py)
+        sharers = layout.dp * layout.cp // layout.dp_replicate
+        share = (stage.blocks + stage.ends) / sharers + stage.experts / max(1, sharers // layout.ep)
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * exchanged,
         pipeline=m * transfer,
         bubble=(p - 1) * idle / layout.stages_per_rank,
-        data_parallel=_data_parallel(how, cluster, code, stage, n * block.forward),
-        optimizer=2 * stage.parameters / sharers * states / bandwidth,
+        data_parallel=_data_parallel(how, cluster, code, stage, n * block.forward, n * block.backward),
+        optimizer=2 * share * states / bandwidth,
     )
 
 
-def _data_parallel(how: Arrangement, cluster: Cluster, code: Implementation, stage: _Stage, forward: float) -> float:
-    """Seconds a step of data-parallel exchange that no compute hides; ``forward`` of the stage, one micro-batch."""
+def _data_parallel(
+    how: Arrangement, cluster: Cluster, code: Implementation, stage: _Stage, forward: float, backward: float
+) -> float:
+    """Seconds a step of data-parallel exchange that no compute hides; ``forward`` and ``backward`` are those of the
+    stage, one micro-batch."""
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
     if not code.pace.shared_nics:
         cluster = one_nic(cluster)
-    sharers, backward, often = ranks // layout.dp_replicate, 2 * forward, layout.zero > 1
+    tp, ep, often = layout.tp, layout.ep, layout.zero > 1
+    sharers = ranks // layout.dp_replicate
+    expert_sharers = max(1, sharers // ep)
     each, units = code.accumulation or code.grads, code.pace.units * stage.most
-    ends = stage.ends if units else 0.0  # of the root unit, else they are in the messages
-    blocks = stage.parameters - ends
-    messages = units or (stage.most if often else ceil(each * blocks / code.pace.message))
+    # The ends are the root unit's, or else in the messages.
+    ends, blocks = (stage.ends, stage.blocks) if units else (0.0, stage.blocks + stage.ends)
+    messages = units or (stage.most if often else ceil(each * (blocks + stage.experts) / code.pace.message))
     hidden = backward if often or (code.pace.overlap and not (units and layout.pp > 1)) else 0.0
+
+    def over(collective: Callable[..., float], of_each: float) -> float:
+        """Of the blocks; the ranks of ``ep`` have different experts."""
+        of_experts = collective(of_each * stage.experts, expert_sharers, tp * ep, cluster, messages)
+        return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if stage.experts else 0.0)
+
     if layout.zero == 0:
-        last = all_reduce(each * ends, ranks, layout.tp, cluster) if ends else 0.0
-        return last + max(0.0, all_reduce(each * blocks, ranks, layout.tp, cluster, messages) - hidden)
+        last = all_reduce(each * ends, ranks, tp, cluster) if ends else 0.0
+        return last + max(0.0, over(all_reduce, each) - hidden)
     # Between replicas, of the share of each, once a step.
-    between = all_reduce(each * stage.parameters / sharers, layout.dp_replicate, layout.tp * sharers, cluster)
-    scatter = ring(each * blocks, sharers, layout.tp, cluster, messages)
-    root = ring(each * ends, sharers, layout.tp, cluster) if ends else 0.0
+    between = all_reduce(each * (blocks + ends) / sharers, layout.dp_replicate, tp * sharers, cluster)
+    if stage.experts:
+        between += all_reduce(
+            each * stage.experts / expert_sharers, ranks // ep // expert_sharers, tp * ep * expert_sharers, cluster
+        )
+    scatter = over(ring, each)
+    root = ring(each * ends, sharers, tp, cluster) if ends else 0.0
     cut = layout.zero >= code.shards_weights_from
     copy = (code.compute_copy if cut else 0) or code.weights
-    gather = ring(blocks * copy, sharers, layout.tp, cluster, messages)
-    first = ring(ends * (code.gathered_ends or copy), sharers, layout.tp, cluster) if ends else 0.0
+    gather = over(ring, copy)
+    first = ring(ends * (code.gathered_ends or copy), sharers, tp, cluster) if ends else 0.0
     if layout.zero == 3:
         exposed = max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
         return m * (exposed + first + root) + between
