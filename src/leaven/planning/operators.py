@@ -24,7 +24,9 @@ STREAMED = 0.85
 FLASH = 0.85
 # Products whose widths are no multiple of 64 elements (128 bytes): BLOOM's prequel, line 582 (h 14,400 at tp 8).
 UNALIGNED = 0.75
-# Nor of 8 (16 bytes): hardly any tensor cores. Line 833 (heads of 108) against 831.
+# Nor of 8 (16 bytes). Of one pair of rows alone, line 833 (heads of 108, a multiple of 4) against 831 (of 216), of
+# batched products of scores on an A100. That wide ones (d_ff 14,337 for 14,336) lose as much is taken over and not
+# measured: cuBLAS from 11 on has tensor cores for them too, less efficient ones, and no published row says how much.
 MISALIGNED = 0.15
 # Seconds that a kernel takes at least.
 LAUNCH = 5e-6
