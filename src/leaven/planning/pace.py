@@ -13,8 +13,8 @@ DDP_BUCKET = 25 * 2**20
 class Pace:
     """``products``: the dtype of a block's products. ``fused``: its elementwise operators are, without a compiler
     too. ``overlap``: gradients are exchanged during the last backward pass, in messages of ``message`` bytes, or as
-    torch's FSDP2 does: each of the ``units`` that a block is cut into by itself, at every ZeRO stage, and what is in no
-    block after it, as the root unit; in a pipeline all of them after it, but for ZeRO 2 and 3.
+    torch's FSDP2 does: each of the ``units`` of a block by itself, at every ZeRO stage, and after it the root unit of
+    what is in no block; below ZeRO 2 a pipeline exchanges all of them after it.
     ``behind_products``: tensor ranks exchange in as many pieces as there are ranks, and all pieces but the first
     during the product. ``shared_nics``: the rings of a group go over all network adapters of a node, not over one.
     ``slower``: the factor to its blocks that no operator explains."""

@@ -2,9 +2,10 @@
 
 A block is its operators (operators.py) and what its ranks exchange (collectives.py). Gathers and scatters of ZeRO 2
 and 3 hide behind the compute of their own micro-batch, and the gradients of ZeRO 0 and 1, in code that overlaps them,
-behind the last backward pass. Where weights are in shards from ZeRO 1 on, they are gathered as the products read them:
-under ZeRO 1 and 2 once a step, behind its first forward pass, and under 3 for every pass. Else they are gathered as they
-are kept, after the update. The root unit waits: nothing is computed before it is there, or after its gradients are.
+behind the last backward pass. Where weights are in shards from ZeRO 1 on, they are gathered as products read them:
+under ZeRO 1 and 2 once a step, behind its first forward pass, and under 3 for every pass. Else they are gathered as
+they are kept, after the update. The root unit waits: nothing is computed before it is there, and its gradients come
+last.
 Stragglers, congestion and the host's own slowness are not modelled.
 """
 
@@ -229,13 +230,15 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementa
         tensor_parallel=m * exchanged,
         pipeline=m * transfer,
         bubble=(p - 1) * idle / layout.stages_per_rank,
-        data_parallel=_data_parallel(how, cluster, code, stage, n * block.forward, n * block.backward),
+        data_parallel=_data_parallel(
+            how, cluster, code, stage, forward=n * block.forward, backward=n * block.backward
+        ),
         optimizer=2 * share * states / bandwidth,
     )
 
 
 def _data_parallel(
-    how: Arrangement, cluster: Cluster, code: Implementation, stage: _Stage, forward: float, backward: float
+    how: Arrangement, cluster: Cluster, code: Implementation, stage: _Stage, *, forward: float, backward: float
 ) -> float:
     """Seconds a step of data-parallel exchange that no compute hides; ``forward`` and ``backward`` are those of the
     stage, one micro-batch."""
