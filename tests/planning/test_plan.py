@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.planning.shapes import LLAMA_8B, LLAMA_405B, SMALL, bloom
 
-from leaven.planning.arrangement import Arrangement, parse_layout
+from leaven.planning.arrangement import Arrangement, parse_layout, written
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job, evaluate, layouts, ranked
@@ -41,6 +41,7 @@ def test_a_layout_as_people_write_it() -> None:
         ("tp", r"write for example tp=1"),
         ("zero=4", r"zero: input should be less than or equal to 3"),
         ("mbs=0", r"write mbs=1"),
+        ("compile=yes", r"'compile=yes' is neither on nor off; write compile=true or compile=false"),
         ("recompute=some", r"recompute: input should be 'none', 'selective' or 'full'"),
     ],
 )
@@ -188,6 +189,23 @@ def test_replicas_without_dp_and_words_without_a_value() -> None:
         parse_layout("schedule,pp=2", 8)
     with pytest.raises(InputError, match="pp is there twice"):
         parse_layout("pp=2,pp=4", 8)
+
+
+def test_blocks_are_compiled_in_every_layout_if_the_recipe_or_the_layout_says_so(tiny: Recipe) -> None:
+    compiled = tiny.replace({"layout.compile": True})
+    plain, faster = (plan_recipe(recipe, "2xH100") for recipe in (tiny, compiled))
+    assert {one.arrangement.layout.compile for one in faster.candidates} == {True}
+    assert {one.arrangement.layout.compile for one in plain.candidates} == {False}
+    assert faster.time.step <= plain.time.step
+    for recipe, layout, there in (
+        (compiled, "tp=1", True),
+        (compiled, "compile=false", False),
+        (tiny, "compile=true", True),
+    ):
+        found = plan_recipe(recipe, "2xH100", layout)
+        assert {one.arrangement.layout.compile for one in (found.chosen, *found.candidates)} == {there}
+        assert str(found.arrangement).endswith(" · compiled") is there
+        assert parse_layout(written(found.arrangement.layout), 2)[0] == found.arrangement.layout
 
 
 def test_a_published_run_with_experts_is_planned_by_its_id() -> None:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, bloom, gpt
 
 from leaven.catalogue.runs import find_run
@@ -11,13 +13,14 @@ from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.blueprint import blueprint
 from leaven.planning.collectives import LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, all_reduce, all_to_all, ring
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
-from leaven.planning.implementations import LEAVEN_BF16, TORCHTITAN, Implementation
+from leaven.planning.implementations import LEAVEN_BF16, LLM_FOUNDRY, TORCHTITAN, Implementation
 from leaven.planning.operators import FLASH, LAUNCH, STREAMED, SUSTAINED, matmul_seconds, stream_seconds
 from leaven.planning.pace import Pace
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import stage_parameters
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, step_time
 from leaven.recipe.layout import Layout, Recompute
+from leaven.recipe.shape import ModelShape
 
 JEAN_ZAY = Cluster(384, replace(find_accelerator("A100-80GB"), network_gb_s=6.25))
 BLOOM_182B = gpt(78, 13_824, 96, vocab=250_880)
@@ -157,6 +160,19 @@ def test_selective_recomputation_repeats_the_core_or_all_but_every_second_produc
         assert some.backward - none.backward == pytest.approx(again)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_code_that_is_slower_is_so_in_all_of_a_block(recompute: Recompute) -> None:
+    cluster, how = parse_cluster("8xA100-80GB"), Arrangement(Layout(tp=8, recompute=recompute), 1, 1)
+    for code in (MEGATRON_FP16, TORCHTITAN):
+        usual, slow = (
+            block_time(gpt(8, 4096, 32), how, cluster, replace(code, pace=replace(code.pace, slower=factor)))
+            for factor in (1.0, 1.5)
+        )
+        for part in ("forward", "backward", "weight"):
+            assert getattr(slow, part) == pytest.approx(1.5 * getattr(usual, part))
+        assert slow.all_reduce == usual.all_reduce
+
+
 def test_attention_with_a_flash_kernel_is_the_full_matrix_and_two_and_a_half_times_that_backward() -> None:
     block = block_time(LLAMA_8B, Arrangement(Layout(), 1, 1), Cluster(1, BUSY), Implementation())
     attention = next(operator for operator in block.operators if operator.name == "attention")
@@ -202,14 +218,79 @@ def test_experts_are_reached_by_an_all_to_all_there_and_back_and_it_is_slower_be
 
 def test_gradients_hide_behind_the_backward_pass_if_it_is_long_enough_and_the_code_lets_them() -> None:
     shape, cluster = gpt(24, 1024, 16, seq_len=256), parse_cluster("64xA100-80GB")
-    patient = replace(LEAVEN_BF16, pace=Pace(overlap=False))
+    patient = Implementation(pace=Pace(overlap=False))
     short, long, waiting = (
         step_time(shape, Arrangement(Layout(dp=64), micro_batch, 1), cluster, code).data_parallel
-        for micro_batch, code in ((1, LEAVEN_BF16), (128, LEAVEN_BF16), (128, patient))
+        for micro_batch, code in ((1, Implementation()), (128, Implementation()), (128, patient))
     )
     assert short > 0
     assert long == 0
     assert waiting > short
+
+
+def test_what_is_in_no_block_is_exchanged_after_the_backward_pass_and_in_a_pipeline_everything_is() -> None:
+    cluster = parse_cluster("64xH100")
+
+    def exposed(shape: ModelShape, **degrees: int) -> float:
+        how = Arrangement(Layout.model_validate(degrees), 4, 8)
+        return step_time(shape, how, cluster, LEAVEN_BF16).data_parallel
+
+    ends = 4 * (2 * LLAMA_8B.vocab_size + 1) * LLAMA_8B.d_model
+    assert exposed(LLAMA_8B, dp=64) == pytest.approx(all_reduce(ends, 64, 1, cluster))
+    # the first stage of two has as many blocks as the last, and an end
+    blocks, half = 4 * 16 * blueprint(LLAMA_8B).blocks[0].params, 4 * LLAMA_8B.vocab_size * LLAMA_8B.d_model
+    messages = 2 * 16 + 1  # of attention and of the MLP each one, and the end
+    assert exposed(LLAMA_8B, dp=32, pp=2) == pytest.approx(
+        all_reduce(blocks + half, 32, 1, cluster, messages), rel=1e-3
+    )
+
+
+@given(
+    st.sampled_from(["8xH100", "64xA100-80GB", "512xH100", "4096xH100"]),
+    st.sampled_from([256, 2048, 8192]),
+    st.sampled_from([1, 2, 16]),
+    st.sampled_from([LEAVEN_BF16, LLM_FOUNDRY, TORCHTITAN]),
+)
+def test_a_higher_zero_stage_exchanges_no_less(gpus: str, seq_len: int, m: int, code: Implementation) -> None:
+    shape, cluster = LLAMA_8B.model_copy(update={"seq_len": seq_len}), parse_cluster(gpus)
+    one, two, three = (
+        step_time(shape, Arrangement(Layout(dp=cluster.gpus, zero=zero), 1, m), cluster, code).data_parallel
+        for zero in (1, 2, 3)
+    )
+    assert one <= two <= three + 1e-9
+    assert m > 1 or one == pytest.approx(two)
+
+
+def test_leaven_gathers_16_bits_of_blocks_and_fp32_of_the_ends_once_a_step_below_zero_3() -> None:
+    # wires so slow that compute hides nothing that matters; as docs/log.md counts, "What layouts put on the wires"
+    slow = Cluster(16, replace(ROUND, network_gb_s=1e-3))
+    ends = (2 * LLAMA_8B.vocab_size + 1) * LLAMA_8B.d_model
+    blocks, m = LLAMA_8B.params - ends, 3
+    share = 15 / 16 / (4e6 * LINK_SHARE)
+    for zero, scatters, gathers in ((1, 1, 1), (2, m, 1), (3, m, 2 * m)):
+        how = Arrangement(Layout(dp=16, zero=zero), 1, m)
+        # of ZeRO 3 the blocks travel twice a micro-batch, and the ends, which stay gathered, once
+        of_ends = scatters + (gathers + 1) // 2
+        bytes_moved = 4 * scatters * blocks + 2 * gathers * blocks + 4 * of_ends * ends
+        found = step_time(LLAMA_8B, how, slow, LEAVEN_BF16).data_parallel
+        assert found == pytest.approx(share * bytes_moved, rel=1e-3)
+
+
+@pytest.mark.parametrize(("zero", "moved"), [(0, 8), (1, 4 + 4)])
+def test_experts_are_exchanged_and_updated_over_the_ranks_that_have_the_same(zero: int, moved: int) -> None:
+    model, slow = published_blueprint(find_run("deepseek-v3").arch, 4096), replace(ROUND, network_gb_s=1e-3)
+    code, cluster = Implementation(), Cluster(64, slow)
+    experts = sum(block.experts for block in model)
+    for ep in (1, 4, 16):
+        how = Arrangement(Layout(dp=64, ep=ep, zero=zero), 1, 1)
+        dense = stage_parameters(model, how.layout, 0) - experts / ep
+        found = step_time(model, how, cluster, code)
+        sharers, of_experts = (64, 64 // ep) if zero else (1, 1)
+        assert found.optimizer == pytest.approx(2 * 16 * (dense / sharers + experts / ep / of_experts) / 1e12)
+        # a node of four has as many adapters as members of a group in it
+        of_dense = 63 / 64 * dense / (4e6 * LINK_SHARE)
+        apart = (64 // ep - 1) / (64 // ep) * experts / ep / (max(1, 4 // ep) * 1e6 * LINK_SHARE)
+        assert found.data_parallel == pytest.approx(moved * (of_dense + apart), rel=1e-3)
 
 
 def test_messages_of_25_mib_over_512_gpus_cost_more_latency_than_one() -> None:

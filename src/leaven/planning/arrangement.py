@@ -16,9 +16,10 @@ from leaven.recipe.shape import ModelShape
 
 _NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "dp_replicate", "stages_per_rank")
 _WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
+_SWITCHES = {"compile": {"true": True, "false": False}}
 # Of one forward on one rank, where it is free: the most of 131 published rows of MPT, 64 sequences of 1,024.
 _MOST_TOKENS = 65_536
-_KEYS = (*_NUMBERS, *_WORDS)
+_KEYS = (*_NUMBERS, *_WORDS, *_SWITCHES)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Arrangement:
         return (
             f"dp {dp} · tp {layout.tp} · pp {pp}{cp} · zero {layout.zero} · micro-batch {self.micro_batch}"
             f" · accumulate {self.grad_accumulation} · recompute {layout.recompute}"
+            + (" · compiled" if layout.compile else "")
         )
 
 
@@ -76,7 +78,9 @@ def parse_keys(text: str) -> dict[str, Any]:
             raise InputError(f"layout {text!r}: {item!r} has no whole number; write for example {key}=1")
         if key in _WORDS and not value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write for example {_WORDS[key]}")
-        values[key] = int(value) if key in _NUMBERS else value
+        if key in _SWITCHES and value not in _SWITCHES[key]:
+            raise InputError(f"layout {text!r}: {item!r} is neither on nor off; write {key}=true or {key}=false")
+        values[key] = int(value) if key in _NUMBERS else _SWITCHES.get(key, {}).get(value, value)
     if values.get("mbs") == 0:
         raise InputError(f"layout {text!r}: mbs=0 is no micro-batch; write mbs=1 or leave it out")
     return values
@@ -97,15 +101,15 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
         raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
 
 
-def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
+def parse_layout(text: str, gpus: int, *, compile: bool = False) -> tuple[Layout, int | None]:
     """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
 
-    What is left out has its default; ``dp`` takes the GPUs that tp, pp and cp leave.
+    What is left out has its default, ``compile`` the one given; ``dp`` takes the GPUs that tp, pp and cp leave.
 
     Raises:
         InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
     """
-    values = parse_keys(text)
+    values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
     rest = math.prod(values.get(key, 1) for key in ("tp", "pp", "cp"))
     if "dp" not in values and rest and gpus % rest == 0:
@@ -121,7 +125,7 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
 def written(layout: Layout) -> str:
     """A layout as ``--layout`` takes it, without what is default."""
     values = layout.model_dump(exclude_defaults=True)
-    return ",".join(f"{key}={values[key]}" for key in _KEYS if key in values)
+    return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
 
 
 def degrees(layout: Layout) -> str:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from leaven.planning.pace import MEGATRON_DEEPSPEED_PACE, MEGATRON_PACE, NANOTRON_PACE, Pace
+from leaven.planning.pace import (
+    FSDP_PACE,
+    LEAVEN_PACE,
+    MEGATRON_DEEPSPEED_PACE,
+    MEGATRON_PACE,
+    NANOTRON_PACE,
+    Pace,
+)
 
 Selective = Literal["core", "products"]
 Balance = Literal["weight", "number", "work"]
@@ -99,6 +106,7 @@ LEAVEN_BF16 = Implementation(
     unembedding=4,
     sequence_parallel=True,
     gathered_inputs=True,
+    pace=LEAVEN_PACE,
 )
 
 # Megatron-LM of 2022: fp16 weights, fp32 master weights and Adam, gradients accumulated in fp32; sequence parallelism
@@ -162,7 +170,7 @@ NANOTRON = Implementation(
 # llm-foundry on torch's FSDP: fp32 weights and Adam in shards, all computed and reduced in bf16 ("PURE"), flash
 # attention, a fused cross-entropy (its default) that reads logits in bf16 and writes their gradient; the ends belong
 # to the root unit, which stays gathered.
-LLM_FOUNDRY = Implementation(shards_weights_from=1, exchange=4, gathered_ends=2, logit=4)
+LLM_FOUNDRY = Implementation(shards_weights_from=1, exchange=4, gathered_ends=2, logit=4, pace=FSDP_PACE)
 
 # torchtitan on FSDP2, December 2024: fp32 weights and Adam in shards, gradients reduced in fp32, torch's
 # cross-entropy on whole logits: in bf16, in fp32, their log-softmax and its gradient. Over tensor ranks ("loss
@@ -180,4 +188,5 @@ TORCHTITAN = Implementation(
     sharded_logit=18,
     balance="number",
     fixed_gib=0.0,
+    pace=FSDP_PACE,
 )

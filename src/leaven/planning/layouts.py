@@ -62,7 +62,7 @@ class Job:
     """What is to be laid out: a model, its batch, a cluster, and the code that trains it.
 
     ``micro_batch`` where it is not free; ``smallest_tokens``: the batch that a ramp begins with; ``by_leaven``: only
-    what leaven's own trainer has is a choice, the rest is told.
+    what leaven's own trainer has is a choice, the rest is told; ``compile``: blocks are compiled in every layout.
     """
 
     model: ModelShape | Blueprint
@@ -72,6 +72,7 @@ class Job:
     smallest_tokens: int | None = None
     code: Implementation = LEAVEN_BF16
     by_leaven: bool = True
+    compile: bool = False
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """A layout with every micro-batch. Raises InputError as :func:`arrangement.arrangements`."""
@@ -155,6 +156,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     too_large: list[tuple[Arrangement, Memory]] = []
     refusal: InputError | None = None
     evaluations = 0
+    fixed = {"compile": job.compile} | dict(fixed or {})
     for layout in layouts(job.model, job.cluster, job.code, fixed):
         try:
             possible = job.arrangements(layout)
@@ -235,7 +237,7 @@ def _kinds(
                 yield Layout.model_validate(
                     degrees
                     | {"ep": ep, "zero": zero, "dp_replicate": replicate, "recompute": recompute}
-                    | {"schedule": schedule, "stages_per_rank": v}
+                    | {"schedule": schedule, "stages_per_rank": v, "compile": fixed.get("compile", False)}
                 )
             except ValidationError:  # what was fixed does not go with the rest
                 assert fixed

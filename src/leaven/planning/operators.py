@@ -24,7 +24,9 @@ STREAMED = 0.85
 FLASH = 0.85
 # Products whose widths are no multiple of 64 elements (128 bytes): BLOOM's prequel, line 582 (h 14,400 at tp 8).
 UNALIGNED = 0.75
-# Nor of 8 (16 bytes): hardly any tensor cores. Line 833 (heads of 108) against 831.
+# Nor of 8 (16 bytes). Of one pair of rows alone, line 833 (heads of 108, a multiple of 4) against 831 (of 216), of
+# batched products of scores on an A100. That wide ones (d_ff 14,337 for 14,336) lose as much is taken over and not
+# measured: cuBLAS from 11 on has tensor cores for them too, less efficient ones, and no published row says how much.
 MISALIGNED = 0.15
 # Seconds that a kernel takes at least.
 LAUNCH = 5e-6
@@ -42,6 +44,9 @@ class Operator:
     forward: float
     backward: float
     weight: float = 0.0
+
+    def times(self, factor: float) -> "Operator":
+        return Operator(self.name, factor * self.forward, factor * self.backward, factor * self.weight)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def stream_seconds(size: float, accelerator: Accelerator) -> float:
 
 @cache
 def block_operators(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> tuple[Operator, ...]:
-    """What one block does with a rank's part of a micro-batch."""
+    """What one block does with a rank's part of a micro-batch, in the time that a code takes for it."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
@@ -96,7 +101,7 @@ def block_operators(block: Block, work: Work, accelerator: Accelerator, code: Im
         turned = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
         seconds = stream_seconds(turned, accelerator)
         found.append(Operator("positions", seconds, seconds))
-    return tuple(found)
+    return tuple(operator.times(code.pace.slower) for operator in found)
 
 
 def _together(block: Block) -> list[tuple[Matmul, ...]]:

@@ -12,7 +12,9 @@ DDP_BUCKET = 25 * 2**20
 @dataclass(frozen=True)
 class Pace:
     """``products``: the dtype of a block's products. ``fused``: its elementwise operators are, without a compiler
-    too. ``overlap``: gradients are exchanged during the last backward pass, in messages of ``message`` bytes.
+    too. ``overlap``: gradients are exchanged during the last backward pass, in messages of ``message`` bytes, or as
+    torch's FSDP2 does: each of the ``units`` of a block by itself, at every ZeRO stage, and after it the root unit of
+    what is in no block; below ZeRO 2 a pipeline exchanges all of them after it.
     ``behind_products``: tensor ranks exchange in as many pieces as there are ranks, and all pieces but the first
     during the product. ``shared_nics``: the rings of a group go over all network adapters of a node, not over one.
     ``slower``: the factor to its blocks that no operator explains."""
@@ -21,6 +23,7 @@ class Pace:
     fused: bool = False
     overlap: bool = True
     message: float = DDP_BUCKET
+    units: int = 0
     behind_products: bool = False
     shared_nics: bool = True
     slower: float = 1.0
@@ -36,3 +39,6 @@ MEGATRON_DEEPSPEED_PACE = Pace(fused=True, overlap=False, message=math.inf, slow
 # arXiv 2104.04473, table 2, want.
 DEEPSPEED_ZERO3_PACE = Pace(fused=True, message=math.inf, shared_nics=False)
 NANOTRON_PACE = Pace(overlap=False)
+# leaven cuts a block into its attention and its MLP (distributed/parallelise.py).
+LEAVEN_PACE = Pace(units=2)
+FSDP_PACE = Pace(units=1)

@@ -289,6 +289,7 @@ def _point(candidate: Candidate) -> dict[str, Any]:
 def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
     """Plan a recipe on ``64xH100-80GB``, in a layout written ``tp=8,pp=12,zero=1,mbs=2`` or in the best one.
 
+    Blocks are compiled in either if they are in the recipe's own layout and nothing else is written.
     fp16 is planned as bf16 is: every accelerator has the same peak for both. ``moments`` of another optimiser than
     Adam are planned, and not trained.
 
@@ -296,12 +297,21 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: M
         InputError: as :func:`plan_job`, and for a recipe in fp32 on an accelerator whose peak in fp32 is not known.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
-    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
+    compiled = recipe.layout.compile
+    asked, micro_batch = parse_layout(layout, cluster.gpus, compile=compiled) if layout else (None, None)
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
     code = code if moments == "adam" else with_moments(code, moments)
-    job = Job(recipe.model, recipe.batch.tokens, cluster, micro_batch, smallest, code)
+    job = Job(
+        recipe.model,
+        recipe.batch.tokens,
+        cluster,
+        micro_batch,
+        smallest,
+        code,
+        compile=asked.compile if asked else compiled,
+    )
     return plan_job(job, recipe.data.tokens, asked, recipe.batch)
 
 
@@ -346,6 +356,7 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
         micro_batch,
         code=_MEGATRON_FLASH if moments == "adam" else with_moments(_MEGATRON_FLASH, moments),
         by_leaven=False,
+        compile=asked is not None and asked.compile,
     )
     return plan_job(job, run.tokens, asked)
 
@@ -377,7 +388,9 @@ def plan(
     Raises:
         InputError: as :func:`plan_job`.
     """
-    return plan_job(Job(model, batch_tokens, cluster, micro_batch, smallest_tokens, code), tokens, layout)
+    compiled = layout is not None and layout.compile
+    job = Job(model, batch_tokens, cluster, micro_batch, smallest_tokens, code, compile=compiled)
+    return plan_job(job, tokens, layout)
 
 
 def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> Plan:

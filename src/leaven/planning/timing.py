@@ -2,9 +2,14 @@
 
 A block is its operators (operators.py) and what its ranks exchange (collectives.py). Gathers and scatters of ZeRO 2
 and 3 hide behind the compute of their own micro-batch, and the gradients of ZeRO 0 and 1, in code that overlaps them,
-behind the last backward pass. Stragglers, congestion and the host's own slowness are not modelled.
+behind the last backward pass. Where weights are in shards from ZeRO 1 on, they are gathered as products read them:
+under ZeRO 1 and 2 once a step, behind its first forward pass, and under 3 for every pass. Else they are gathered as
+they are kept, after the update. The root unit waits: nothing is computed before it is there, and its gradients come
+last.
+Stragglers, congestion and the host's own slowness are not modelled.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -17,7 +22,7 @@ from leaven.planning.collectives import all_reduce, all_to_all, hop, one_nic, ri
 from leaven.planning.hardware import Cluster
 from leaven.planning.implementations import LEAVEN_BF16, Implementation
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
-from leaven.planning.stages import rank_layers, stage_parameters
+from leaven.planning.stages import end_parameters, rank_blocks, rank_layers, stage_parameters
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -87,10 +92,10 @@ def _block_time(
     for block, count in table.kinds:
         share = count / table.n_layers
         operators = block_operators(block, work, accelerator, code)
-        once = code.pace.slower * sum(operator.forward for operator in operators)
+        once = sum(operator.forward for operator in operators)
         again = _again(operators, once, recompute, code)
         forward += share * once
-        backward += share * (code.pace.slower * sum(operator.backward for operator in operators) + again)
+        backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
         passes = 3 if recompute == "full" else 2  # the forward pass may be there twice
         exchanged += share * passes * _exchange(block, work, accelerator, code)
@@ -134,18 +139,29 @@ def _exchange(block: Block, work: Work, accelerator: Accelerator, code: Implemen
 
 @dataclass(frozen=True)
 class _Stage:
-    """Blocks of the ranks of a pipeline that have most, and of the last; parameters of the rank that has most."""
+    """Blocks of the ranks of a pipeline that have most, and of the last; parameters of the rank that has most, in
+    blocks but for routed experts, in these, and in no block."""
 
     most: int
     last: int
-    parameters: float
+    blocks: float
+    experts: float
+    ends: float
+
+    @property
+    def parameters(self) -> float:
+        return self.blocks + self.experts + self.ends
 
 
 @cache
 def _stages(table: Blueprint, layout: Layout, code: Implementation) -> _Stage:
-    ranks = range(layout.pp)
+    ranks, t, v = range(layout.pp), layout.tp, layout.stages_per_rank
     counts = [rank_layers(table, layout, rank, code) for rank in ranks]
-    return _Stage(max(counts), counts[-1], max(stage_parameters(table, layout, rank, code) for rank in ranks))
+    parameters, rank = max((stage_parameters(table, layout, rank, code), rank) for rank in ranks)
+    held = rank_blocks(table, layout.pp, v, rank, code.balance)
+    experts = sum(count * block.experts for block, count in held) / (t * layout.ep)
+    ends = end_parameters(table, t, first=rank == 0, last=rank == layout.pp - 1)
+    return _Stage(max(counts), counts[-1], parameters - experts - ends, experts, ends)
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> float:
@@ -205,38 +221,63 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementa
     if layout.schedule == "zero-bubble":
         idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
-    sharers = layout.dp * layout.cp // layout.dp_replicate if layout.zero else 1
+    share = stage.parameters
+    if layout.zero:  # experts have the fewer copies, the fewer ranks share one (planning/memory.py)
+        sharers = layout.dp * layout.cp // layout.dp_replicate
+        share = (stage.blocks + stage.ends) / sharers + stage.experts / max(1, sharers // layout.ep)
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * exchanged,
         pipeline=m * transfer,
         bubble=(p - 1) * idle / layout.stages_per_rank,
-        data_parallel=_data_parallel(how, cluster, code, stage, n * block.forward),
-        optimizer=2 * stage.parameters / sharers * states / bandwidth,
+        data_parallel=_data_parallel(
+            how, cluster, code, stage, forward=n * block.forward, backward=n * block.backward
+        ),
+        optimizer=2 * share * states / bandwidth,
     )
 
 
-def _data_parallel(how: Arrangement, cluster: Cluster, code: Implementation, stage: _Stage, forward: float) -> float:
-    """Seconds a step of data-parallel exchange that no compute hides; ``forward`` of the stage, one micro-batch."""
+def _data_parallel(
+    how: Arrangement, cluster: Cluster, code: Implementation, stage: _Stage, *, forward: float, backward: float
+) -> float:
+    """Seconds a step of data-parallel exchange that no compute hides; ``forward`` and ``backward`` are those of the
+    stage, one micro-batch."""
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
     if not code.pace.shared_nics:
         cluster = one_nic(cluster)
-    sharers, backward = ranks // layout.dp_replicate, 2 * forward
-    hidden = backward if code.pace.overlap else 0.0
-    grads, weights = stage.parameters * (code.accumulation or code.grads), stage.parameters * code.weights
-    messages = ceil(grads / code.pace.message)
+    tp, ep, often = layout.tp, layout.ep, layout.zero > 1
+    sharers = ranks // layout.dp_replicate
+    expert_sharers = max(1, sharers // ep)
+    each, units = code.accumulation or code.grads, code.pace.units * stage.most
+    # The ends are the root unit's, or else in the messages.
+    ends, blocks = (stage.ends, stage.blocks) if units else (0.0, stage.blocks + stage.ends)
+    messages = units or (stage.most if often else ceil(each * (blocks + stage.experts) / code.pace.message))
+    hidden = backward if often or (code.pace.overlap and not (units and layout.pp > 1)) else 0.0
+
+    def over(collective: Callable[..., float], of_each: float) -> float:
+        """Of the blocks; the ranks of ``ep`` have different experts."""
+        of_experts = collective(of_each * stage.experts, expert_sharers, tp * ep, cluster, messages)
+        return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if stage.experts else 0.0)
+
     if layout.zero == 0:
-        return max(0.0, all_reduce(grads, ranks, layout.tp, cluster, messages) - hidden)
+        last = all_reduce(each * ends, ranks, tp, cluster) if ends else 0.0
+        return last + max(0.0, over(all_reduce, each) - hidden)
     # Between replicas, of the share of each, once a step.
-    between = all_reduce(grads / sharers, layout.dp_replicate, layout.tp * sharers, cluster)
-    if layout.zero > 1:  # a message for every unit that a model is cut into, its blocks
-        messages, hidden = stage.most, backward
-    scatter = ring(grads, sharers, layout.tp, cluster, messages)
+    between = all_reduce(each * (blocks + ends) / sharers, layout.dp_replicate, tp * sharers, cluster)
+    if stage.experts:
+        between += all_reduce(
+            each * stage.experts / expert_sharers, ranks // ep // expert_sharers, tp * ep * expert_sharers, cluster
+        )
+    scatter = over(ring, each)
+    root = ring(each * ends, sharers, tp, cluster) if ends else 0.0
+    cut = layout.zero >= code.shards_weights_from
+    copy = (code.compute_copy if cut else 0) or code.weights
+    gather = over(ring, copy)
+    first = ring(ends * (code.gathered_ends or copy), sharers, tp, cluster) if ends else 0.0
     if layout.zero == 3:
-        copy = stage.parameters * (code.compute_copy or code.weights)
-        fetch = ring(copy, sharers, layout.tp, cluster, messages)
-        return m * (max(0.0, fetch - forward) + max(0.0, fetch + scatter - backward)) + between
-    gather = ring(weights, sharers, layout.tp, cluster, messages)
-    return (m if layout.zero == 2 else 1) * max(0.0, scatter - hidden) + between + gather
+        exposed = max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
+        return m * (exposed + first + root) + between
+    fetched = first + max(0.0, gather - (forward if cut else 0.0))  # once: weights stay until the last backward pass
+    return (m if often else 1) * (max(0.0, scatter - hidden) + root) + between + fetched
