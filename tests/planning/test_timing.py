@@ -293,6 +293,29 @@ def test_experts_are_exchanged_and_updated_over_the_ranks_that_have_the_same(zer
         assert found.data_parallel == pytest.approx(moved * (of_dense + apart), rel=1e-3)
 
 
+def test_replicas_exchange_units_once_a_step_with_the_last_backward_pass() -> None:
+    layout, shape, fast = (
+        Layout(dp=16, zero=2, dp_replicate=4),
+        gpt(4, 1024, 8, seq_len=64),
+        replace(ROUND, link_gb_s=1e6),
+    )
+
+    def exchanged(m: int, cluster: Cluster) -> float:
+        return step_time(shape, Arrangement(layout, 1, m), cluster, LEAVEN_BF16).data_parallel
+
+    # four ranks a node share, and each has a quarter of the gradients to exchange with three others
+    quiet, slow = Cluster(16, fast), Cluster(16, replace(fast, network_gb_s=1e-3))
+    moved = 2 * 3 / 4 * 4 * shape.params / 4
+    for m in (1, 3):
+        found = exchanged(m, slow) - exchanged(m, quiet)
+        assert found == pytest.approx(moved / (1e6 * LINK_SHARE), rel=0.01)
+    # what is short enough hides, but for the ends
+    long = Arrangement(layout, 512, 1)
+    ends = 4 * (shape.vocab_size + 2) * 1024 / 4
+    some = step_time(shape, long, Cluster(16, fast), LEAVEN_BF16).data_parallel
+    assert some == pytest.approx(all_reduce(ends, 4, 4, Cluster(16, fast)), rel=0.25)
+
+
 def test_messages_of_25_mib_over_512_gpus_cost_more_latency_than_one() -> None:
     model = gpt(16, 2048, 32)
     how = Arrangement(Layout(dp=512, zero=1), 1, 1)

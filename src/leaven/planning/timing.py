@@ -262,22 +262,26 @@ def _data_parallel(
         return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if stage.experts else 0.0)
 
     if layout.zero == 0:
-        last = all_reduce(each * ends, ranks, tp, cluster) if ends else 0.0
-        return last + max(0.0, over(all_reduce, each) - hidden)
-    # Between replicas, of the share of each, once a step.
-    between = all_reduce(each * (blocks + ends) / sharers, layout.dp_replicate, tp * sharers, cluster)
+        root = all_reduce(each * ends, ranks, tp, cluster) if ends else 0.0
+        return root + max(0.0, over(all_reduce, each) - hidden)
+    # Between replicas, of the share of each, once a step: units as the last backward pass gives them.
+    between = all_reduce(each * blocks / sharers, layout.dp_replicate, tp * sharers, cluster, units or 1)
     if stage.experts:
-        between += all_reduce(
-            each * stage.experts / expert_sharers, ranks // ep // expert_sharers, tp * ep * expert_sharers, cluster
-        )
-    scatter = over(ring, each)
-    root = ring(each * ends, sharers, tp, cluster) if ends else 0.0
+        copies, stride = ranks // ep // expert_sharers, tp * ep * expert_sharers
+        between += all_reduce(each * stage.experts / expert_sharers, copies, stride, cluster, units or 1)
+    scatter, root, after = over(ring, each), 0.0, 0.0
+    if ends:
+        root = ring(each * ends, sharers, tp, cluster)
+        after = all_reduce(each * ends / sharers, layout.dp_replicate, tp * sharers, cluster)
     cut = layout.zero >= code.shards_weights_from
     copy = (code.compute_copy if cut else 0) or code.weights
     gather = over(ring, copy)
     first = ring(ends * (code.gathered_ends or copy), sharers, tp, cluster) if ends else 0.0
     if layout.zero == 3:
-        exposed = max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
-        return m * (exposed + first + root) + between
-    fetched = first + max(0.0, gather - (forward if cut else 0.0))  # once: weights stay until the last backward pass
-    return (m if often else 1) * (max(0.0, scatter - hidden) + root) + between + fetched
+        scatter += gather
+        fetched = m * (first + max(0.0, gather - forward))
+    else:  # once: weights stay until the last backward pass
+        fetched = first + max(0.0, gather - (forward if cut else 0.0))
+    times = m if often else 1
+    exposed = (times - 1) * max(0.0, scatter - hidden) + max(0.0, scatter + between - hidden)
+    return fetched + exposed + times * root + after
