@@ -56,11 +56,15 @@ class Landscape:
         return float(np.sum(2 * self.curvature * (np.sqrt(1 + (u / scale) ** 2) - 1)))
 
 
-def landscape(dimensions: int, seed: int) -> Landscape:
-    """The landscape of a seed; its start, at 0, is ``EXCESS`` nats above the optimum and ends without divergence."""
+def landscape(dimensions: int, seed: int, offset: float = 1.0) -> Landscape:
+    """The landscape of a seed; its start, at 0, is ``EXCESS`` nats above the optimum and ends without divergence.
+
+    ``offset``: how many octaves from the start the optimum typically is, along each multiplier.
+    """
     rng = np.random.default_rng([dimensions, seed])
     curvature = 10 ** rng.uniform(-2, 0, dimensions)
-    optimum = np.clip(rng.normal(0.0, 1.0, dimensions), -2, 2)
+    farthest = min(2 * offset, REACH - 0.5)
+    optimum = np.clip(rng.normal(0.0, offset, dimensions), -farthest, farthest)
     kind = np.arange(dimensions) % KINDS
     for k in range(KINDS):
         optimum[kind == k] -= np.average(optimum[kind == k], weights=curvature[kind == k])

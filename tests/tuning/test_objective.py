@@ -38,7 +38,7 @@ def test_every_method_gets_below_the_start(method: str) -> None:
     if method in {"cma", "gp"}:
         pytest.importorskip({"cma": "cmaes", "gp": "scipy"}[method])
     objective = Noisy(0.01)
-    found = search(objective, SPACE, trials=24, method=method, seed=2)
+    found = search(objective, SPACE, trials=18 if method == "gp" else 24, method=method, seed=2)
     assert objective.calls == len(found.trials) <= 24
     assert bowl(found.params) < bowl({"a": 0, "b": 0}) - 0.1
     assert found.params["b"] <= 1
