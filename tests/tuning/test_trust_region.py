@@ -107,6 +107,16 @@ def test_one_lucky_trial_is_not_believed() -> None:
     assert not np.array_equal(look(points, losses, 0.02).incumbent, points[worst])
 
 
+def test_a_run_that_blew_up_but_ended_is_a_cliff_and_does_not_bend_the_bowl() -> None:
+    points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
+    losses = valley(points)
+    blown = points[:, 3] > 0.8
+    clean, blew = look(points, np.where(blown, np.inf, losses), 0.01), look(points, np.where(blown, 90.0, losses), 0.01)
+    assert blown.any()
+    np.testing.assert_array_equal(blew.bowl.bottom, clean.bowl.bottom)
+    assert np.argmax(blew.cliffs.slopes) == 3
+
+
 def test_the_radius_grows_with_success_and_shrinks_with_failure() -> None:
     line = np.linspace(0, 1, 12)[:, None] * OPTIMUM
     down, up = look(line, valley(line), 0.01), look(line[::-1], valley(line[::-1]), 0.01)

@@ -40,6 +40,7 @@ GROW, SHRINK = 1.1, 0.97  # still where one in four succeeds: 1.1 * 0.97^3 = 1
 CHANGED = 0.5  # chance of each multiplier to move at all
 FARTHEST = 1.5  # octaves, of one multiplier in one step: draws have long tails
 RISK = 0.1  # the chance of divergence that a proposal may have
+OUTLIER = 10.0  # times the way from the median down to the lowest loss: what is that far above it fell off a cliff
 ROUNDS = 3  # without a gain beyond the noise, and it stops
 
 DIVERGED = "diverged"  # a trial's attribute
@@ -119,7 +120,7 @@ def region(points: Array, losses: Array, low: Array, high: Array, noise: float |
 
     Without ``noise`` it is estimated from trials of one point, and from what the bowl cannot follow.
     """
-    ended = np.isfinite(losses)
+    ended = np.isfinite(_without_outliers(losses))
     walls = cliffs.fit(points, ~ended)
     if not ended.any():
         # Nothing is known but what diverges: as if the start had some loss.
@@ -137,6 +138,15 @@ def region(points: Array, losses: Array, low: Array, high: Array, noise: float |
         if value < believed[incumbent] - shape.noise:
             incumbent = j
     return Region(points[incumbent], radius, shape, walls, len(points) - 1 - incumbent, low, high)
+
+
+def _without_outliers(losses: Array) -> Array:
+    """Infinite for what got away with a loss that no bowl holds: squares of it would drown all others."""
+    finite = losses[np.isfinite(losses)]
+    if len(finite) < 10:
+        return losses
+    median = np.median(finite)
+    return np.where(losses > median + OUTLIER * (median - finite.min()), np.inf, losses)
 
 
 def _repeated(points: Array, losses: Array) -> float:
