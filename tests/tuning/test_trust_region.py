@@ -111,7 +111,7 @@ def test_a_run_that_blew_up_but_ended_is_a_cliff_and_does_not_bend_the_bowl() ->
     points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
     losses = valley(points)
     blown = points[:, 3] > 0.8
-    clean, blew = look(points, np.where(blown, np.inf, losses), 0.01), look(points, np.where(blown, 90.0, losses), 0.01)
+    clean, blew = (look(points, np.where(blown, high, losses), 0.01) for high in (np.inf, 90.0))
     assert blown.any()
     np.testing.assert_array_equal(blew.bowl.bottom, clean.bowl.bottom)
     assert np.argmax(blew.cliffs.slopes) == 3
