@@ -1,6 +1,6 @@
 # `make demo`: the whole way on real text, about ten minutes. `make test`: the tests. CI runs them and
 # `make kills`. None takes input.
-.PHONY: demo test kills test-slow test-targets docs-starters clean
+.PHONY: demo test kills test-slow test-targets docs-starters docs-plan docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -44,6 +44,14 @@ test-targets: .venv-targets/installed
 # What docs/starters.md quotes of `leaven new`, as it is now.
 docs-starters: .venv/installed
 	$(BIN)/python benchmarks/starters.py
+
+# What README.md and docs/planning.md quote of `leaven plan`, as it is now.
+docs-plan: .venv/installed
+	$(BIN)/python benchmarks/quoted.py
+
+# The table and the picture of docs/planner-accuracy.md.
+docs-accuracy: .venv/installed
+	$(BIN)/python benchmarks/planner_accuracy.py --page; test $$? -lt 2
 
 clean:
 	rm -rf .venv .venv-targets .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

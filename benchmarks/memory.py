@@ -3,8 +3,8 @@
 On the processor, where every allocation and release is noted (torch.profiler) and nothing else has a place in the
 count: no context, no kernels' workspaces, no fragments. So the planner's fixed amount and its slack are left out too,
 and what is compared is its formulas. Of the rank that needs most; the second step, when all there ever is is there.
-With tensor parallelism a processor takes more than an accelerator would, for which the formulas are: torch's norms of
-DTensors are made of small steps there, each with something to keep.
+Real processes on a processor take more where they exchange something: gloo's own buffers are in the count. `leaven
+check memory` looks at any layout without them, and tests/distributed/test_dry_run.py holds it to real processes.
 """
 
 import os
@@ -22,19 +22,15 @@ from torch.profiler import ProfilerActivity, profile
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.world import joined
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.memory import LEAVEN_BF16, Memory, stage_memory
+from leaven.planning.memory import Memory, stage_memory
 from leaven.planning.trainable import micro_batches
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
+from leaven.verification.memory import tensors
 
 TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
 MIB = 2**20
-# A processor has fewer logits at once (model/loss.py); without autocast nothing is cast, but ranks gather.
-BARE = {
-    "bf16": (bf16 := replace(LEAVEN_BF16, logits_at_once=2**22, fixed_gib=0.0, slack=0.0)),
-    "fp32": replace(bf16, compute_copy=0, element=4, logit=8),
-}
 MODEL: dict[str, Any] = {
     "model.vocab_size": 4096,
     "model.n_layers": 8,
@@ -113,7 +109,8 @@ def predicted(recipe: Recipe, rank: int) -> Memory:
     layout, size = recipe.layout, recipe.batch.micro_batch
     assert isinstance(size, int)
     how = Arrangement(layout, size, micro_batches(recipe, recipe.batch.tokens, size))
-    return stage_memory(recipe.model, how, rank, BARE[recipe.precision.compute])
+    code = replace(tensors(recipe), logits_at_once=2**22)  # of a processor (model/loss.py)
+    return stage_memory(recipe.model, how, rank, code)
 
 
 def taken(recipe: Recipe, tokens: TokenSet) -> tuple[int, int]:

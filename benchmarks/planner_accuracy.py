@@ -1,132 +1,102 @@
-"""How far `leaven plan` is off on published measurements: `python benchmarks/planner_accuracy.py`.
+"""How far `leaven plan` is off on published measurements.
 
-Every row of `published/*.csv` is planned as it ran and compared. An error is predicted / measured - 1; "mean" is the
-mean of its absolute value, "bias" of itself, "worst" the one that is furthest off.
+    python benchmarks/planner_accuracy.py [TABLES.yaml ...] [--json] [--page]
+
+Every row of every table (of benchmarks/published where none is named) is planned as it ran and compared. Exit 1 when
+a bar is missed, 2 when a file cannot be read. An error of memory or time is predicted / measured - 1: "mean" is the
+mean of its absolute value, "bias" of itself, "low" the lowest. Errors of parameters, FLOPs, MFU and days are beyond
+the rounding of what is printed.
 """
 
-import csv
-from collections.abc import Iterator
+import argparse
+import json
+import sys
 from pathlib import Path
 
-from leaven.planning.arrangement import Arrangement
-from leaven.planning.flops import flops_per_token
-from leaven.planning.hardware import parse_cluster
-from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, worst_stage
-from leaven.planning.timing import step_time
-from leaven.recipe.layout import Layout
-from leaven.recipe.shape import ModelShape
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that it runs as a script too
 
-PUBLISHED = Path(__file__).parent / "published"
+from benchmarks.planner.judge import judge
+from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
+from benchmarks.planner.tables import read
+from benchmarks.planner.verdict import Verdict
 
-# Megatron-DeepSpeed of early 2022, without flash attention; fixed: the middle of the 3 to 6 GB seen with it. Its bf16
-# keeps gradients twice, in bf16 and in fp32.
-MEGATRON = {
-    "fp16": Implementation(
-        weights=2, grads=2, optimizer=12, compute_copy=0, flash_attention=False, even_stages=True, fixed_gib=4.5
-    ),
-    "bf16": Implementation(
-        weights=2, grads=6, optimizer=12, compute_copy=0, flash_attention=False, even_stages=True, fixed_gib=4.5
-    ),
-}
-NANOTRON = Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True)
+from leaven.recipe.errors import InputError
 
-
-def rows(table: str) -> Iterator[dict[str, str]]:
-    lines = (PUBLISHED / f"{table}.csv").read_text(encoding="utf-8").splitlines()
-    yield from csv.DictReader(line for line in lines if not line.startswith("#"))
-
-
-def gpt(row: dict[str, str], n_heads: int, vocab_size: int, seq_len: int, dropout: float) -> ModelShape:
-    d_model = int(row["d_model"])
-    return ModelShape(
-        n_layers=int(row["n_layers"]),
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        d_head=d_model // n_heads,
-        d_ff=4 * d_model,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        norm="layernorm",
-        activation="gelu",
-        positions="learned",
-        tied_embeddings=True,
-        bias=True,
-        dropout=dropout,
-    )
+PUBLISHED = Path(__file__).parent / "published" / "tables.yaml"
+_COLUMNS = (
+    ("rows", "rows", "{:d}"),
+    ("params", "params_err_max", "{:.2%}"),
+    ("FLOPs", "flops_err_max", "{:.2%}"),
+    ("MFU pt", "mfu_err_max_points", "{:.2f}"),
+    ("days", "days_err_max", "{:.1%}"),
+    ("memory", "memory_rows", "{:d}"),
+    ("mean", "memory_err_mean", "{:.1%}"),
+    ("bias", "memory_bias", "{:+.1%}"),
+    ("low", "memory_worst_low", "{:+.1%}"),
+    ("time", "time_rows", "{:d}"),
+    ("mean", "time_err_mean", "{:.1%}"),
+    ("OOM fits", "oom_called_fit", "{:d}"),
+    ("top 3", "best_in_top3", "{}"),
+)
 
 
-def ways(row: dict[str, str]) -> dict[str, int]:
-    return {name: int(row[name]) for name in ("dp", "tp", "pp")}
+def lines(verdicts: list[Verdict]) -> list[str]:
+    """The table that is printed, and under it what is not in its columns."""
+    width = max(len(verdict.table.id) for verdict in verdicts)
+    found = [f"{'table':<{width}}" + "".join(f"{head:>9}" for head, _, _ in _COLUMNS)]
+    for verdict in verdicts:
+        values = verdict.to_json()
+        cells = ("" if values[key] is None else form.format(values[key]) for _, key, form in _COLUMNS)
+        found.append(f"{verdict.table.id:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
+    found = [line.rstrip() for line in found]
+    for verdict in verdicts:
+        notes = list(_notes(verdict))
+        if notes:
+            found += ["", verdict.table.id, *(f"  {note}" for note in notes)]
+    return found
 
 
-def bloom() -> tuple[list[float], list[float]]:
-    """Errors of the step time, and of the memory where the source has it."""
-    time, memory = [], []
-    for row in rows("bloom"):
-        shape = gpt(row, int(row["n_heads"]), 250_880, 2048, dropout=0.1)
-        layout, micro_batch = Layout(**ways(row), zero=1, recompute="full"), int(row["micro_batch"])
-        how = Arrangement(layout, micro_batch, int(row["batch"]) // layout.dp // micro_batch)
-        cluster, code = parse_cluster(f"{layout.ranks}xA100-80GB"), MEGATRON[row["precision"]]
-        time.append(step_time(shape, how, cluster, code).step / float(row["seconds"]) - 1)
-        if row["memory_gb"]:
-            memory.append(worst_stage(shape, how, code).total / 1e9 / float(row["memory_gb"]) - 1)
-    return time, memory
-
-
-def mpt() -> tuple[list[float], int]:
-    """Errors of the step time, and how many of the rows, which all ran, are counted above 80 GB."""
-    time, above = [], 0
-    for row in rows("mpt"):
-        # The heads are not in the table; with a flash kernel nothing here depends on them.
-        shape = gpt(row, int(row["d_model"]) // 64, 50_368, int(row["seq_len"]), dropout=0)
-        layout = Layout.model_validate({"dp": int(row["gpus"]), "zero": 3, "recompute": row["recompute"]})
-        how = Arrangement(layout, int(row["micro_batch"]), int(row["grad_accumulation"]))
-        step = step_time(shape, how, parse_cluster(f"{layout.dp}xA100-80GB")).step
-        measured = how.micro_batch * how.grad_accumulation * shape.seq_len / float(row["tokens_per_second_and_gpu"])
-        time.append(step / measured - 1)
-        above += worst_stage(shape, how, LEAVEN_BF16).total > 80 * GIB
-    return time, above
-
-
-def nanotron() -> tuple[list[float], list[float]]:
-    """Errors of the step time and of the memory."""
-    time, memory = [], []
-    for row in rows("nanotron"):
-        d_model, n_heads = int(row["d_model"]), int(row["n_heads"])
-        shape = ModelShape(
-            n_layers=int(row["n_layers"]),
-            d_model=d_model,
-            n_heads=n_heads,
-            n_kv_heads=n_heads,
-            d_head=d_model // n_heads,
-            d_ff=int(row["d_ff"]),
-            vocab_size=131_072,
-            seq_len=4096,
-            tied_embeddings=row["tied"] == "true",
+def _notes(verdict: Verdict) -> list[str]:
+    notes = [f"{verdict.identities} identities checked"] if verdict.identities else []
+    for kind in ("memory", "time"):
+        points = [point for point in verdict.points if point.kind == kind]
+        if points:
+            worst = max(points, key=lambda point: abs(point.error))
+            notes.append(f"{kind}: worst {worst.error:+.0%} at {worst.where}")
+    if verdict.bubbles:
+        notes.append(f"bubble: within {max(verdict.bubbles):.2%} of one slope in {len(verdict.bubbles)} layouts")
+    if verdict.groups:
+        notes.append(
+            f"measured best is of the three best predicted in {sum(verdict.groups)} of {len(verdict.groups)}"
         )
-        layout = Layout.model_validate(ways(row) | {"zero": int(row["zero"])})
-        how = Arrangement(layout, int(row["micro_batch"]), int(row["grad_accumulation"]))
-        cluster = parse_cluster(f"{layout.ranks}xH100-80GB")
-        flops = flops_per_token(shape) * 2**20 / cluster.gpus
-        measured = flops / (float(row["mfu_percent"]) / 100 * 989e12)
-        time.append(step_time(shape, how, cluster, NANOTRON).step / measured - 1)
-        memory.append(worst_stage(shape, how, NANOTRON).total / GIB / float(row["memory_gb"]) - 1)
-    return time, memory
+    if verdict.ran_called_too_large:
+        notes.append(f"ran and called too large: {len(verdict.ran_called_too_large)} of {verdict.ran}")
+    notes += [f"ran out of memory and called fitting: {where}" for where in verdict.oom_called_fit]
+    notes += [f"not used: {why} ({count})" for why, count in sorted(verdict.unused.items())]
+    notes += [f"left out, {anomaly}" for anomaly in verdict.anomalies]
+    return notes + [f"MISSED {bar}" for bar in verdict.missed()]
 
 
-def line(table: str, quantity: str, errors: list[float]) -> str:
-    mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
-    worst = max(errors, key=abs)
-    return f"{table:<10}{quantity:<10}{len(errors):>4}{mean:>8.1%}{bias:>+8.1%}{worst:>+8.1%}"
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="How far the planner is off on published tables.")
+    parser.add_argument("tables", nargs="*", type=Path, default=[PUBLISHED], help="YAML files; default: those beside")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and its picture anew")
+    parser.add_argument("--json", action="store_true", help="one JSON document: {table: {...}}")
+    asked = parser.parse_args(arguments)
+    try:
+        verdicts = [judge(table) for path in asked.tables for table in read(path)]
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if asked.page:
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), "\n".join(lines(verdicts))), encoding="utf-8")
+        PICTURE.write_text(picture(verdicts), encoding="utf-8")
+    elif asked.json:
+        print(json.dumps({verdict.table.id: verdict.to_json() for verdict in verdicts}, indent=1))
+    else:
+        print("\n".join(lines(verdicts)))
+    return int(any(verdict.missed() for verdict in verdicts))
 
 
 if __name__ == "__main__":
-    (bloom_time, bloom_memory), (mpt_time, above), (nano_time, nano_memory) = bloom(), mpt(), nanotron()
-    print(f"{'table':<10}{'quantity':<10}{'rows':>4}{'mean':>8}{'bias':>8}{'worst':>8}")
-    print(line("BLOOM", "time", bloom_time))
-    print(line("MPT", "time", mpt_time))
-    print(line("nanotron", "time", nano_time))
-    print(line("BLOOM", "memory", bloom_memory))
-    print(line("nanotron", "memory", nano_memory))
-    print(f"MPT: {above} of {len(mpt_time)} rows, which all ran in 80 GB, are counted above it")
+    sys.exit(main())

@@ -221,16 +221,20 @@ def test_nothing_is_neither_near_nor_lawful(verb: tuple[str, ...]) -> None:
 
 def test_plan(recipe: str) -> None:
     found = document("plan", recipe, "--gpus", "8xH100-80GB")
-    assert list(found) == ["layout", "memory", "speed", "days", "gpu_hours", "flops_convention", "alternatives"]
+    assert list(found)[:7] == ["layout", "memory", "speed", "days", "gpu_hours", "flops_convention", "alternatives"]
     assert found["memory"]["fits"] is True
     text = run("plan", recipe, "--gpus", "8xH100-80GB", "--layout", "tp=2,zero=1,mbs=4")
     assert "dp 4 · tp 2 · pp 1 · zero 1 · micro-batch 4 · accumulate 32 · recompute none" in text
-    assert [line.split("  ")[0] for line in text.splitlines()][:3] == ["layout", "memory / GPU", "speed"]
+    assert [label for line in text.splitlines() if (label := line[:14].strip())][:3] == [
+        "layout",
+        "memory / GPU",
+        "speed",
+    ]
 
 
 def test_plan_says_what_it_cannot_do(recipe: str) -> None:
     with pytest.raises(InputError, match=r"--set precision\.compute=bf16"):
-        run("plan", recipe, "--gpus", "8xH100", "--set", "precision.compute=fp32")
+        run("plan", recipe, "--gpus", "8xTPUv4", "--set", "precision.compute=fp32")
     with pytest.raises(InputError, match="tp of 1, 2 or 4 works"):
         run("plan", recipe, "--gpus", "8xH100", "--layout", "tp=8")
     with pytest.raises(InputError, match="divide over dp 8 x micro-batch 3"):

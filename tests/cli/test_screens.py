@@ -159,17 +159,6 @@ def test_what_all_rows_share_is_told_once_where_even_narrow_gaps_do_not_do() -> 
     assert _printed(table, 10) == ["one three", "  1  0.9", "  2  0.95", "all rows: two 0.25"]
 
 
-@widths
-def test_a_plan_is_folded_between_its_parts(read: Read, width: int, tiny_file: Path) -> None:
-    lines = read(width, "plan", tiny_file, "--gpus", "8xH100-80GB", "--set", "precision.compute=bf16")
-    labels = [line[:14].strip() for line in lines if line[:14].strip()]
-    assert labels == ["layout", "memory / GPU", "speed", "not compute", "budget", "next best", "accuracy"]
-    assert all(line[12:14] == "  " for line in lines)
-    text = " · ".join(line[14:] for line in lines)
-    for part in ("micro-batch 1", "activations 0.0", "s a step", "tokens/s/GPU", "of the step"):
-        assert part in text
-
-
 def test_facts_fold_between_parts_and_long_parts_between_words() -> None:
     facts = Facts([("a", ["one two", Text("three")]), ("long", ["four five six seven eight nine ten"])])
     assert _printed(facts, 30) == [
@@ -191,7 +180,10 @@ def test_without_a_terminal_output_is_120_wide_and_plain(monkeypatch: pytest.Mon
 
 
 QUANTITY = "is not a quantity; write for example 7B, 2.5T, 500M, 64k or 32_768"
-VERBS = "laws, new, show, transfer, plan, tune, train, sample, bench, report, demo, recipes, check, export, import"
+VERBS = (
+    "laws, new, show, transfer, plan, hardware, tune, train, sample, bench, report, demo, recipes, check, export, "
+    "import"
+)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +201,6 @@ VERBS = "laws, new, show, transfer, plan, tune, train, sample, bench, report, de
             "--tokens is missing; type: leaven laws --params COUNT --tokens COUNT",
         ),
         ("recipes diff a", "B is missing; type: leaven recipes diff A B"),
-        ("plan x.toml", "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
         ("plan x.toml --layuot a", "no such option: --layuot; did you mean --layout?"),
         ("laws --params", "--params requires an argument"),
         ("train a b", "got unexpected extra argument(s) (b); type: leaven train RECIPE"),

@@ -6,6 +6,7 @@ import pytest
 from benchmarks.bubble import MICRO_BATCHES, RANKS, SCHEDULES, Pass, alive, order, small, theory, traced
 from tests.distributed.pool import Pool
 
+from leaven.planning.schedule import order as planned
 from leaven.recipe.recipe import Recipe
 
 
@@ -18,6 +19,9 @@ def test_bubble_is_that_of_theory(name: str, ranks: Pool, tiny: Recipe) -> None:
         assert 0 < found < expected
     else:
         assert found == Fraction(expected).limit_denominator(1000)
+    for rank, mine in enumerate(passes):  # what was run is what the planner draws and counts
+        seen = [(each.kind, each.stage, each.micro_batch) for each in mine]
+        assert seen == planned(recipe.layout, rank, MICRO_BATCHES)
 
 
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_ahead(ranks: Pool, tiny: Recipe) -> None:

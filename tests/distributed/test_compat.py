@@ -2,12 +2,15 @@
 
 import inspect
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.pool import Pool
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -18,7 +21,9 @@ from leaven.distributed.compat import (
     local_place,
     pretend,
     quiet_about_views,
+    resizes_seen,
     scattered_sum,
+    shapes_apart,
     stage_backward,
 )
 from leaven.distributed.lean_stage import LeanStage
@@ -87,6 +92,39 @@ def test_stage_backward_gives_the_inputs_gradients_and_adds_to_the_parameters() 
     torch.testing.assert_close(found, expected_x)
     assert w.grad is not None
     torch.testing.assert_close(w.grad, expected_w)
+
+
+def test_resizes_are_seen_until_one_stops_looking() -> None:
+    storage, told = torch.ones(4).untyped_storage(), list[int]()
+    with resizes_seen(lambda storage: told.append(storage.nbytes())):
+        storage.resize_(0)
+        storage.resize_(32)
+    storage.resize_(8)
+    assert told == [0, 32]
+
+
+def propagated() -> list[int]:
+    """How often something is set apart: of an operation that is new to DTensor, and of one that it knows."""
+    pretend(0, 2)
+    times = [0]
+
+    @contextmanager
+    def count() -> Iterator[None]:
+        times[-1] += 1
+        yield
+
+    x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with FakeTensorMode(allow_non_fake_inputs=True), shapes_apart(count):
+        x.exp()
+    times.append(0)
+    x.sin()
+    return times
+
+
+def test_what_a_dtensor_does_to_learn_a_shape_is_apart(ranks: Pool) -> None:
+    inside, after = ranks(1, propagated)[0]
+    assert inside > 0
+    assert after == 0
 
 
 @pytest.mark.parametrize("name", [name for name in vars(LeanStage) if inspect.isfunction(vars(LeanStage)[name])])

@@ -1,15 +1,10 @@
 """Models of published measurements, and the code that ran them."""
 
-from leaven.planning.memory import Implementation
+from leaven.planning.implementations import MEGATRON_DEEPSPEED_FP16 as MEGATRON_FP16
+from leaven.planning.implementations import NANOTRON
 from leaven.recipe.shape import ModelShape
 
-# Megatron-DeepSpeed of early 2022: fp16 weights and gradients, fp32 Adam, no flash attention. Fixed memory: the
-# middle of the 3 to 6 GB seen with it on 48 nodes.
-MEGATRON_FP16 = Implementation(
-    weights=2, grads=2, optimizer=12, compute_copy=0, flash_attention=False, even_stages=True, fixed_gib=4.5
-)
-# nanotron: bf16 weights, fp32 gradients, sequence parallelism.
-NANOTRON = Implementation(weights=2, grads=4, optimizer=12, compute_copy=0, sequence_parallel=True, even_stages=True)
+__all__ = ["LLAMA_8B", "LLAMA_405B", "MEGATRON_FP16", "NANOTRON", "SMALL", "bloom", "gpt"]
 
 
 def gpt(
@@ -46,6 +41,16 @@ LLAMA_8B = ModelShape(
     n_kv_heads=8,
     d_head=128,
     d_ff=14_336,
+    vocab_size=128_256,
+    seq_len=8192,
+)
+LLAMA_405B = ModelShape(
+    n_layers=126,
+    d_model=16_384,
+    n_heads=128,
+    n_kv_heads=8,
+    d_head=128,
+    d_ff=53_248,
     vocab_size=128_256,
     seq_len=8192,
 )

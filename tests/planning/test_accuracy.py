@@ -1,30 +1,84 @@
-"""What `leaven plan` says of its own error is what the published rows give."""
+"""The bars of the planner on published measurements, what it says of itself, and the page that shows it."""
 
-import runpy
-from pathlib import Path
+from functools import cache
+
+import pytest
+from benchmarks.planner.judge import judge
+from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
+from benchmarks.planner.tables import read
+from benchmarks.planner.verdict import BARS, Verdict
+from benchmarks.planner_accuracy import PUBLISHED, lines
 
 from leaven.planning.plan import ACCURACY
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "planner_accuracy.py"
+TABLES = {
+    "korthikanti2022_table5": 4,
+    "korthikanti2022_table4_layer_times": 5,
+    "llama3_405b_table4": 3,
+    "ultrascale_playbook_summary": 13,
+    "torchtitan_llama31_h100": 18,
+    "megatron_llama3_fp8_h100": 3,
+    "mpt_fsdp_bf16": 61,
+    "bloom_layout_search": 70,
+}
+NAMES = {
+    "bloom_layout_search": "BLOOM",
+    "mpt_fsdp_bf16": "MPT",
+    "ultrascale_playbook_summary": "nanotron",
+    "torchtitan_llama31_h100": "torchtitan",
+}
+# (table, bar) that is missed, and why
+MISSED = {("bloom_layout_search", "oom_called_fit"): "line 957 ran out of memory; its twin, line 939, ran with 67 GB"}
 
 
-def told(errors: list[float]) -> tuple[str, str]:
-    """Mean and worst absolute error, rounded as they are printed."""
-    return f"{sum(map(abs, errors)) / len(errors):.0%}", f"{max(map(abs, errors)):.0%}"
+@cache
+def verdicts() -> dict[str, Verdict]:
+    return {table.id: judge(table) for table in read(PUBLISHED)}
 
 
-def test_the_printed_accuracy_is_recomputed_from_every_published_row() -> None:
-    benchmark = runpy.run_path(str(BENCHMARK))
-    bloom_time, bloom_memory = benchmark["bloom"]()
-    mpt_time, _ = benchmark["mpt"]()
-    nanotron_time, nanotron_memory = benchmark["nanotron"]()
-    assert [len(bloom_time), len(mpt_time), len(nanotron_time), len(bloom_memory)] == [46, 61, 13, 28]
-    assert max(bloom_memory) < 0  # low in all rows, so the mean error is a bias
-    (time, worst), (memory, worst_memory) = told(bloom_time), told(bloom_memory)
-    (mpt, worst_mpt), (nanotron, _), (nano_memory, _) = map(told, (mpt_time, nanotron_time, nanotron_memory))
-    assert (
-        f"first principles: time {time} off on average over 46 rows of BLOOM (worst {worst}), {mpt} over 61 of MPT "
-        f"({worst_mpt}), {nanotron} over 13 of nanotron ({1 / (1 + min(nanotron_time)):.1f}x too fast on 512 GPUs); "
-        f"memory {memory} low over 28 rows of BLOOM (worst {worst_memory}), {nano_memory} off over 13 of nanotron "
-        f"({1 + max(nanotron_memory):.1f}x too high); see docs/log.md"
-    ) == ACCURACY
+def test_every_published_row_is_there() -> None:
+    assert {name: verdict.to_json()["rows"] for name, verdict in verdicts().items()} == TABLES
+    used = {name: len(verdict.errors("time")) for name, verdict in verdicts().items()}
+    assert used["bloom_layout_search"] == 46  # of 70: 16 without a usable time, four anomalies, four out of memory
+    assert (used["mpt_fsdp_bf16"], used["ultrascale_playbook_summary"], used["torchtitan_llama31_h100"]) == (
+        61,
+        13,
+        18,
+    )
+
+
+@pytest.mark.parametrize("bar", BARS)
+@pytest.mark.parametrize("table", TABLES)
+def test_bars(table: str, bar: str, request: pytest.FixtureRequest) -> None:
+    reason = MISSED.get((table, bar))
+    if reason:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    value = verdicts()[table].to_json()[bar]
+    if value is not None:
+        lowest = bar in {"memory_worst_low", "best_in_top3"}
+        assert value >= BARS[bar] if lowest else value <= BARS[bar]
+
+
+def test_identities_hold_in_every_row_without_an_anomaly() -> None:
+    assert sum(verdict.identities for verdict in verdicts().values()) == 105
+    assert not any(verdict.broken for verdict in verdicts().values())
+    assert len(verdicts()["bloom_layout_search"].anomalies) == 4
+
+
+def told(table: str, kind: str) -> str:
+    """Mean absolute error of the rows of a table, and the worst."""
+    errors = verdicts()[table].errors(kind)
+    worst = max(errors, key=abs)
+    return f"{sum(map(abs, errors)) / len(errors):.0%} over {len(errors)} rows of {NAMES[table]} (worst {worst:+.0%})"
+
+
+def test_what_leaven_plan_says_of_its_error_is_what_the_published_rows_give() -> None:
+    time = ", ".join(told(table, "time") for table in NAMES)
+    memory = ", ".join(told(table, "memory") for table in NAMES if table != "mpt_fsdp_bf16")
+    assert f"mean error on published runs: time {time}; memory {memory}; see docs/planner-accuracy.md" == ACCURACY
+
+
+def test_the_page_and_its_picture_are_what_the_benchmark_gives_now() -> None:
+    page, found = PAGE.read_text(encoding="utf-8"), list(verdicts().values())
+    assert renewed(page, "\n".join(lines(found))) == page
+    assert picture(found) == PICTURE.read_text(encoding="utf-8")

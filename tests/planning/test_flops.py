@@ -3,7 +3,12 @@
 import pytest
 from tests.planning.shapes import LLAMA_8B, gpt
 
-from leaven.planning.flops import flops_per_token, hardware_flops_per_token
+from leaven.catalogue.runs import find_run
+from leaven.planning.conventions import CONVENTIONS, counted
+from leaven.planning.flops import flops_per_token, forward_flops, hardware_flops_per_token, operators
+from leaven.planning.published import published_blueprint
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Recompute
 
 MEGATRON = [(48, 6144, 64), (96, 12288, 96), (105, 20480, 128), (128, 25600, 160)]
 
@@ -68,3 +73,86 @@ def test_bloom_176b_tflops_from_its_iteration_times(iteration_seconds: float, he
     shape = gpt(70, 14_336, heads, vocab=250_880)
     done = hardware_flops_per_token(shape, "full") * 2048 * 2048
     assert done / iteration_seconds / 384 / 1e12 == pytest.approx(tflops, rel=1e-3)
+
+
+@pytest.mark.parametrize(("n_layers", "h", "a"), MEGATRON)
+@pytest.mark.parametrize(
+    ("convention", "recompute"),
+    [
+        ("narayanan_hw", "none"),
+        ("korthikanti_model", "full"),
+        ("korthikanti_hw", "selective"),
+        ("korthikanti_hw", "full"),
+        ("palm", "none"),
+        ("mpt_mfu", "full"),
+        ("mpt_hfu", "full"),
+    ],
+)
+def test_conventions_are_their_published_closed_forms(
+    n_layers: int, h: int, a: int, convention: str, recompute: Recompute
+) -> None:
+    shape, s, v = gpt(n_layers, h, a), 2048, 51_200
+    n = 12 * n_layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n_layers * h))
+    six_n = 6 * n + 12 * n_layers * h * s
+    closed = {
+        ("narayanan_hw", "none"): 96 * n_layers * h**2 * (1 + s / (6 * h) + v / (16 * n_layers * h)),
+        ("korthikanti_model", "full"): 72 * n_layers * h**2 * (1 + s / (6 * h) + v / (12 * n_layers * h)),
+        ("korthikanti_hw", "selective"): 72 * n_layers * h**2 * (1 + s / (3 * h) + v / (12 * n_layers * h)),
+        ("korthikanti_hw", "full"): 96 * n_layers * h**2 * (1 + s / (6 * h) + v / (16 * n_layers * h)),
+        ("palm", "none"): six_n,
+        ("mpt_mfu", "full"): six_n,
+        ("mpt_hfu", "full"): six_n * 4 / 3,
+    }
+    assert counted(shape, convention, recompute) == pytest.approx(closed[convention, recompute], rel=1e-6)
+
+
+def test_mpt_70b_mfu_and_hfu_as_llm_foundry_prints_them() -> None:
+    # scripts/train/benchmarking/README.md, line 166: 64 A100, 410 tokens/s each, 53.33 and 71.1
+    shape = gpt(80, 8192, 64, vocab=50_368, dropout=0)
+    for convention, percent in (("mpt_mfu", 53.33), ("mpt_hfu", 71.1)):
+        assert 100 * counted(shape, convention, "full") * 410 / 312e12 == pytest.approx(percent, abs=0.2)
+
+
+def test_megatron_prints_llama_3_8b_in_the_convention_of_korthikanti() -> None:
+    # examples/llama/README.md: 13,812 tokens/s a GPU, 800 TFLOP/s
+    assert counted(LLAMA_8B, "korthikanti_model") * 13_812 / 1e12 == pytest.approx(800, rel=2e-3)
+
+
+def test_torchtitan_leaves_the_embedding_out() -> None:
+    both = counted(LLAMA_8B, "palm") - counted(LLAMA_8B, "torchtitan")
+    assert both == 6 * LLAMA_8B.vocab_size * LLAMA_8B.d_model
+
+
+def test_an_unknown_convention_is_answered_with_those_there_are() -> None:
+    with pytest.raises(InputError, match="no such FLOP convention 'chinchilla'; known are leaven, "):
+        counted(LLAMA_8B, "chinchilla")
+    assert all(convention.formula and convention.source for convention in CONVENTIONS.values())
+
+
+def test_operators_add_up_and_are_those_of_the_model() -> None:
+    found = operators(LLAMA_8B)
+    assert sum(found.values()) == flops_per_token(LLAMA_8B)
+    assert found["mlp.gate"] == 6 * 32 * 4096 * 14_336
+    assert found["attention.key"] == 6 * 32 * 4096 * 1024
+    assert found["attention.core"] == 12 * 32 * 4096 * 8192
+    assert found["unembedding"] == 6 * 128_256 * 4096
+    assert sum(operators(LLAMA_8B, "causal").values()) == flops_per_token(LLAMA_8B, "causal")
+
+
+def test_experts_count_for_the_tokens_that_are_sent_to_them_and_latent_attention_by_its_own_widths() -> None:
+    """DeepSeek-V3 by hand: 58 sparse layers, 8 of 256 experts and a shared one; 128 heads of 192 and 128."""
+    found = operators(published_blueprint(find_run("deepseek-v3").arch, 4096))
+    assert found["experts.in"] == 6 * 58 * 8 * 7168 * 2048
+    assert found["shared.in"] == 6 * 58 * 7168 * 2048
+    assert found["router"] == 6 * 58 * 7168 * 256
+    assert found["mlp.in"] == 6 * 3 * 7168 * 18_432
+    assert found["attention.core"] == 6 * 61 * 128 * (192 + 128) * 4096
+    assert found["attention.key_value"] == 6 * 61 * 512 * 128 * (128 + 128)
+
+
+def test_a_window_cuts_the_scores_that_are_computed() -> None:
+    arch = find_run("llama2-7b").arch
+    full, local = (forward_flops(published_blueprint(arch, 4096, (window,))) for window in (None, 1024))
+    assert local.attention == full.attention / 4
+    assert local.causal == full.attention / 4 * (1 - 1 / 8)
+    assert local.matrices == full.matrices

@@ -6,7 +6,12 @@ from itertools import product
 import pytest
 from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, NANOTRON, SMALL, bloom, gpt
 
+from leaven.catalogue.runs import find_run
+from leaven.planning.activations import block_kept, operators_kept
 from leaven.planning.arrangement import Arrangement
+from leaven.planning.blueprint import Block, Blueprint, Core, Matmul, blueprint
+from leaven.planning.breakdown import activation_parts
+from leaven.planning.implementations import MEGATRON, MEGATRON_2021, MEGATRON_DEEPSPEED_BF16, TORCHTITAN
 from leaven.planning.memory import (
     GIB,
     LEAVEN_BF16,
@@ -18,8 +23,10 @@ from leaven.planning.memory import (
     stage_parameters,
     worst_stage,
 )
+from leaven.planning.published import published_blueprint
 from leaven.recipe.layout import Layout, Recompute
 
+KINDS: tuple[Recompute, ...] = ("none", "selective")
 SBH = 2048 * 4 * 6144  # the 22B model, micro-batch 4
 
 
@@ -30,6 +37,29 @@ def test_korthikanti_2022_equation_2_activations_of_a_gpt_block(t: int) -> None:
     assert unfused == pytest.approx(SBH * (10 + 24 / t + 5 * a * s / (h * t)))
     together = Implementation(sequence_parallel=True)  # with a flash kernel: 34 s b h / t
     assert layer_activation_bytes(shape, 4, t, together) == pytest.approx(34 * SBH / t)
+
+
+@pytest.mark.parametrize("t", [2, 8])
+def test_korthikanti_2022_equation_4_with_sequence_parallelism_all_of_it_is_shared(t: int) -> None:
+    shape, a, s, h = gpt(48, 6144, 64), 64, 2048, 6144
+    assert layer_activation_bytes(shape, 4, t, MEGATRON) == pytest.approx(SBH / t * (34 + 5 * a * s / h))
+
+
+def test_korthikanti_2022_figure_9_activations_of_530b_on_35_stages() -> None:
+    """Full recomputation, tensor degree 8: 13 GB on the first rank, 10.5 where outputs that were sent on are let go,
+    1.5 on the last. Read off a plot, in GiB as it seems."""
+    shape = gpt(105, 20_480, 128)
+    how = Arrangement(Layout(tp=8, pp=35, recompute="full"), 1, 280)
+    found = [
+        (memory.activations + memory.logits) / GIB
+        for memory in (
+            stage_memory(shape, how, 0, replace(MEGATRON_2021, keeps_outputs=True)),
+            stage_memory(shape, how, 0, MEGATRON_2021),
+            stage_memory(shape, how, 34, MEGATRON_2021),
+        )
+    ]
+    assert found[:2] == pytest.approx([13, 10.5], rel=0.02)
+    assert found[2] == pytest.approx(1.5, abs=0.2)
 
 
 def test_a_swiglu_block_is_16_h_plus_8_d_ff_a_token_with_as_many_kv_heads_as_heads() -> None:
@@ -52,14 +82,59 @@ def test_zero_stages_divide_states_as_the_zero_paper_says(
     assert memory.optimizer == pytest.approx(optimizer * SMALL.params)
 
 
-def test_zero_3_divides_everything_but_two_gathered_blocks_and_leavens_ends() -> None:
+def test_zero_paper_figure_1_states_of_7_5b_on_64_ranks() -> None:
+    """arXiv 1910.02054: 120, 31.4, 16.6 and 1.88 GB."""
+    one = Block((Matmul("all", 75_000, 100_000, "none"),), Core(1, 1, 1, 1), 0, 0, "gelu")
+    model = Blueprint(1, 0, 2, (one,), tied=True)
+    found = []
+    for zero in range(4):
+        memory = stage_memory(model, Arrangement(Layout(dp=64, zero=zero), 1, 1), 0, MEGATRON_FP16)
+        found.append((memory.weights + memory.grads + memory.optimizer) / 1e9)
+    assert found == pytest.approx([120, 31.4, 16.6, 1.88], rel=3e-3)
+
+
+def test_zero_3_divides_everything_but_two_gathered_blocks_or_leavens_last_end() -> None:
     how = Arrangement(Layout(dp=8, zero=3), 1, 1)
     ends = 2 * 32_768 * 768 + 768
-    blocks = 4 * SMALL.params / 8 + 2 * 2 * (SMALL.params - ends) / 12
-    assert stage_memory(SMALL, how, 0, Implementation()).weights == pytest.approx(blocks)
-    memory = stage_memory(SMALL, how, 0)
-    assert memory.weights == pytest.approx(blocks + 4 * ends)
-    assert memory.grads + memory.optimizer == pytest.approx(12 * SMALL.params / 8)
+    blocks = 2 * 2 * (SMALL.params - ends) / 12
+    plain, memory = (stage_memory(SMALL, how, 0, code) for code in (Implementation(), LEAVEN_BF16))
+    assert plain.gathered == pytest.approx(blocks)
+    # At the loss leaven has no block gathered, and has given the embedding up again.
+    assert memory.gathered == pytest.approx(4 * (32_768 * 768 + 768))
+    for each in (plain, memory):
+        assert each.weights + each.grads + each.optimizer == pytest.approx(16 * SMALL.params / 8)
+
+
+def test_experts_are_shared_out_over_the_ranks_of_their_own_data_parallel_group() -> None:
+    """DeepSeek-V3 on dp 16 x tp 2, ep 8: a rank has 1/8 of the experts, and two ranks have the same ones."""
+    run = find_run("deepseek-v3")
+    model = published_blueprint(run.arch, 4096)
+    experts = 58 * 256 * 3 * 7168 * 2048
+    whole = sum(count * block.whole for block, count in model.kinds) + model.final_vectors
+    cut = model.params - experts - whole
+    layout = Layout(dp=16, tp=2, ep=8)
+    assert stage_parameters(model, layout, 0) == pytest.approx(whole + cut / 2 + experts / 2 / 8)
+    memory = stage_memory(model, Arrangement(layout.model_copy(update={"zero": 1}), 1, 8), 0, MEGATRON_FP16)
+    assert memory.weights == pytest.approx(2 * (whole + cut / 2 + experts / 16))
+    assert memory.optimizer == pytest.approx(12 * ((whole + cut / 2) / 16 + experts / 16 / 2))
+
+
+def test_the_stages_of_a_model_with_dense_layers_first_hold_every_parameter_once() -> None:
+    model = published_blueprint(find_run("deepseek-v3").arch, 4096)
+    held = [stage_parameters(model, Layout(pp=8), stage) for stage in range(8)]
+    assert sum(held) == model.params
+    interleaved = Layout(pp=4, schedule="interleaved", stages_per_rank=3)
+    assert sum(stage_parameters(model, interleaved, rank) for rank in range(4)) == model.params
+
+
+def test_context_parallelism_divides_the_tokens_and_shares_the_states() -> None:
+    alone, shared = (Arrangement(layout, 2, 1) for layout in (Layout(dp=2, zero=1), Layout(dp=2, cp=4, zero=1)))
+    bare = Implementation(fixed_gib=0.0, slack=0.0)
+    whole, part = (stage_memory(LLAMA_8B, how, 0, bare) for how in (alone, shared))
+    assert part.logits == whole.logits / 4
+    assert part.activations == pytest.approx(whole.activations / 4)  # less than the logits: keys that go round
+    assert part.optimizer == whole.optimizer / 4
+    assert part.weights == whole.weights
 
 
 def test_the_stages_of_an_untied_model_hold_every_parameter_once() -> None:
@@ -90,8 +165,8 @@ def test_an_embedding_norm_is_on_the_first_stage_and_keeps_its_input() -> None:
 
 
 def test_bloom_70_layers_on_12_stages_as_it_was_trained() -> None:
-    assert stage_layers(bloom(70), 12, even=True) == (5, *[6] * 10, 5)
-    assert stage_layers(bloom(72), 12, even=True) == (6,) * 12
+    assert stage_layers(bloom(70), 12, balance="number") == (5, *[6] * 10, 5)
+    assert stage_layers(bloom(72), 12, balance="number") == (6,) * 12
     assert stage_layers(bloom(70), 12) == (5, *[6] * 10, 5)  # by weight too: an embedding is 1.5 blocks
 
 
@@ -109,16 +184,19 @@ def test_a_large_vocabulary_is_worth_blocks() -> None:
 @pytest.mark.parametrize("n_layers", [1, 7, 24, 126])
 def test_stages_share_all_layers_and_none_is_empty(n_layers: int) -> None:
     for pp in range(1, n_layers + 1):
-        even, weighed = stage_layers(gpt(n_layers, 256, 4), pp, even=True), stage_layers(gpt(n_layers, 256, 4), pp)
+        even, weighed = (
+            stage_layers(gpt(n_layers, 256, 4), pp, balance="number"),
+            stage_layers(gpt(n_layers, 256, 4), pp),
+        )
         assert sum(even) == sum(weighed) == n_layers
         assert max(even) - min(even) <= 1
         assert min(weighed) >= 1
 
 
-def test_bloom_tp4_pp12_dp8_mbs2_zero_1_took_44_gb_and_is_predicted_4_percent_low() -> None:
+def test_bloom_tp4_pp12_dp8_mbs2_zero_1_took_44_gb_and_is_predicted_6_percent_high() -> None:
     # bigscience chronicles-prequel, line 801. A popular calculator says 491 GiB.
     how = Arrangement(Layout(dp=8, tp=4, pp=12, zero=1, recompute="full"), 2, 128)
-    assert worst_stage(bloom(), how, MEGATRON_FP16).total / 1e9 == pytest.approx(0.957 * 44, rel=0.005)
+    assert worst_stage(bloom(), how, MEGATRON_FP16).total / 1e9 == pytest.approx(1.06 * 44, rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +212,9 @@ def test_bloom_tp4_pp12_dp8_mbs2_zero_1_took_44_gb_and_is_predicted_4_percent_lo
     ],
     ids=["L726", "L610", "L789", "L791", "L803", "L805", "L809"],
 )
-def test_bloom_layouts_are_predicted_within_13_percent(layout: Layout, micro_batch: int, gb: float) -> None:
+def test_bloom_layouts_are_predicted_within_7_percent(layout: Layout, micro_batch: int, gb: float) -> None:
     how = Arrangement(layout, micro_batch, 2016 // layout.dp // micro_batch)
-    assert worst_stage(bloom(), how, MEGATRON_FP16).total / 1e9 == pytest.approx(gb, rel=0.13)
+    assert worst_stage(bloom(), how, MEGATRON_FP16).total / 1e9 == pytest.approx(gb, rel=0.07)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +226,11 @@ def test_bloom_layouts_that_ran_out_of_memory_do_not_fit(layout: Layout) -> None
     assert worst_stage(bloom(), Arrangement(layout, 1, 42), MEGATRON_FP16).total / GIB > 80
 
 
-@pytest.mark.xfail(strict=True, reason="predicted 58 GiB of 80; the worst of our misses on the rows that did not fit")
+@pytest.mark.xfail(strict=True, reason="predicted 63 GiB, as much as 203B in the same layout, which ran")
 def test_bloom_206b_ran_out_of_memory_too() -> None:
     # line 957: 82 layers, bf16 with fp32 gradient accumulation
-    code = Implementation(2, 6, 12, 0, flash_attention=False, even_stages=True, fixed_gib=4.5)
     how = Arrangement(Layout(dp=8, tp=4, pp=12, zero=1, recompute="full"), 2, 128)
-    assert worst_stage(bloom(82, 128), how, code).total / GIB > 80
+    assert worst_stage(bloom(82, 128), how, MEGATRON_DEEPSPEED_BF16).total / GIB > 80
 
 
 @pytest.mark.parametrize(
@@ -165,33 +242,94 @@ def test_bloom_206b_ran_out_of_memory_too() -> None:
         (Layout(dp=4, tp=4, zero=1), 4, 16, 58.34),
     ],
 )
-def test_playbook_8b_rows_are_predicted_up_to_12_percent_low(
+def test_playbook_8b_rows_are_predicted_within_8_percent(
     layout: Layout, micro_batch: int, gas: int, gb: float
 ) -> None:
     shape = LLAMA_8B.model_copy(update={"n_kv_heads": 32, "vocab_size": 131_072, "seq_len": 4096})
     predicted = worst_stage(shape, Arrangement(layout, micro_batch, gas), NANOTRON).total / GIB
-    assert 0.88 * gb < predicted < gb
+    assert predicted == pytest.approx(gb, rel=0.08)
+
+
+def test_playbook_1b_on_two_stages_is_measured_on_the_first_which_has_eleven_of_sixteen_blocks() -> None:
+    shape = SMALL.model_copy(
+        update={
+            **{"n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 32, "d_ff": 8192},
+            **{"vocab_size": 131_072, "seq_len": 4096, "tied_embeddings": True},
+        }
+    )
+    assert stage_layers(shape, 2, "work") == (11, 5)
+    rows = (Layout(dp=128, tp=2, pp=2, zero=1), 2, 1, 8.4), (Layout(dp=16, pp=2, zero=1), 1, 16, 16.39)
+    for layout, micro_batch, gas, gb in rows:
+        first = stage_memory(shape, Arrangement(layout, micro_batch, gas), 0, NANOTRON)
+        assert first.total / GIB == pytest.approx(gb, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "seq_len", "lbs", "recompute", "gib"),
+    [
+        (8, 1, 8192, 2, "selective", 77.0),
+        (128, 1, 8192, 2, "selective", 62.0),
+        (8, 1, 32_768, 1, "full", 83.9),
+        (1, 8, 262_144, 1, "full", 84.5),
+    ],
+)
+def test_torchtitan_8b_rows_are_predicted_within_6_percent(
+    dp: int, cp: int, seq_len: int, lbs: int, recompute: Recompute, gib: float
+) -> None:
+    # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412: compiled, FSDP; selective is every second product
+    shape = LLAMA_8B.model_copy(update={"seq_len": seq_len})
+    how = Arrangement(Layout(dp=dp, cp=cp, zero=3, recompute=recompute), lbs, 1)
+    assert worst_stage(shape, how, TORCHTITAN).total / GIB == pytest.approx(gib, rel=0.06)
 
 
 @pytest.mark.parametrize(("recompute", "factor"), [("none", 34 / 2), ("full", 1.0)])
-def test_in_flight_micro_batches_of_the_first_and_the_last_stage(recompute: Recompute, factor: float) -> None:
+def test_in_flight_micro_batches_of_two_stages_in_the_middle(recompute: Recompute, factor: float) -> None:
     shape = gpt(48, 6144, 64)
-    code = Implementation(flash_attention=True)
     how = Arrangement(Layout(pp=4, recompute=recompute), 1, 16)
-    first, last = (stage_memory(shape, how, stage, code).activations for stage in (0, 3))
-    sbh = 2048 * 6144
-    assert first - last == pytest.approx(3 * 12 * 2 * sbh * factor)  # four micro-batches of twelve blocks, and one
+    second, third = (stage_memory(shape, how, stage, Implementation()).activations for stage in (1, 2))
+    assert second - third == pytest.approx(12 * 2 * 2048 * 6144 * factor)  # three micro-batches of 12 blocks, and two
+
+
+def test_what_a_stage_has_sent_on_is_kept_where_a_code_does_not_let_it_go() -> None:
+    shape, how = gpt(48, 6144, 64), Arrangement(Layout(pp=4), 2, 16)
+    grown = [
+        stage_memory(shape, how, stage, Implementation(keeps_outputs=True)).activations
+        - stage_memory(shape, how, stage, Implementation()).activations
+        for stage in range(4)
+    ]
+    output = 2 * 2 * 2048 * 6144
+    assert grown == [4 * output, 3 * output, 2 * output, 0]
 
 
 def test_selective_recomputation_saves_the_scores_and_nothing_with_a_flash_kernel() -> None:
-    shape = gpt(48, 6144, 64)
-    none, selective = (Arrangement(Layout(recompute=kind), 4, 1) for kind in ("none", "selective"))
-    scores = 5 * 64 * 2048**2 * 4
-    saved = [
-        stage_memory(shape, none, 0, code).activations - stage_memory(shape, selective, 0, code).activations
-        for code in (MEGATRON_FP16, Implementation())
-    ]
-    assert saved == [pytest.approx(47 * scores), 0]
+    (block, _) = blueprint(gpt(48, 6144, 64)).kinds[0]
+    scores = 5 * 64 * 2048
+    for code, saved in ((MEGATRON_FP16, scores), (Implementation(), 0)):
+        none, selective = (block_kept(block, 6144, 2048, 1, recompute=kind, code=code) for kind in KINDS)
+        assert none.stays - selective.stays == selective.once == saved
+        assert none.once == 0
+
+
+def test_torchtitans_selective_recomputation_keeps_every_second_product_and_the_attentions() -> None:
+    (block, _) = blueprint(LLAMA_8B).kinds[0]
+    kept = block_kept(block, 4096, 8192, 1, recompute="selective", code=TORCHTITAN).stays
+    assert kept == 2 * (4096 + 4096 + 1024 + 14_336 + 4096 + 4096)  # input, query, value, gate, mlp.out; attention
+
+
+def test_activations_of_experts_count_for_the_tokens_that_are_sent_to_them() -> None:
+    model = published_blueprint(find_run("deepseek-v3").arch, 4096)
+    by_operator = operators_kept(model.blocks[-1], 7168, 4096, 1, MEGATRON)
+    assert by_operator["experts"] == 2 * 4 * 8 * 2048
+    assert by_operator["shared"] == 2 * 4 * 2048
+    assert by_operator["experts.inputs"] == by_operator["experts.outputs"] == 2 * 8 * 7168
+    assert by_operator["attention.latents"] == 2 * 2 * (1536 + 512 + 64)
+    assert "mlp" not in by_operator
+
+
+def test_the_parts_add_up_and_have_names() -> None:
+    memory = worst_stage(LLAMA_8B, Arrangement(Layout(dp=8, zero=2, recompute="full"), 1, 4), TORCHTITAN)
+    assert sum(memory.parts_gib.values()) == pytest.approx(memory.total / GIB)
+    assert list(memory.parts_gib)[:5] == ["weights", "grads", "accumulation", "optimizer", "gathered"]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +345,9 @@ def test_selective_recomputation_saves_the_scores_and_nothing_with_a_flash_kerne
 )
 def test_micro_batches_in_flight(layout: Layout, flying: list[float]) -> None:
     assert [in_flight(layout, rank, 16) for rank in range(4)] == flying
+    p, v = layout.pp, layout.stages_per_rank
+    if layout.schedule == "interleaved":  # Korthikanti 2022, 4.2.3
+        assert flying[0] == p * (1 + (p - 1) / (p * v))
     assert in_flight(layout, 0, 1) == 1
 
 
@@ -224,3 +365,25 @@ def test_an_update_needs_the_parameters_before_it() -> None:
     bare = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     memory = stage_memory(short, Arrangement(Layout(), 1, 1), 0, bare)
     assert memory.total == pytest.approx((4 + 4 + 4 + 8) * short.params)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_operators_of_a_rank_add_up_to_its_activations(recompute: Recompute, stage: int) -> None:
+    how = Arrangement(Layout(tp=2, pp=4, recompute=recompute), 2, 16)
+    parts = activation_parts(LLAMA_8B, how, stage)
+    assert sum(parts.values()) == pytest.approx(stage_memory(LLAMA_8B, how, stage).activations)
+    if recompute == "none":
+        flying, layers = 4 - stage, stage_layers(LLAMA_8B, 4)[stage]
+        assert parts["mlp"] == flying * layers * 2 * 8192 * 2 * 4 * 14_336 / 2
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("id", ["deepseek-v3", "bloom-176b"])
+def test_the_worst_rank_is_the_worst_of_all(id: str, pp: int) -> None:
+    """The dense blocks that a model of experts begins with need little: the fullest rank is behind them."""
+    run = find_run(id)
+    model = published_blueprint(run.arch, 2048)
+    how = Arrangement(Layout(dp=64 // pp, pp=pp), 1, 4 * pp)
+    every = [stage_memory(model, how, rank) for rank in range(pp)]
+    assert worst_stage(model, how) == max(every, key=lambda memory: memory.total)

@@ -1,31 +1,26 @@
 """The planner as a person meets it."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planning.shapes import LLAMA_8B, SMALL, bloom
+from tests.planning.shapes import LLAMA_8B, LLAMA_405B, SMALL, bloom
 
-from leaven.planning.arrangement import parse_layout
+from leaven.planning.arrangement import Arrangement, parse_layout
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.layouts import layouts
-from leaven.planning.plan import plan
+from leaven.planning.layouts import Job, evaluate, layouts, ranked
+from leaven.planning.memory import GIB
+from leaven.planning.plan import plan, plan_recipe, plan_run
+from leaven.planning.states import Moments
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout
-from leaven.recipe.shape import ModelShape
-
-LLAMA_405B = ModelShape(
-    n_layers=126,
-    d_model=16_384,
-    n_heads=128,
-    n_kv_heads=8,
-    d_head=128,
-    d_ff=53_248,
-    vocab_size=128_256,
-    seq_len=8192,
-)
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import Role
 
 
 def test_a_layout_as_people_write_it() -> None:
@@ -77,10 +72,11 @@ def test_a_batch_of_half_sequences_is_refused() -> None:
 
 def test_what_fits_nowhere_says_how_many_gpus_would_do() -> None:
     with pytest.raises(
-        InputError, match=r"nothing fits: .* of 80 on each GPU; (\d+)xA100-SXM-80GB would do"
+        InputError,
+        match=r"nothing fits: .* of 80 on each GPU; \d+xA100-SXM-80GB would do; 16xA100-SXM-80GB could hold \d+ of",
     ) as raised:
         plan(LLAMA_405B, 10**12, 1024 * 8192, parse_cluster("16xA100-80GB"))
-    would_do = str(raised.value).rsplit("; ", 1)[1].removesuffix(" would do")
+    would_do = str(raised.value).split("; ")[1].removesuffix(" would do")
     assert plan(LLAMA_405B, 10**12, 1024 * 8192, parse_cluster(would_do)).fits
 
 
@@ -102,8 +98,16 @@ def test_the_json_contract() -> None:
         "gpu_hours",
         "flops_convention",
         "alternatives",
+        "cost",
+        "stages",
+        "pareto",
+        "untrained",
+        "ramp",
+        "not",
+        "cautions",
+        "calibration",
     ]
-    assert set(document["memory"]) == {"gib", "fits", "parts"}
+    assert set(document["memory"]) == {"gib", "fits", "parts", "activations", "states"}
     assert set(document["speed"]) == {"tflops_per_gpu", "mfu", "step_seconds", "tokens_per_second"}
     assert sum(document["memory"]["parts"].values()) == pytest.approx(document["memory"]["gib"])
 
@@ -118,16 +122,16 @@ def test_speed_days_and_hours_are_one_story() -> None:
     assert found.days == pytest.approx(10**12 / speed.tokens_per_second / 86_400, rel=1e-4)
     assert found.gpu_hours == pytest.approx(found.days * 24 * 64)
     assert len({other.arrangement.layout for other in found.alternatives} | {found.arrangement.layout}) == 6
-    assert all(other.time.step >= speed.step_seconds * 0.995 for other in found.alternatives)  # equal to three digits
+    assert all(other.time.step >= speed.step_seconds * 0.99 for other in found.alternatives)  # within 1% is equal
 
 
 def test_the_search_finds_the_fastest_that_fits_among_the_asked_for() -> None:
     cluster = parse_cluster("8xA100-80GB")
     best = plan(LLAMA_8B, 10**12, 1_048_576, cluster)
     assert best.fits
-    for layout in layouts(LLAMA_8B, cluster):
+    for layout in layouts(LLAMA_8B, cluster, fixed={"cp": 1}):
         asked = plan(LLAMA_8B, 10**12, 1_048_576, cluster, layout)
-        assert not asked.fits or asked.time.step >= best.time.step * 0.995  # equal to three digits
+        assert not asked.fits or asked.time.step >= best.time.step * 0.99  # within 1% is equal
 
 
 def test_llama_405b_on_1024_gpus_fits() -> None:
@@ -149,9 +153,17 @@ def test_whatever_is_planned_divides_and_fits(gpus: int, power: int) -> None:
 
 
 def test_among_equally_fast_plans_the_simpler_wins() -> None:
-    found = plan(SMALL, 10**9, 2**19, parse_cluster("1xH100"))
-    assert found.arrangement.layout == Layout()
-    assert found.arrangement.micro_batch == 8  # 8,192 tokens
+    job = Job(SMALL, 2**19, parse_cluster("1xH100"))
+    same = evaluate(SMALL, Arrangement(Layout(), 8, 64), job.cluster)  # 8,192 tokens
+    others = [Arrangement(Layout(), size, 512 // size) for size in (1, 4, 16, 64)]
+    others += [Arrangement(Layout(dp=2, zero=zero), 8, 32) for zero in (1, 3)]
+    times = [replace(same.time, compute=same.time.compute * (1 + n / 1000)) for n in range(-6, 0)]
+    slightly_faster = [
+        replace(evaluate(SMALL, how, job.cluster), time=time) for how, time in zip(others, times, strict=True)
+    ]
+    assert ranked(SMALL, [*slightly_faster, same])[0] is same
+    faster = replace(slightly_faster[-1], time=replace(same.time, compute=0.97 * same.time.compute))
+    assert ranked(SMALL, [same, faster]) == [faster, same]
 
 
 def test_what_is_planned_for_a_ramp_can_be_trained_from_its_first_batch() -> None:
@@ -176,3 +188,47 @@ def test_replicas_without_dp_and_words_without_a_value() -> None:
         parse_layout("schedule,pp=2", 8)
     with pytest.raises(InputError, match="pp is there twice"):
         parse_layout("pp=2,pp=4", 8)
+
+
+def test_a_published_run_with_experts_is_planned_by_its_id() -> None:
+    found = plan_run("olmoe-1b-7b", "64xH100-80GB")
+    assert found.fits
+    assert found.untrained is None
+    # 6.9 B parameters, of which a token passes 1.3 B, are 6 N and some attention.
+    assert flops_per_token(found.job.model) == pytest.approx(6 * 1.3e9, rel=0.35)
+    asked = plan_run("olmoe-1b-7b", "64xH100-80GB", "ep=8,zero=1,mbs=1")
+    assert asked.arrangement.layout.ep == 8
+    without = plan_run("olmoe-1b-7b", "64xH100-80GB", "zero=1,mbs=1")
+    assert asked.memory.weights < without.memory.weights
+
+
+def test_a_batch_published_as_a_round_number_is_a_round_count_of_sequences() -> None:
+    assert plan_run("llama3-405b", "16384xH100-80GB", "tp=8,pp=16,zero=1,mbs=1").job.batch_tokens == 2048 * 8192
+
+
+def test_a_run_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="did you mean"):
+        plan_run("olmo-1b-7b", "64xH100")
+    with pytest.raises(InputError, match="ep=3: 64 experts do not divide by 3"):
+        plan_run("olmoe-1b-7b", "48xH100-80GB", "ep=3")
+
+
+def test_fp32_is_slower_larger_and_refused_where_no_peak_is_known(tiny: Recipe) -> None:
+    fp32, bf16 = (
+        plan_recipe(tiny.replace({"precision.compute": compute}), "1xH100", "mbs=8") for compute in ("fp32", "bf16")
+    )
+    assert fp32.time.compute > bf16.time.compute
+    assert fp32.memory.activations > bf16.memory.activations
+    with pytest.raises(InputError, match=r"no peak of TPUv4-32GB in fp32 is known.*--set precision\.compute=bf16"):
+        plan_recipe(tiny, "1xTPUv4")
+
+
+@pytest.mark.parametrize(("moments", "matrix", "rest"), [("adam", 8, 8), ("adam-8bit", 2, 2), ("muon", 4, 8)])
+def test_a_plan_for_another_optimiser_keeps_its_moments(moments: Moments, matrix: int, rest: int) -> None:
+    recipe = read_recipe(Path("examples/350m.toml"))
+    found = plan_recipe(recipe, "1xH100", "mbs=1", moments).to_json()["memory"]
+    matrices = sum(p.size for p in recipe.model.parameters() if p.role is Role.HIDDEN_WEIGHT)
+    kept = matrix * matrices + rest * (recipe.model.params - matrices)
+    assert sum(state["bytes"] for state in found["states"] if "moment" in state["name"]) == kept
+    assert found["parts"]["optimizer"] == pytest.approx(kept / GIB)
+    assert sum(found["activations"].values()) == pytest.approx(found["parts"]["activations"])

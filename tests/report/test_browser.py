@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 from chromium import BINARY, Browser
+from planned import WAYS, planned
 from written import HOSTILE, slopes_check, write_demo, write_losses_check
 
 from leaven.report.catalogue import write_catalogue
 from leaven.report.checks import write_check
 from leaven.report.page import write_page
+from leaven.report.plan import write_plan
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
 
@@ -18,7 +20,7 @@ OVERFLOWING = """[...document.querySelectorAll("main *")].filter(e => {
   return box.width && box.right > document.documentElement.clientWidth + 1 && !e.closest(".scroll");
 }).map(e => e.tagName + "." + e.getAttribute("class"))"""
 MARKS = """Object.fromEntries([...document.querySelectorAll(".chart")].map(c =>
-  [c.id, c.querySelectorAll(".scatterlayer .point, .scatterlayer path.js-line").length]))"""
+  [c.id, c.querySelectorAll(".scatterlayer .point, .scatterlayer path.js-line, .barlayer .point").length]))"""
 # Axis and tick labels that stick out of their chart.
 CLIPPED = """[...document.querySelectorAll(".chart")].flatMap(c => {
   const box = c.getBoundingClientRect();
@@ -63,10 +65,25 @@ def browser(tmp_path_factory):
     ],
 )
 def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[str, Path], kind: str, width: int):
+    draws_and_stays_inside(browser, pages[kind], width)
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    return {way: write_plan(folder / f"{way}.html", planned(way), "rye", "leaven plan rye.toml") for way in WAYS}
+
+
+@pytest.mark.parametrize(("way", "width"), [*((way, 390) for way in WAYS), ("1f1b", 1280), ("alone", 1280)])
+def test_a_plan_draws_and_stays_inside_its_window(browser: Browser, plans: dict[str, Path], way: str, width: int):
+    draws_and_stays_inside(browser, plans[way], width)
+
+
+def draws_and_stays_inside(browser: Browser, page: Path, width: int) -> None:
     browser.window(width)
-    browser.open(pages[kind])
+    browser.open(page)
     assert browser.complaints == []
-    assert browser.requests == [pages[kind].resolve().as_uri()]
+    assert browser.requests == [page.resolve().as_uri()]
     assert browser.evaluate("document.documentElement.dataset.charts") == "drawn"
     marks = browser.evaluate(MARKS)
     assert marks

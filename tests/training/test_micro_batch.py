@@ -278,7 +278,7 @@ def test_the_closed_form_counts_states_and_activations(tiny: Recipe) -> None:
     unembedding, 4 bytes, and the product that is added to it; with 5% for fragments."""
     model = tiny.model
     activations = 2 * 32 * 8 * (4 * 16 + 2 * (16 + 8) + (16 + 8) + 4 * 32)
-    logits = 12 * 32 * 320 + 8 * 32 * 16
+    logits = 12 * 32 * 320 + 3 * 8 * 32 * 16
     one, two = (needed_memory(tiny, size, "cpu") for size in (1, 2))
     assert two - one == pytest.approx(1.05 * (activations + logits))
     weights = 4 * model.params

@@ -38,7 +38,12 @@ CPU = torch.device("cpu")
         ("NVIDIA H200", "bf16", 989e12),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
         ("NVIDIA H100 80GB HBM3", "fp32", None),
-        ("NVIDIA GeForce RTX 4090", "bf16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("NVIDIA H100 NVL", "bf16", 835e12),
+        ("NVIDIA A10G", "bf16", None),
         ("cpu", "bf16", None),
     ],
 )

@@ -29,7 +29,7 @@ class _Complete(NamedTuple):
     norm_gain: int  # parameters of a norm over one channel: gain, and bias where there is one
 
 
-class _Widths(NamedTuple):
+class Widths(NamedTuple):
     """Of one layer: query heads, key heads, width of the FFN; no FFN width where it has experts."""
 
     n_heads: int
@@ -43,7 +43,7 @@ def count_parameters(arch: Architecture, seq_len: int | None) -> Count | None:
     Layers that predict further tokens (``mtp_depth``) are left out, as published totals leave them out.
     """
     known = _complete(arch)
-    widths = _layer_widths(arch)
+    widths = layer_widths(arch)
     if known is None or widths is None or (arch.positional == "learned" and seq_len is None):
         return None
     d = known.d_model
@@ -94,7 +94,7 @@ def _complete(arch: Architecture) -> _Complete | None:
     return _Complete(arch.n_layers, arch.d_model, vocab, arch.gated, arch.tied_embeddings, arch.qk_norm, gain)
 
 
-def _layer_widths(arch: Architecture) -> Sequence[_Widths] | None:
+def layer_widths(arch: Architecture) -> Sequence[Widths] | None:
     if arch.layerwise_scaling is not None:
         return _scaled_widths(arch, arch.layerwise_scaling)
     n_kv_heads = arch.n_heads if arch.kv_lora_rank is not None else arch.n_kv_heads
@@ -103,11 +103,11 @@ def _layer_widths(arch: Architecture) -> Sequence[_Widths] | None:
     n_dense = arch.n_layers if arch.n_experts is None else (arch.n_dense_layers or 0)
     if n_dense and arch.d_ff is None:
         return None
-    dense, sparse = _Widths(arch.n_heads, n_kv_heads, arch.d_ff), _Widths(arch.n_heads, n_kv_heads, None)
+    dense, sparse = Widths(arch.n_heads, n_kv_heads, arch.d_ff), Widths(arch.n_heads, n_kv_heads, None)
     return [dense] * n_dense + [sparse] * (arch.n_layers - n_dense)
 
 
-def _scaled_widths(arch: Architecture, scaling: LayerwiseScaling) -> Sequence[_Widths] | None:
+def _scaled_widths(arch: Architecture, scaling: LayerwiseScaling) -> Sequence[Widths] | None:
     """OpenELM: multipliers on a line over the layers, rounded to 0.01; widths rounded to whole groups of heads.
 
     Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
@@ -126,7 +126,7 @@ def _scaled_widths(arch: Architecture, scaling: LayerwiseScaling) -> Sequence[_W
         strict=True,
     ):
         n_heads = _whole(qkv * arch.d_model, arch.d_head * scaling.gqa_groups) // arch.d_head
-        found.append(_Widths(n_heads, n_heads // scaling.gqa_groups, _whole(ffn * arch.d_model, scaling.ffn_divisor)))
+        found.append(Widths(n_heads, n_heads // scaling.gqa_groups, _whole(ffn * arch.d_model, scaling.ffn_divisor)))
     return found
 
 
@@ -136,7 +136,7 @@ def _whole(width: float, divisor: int) -> int:
     return rounded + divisor if rounded < 0.9 * width else rounded
 
 
-def _attention(arch: Architecture, known: _Complete, layer: _Widths) -> int:
+def _attention(arch: Architecture, known: _Complete, layer: Widths) -> int:
     d = known.d_model
     if arch.kv_lora_rank is not None:
         return _latent_attention(arch, known, layer.n_heads, arch.kv_lora_rank)

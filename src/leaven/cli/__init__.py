@@ -13,6 +13,7 @@ from leaven.cli import (
     check,
     demo,
     export,
+    hardware,
     import_,
     laws,
     new,
@@ -41,6 +42,7 @@ app.command("new")(new.new)
 app.command("show")(show.show)
 app.command("transfer")(transfer.transfer_)
 app.command("plan")(plan.plan)
+app.command("hardware")(hardware.hardware)
 app.add_typer(check.app, name="check")
 app.command("tune")(tune.tune)
 app.command("train")(train.train_)

@@ -1,4 +1,4 @@
-"""leaven check coordinates|gradients|transfer|equivalence RECIPE"""
+"""leaven check coordinates|gradients|transfer|equivalence|memory RECIPE"""
 
 import math
 import os
@@ -21,6 +21,7 @@ from leaven.cli._common import (
     stopping,
 )
 from leaven.cli._screens import CountScreen, TextScreen
+from leaven.cli.check_memory import memory
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from leaven.verification.verdict import Verdict
 
 app = typer.Typer(help="Is it true? Checks of a rule on small models, minutes each; exit code 1 if one fails.")
+app.command("memory")(memory)
 
 SubjectArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or module:factory for a model of yours.")

@@ -1,82 +1,107 @@
-"""leaven plan: memory, speed and time of a recipe on a cluster."""
+"""leaven plan: memory, speed, time, cost and ramp of a recipe on a cluster; or what a cluster has room for."""
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, emit_json, load
-from leaven.planning.layouts import Candidate
-from leaven.planning.memory import GIB
-from leaven.planning.plan import ACCURACY, Plan, plan_recipe
-from leaven.recipe.units import format_quantity, format_seconds
-from leaven.report.numbers import value
-from leaven.report.terminal import Facts
+from leaven.catalogue.runs import FOLDER as RUNS
+from leaven.cli._budget import show_budget
+from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
+from leaven.cli._measure import HistoryOption, MeasureOption, by_measurement
+from leaven.cli._plan import plan_screen
+from leaven.planning.cost import parse_price
+from leaven.planning.plan import plan_recipe, plan_run
+from leaven.planning.ramp import SHARE
+from leaven.planning.states import Moments
+from leaven.recipe.errors import InputError
+from leaven.report.plan import write_plan
 
 
 def plan(
-    recipe: RecipeArgument,
-    gpus: Annotated[str, typer.Option(metavar="COUNTxNAME", help="The cluster, e.g. 64xH100-80GB.")],
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="COUNTxNAME", help="The cluster, e.g. 64xH100-80GB or 8x8xA100; or cpu.")
+    ] = None,
     layout: Annotated[
         str | None,
         typer.Option(
             metavar="KEY=VALUE,...", help="e.g. tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full; else the best."
         ),
     ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE,...", help="Why is it not laid out so? e.g. tp=4 or pp=8,zero=1.")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of full speed, that a batch ramp is to keep from its start.")
+    ] = SHARE,
+    price: Annotated[
+        str | None, typer.Option(metavar="PRICE", help="Of a GPU for an hour, e.g. $2.50, for the cost in money.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", "-o", metavar="HTML", help="Write a page with pictures, too.")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTERxTIME", help="Without a RECIPE: which sizes fit, e.g. '64xH100 x 14d'."),
+    ] = None,
+    mfu: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="With --budget: of the peak, in place of planned layouts.")
+    ] = None,
+    moments: Annotated[Moments, typer.Option(help="Of the optimiser to plan for; leaven trains with adam.")] = "adam",
+    measure: MeasureOption = False,
+    history: HistoryOption = True,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Will it fit, how fast, how long; the best layout if none is given."""
-    found = plan_recipe(load(recipe, overrides), gpus, layout)
-    if json_output:
-        emit_json(found.to_json())
+    """Will it fit, how fast, how long, for how much; the best layout if none is given. With --budget: what would."""
+    if budget is not None:
+        _alone(
+            "a --budget", {"RECIPE": recipe, "--gpus": gpus, "--layout": layout, "--explain": explain, "-o": report}
+        )
+        show_budget(budget, mfu, price, json_output)
         return
-    console.print(Facts(_facts(found)))
-
-
-def _facts(found: Plan) -> list[tuple[str, Sequence[str | Text]]]:
-    memory, speed, time = found.memory, found.speed, found.time
-    parts = " · ".join(f"{name} {gib:.1f}" for name, gib in memory.parts_gib.items())
-    total = f"{memory.total / GIB:.1f} GiB of {found.cluster.accelerator.memory_gib:g}: {parts}"
-    waits = {
-        "tensor-parallel": time.tensor_parallel,
-        "pipeline bubble": time.bubble,
-        "pipeline transfers": time.pipeline,
-        "data-parallel": time.data_parallel,
-        "optimizer": time.optimizer,
-    }
-    shares = [f"{name} {wait / time.step:.0%}" for name, wait in waits.items() if wait > 0.01 * time.step]
-    rate = format_quantity(speed.tokens_per_second / found.cluster.gpus)
-    return [
-        ("layout", str(found.arrangement).split(" · ")),
-        ("memory / GPU", [*total.split(" · "), *([] if found.fits else [Text("DOES NOT FIT", style="red")])]),
-        (
-            "speed",
-            (
-                f"{speed.tflops_per_gpu:.0f} TFLOP/s",
-                f"MFU {speed.mfu:.1%} (full attention; causal {speed.mfu_causal:.1%}; HFU {speed.hfu:.1%})",
-                f"{value(speed.step_seconds)} s a step",
-                f"{rate} tokens/s/GPU",
-            ),
-        ),
-        ("not compute", [*shares[:-1], f"{shares[-1] if shares else 'under 1%'} of the step"]),
-        ("budget", (format_seconds(found.seconds), f"{found.gpu_hours:,.0f} GPU-h on {found.cluster}")),
-        *(("" if n else "next best", [_alternative(other, found)]) for n, other in enumerate(found.alternatives[:3])),
-        ("accuracy", [ACCURACY]),
-    ]
-
-
-def _alternative(other: Candidate, found: Plan) -> Text:
-    chosen = found.arrangement.to_json()
-    differs = ", ".join(
-        f"{key.replace('_', ' ')} {choice}"
-        for key, choice in other.arrangement.to_json().items()
-        if choice != chosen[key]
+    if recipe is None or gpus is None:
+        missing = "RECIPE" if recipe is None else "--gpus"
+        raise InputError(
+            f"{missing} is missing; type: leaven plan RECIPE --gpus COUNTxNAME, "
+            "or without a recipe: leaven plan --budget '64xH100-80GB x 14d'"
+        )
+    if mfu is not None:
+        raise InputError("--mfu goes with --budget; of a recipe the speed is planned, so leave --mfu out")
+    if not 0 < share <= 1:
+        raise InputError(f"--share {share:g}: a share of full speed; give one above 0 and up to 1, for example 0.7")
+    each = None if price is None else parse_price(price)
+    if (RUNS / f"{recipe}.toml").is_file() and not recipe.exists():
+        _alone(f"{recipe}, a published run,", {"--set": overrides or None, "--measure": measure or None})
+        name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
+    else:
+        read = load(recipe, overrides)
+        name, found = read.name, plan_recipe(read, gpus, layout, moments)
+        found = by_measurement(found, read, gpus, measure=measure, history=history)
+    found = found.but(share=share)
+    screen, document = (
+        (None, found.to_json(explain, each)) if json_output else (plan_screen(found, each, explain), None)
     )
-    slower = other.time.step / found.time.step - 1
-    return Text.assemble(
-        f"{other.memory.total / GIB:5.1f} GiB  ",
-        (f"{slower:+7.1%} time", "red" if slower > 0 else "green"),
-        f"  {differs}",
-    )
+    if report is not None:
+        options = {"--gpus": gpus, "--layout": layout, "--price": price, "--share": f"{share:g}"}
+        options |= {} if moments == "adam" else {"--moments": moments}
+        words = [word for option, given in options.items() if given is not None for word in (option, given)]
+        sets = [word for override in overrides or () for word in ("--set", override)]
+        write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *sets]), each)
+    if document is not None:
+        emit_json(document)
+    else:
+        console.print(screen)
+    if report is not None and not json_output:
+        console.print(f"wrote {report}", markup=False, soft_wrap=True)
+
+
+def _alone(what: str, others: Mapping[str, object]) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise InputError(f"{what} is planned without {given[0]}; leave it out")

@@ -5,7 +5,6 @@ folder for each source and tokenizer). One process at a time writes to a folder;
 wrote.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +23,7 @@ from leaven.data.stream import Stream, validation_windows
 from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
 from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import cache_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -116,7 +116,7 @@ def prepare(
         InputError: if a source, the tokenizer, the vocabulary or the cache folder will not do.
     """
     given = given_tokenizer(data.tokenizer, vocab_size)
-    cache = cache or _cache_folder()
+    cache = cache or cache_folder()
     try:
         corpora = open_corpora(data.sources, data.corrupt_share, cache / "surveys", progress)
         path, encoder = _tokenizer(cache / "tokenizers", given, corpora, vocab_size, progress)
@@ -144,12 +144,6 @@ def prepare(
         tokenizer_path=path,
         notes=(*skipped, *(note for source in sources for note in source.notes)),
     )
-
-
-def _cache_folder() -> Path:
-    if folder := os.environ.get("LEAVEN_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"
 
 
 def _tokenizer(

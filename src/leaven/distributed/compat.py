@@ -2,11 +2,16 @@
 tests each."""
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import _backward
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Every rank's tensors one after the other, and their sums cut up again; torch 2.13 has other names for them.
@@ -47,3 +52,37 @@ def pretend(rank: int, size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's tests are not for a training
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+@contextmanager
+def resizes_seen(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Say which storage has another size now: so FSDP gives up what it has gathered, and gets it again."""
+    resize = torch.UntypedStorage.resize_
+
+    def seen(self: torch.UntypedStorage, size: int) -> Any:
+        found = resize(self, size)
+        told(self)
+        return found
+
+    torch.UntypedStorage.resize_ = seen  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Do inside of ``apart()`` what a DTensor does to learn the shape of a result: the operation, on a fake of the
+    whole tensor."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def outside(self: ShardingPropagator, schema: Any) -> Any:
+        with apart():
+            return propagate(self, schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = outside  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]

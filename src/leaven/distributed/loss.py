@@ -69,12 +69,12 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             logits_nV = F.linear(h_nD, w_VD).to(wide)
             highest_n = logits_nV.amax(-1)
             dist.all_reduce(highest_n, dist.ReduceOp.MAX, group)
-            p_nV = (logits_nV - highest_n[:, None]).exp_()
             # The target's logit is that of the one rank which has it, and 0 of the others.
             place_n1 = (targets_n - first)[:, None]
             mine_n1 = (place_n1 >= 0) & (place_n1 < len(weight_VD))
             place_n1 = place_n1.clamp(0, len(weight_VD) - 1)
             target_n = torch.where(mine_n1, logits_nV.gather(1, place_n1), 0)[:, 0]
+            p_nV = logits_nV.sub_(highest_n[:, None]).exp_()  # all in one place: they are the largest tensors by far
             sums_2n = torch.stack((p_nV.sum(-1), target_n))
             dist.all_reduce(sums_2n, group=group)
             normaliser_n, target_n = sums_2n
@@ -83,7 +83,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             if grad_hidden_ND is None or grad_weight_VD is None:
                 continue
             g_nV = p_nV.div_(normaliser_n[:, None]).scatter_add_(1, place_n1, -mine_n1.to(wide))
-            g_nV = (g_nV * (counts_n * weight)[:, None]).to(compute)
+            g_nV = g_nV.mul_((counts_n * weight)[:, None]).to(compute)
             grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
             grad_weight_VD += g_nV.T @ h_nD
         grad_hidden_BtD = None

@@ -8,26 +8,36 @@ turned round.
 """
 
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
+from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
+from torch.func import functional_call
 
 from leaven.distributed.compat import quiet_about_views
 from leaven.distributed.loss import sharded_cross_entropy
 from leaven.distributed.stage import Stage
 
-SEQUENCE, HEADS = 1, 2  # dimensions of (B, T, D) and (B, T, H, E)
+SEQUENCE = 1  # dimension of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
@@ -43,21 +53,55 @@ class PositionTable(ParallelStyle):
         return distribute_module(module, mesh, input_fn=whole, output_fn=stretch)
 
 
-class GainsByHead(ParallelStyle):
-    """A norm with gains of its own for every head: each rank has those of its heads."""
+class VocabularySlice(ParallelStyle):
+    """An embedding of which each rank has the rows of its tokens, to stretches of positions.
+
+    torch's own style gives every rank a gradient of the whole vocabulary, to be summed up and cut afterwards.
+    """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def cut(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+        assert isinstance(module, nn.Embedding)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+        first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
 
-        def heads(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
-            return DTensor.from_local(inputs[0], mesh, [Shard(HEADS)], run_check=False)
+        def forward(tokens_BT: Tensor) -> Tensor:
+            table_VD: Tensor = module.weight.to_local()  # type: ignore[attr-defined]
+            place_BT = tokens_BT - first
+            others_BT = (place_BT < 0) | (place_BT >= len(table_VD))
+            x_BTD = F.embedding(place_BT.masked_fill(others_BT, 0), table_VD).masked_fill(others_BT[..., None], 0)
+            whole = DTensor.from_local(x_BTD, mesh, [Partial()], run_check=False)
+            stretch_BtD: Tensor = whole.redistribute(mesh, [Shard(SEQUENCE)]).to_local()
+            return stretch_BtD
 
-        def local(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
-            return output.to_local()
+        module.forward = forward  # type: ignore[method-assign, assignment]
+        return module
 
-        return distribute_module(module, mesh, cut, heads, local)
+
+class LocalNorm(ParallelStyle):
+    """A norm of what each rank has: as one process computes it, on plain tensors. ``gains`` are whole on every rank,
+    and their gradients a part of the sum on each, or each rank has those of its heads.
+
+    torch's own style computes on DTensors, of which a processor makes a norm in small steps, each of them kept for
+    the backward pass.
+    """
+
+    def __init__(self, gains: Placement) -> None:
+        self.gains = gains
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        alone, summed = deepcopy(module), [Partial() if self.gains.is_replicate() else self.gains]
+        for name, parameter in list(module.named_parameters()):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [self.gains])))
+
+        def forward(x: Tensor) -> Any:
+            own = {
+                name: gains.to_local(grad_placements=summed)  # type: ignore[attr-defined]
+                for name, gains in module.named_parameters()
+            }
+            return functional_call(alone, own, x)
+
+        module.forward = forward
+        return module
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
@@ -70,15 +114,15 @@ def _gathered_first(arguments: int) -> ParallelStyle:
 
 
 BLOCK: dict[str, Callable[[], ParallelStyle]] = {
-    "norm.attention": SequenceParallel,
+    "norm.attention": partial(LocalNorm, Replicate()),
     "attention": lambda: _gathered_first(3),
     "attention.query": ColwiseParallel,
     "attention.key": ColwiseParallel,
     "attention.value": ColwiseParallel,
     "attention.out": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE)),
-    "norm.query": lambda: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
-    "norm.key": lambda: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
-    "norm.mlp": SequenceParallel,
+    "norm.query": partial(LocalNorm, Replicate()),
+    "norm.key": partial(LocalNorm, Replicate()),
+    "norm.mlp": partial(LocalNorm, Replicate()),
     "mlp": lambda: _gathered_first(1),
     "mlp.gate": ColwiseParallel,
     "mlp.in": ColwiseParallel,
@@ -86,10 +130,10 @@ BLOCK: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 ENDS: dict[str, Callable[[], ParallelStyle]] = {
-    "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
+    "embedding": VocabularySlice,
     "positions": PositionTable,
-    "norm.embedding": lambda: SequenceParallel(use_local_output=True),
-    "norm.final": lambda: SequenceParallel(use_local_output=True),
+    "norm.embedding": partial(LocalNorm, Replicate()),
+    "norm.final": partial(LocalNorm, Replicate()),
     "unembedding": ColwiseParallel,  # its rows, the vocabulary; the loss reads them
 }
 
@@ -98,7 +142,11 @@ def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
     """Lay a stage on the meta device out over tensor ranks, every module as the tables say."""
     quiet_about_views()
     model = stage.model
-    by_head = {"norm.query": GainsByHead, "norm.key": GainsByHead} if model.shape.qk_norm_per_head else {}
+    by_head = (
+        dict.fromkeys(("norm.query", "norm.key"), partial(LocalNorm, Shard(0)))
+        if model.shape.qk_norm_per_head
+        else {}
+    )
     for block in stage.layers:
         _apply(block, mesh, BLOCK | by_head)
         if model.shape.positions == "alibi":

@@ -25,7 +25,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if x.is_cpu and type(x) is Tensor and not torch.compiler.is_compiling():
+        if x.is_cpu and not torch.compiler.is_compiling():
             return rms_norm(x, self.weight, self.eps or 0.0, dtype)
         return super().forward(x.to(self.weight.dtype)).to(dtype)
 

@@ -1,12 +1,14 @@
 """One way to run a step on a cluster: layout, micro-batch and accumulation. Written form, and what is allowed."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
+from leaven.planning.blueprint import Blueprint, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
@@ -14,6 +16,8 @@ from leaven.recipe.shape import ModelShape
 
 _NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "dp_replicate", "stages_per_rank")
 _WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
+# Of one forward on one rank, where it is free: the most of 131 published rows of MPT, 64 sequences of 1,024.
+_MOST_TOKENS = 65_536
 _KEYS = (*_NUMBERS, *_WORDS)
 
 
@@ -53,13 +57,11 @@ def scheduled(layout: Layout, micro_batches: int) -> int:
     return -(-micro_batches // layout.pp) * layout.pp
 
 
-def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
-    """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
-
-    What is left out has its default; ``dp`` takes the GPUs that tp and pp leave.
+def parse_keys(text: str) -> dict[str, Any]:
+    """The keys that ``tp=8,recompute=full`` names, with their values; ``mbs`` is the micro-batch.
 
     Raises:
-        InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
+        InputError: on an unknown key or a value that is none.
     """
     values: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -75,24 +77,51 @@ def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
         if key in _WORDS and not value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write for example {_WORDS[key]}")
         values[key] = int(value) if key in _NUMBERS else value
-    micro_batch = values.pop("mbs", None)
-    if micro_batch == 0:
+    if values.get("mbs") == 0:
         raise InputError(f"layout {text!r}: mbs=0 is no micro-batch; write mbs=1 or leave it out")
-    rest = math.prod(values.get(key, 1) for key in ("tp", "pp", "cp"))
-    if "dp" not in values and rest and gpus % rest == 0:
-        values["dp"] = gpus // rest
+    return values
+
+
+def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
+    """The layout with these values and the defaults of the others; ``text`` is what the user wrote.
+
+    Raises:
+        InputError: on a wrong value, or values that do not go together.
+    """
     try:
-        layout = Layout.model_validate(values)
+        return Layout.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{key}: " for key in first["loc"])
         said = first["msg"].removeprefix("Value error, ")
         raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
+
+
+def parse_layout(text: str, gpus: int) -> tuple[Layout, int | None]:
+    """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
+
+    What is left out has its default; ``dp`` takes the GPUs that tp, pp and cp leave.
+
+    Raises:
+        InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
+    """
+    values = parse_keys(text)
+    micro_batch = values.pop("mbs", None)
+    rest = math.prod(values.get(key, 1) for key in ("tp", "pp", "cp"))
+    if "dp" not in values and rest and gpus % rest == 0:
+        values["dp"] = gpus // rest
+    layout = layout_of(text, values)
     if layout.ranks != gpus:
         model_ranks = layout.tp * layout.pp * layout.cp
         would = f"dp={gpus // model_ranks} would" if gpus % model_ranks == 0 else f"tp x pp must divide {gpus}"
         raise InputError(f"layout {degrees(layout)} is {layout.ranks} ranks, the cluster has {gpus} GPUs; {would}")
     return layout, micro_batch
+
+
+def written(layout: Layout) -> str:
+    """A layout as ``--layout`` takes it, without what is default."""
+    values = layout.model_dump(exclude_defaults=True)
+    return ",".join(f"{key}={values[key]}" for key in _KEYS if key in values)
 
 
 def degrees(layout: Layout) -> str:
@@ -101,14 +130,14 @@ def degrees(layout: Layout) -> str:
     return f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp}"
 
 
-def tensor_degrees(shape: ModelShape) -> list[int]:
+def tensor_degrees(model: ModelShape | Blueprint) -> list[int]:
     """The tensor-parallel degrees that cut heads, key-value heads, the MLP, the vocabulary and, between products, the
     sequence into whole parts."""
-    whole = shape.n_heads, shape.n_kv_heads, shape.d_ff, shape.vocab_size, shape.seq_len
-    return [tp for tp in range(1, shape.n_kv_heads + 1) if not any(size % tp for size in whole)]
+    unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
+    return [tp for tp in range(1, unit + 1) if unit % tp == 0]
 
 
-def check_layout(shape: ModelShape, layout: Layout, cluster: Cluster) -> None:
+def check_layout(model: ModelShape | Blueprint, layout: Layout, cluster: Cluster) -> None:
     """Refuse a layout that the model or the cluster cannot have.
 
     Raises:
@@ -119,31 +148,41 @@ def check_layout(shape: ModelShape, layout: Layout, cluster: Cluster) -> None:
             f"layout {degrees(layout)} is {layout.ranks} ranks, the cluster has {cluster.gpus} GPUs; "
             f"make the product {cluster.gpus}"
         )
-    refusal = shape_refusal(shape, layout)
+    refusal = shape_refusal(model, layout)
     if refusal is not None:
         raise InputError(f"layout {refusal}")
 
 
-def shape_refusal(shape: ModelShape, layout: Layout) -> str | None:
+def shape_refusal(model: ModelShape | Blueprint, layout: Layout) -> str | None:
     """Why a model cannot be laid out like this, and what would work; None if it can."""
-    tp, stages = layout.tp, layout.pp * layout.stages_per_rank
-    possible = tensor_degrees(shape)
+    tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
+    possible = tensor_degrees(model)
     if tp not in possible:
         *most, last = map(str, possible)
         return (
-            f"tp={tp}: {shape.n_heads} heads, {shape.n_kv_heads} kv heads, d_ff {shape.d_ff}, a vocabulary of "
-            f"{shape.vocab_size} and seq_len {shape.seq_len} do not all divide by {tp}; "
+            f"tp={tp}: {_cut_by_tensor_ranks(model)} do not all divide by {tp}; "
             f"tp of {', '.join(most)}{' or ' if most else ''}{last} works"
         )
-    if stages > shape.n_layers:
+    if stages > model.n_layers:
         what = f"pp={layout.pp}" + (f" x stages_per_rank={stages // layout.pp}" if stages > layout.pp else "")
-        return f"{what}: there are only {shape.n_layers} layers; at most {shape.n_layers} stages work"
-    if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
+        return f"{what}: there are only {model.n_layers} layers; at most {model.n_layers} stages work"
+    if layout.cp > 1 and model.seq_len % (2 * layout.cp):
         # each rank has a piece from either half, so that causal attention is equal work
-        return f"cp={layout.cp}: seq_len {shape.seq_len} does not divide by 2 x {layout.cp}"
-    if layout.ep > 1:
+        return f"cp={layout.cp}: seq_len {model.seq_len} does not divide by 2 x {layout.cp}"
+    if layout.ep > 1 and not experts:
         return f"ep={layout.ep}: this model has no experts to share out; ep=1 works"
+    if experts % layout.ep:
+        return f"ep={layout.ep}: {experts} experts do not divide by {layout.ep}; take a divisor"
     return None
+
+
+def _cut_by_tensor_ranks(model: ModelShape | Blueprint) -> str:
+    if isinstance(model, ModelShape):
+        return (
+            f"{model.n_heads} heads, {model.n_kv_heads} kv heads, d_ff {model.d_ff}, a vocabulary of "
+            f"{model.vocab_size} and seq_len {model.seq_len}"
+        )
+    return f"the heads and widths of the blocks, a vocabulary of {model.vocab_size} and seq_len {model.seq_len}"
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
@@ -173,7 +212,7 @@ def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_b
 
 
 def arrangements(
-    shape: ModelShape,
+    model: ModelShape | Blueprint,
     layout: Layout,
     batch_tokens: int,
     micro_batch: int | None,
@@ -186,24 +225,25 @@ def arrangements(
         InputError: if the batch is no whole number of sequences, does not divide, or leaves the pipeline unfilled;
             says what would do.
     """
-    sequences, rest = divmod(batch_tokens, shape.seq_len)
+    sequences, rest = divmod(batch_tokens, model.seq_len)
     if rest or not sequences:
-        lower = max(sequences, 1) * shape.seq_len
+        lower = max(sequences, 1) * model.seq_len
         raise InputError(
-            f"a batch of {batch_tokens:,} tokens is no whole number of sequences of {shape.seq_len:,}; "
-            f"{lower:,} or {lower + shape.seq_len:,} is"
+            f"a batch of {batch_tokens:,} tokens is no whole number of sequences of {model.seq_len:,}; "
+            f"{lower:,} or {lower + model.seq_len:,} is"
         )
     share, rest = divmod(sequences, layout.dp)
     if rest or share % (micro_batch or 1):
         unit = layout.dp * (micro_batch or 1)
-        nearest = max(round(sequences / unit), 1) * unit * shape.seq_len
+        nearest = max(round(sequences / unit), 1) * unit * model.seq_len
         raise InputError(
             f"a batch of {sequences:,} sequences does not divide over dp {layout.dp}"
             + (f" x micro-batch {micro_batch}" if micro_batch else "")
             + f"; a batch of {nearest:,} tokens would"
         )
-    sizes = [micro_batch] if micro_batch else [size for size in range(1, min(share, 64) + 1) if share % size == 0]
-    refusals = [pipeline_refusal(layout, shape.seq_len, smallest_tokens or batch_tokens, size) for size in sizes]
+    most = min(share, max(1, _MOST_TOKENS // model.seq_len))
+    sizes = [micro_batch] if micro_batch else [size for size in range(1, min(most, 64) + 1) if share % size == 0]
+    refusals = [pipeline_refusal(layout, model.seq_len, smallest_tokens or batch_tokens, size) for size in sizes]
     if refusals[0] is not None:  # of the smallest
         raise InputError(f"layout {refusals[0]}")
     fills = [size for size, refusal in zip(sizes, refusals, strict=True) if refusal is None]

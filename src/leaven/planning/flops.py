@@ -2,16 +2,17 @@
 
 A multiply-add is two operations. The backward pass costs twice the forward. Embedding lookups, norms, activations
 and softmax are not counted, the unembedding is: the convention of PaLM (appendix B), Narayanan 2021 and torchtitan.
+Of routed experts those count that a token is sent to, and the router. What a flash kernel computes again within its
+own backward pass is not counted, as nobody counts it. How published tables count: :mod:`leaven.planning.conventions`.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
+from leaven.planning.blueprint import Attention, Blueprint, blueprint
 from leaven.recipe.layout import Recompute
-from leaven.recipe.shape import ModelShape, Role
-
-Attention = Literal["full", "causal"]
+from leaven.recipe.shape import ModelShape
 
 CONVENTION = (
     "6 per matmul weight and token (unembedding counted, embedding lookup not) + attention over the full matrix; "
@@ -21,49 +22,67 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of one forward pass, per token, by operator; ``attention`` over the full matrix of scores."""
+    """Operations of one forward pass, per token, by what becomes of them: ``attention`` over the full matrix of
+    scores, ``causal`` over what a causal kernel computes of it."""
 
     matrices: int
-    attention: int
+    attention: float
+    causal: float
     unembedding: int
 
     def layers(self, attention: Attention = "full") -> float:
-        """All blocks; a causal kernel computes half of the scores."""
-        return self.matrices + self.attention / (2 if attention == "causal" else 1)
+        """All blocks."""
+        return self.matrices + (self.causal if attention == "causal" else self.attention)
 
 
 @cache
-def forward_flops(shape: ModelShape) -> ForwardFlops:
-    """Operations of one forward pass per token, counted over ``shape.parameters()``."""
-    matrices = sum(p.size for p in shape.parameters() if p.role is Role.HIDDEN_WEIGHT)
+def forward_flops(model: ModelShape | Blueprint) -> ForwardFlops:
+    """Operations of one forward pass per token."""
+    table = blueprint(model)
     return ForwardFlops(
-        matrices=2 * matrices,
-        # scores and their product with the values: two matmuls of d_head x seq_len a head
-        attention=4 * shape.n_layers * shape.n_heads * shape.d_head * shape.seq_len,
-        unembedding=2 * shape.vocab_size * shape.d_model,
+        matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),
+        attention=sum(count * block.core.flops(table.seq_len) for block, count in table.kinds),
+        causal=sum(count * block.core.flops(table.seq_len, "causal") for block, count in table.kinds),
+        unembedding=2 * table.embedding,
     )
 
 
-def flops_per_token(shape: ModelShape, attention: Attention = "full") -> float:
+def operators(model: ModelShape | Blueprint, attention: Attention = "full") -> dict[str, float]:
+    """Model FLOPs of training on one token by operator, over all layers; they add up to :func:`flops_per_token`.
+
+    The core of attention is ``attention.core``; the products have the names that they have in the model.
+    """
+    table = blueprint(model)
+    found: defaultdict[str, float] = defaultdict(float)
+    for block, count in table.kinds:
+        found["attention.core"] += 3 * count * block.core.flops(table.seq_len, attention)
+        for row in block.matmuls:
+            found[row.name] += 3 * count * row.flops
+    return dict(found) | {"unembedding": 3 * 2 * table.embedding}
+
+
+def flops_per_token(model: ModelShape | Blueprint, attention: Attention = "full") -> float:
     """Model FLOPs of training on one token, forward and backward: 6 N + 12 L d s for full attention.
 
     N counts the matrices of the blocks and the unembedding. Source: PaLM, arXiv 2204.02311, appendix B;
     Narayanan 2021, arXiv 2104.04473, without its recomputation.
     """
-    forward = forward_flops(shape)
+    forward = forward_flops(model)
     return 3 * (forward.layers(attention) + forward.unembedding)
 
 
-def hardware_flops_per_token(shape: ModelShape, recompute: Recompute, attention: Attention = "full") -> float:
+def hardware_flops_per_token(
+    model: ModelShape | Blueprint, recompute: Recompute, attention: Attention = "full"
+) -> float:
     """Model FLOPs plus what is computed again: all blocks (``full``), the attention core (``selective``).
 
     With ``full`` this is Narayanan 2021, equation 3. For ``selective`` Korthikanti 2022 prints s/(3h), two thirds
     more than the one forward pass of the attention core that is in fact repeated; here it counts once.
     """
-    forward = forward_flops(shape)
+    forward = forward_flops(model)
     again = {
         "none": 0.0,
         "selective": forward.layers(attention) - forward.matrices,
         "full": forward.layers(attention),
     }
-    return flops_per_token(shape, attention) + again[recompute]
+    return flops_per_token(model, attention) + again[recompute]

@@ -1,70 +1,27 @@
-"""Accelerators and clusters: dense peaks, measured matmul, memory, bandwidths, and where each number is from.
-
-A peak is dense (not sparse) and in bf16. Peaks, best matmul, memory and memory bandwidth are the table of
-github.com/stas00/ml-engineering, compute/accelerator/README.md. Link bandwidths are vendors' data sheets, one
-direction, from memory; network bandwidth is the usual NIC of the generation, one a GPU. Both are the thin part.
-"""
+"""Clusters as people write them, and accelerators by whatever they are called."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from leaven.planning.accelerators import ACCELERATORS, EXAMPLE, Accelerator, this_machine, user_file
 from leaven.recipe.errors import InputError
 
-_TABLE = "github.com/stas00/ml-engineering: compute/accelerator/README.md"
-_LINKS = "vendor data sheet, from memory"
-# Where nobody published a best matmul: the ratio to the peak of the measured accelerators of the table, 0.80.
-_USUAL_MATMUL_SHARE = 0.80
+__all__ = [
+    "ACCELERATORS",
+    "Accelerator",
+    "Cluster",
+    "find_accelerator",
+    "known_device",
+    "nearest_names",
+    "parse_cluster",
+]
 
-
-@dataclass(frozen=True)
-class Accelerator:
-    """One accelerator.
-
-    ``peak_tflops`` dense bf16; ``best_matmul_tflops`` the best bf16 matmul anybody measured, None if nobody did;
-    ``memory_tb_s`` bandwidth of its memory; ``link_gb_s`` to its neighbours in the node and ``network_gb_s`` to
-    other nodes, one direction; ``node_size`` accelerators joined by the link.
-    """
-
-    name: str
-    peak_tflops: float
-    best_matmul_tflops: float | None
-    memory_gib: float
-    memory_tb_s: float
-    link_gb_s: float
-    network_gb_s: float
-    node_size: int = 8
-    source: str = _TABLE
-    link_source: str = _LINKS
-
-    @property
-    def matmul_flops(self) -> float:
-        """FLOP/s of the best matmul: the ceiling of any training step."""
-        tflops = self.best_matmul_tflops
-        return (self.peak_tflops * _USUAL_MATMUL_SHARE if tflops is None else tflops) * 1e12
-
-
-ACCELERATORS = {
-    accelerator.name: accelerator
-    for accelerator in (
-        Accelerator("A100-SXM-80GB", 312, 271.2, 80, 2.0, 300, 25),
-        Accelerator("A100-SXM-40GB", 312, 271.2, 40, 1.555, 300, 25, source=f"{_TABLE}; 40 GB: {_LINKS}"),
-        Accelerator("A100-PCIe-80GB", 312, 252.9, 80, 1.94, 32, 25),
-        Accelerator("H100-SXM-80GB", 989, 794.5, 80, 3.35, 450, 50),
-        Accelerator("H100-PCIe-80GB", 756, None, 80, 2.0, 64, 50),
-        Accelerator("H200-SXM-141GB", 989, 794.5, 141, 4.8, 450, 50),
-        Accelerator("GH200-141GB", 989, 828.6, 141, 4.8, 450, 50, node_size=4),
-        Accelerator("B200-SXM-180GB", 2250, 1745, 180, 8.0, 900, 50),
-        Accelerator("B300-SXM-288GB", 2250, 1769, 288, 8.0, 900, 100),
-        Accelerator("GB200-186GB", 2500, 1822, 186, 8.0, 900, 50, node_size=4),
-        Accelerator("MI300X-192GB", 1300, 668.4, 192, 5.3, 448, 50),
-        Accelerator("MI325X-256GB", 1300, 784.9, 256, 6.0, 448, 50),
-        Accelerator("L40S-48GB", 362, None, 48, 0.86, 32, 25),
-        Accelerator("TPUv5p-95GB", 459, None, 95, 2.76, 300, 25, node_size=4),
-        Accelerator("TPUv4-32GB", 275, None, 32, 1.2, 150, 25, node_size=4),
-    )
-}
-_CLUSTER = re.compile(r"\s*([0-9][0-9_,]*)\s*[x×*]\s*(\S+)\s*", re.IGNORECASE)
+_COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
+_CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", re.IGNORECASE)
+_MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
+_FORMS = {"PCIE", "NVL"}  # an SXM board is the one that is neither
+_MEMORY = re.compile(r"\d+GB")
 
 
 @dataclass(frozen=True)
@@ -74,36 +31,121 @@ class Cluster:
     gpus: int
     accelerator: Accelerator
 
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.accelerator.node_size)
+
+    @property
+    def nodes_said(self) -> str:
+        """``one node``, ``8 nodes of 8``, ``2 nodes of 8, the last of 5``."""
+        node = self.accelerator.node_size
+        rest = self.gpus % node
+        return (
+            f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
+            if self.nodes > 1
+            else "one node"
+        )
+
     def __str__(self) -> str:
-        return f"{self.gpus}x{self.accelerator.name}"
-
-
-def find_accelerator(name: str) -> Accelerator:
-    """An accelerator by its name; memory and form may be left out: ``H100``, ``A100-80GB``, ``h200-sxm``.
-
-    Raises:
-        InputError: if the table has no such accelerator.
-    """
-    wanted = re.split(r"[-_\s]+", name.upper())
-    for known in ACCELERATORS.values():
-        # The first in the table that has every word asked for: SXM before PCIe, the larger memory first.
-        if all(word in known.name.upper().split("-") for word in wanted):
-            return known
-    close = get_close_matches(name.upper(), [known.upper() for known in ACCELERATORS], n=1, cutoff=0.6)
-    hint = next((f"did you mean {known}? " for known in ACCELERATORS if known.upper() in close), "")
-    raise InputError(f"no accelerator {name!r} in the table; {hint}known are {', '.join(ACCELERATORS)}")
+        name, node = self.accelerator.name, self.accelerator.node_size
+        if name == "cpu":
+            return name
+        known = ACCELERATORS.get(name)
+        if known is None or _even_nodes(self.gpus, known.node_size) == node or self.gpus % node:
+            return f"{self.gpus}x{name}"
+        return f"{self.gpus // node}x{node}x{name}"
 
 
 def parse_cluster(text: str) -> Cluster:
-    """A cluster from its written form, ``384xA100-80GB``.
+    """A cluster from its written form: ``384xA100-80GB``, with the GPUs of a node ``48x8xA100-80GB``, or ``cpu``.
+
+    A count that does not fill whole nodes is spread evenly, as 12 GPUs in nodes of 8 are two nodes of 6; if that
+    would leave more than half of each node idle the last node is short, as 13 are 8 and 5.
 
     Raises:
-        InputError: if the text is not COUNTxNAME or the name is not in the table.
+        InputError: if the text is none of these, or the name is not in the table.
     """
+    if text.strip().lower() in {"cpu", "1xcpu"}:
+        return Cluster(1, this_machine())
     match = _CLUSTER.fullmatch(text)
     if match is None:
-        raise InputError(f"{text!r} is not a cluster; write for example 64xH100-80GB")
-    count = int(re.sub(r"[_,]", "", match[1]))
-    if count == 0:
-        raise InputError(f"{text!r} has no GPU; write for example 1x{match[2]}")
-    return Cluster(count, find_accelerator(match[2]))
+        raise InputError(
+            f"{text!r} is not a cluster; write for example 64xH100-80GB, nodes x GPUs as in 8x8xH100-80GB, or cpu"
+        )
+    first, second = (int(re.sub(r"[_,]", "", count)) for count in (match[1], match[2] or "1"))
+    if match[3].lower() == "cpu":
+        raise InputError(f"{text!r}: cpu is this machine, one process; write cpu")
+    if first * second == 0:
+        raise InputError(f"{text!r} has no GPU; write for example 1x{match[3]}")
+    found = find_accelerator(match[3])
+    node = second if match[2] else _even_nodes(first, found.node_size)
+    return Cluster(first * second, found if node == found.node_size else replace(found, node_size=node))
+
+
+def _even_nodes(gpus: int, node: int) -> int:
+    """GPUs used of each node: as many in every one, if that is at least half of a node."""
+    return (
+        next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node) if gpus > node else node
+    )
+
+
+def find_accelerator(name: str) -> Accelerator:
+    """An accelerator by its name; maker, memory and form may be left out: ``H100``, ``A100 40 GB``, ``h200-sxm``.
+
+    Raises:
+        InputError: if the table has no such accelerator; says which are near, and what to type to add it.
+    """
+    exact = next((known for key, known in ACCELERATORS.items() if key.upper() == name.upper().strip()), None)
+    if exact is not None:
+        return exact
+    wanted = [word for word in _words(name) if word not in _MAKERS]
+    # The first in the table that has every word asked for: SXM before PCIe, the larger memory first.
+    for known in ACCELERATORS.values():
+        if wanted and _is_called(_words(known.name), wanted):
+            return known
+    word = re.sub(r"[^\w.\-]+", "-", name).strip("-") or "Z1-64GB"
+    raise InputError(
+        f"no accelerator {name!r} in the table; nearest are {', '.join(nearest_names(name))} (all: leaven hardware); "
+        f"to add it, put this line into {user_file()}: {word} = {EXAMPLE}"
+    )
+
+
+def nearest_names(name: str, n: int = 3) -> list[str]:
+    """The names most like one that is not known, with their memory or without."""
+    by_short: dict[str, str] = {}
+    for known in ACCELERATORS:
+        by_short.setdefault(known.upper(), known)
+        by_short.setdefault(known.upper().split("-")[0], known)
+    close = get_close_matches(name.upper(), by_short, n=2 * n, cutoff=0.0)
+    return list(dict.fromkeys(by_short[short] for short in close))[:n]
+
+
+def known_device(name: str) -> Accelerator | None:
+    """The accelerator that a driver calls ``NVIDIA H100 80GB HBM3``; None if the table has none of that kind.
+
+    Of several memories that of the name, else the first.
+    """
+    words = set(_words(name))
+    if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
+        return None
+    memory = {word for word in words if _MEMORY.fullmatch(word)}
+    kind = []
+    for known in ACCELERATORS.values():
+        own = set(_words(known.name))
+        model = {word for word in own if not _MEMORY.fullmatch(word)} - {"SXM"}
+        if model <= words and own & _FORMS == words & _FORMS:
+            kind.append((not own & memory, known))
+    return min(kind, key=lambda pair: pair[0])[1] if kind else None
+
+
+def _words(name: str) -> list[str]:
+    """``H100 96 GB`` and ``H100-96GB`` are H100 and 96GB; SXM4 and SXM5 are SXM."""
+    joined = re.sub(r"(\d)\s*GI?B\b", r"\1GB", name.upper())
+    return [re.sub(r"^SXM\d$", "SXM", word) for word in re.split(r"[-_/\s]+", joined) if word]
+
+
+def _is_called(own: list[str], wanted: list[str]) -> bool:
+    """Whether an accelerator has every word, or is all of them written together (``TPU v5p``, ``RTX4090``)."""
+    whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
+    asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
+    return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

@@ -1,9 +1,20 @@
-"""The search for a layout: everything the model, the batch and the memory allow, the fastest first."""
+"""The search for a layout: everything the model, the batch and the memory allow, the fastest first.
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+Nothing that could be the best is left out. Memory is asked first, and only what it rules out is skipped: what a
+micro-batch needs, a multiple of it needs too, so one that does not fit speaks for its multiples.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from pydantic import ValidationError
 
 from leaven.planning.arrangement import Arrangement, arrangements, tensor_degrees
+from leaven.planning.blueprint import Blueprint, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, worst_stage
 from leaven.planning.timing import StepTime, step_time
@@ -11,12 +22,22 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
-# The count is 9% low on average and 16% at worst on 28 measured rows of BLOOM's layout search.
+# Of an accelerator's memory: the count is up to 16% low on published rows, and what ran out of memory must not be
+# said to fit (docs/planner-accuracy.md).
 USABLE = 0.85
 # Tokens of one forward beyond which a larger micro-batch gains nothing; below, launch latency speaks for it.
 _ENOUGH_TOKENS = 8192
-# A flash kernel computes the attention core again anyway, so "selective" saves nothing and is not searched.
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+# Context parallelism is for what does not fit on one rank: it leaves each this many tokens of a sequence at least.
+_LEAST_CONTEXT = 4096
+# Stages on each rank of a pipeline; more are so many messages that nobody runs them.
+_STAGES_PER_RANK = (1, 2, 4, 8)
+_EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
+# Micro-batches for each stage of a pipeline that the bubble wants: a rule of thumb (Narayanan et al. 2021).
+FILLS = 4
+# Times that differ by less are equal.
+EQUAL = 0.01
+# What a layout that leaven does not train must be faster by to be worth a word.
+_WORTH_A_WORD = 0.02
 
 
 @dataclass(frozen=True)
@@ -28,106 +49,220 @@ class Candidate:
     time: StepTime
 
     def fits(self, cluster: Cluster) -> bool:
-        return self.memory.total <= USABLE * cluster.accelerator.memory_gib * GIB
+        return fits(self.memory, cluster)
+
+    @property
+    def trained(self) -> bool:
+        """Whether leaven's own trainer has it: context and expert parallelism are planned and exported only."""
+        return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be laid out: a model, its batch, a cluster, and the code that trains it.
+
+    ``micro_batch`` where it is not free; ``smallest_tokens``: the batch that a ramp begins with; ``by_leaven``: only
+    what leaven's own trainer has is a choice, the rest is told.
+    """
+
+    model: ModelShape | Blueprint
+    batch_tokens: int
+    cluster: Cluster
+    micro_batch: int | None = None
+    smallest_tokens: int | None = None
+    code: Implementation = LEAVEN_BF16
+    by_leaven: bool = True
+
+    def arrangements(self, layout: Layout) -> list[Arrangement]:
+        """A layout with every micro-batch. Raises InputError as :func:`arrangement.arrangements`."""
+        return arrangements(self.model, layout, self.batch_tokens, self.micro_batch, self.smallest_tokens)
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """What a search has seen: ``fitting``, the best first; ``too_large``, with its memory, the leanest first, of each
+    layout the smallest micro-batch; ``refusal``, why a layout could not cut the batch, if one could not.
+
+    ``evaluations``: how many memories and times were computed.
+    """
+
+    job: Job
+    fitting: tuple[Candidate, ...]
+    too_large: tuple[tuple[Arrangement, Memory], ...]
+    refusal: InputError | None
+    evaluations: int = field(compare=False, default=0)
+
+    @cached_property
+    def choices(self) -> tuple[Candidate, ...]:
+        """What fits and may be chosen, the best first."""
+        if not self.job.by_leaven:
+            return self.fitting
+        return tuple(ranked(self.job.model, [candidate for candidate in self.fitting if candidate.trained]))
+
+    @cached_property
+    def layouts(self) -> tuple[Candidate, ...]:
+        """Of every layout that may be chosen its best micro-batch, the best first."""
+        best: dict[Layout, Candidate] = {}
+        for candidate in self.choices:
+            best.setdefault(candidate.arrangement.layout, candidate)
+        return tuple(best.values())
+
+    @property
+    def untrained(self) -> Candidate | None:
+        """The best that may not be chosen, if it is faster by more than 2% or nothing else fits."""
+        beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
+        if beyond is None or not self.job.by_leaven:
+            return None
+        worth = not self.choices or beyond.time.step < (1 - _WORTH_A_WORD) * self.choices[0].time.step
+        return beyond if worth else None
+
+
+def fits(memory: Memory, cluster: Cluster) -> bool:
+    return memory.total <= USABLE * cluster.accelerator.memory_gib * GIB
 
 
 def evaluate(
-    shape: ModelShape, arrangement: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
+    model: ModelShape | Blueprint, arrangement: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
 ) -> Candidate:
     """Memory and time of one arrangement."""
-    return Candidate(arrangement, worst_stage(shape, arrangement, code), step_time(shape, arrangement, cluster, code))
+    return Candidate(arrangement, worst_stage(model, arrangement, code), step_time(model, arrangement, cluster, code))
 
 
-def layouts(shape: ModelShape, cluster: Cluster) -> Iterator[Layout]:
-    """Every layout of the cluster worth a look: tensor parallelism inside a node, ZeRO 2 and 3 without pipeline."""
-    gpus, node = cluster.gpus, cluster.accelerator.node_size
-    for tp in tensor_degrees(shape):
-        if tp > node or gpus % tp:
-            continue
-        for pp in (degree for degree in range(1, min(shape.n_layers, gpus // tp) + 1) if gpus // tp % degree == 0):
-            dp = gpus // tp // pp
-            for zero in (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3):
-                for recompute in _RECOMPUTE:
-                    yield Layout(dp=dp, tp=tp, pp=pp, zero=zero, recompute=recompute)
-
-
-def search(
-    shape: ModelShape,
-    batch_tokens: int,
+def layouts(
+    model: ModelShape | Blueprint,
     cluster: Cluster,
-    micro_batch: int | None = None,
-    *,
     code: Implementation = LEAVEN_BF16,
-    smallest_tokens: int | None = None,
-) -> list[Candidate]:
-    """The layouts that fit, each with its best micro-batch, the best first. ``smallest_tokens``: where a ramp begins.
+    fixed: Mapping[str, Any] | None = None,
+) -> Iterator[Layout]:
+    """Every layout of the cluster worth a look, with some keys at a fixed value if they are given.
 
-    Raises:
-        InputError: if nothing fits, or the batch divides over no layout; says what would work.
+    Tensor parallelism stays inside a node, ZeRO 2 and 3 have no pipeline, and a rank keeps 4,096 tokens of a sequence
+    or more; a fixed value may do otherwise. ZeRO 3 also shards over 1, 2, 4 or 8 nodes, repeated on the others.
     """
-
-    def found(on: Cluster) -> list[Candidate]:
-        return _candidates(shape, batch_tokens, on, micro_batch, code=code, smallest_tokens=smallest_tokens)
-
-    candidates = found(cluster)
-    fitting = [candidate for candidate in candidates if candidate.fits(cluster)]
-    if not fitting:
-        raise InputError(_nothing_fits(candidates, cluster, found))
-    best_of_layout: dict[Layout, Candidate] = {}
-    for candidate in ranked(shape, fitting):
-        best_of_layout.setdefault(candidate.arrangement.layout, candidate)
-    return list(best_of_layout.values())
+    fixed = fixed or {}
+    gpus, node = cluster.gpus, cluster.accelerator.node_size
+    for tp in _values(fixed, "tp", (tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node))):
+        for pp in _values(fixed, "pp", (pp for pp in _divisors(gpus, tp) if pp <= model.n_layers)):
+            for cp in _values(fixed, "cp", (cp for cp in _divisors(gpus, tp * pp) if _cuts(model.seq_len, cp))):
+                for dp in _values(fixed, "dp", (gpus // (tp * pp * cp),)):
+                    if dp * tp * pp * cp == gpus:
+                        yield from _kinds(model, {"dp": dp, "tp": tp, "pp": pp, "cp": cp}, node, code, fixed)
 
 
-def ranked(shape: ModelShape, candidates: list[Candidate]) -> list[Candidate]:
-    """The fastest first, times being equal to three digits.
+def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
+    """Every layout of a job with every micro-batch, as far as they fit; ``fixed`` as in :func:`layouts`."""
+    fitting: list[Candidate] = []
+    too_large: list[tuple[Arrangement, Memory]] = []
+    refusal: InputError | None = None
+    evaluations = 0
+    for layout in layouts(job.model, job.cluster, job.code, fixed):
+        try:
+            possible = job.arrangements(layout)
+        except InputError as error:  # this layout cannot cut the batch; another may
+            refusal = refusal or error
+            continue
+        too_much: list[int] = []
+        for how in possible:
+            if any(how.micro_batch % size == 0 for size in too_much):
+                continue
+            memory = worst_stage(job.model, how, job.code)
+            evaluations += 1
+            if fits(memory, job.cluster):
+                fitting.append(Candidate(how, memory, step_time(job.model, how, job.cluster, job.code)))
+            else:
+                if not too_much:
+                    too_large.append((how, memory))
+                too_much.append(how.micro_batch)
+    too_large.sort(key=lambda misfit: misfit[1].total)
+    return Exploration(job, tuple(ranked(job.model, fitting)), tuple(too_large), refusal, evaluations + len(fitting))
 
-    Then the lower ZeRO stage wins, the micro-batch nearer to 8,192 tokens from below (launch latency, which is not
-    in the times, is on its side), and less memory.
+
+def ranked(model: ModelShape | Blueprint, candidates: list[Candidate]) -> list[Candidate]:
+    """The fastest first, times within 1% of each other being equal: the planner does not know them better.
+
+    Then what leaven trains, a pipeline that is filled by the rule of thumb, the lower ZeRO stage, fewer replicas and
+    stages, the micro-batch nearer to 8,192 tokens from below (launch latency is on its side), and less memory.
     """
+    fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 
-    def rank(candidate: Candidate) -> tuple[float, int, int, float]:
+    def rank(candidate: Candidate) -> tuple[int, bool, bool, int, int, int, float]:
         how = candidate.arrangement
-        tokens = min(how.micro_batch * shape.seq_len, _ENOUGH_TOKENS)
-        return (float(f"{candidate.time.step:.3g}"), how.layout.zero, -tokens, candidate.memory.total)
+        return (
+            int(math.log(candidate.time.step / fastest) / math.log(1 + EQUAL)),
+            not candidate.trained,
+            thin_pipeline(how),
+            how.layout.zero,
+            how.layout.dp_replicate * how.layout.stages_per_rank,
+            -min(how.micro_batch * model.seq_len, _ENOUGH_TOKENS),
+            candidate.memory.total,
+        )
 
     return sorted(candidates, key=rank)
 
 
-def _candidates(
-    shape: ModelShape,
-    batch_tokens: int,
-    cluster: Cluster,
-    micro_batch: int | None,
-    *,
-    code: Implementation,
-    smallest_tokens: int | None,
-) -> list[Candidate]:
-    found: list[Candidate] = []
-    refused: InputError | None = None
-    for layout in layouts(shape, cluster):
-        try:
-            possible = arrangements(shape, layout, batch_tokens, micro_batch, smallest_tokens)
-            found += [evaluate(shape, how, cluster, code) for how in possible]
-        except InputError as error:  # this layout cannot cut the batch; another may
-            refused = refused or error
-    if not found:
-        raise refused or InputError(f"no layout of {shape.n_layers} layers fills {cluster}; try fewer GPUs")
-    return found
+def thin_pipeline(how: Arrangement) -> bool:
+    """Whether a pipeline has fewer micro-batches than four for each stage, a rule of thumb."""
+    return how.layout.pp > 1 and how.grad_accumulation < FILLS * how.layout.pp
 
 
-def _nothing_fits(candidates: list[Candidate], cluster: Cluster, retry: Callable[[Cluster], list[Candidate]]) -> str:
-    """One line: what the leanest layout needs, and how many GPUs would do."""
-    least = min(candidates, key=lambda candidate: candidate.memory.total)
-    message = (
-        f"nothing fits: the leanest layout ({least.arrangement}) needs {least.memory.total / GIB:.1f} GiB of "
-        f"{cluster.accelerator.memory_gib:g} on each GPU"
-    )
-    for doublings in range(1, 11):
-        bigger = Cluster(cluster.gpus << doublings, cluster.accelerator)
-        try:
-            if any(candidate.fits(bigger) for candidate in retry(bigger)):
-                return f"{message}; {bigger} would do"
-        except InputError:  # more GPUs than the batch has sequences
-            break
-    return f"{message}; more GPUs do not help this batch: take a larger accelerator or a shorter seq_len"
+def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that no other beats in time and in memory, the fastest first."""
+    front: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
+        if not front or candidate.memory.total < front[-1].memory.total:
+            front.append(candidate)
+    return front
+
+
+def _kinds(
+    model: ModelShape | Blueprint, degrees: dict[str, int], node: int, code: Implementation, fixed: Mapping[str, Any]
+) -> Iterator[Layout]:
+    """Layouts of the same degrees: ZeRO stage, replicas, stages on a rank, and what is recomputed."""
+    pp, sharers = degrees["pp"], degrees["dp"] * degrees["cp"]
+    zeros = (0,) if sharers == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+    per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= model.n_layers] or [1]
+    # A flash kernel computes the attention core again anyway, so "selective" saves nothing with it.
+    recomputes: tuple[Recompute, ...] = ("none", "full") if code.flash_attention else ("none", "selective", "full")
+    experts = blueprint(model).experts
+    eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(sharers, experts) % ep == 0)]
+    free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes, "ep": eps}
+    for zero, v, recompute, ep in product(*(_values(fixed, key, values) for key, values in free.items())):
+        if pp * v > model.n_layers:
+            continue
+        for replicate in _values(fixed, "dp_replicate", _replicas(degrees, node) if zero == 3 else (1,)):
+            schedule = fixed.get("schedule", "interleaved" if v > 1 else "1f1b")
+            try:
+                yield Layout.model_validate(
+                    degrees
+                    | {"ep": ep, "zero": zero, "dp_replicate": replicate, "recompute": recompute}
+                    | {"schedule": schedule, "stages_per_rank": v}
+                )
+            except ValidationError:  # what was fixed does not go with the rest
+                assert fixed
+
+
+def _replicas(degrees: dict[str, int], node: int) -> list[int]:
+    """One, or as many as there are if 1, 2, 4 or 8 nodes share a model."""
+    dp, in_node = degrees["dp"], max(1, node // (degrees["tp"] * degrees["cp"]))
+    shared_by = [in_node * nodes for nodes in (1, 2, 4, 8)]
+    return sorted({1, *(dp // ranks for ranks in shared_by if ranks > 1 and dp % ranks == 0)})
+
+
+def _values(fixed: Mapping[str, Any], key: str, free: Any) -> Iterator[Any]:
+    return iter((fixed[key],) if key in fixed else free)
+
+
+def _divisors(gpus: int, taken: int) -> Iterator[int]:
+    """Degrees that divide the GPUs which others leave."""
+    left = gpus // taken if taken and gpus % taken == 0 else 0
+    return (degree for degree in range(1, left + 1) if left % degree == 0)
+
+
+def in_a_node(tp: int, gpus: int, node: int) -> bool:
+    """Whether tensor-parallel groups of so many ranks fill nodes without one that lies across two."""
+    return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
+
+
+def _cuts(seq_len: int, cp: int) -> bool:
+    """Each rank has a piece from either half of a sequence, so that causal attention is equal work."""
+    return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)

@@ -1,89 +1,75 @@
 """Memory of one rank, by part, in bytes: that of the rank of a pipeline that needs most.
 
-First principles: what the optimiser needs for every parameter, what the backward pass needs of every operator,
-the logits, and a fixed amount that no formula gives. Measured activations of compiled and uncompiled code differ
-from the count by up to 1.4x (SwiGLU, Ultra-Scale Playbook: 22 h + 12 d_ff against 16 h + 8 d_ff), and buckets of the
-gradient reduction are not counted: that is the thin part. A fused or chunked cross-entropy needs far less than
-``logit`` says: 24 of 61 published MPT rows that fit in 80 GB are counted above it. leaven's own steps are held
-against the count by benchmarks/memory.py.
+First principles: what the optimiser needs for every parameter, what the backward pass needs of every operator, the
+logits, the buffers, and a fixed amount that no formula gives. States: ZeRO paper, arXiv 1910.02054. How far that is
+off on published measurements: docs/planner-accuracy.md; on leaven's own steps: benchmarks/memory.py.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
+from leaven.planning.activations import block_kept, layer_activation_bytes
 from leaven.planning.arrangement import Arrangement, scheduled
+from leaven.planning.blueprint import Blueprint, blueprint
+from leaven.planning.implementations import LEAVEN_BF16, Balance, Implementation
+from leaven.planning.stages import (
+    end_parameters,
+    in_flight,
+    rank_blocks,
+    rank_layers,
+    stage_layers,
+    stage_parameters,
+)
 from leaven.recipe.layout import Layout
-from leaven.recipe.shape import Activation, ModelShape, Role
+from leaven.recipe.shape import ModelShape
+
+# What is counted on the way is asked for here too.
+__all__ = [
+    "GIB",
+    "LEAVEN_BF16",
+    "Implementation",
+    "Memory",
+    "in_flight",
+    "layer_activation_bytes",
+    "rank_layers",
+    "stage_layers",
+    "stage_memory",
+    "stage_parameters",
+    "worst_stage",
+]
 
 GIB = 2**30
-# Copies of d_ff that the backward pass needs: before and after the activation; a gated MLP also gate and product.
-_MLP_TENSORS: dict[Activation, int] = {"gelu": 2, "relu": 1, "squared_relu": 2, "swiglu": 4}
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """What memory depends on besides shape and layout: the training code.
-
-    ``weights``, ``grads``, ``optimizer``: bytes a parameter. ``compute_copy``: bytes a parameter of the copy that
-    the matmuls read, where the weights are kept in fp32; ``gathered_ends`` of what is in no block, if every one of
-    several ranks has that whole. ``update_copy``: bytes a parameter in an update, when the activations are gone.
-    ``element``: bytes of an activation; ``residual``: of one of the residual stream. ``gathered_inputs``: with
-    sequence parallelism, the inputs of column-parallel products are kept whole. ``logit``: bytes a logit at the peak
-    of an unfused cross-entropy: bf16 and fp32 logits, their log-softmax, and a gradient; ``logits_at_once``: how many
-    there are at most; ``unembedding``: bytes a parameter of its gradient, which the loss keeps to the backward pass.
-    ``even_stages``: a pipeline's blocks in equal numbers, whatever the ends weigh. ``fixed_gib``: context, NCCL,
-    kernels. ``slack``: share of everything else lost to fragmentation.
-    """
-
-    weights: int = 4
-    grads: int = 4
-    optimizer: int = 8
-    compute_copy: int = 2
-    gathered_ends: int = 0
-    update_copy: int = 0
-    element: int = 2
-    residual: int = 2
-    logit: int = 14
-    logits_at_once: float = math.inf
-    unembedding: int = 0
-    flash_attention: bool = True
-    sequence_parallel: bool = False
-    gathered_inputs: bool = False
-    even_stages: bool = False
-    fixed_gib: float = 2.0
-    slack: float = 0.05
-
-
-# leaven's own trainer: fp32 weights, AdamW states and residual stream, matmuls in bf16, the ends gathered in fp32,
-# some logits at a time (model/loss.py: bf16, and fp32 log-softmaxes that become the gradient) with the unembedding's
-# gradient of a micro-batch, and the parameters before an update beside those after it.
-LEAVEN_BF16 = Implementation(
-    gathered_ends=4,
-    update_copy=4,
-    residual=4,
-    logit=6,
-    logits_at_once=2**27,
-    unembedding=4,
-    sequence_parallel=True,
-    gathered_inputs=True,
-)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by part. ``total`` is their sum."""
+    """Bytes of one rank by part. ``total`` is their sum.
+
+    ``accumulation``: the sum of gradients over micro-batches, where it is kept beside them. ``gathered``: weights as
+    the products read them, copies of the rank's own or fetched from others. ``buffers``: for the exchange of
+    gradients and weights, and what an update needs beside the states. ``fixed``: what is there before a tensor is.
+    ``reserve``: what the allocator holds and cannot use.
+    """
 
     weights: float
     grads: float
+    accumulation: float
     optimizer: float
+    gathered: float
     activations: float
     logits: float
-    other: float
+    buffers: float
+    fixed: float
+    reserve: float
 
     @property
     def total(self) -> float:
-        return self.weights + self.grads + self.optimizer + self.activations + self.logits + self.other
+        return float(sum(vars(self).values()))
+
+    @property
+    def states(self) -> float:
+        """What stays from step to step, but for the gradients."""
+        return self.weights + self.optimizer
 
     @property
     def parts_gib(self) -> dict[str, float]:
@@ -91,187 +77,161 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class ParameterCounts:
-    """Parameters by how tensor parallelism cuts them: matrices are divided, vectors are on every rank."""
+class _States:
+    """Of a rank, whatever its micro-batch: bytes by part, bytes that every token in flight keeps, and bytes a token
+    that exist once."""
 
-    layer_matrices: int
-    layer_vectors: int
-    embedding: int
-    embedding_vectors: int
-    positions: int
-    final_vectors: int
-    unembedding: int
-    tied: bool
-
-
-@cache
-def parameter_counts(shape: ModelShape) -> ParameterCounts:
-    """The parameters of one block and of the two ends, summed over ``shape.parameters()``."""
-    block = [p for p in shape.parameters() if p.layer == 0]
-    ends = {p.name.removesuffix(".weight"): p.size for p in shape.parameters() if p.layer is None}
-    matrices = sum(p.size for p in block if p.role is Role.HIDDEN_WEIGHT)
-    return ParameterCounts(
-        layer_matrices=matrices,
-        layer_vectors=sum(p.size for p in block) - matrices,
-        embedding=ends["embedding"],
-        embedding_vectors=sum(size for name, size in ends.items() if name.startswith("norm.embedding")),
-        positions=ends.get("positions", 0),
-        final_vectors=sum(size for name, size in ends.items() if name.startswith("norm.final")),
-        unembedding=ends.get("unembedding", ends["embedding"]),
-        tied=shape.tied_embeddings,
-    )
+    weights: float
+    grads: float
+    accumulation: float
+    optimizer: float
+    gathered: float
+    units: float
+    buffers: float
+    exchange: float
+    update: float
+    stays: float
+    once: float
+    unembedding: float  # parameters, of the last rank
 
 
-@cache
-def stage_layers(shape: ModelShape, stages: int, even: bool = False) -> tuple[int, ...]:
-    """Blocks of each pipeline stage, so that the most loaded has the least, one block at least.
-
-    The embedding weighs on the first stage and the unembedding on the last, each as many blocks as it has parameters
-    of one: a block's memory and, of the unembedding, its FLOPs too go by its matrices. ``even`` stages differ by one
-    block at most, what does not divide in the middle: how BLOOM and others were laid out.
-    """
-    if stages == 1:
-        return (shape.n_layers,)
-    if even:
-        base, more = divmod(shape.n_layers, stages)
-        longer = {*[*range(1, stages - 1), 0, stages - 1][:more]}
-        return tuple(base + (stage in longer) for stage in range(stages))
-    count, middle = parameter_counts(shape), stages - 2
-    ends = count.embedding / count.layer_matrices, count.unembedding / count.layer_matrices
-
-    def load(layers: tuple[int, ...]) -> tuple[float, float]:
-        loads = [layers[0] + ends[0], *layers[1:-1], layers[-1] + ends[1]]
-        return max(loads), sum(stage**2 for stage in loads)
-
-    def split(first: int, last: int) -> tuple[int, ...] | None:
-        rest = shape.n_layers - first - last
-        if rest < middle or (not middle and rest):
-            return None
-        base, more = divmod(rest, middle) if middle else (0, 0)
-        return (first, *(base + (stage < more) for stage in range(middle)), last)
-
-    sizes = range(1, -(-shape.n_layers // stages) + 2)
-    splits = [found for first in sizes for last in sizes if (found := split(first, last)) is not None]
-    return min(splits, key=load)
-
-
-def rank_layers(shape: ModelShape, layout: Layout, rank: int, code: Implementation = LEAVEN_BF16) -> int:
-    """Blocks on a rank of the pipeline, of all its stages: r, r + pp, ..."""
-    return sum(stage_layers(shape, layout.pp * layout.stages_per_rank, code.even_stages)[rank :: layout.pp])
-
-
-def stage_parameters(shape: ModelShape, layout: Layout, stage: int, code: Implementation = LEAVEN_BF16) -> float:
-    """Parameters on one tensor-parallel rank of a rank of the pipeline. Tied embeddings are on both ends."""
-    count, t = parameter_counts(shape), layout.tp
-    blocks = rank_layers(shape, layout, stage, code) * (count.layer_matrices / t + count.layer_vectors)
-    return blocks + _end_parameters(shape, layout, stage)
-
-
-def _end_parameters(shape: ModelShape, layout: Layout, stage: int) -> float:
-    count, t = parameter_counts(shape), layout.tp
-    parameters, first, last = 0.0, stage == 0, stage == layout.pp - 1
-    if first:
-        parameters += count.embedding / t + count.embedding_vectors + count.positions
-    if last:
-        parameters += count.final_vectors + (0 if count.tied and first else count.unembedding / t)
-    return parameters
-
-
-def layer_activation_bytes(shape: ModelShape, sequences: int, tp: int, code: Implementation = LEAVEN_BF16) -> float:
-    """What one block keeps for its backward pass, in bytes, for ``sequences`` sequences on one rank.
-
-    For a GPT with d_ff = 4h in bf16 this is s b h (10 + 24/t + 5 a s/(h t)), Korthikanti 2022, arXiv 2205.05198,
-    equation 2; dropout masks are 2h of the 10, and not there without dropout.
-    """
-    tokens, d, e = sequences * shape.seq_len, shape.d_model, code.element
-    d_q, d_kv = shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
-    norms, products = 2 * code.residual * d + (2 * d if shape.dropout else 0), 2 * e * d  # the inputs of two of each
-    split = 2 * e * (d_q + d_kv) + e * _MLP_TENSORS[shape.activation] * shape.d_ff
-    if shape.qk_norm:
-        split += e * (d_q + d_kv)
-    if not code.flash_attention:
-        scores = shape.n_heads * shape.seq_len
-        split += scores * (2 * e + 1 if shape.dropout else e)
-    stretch = tp if code.sequence_parallel else 1
-    return tokens * (norms / stretch + products / (1 if code.gathered_inputs else stretch) + split / tp)
-
-
-def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
-    """Micro-batches of which a rank of the pipeline keeps what it needs, of all its stages, at the most.
-
-    All under GPipe, p - r under 1F1B; of v stages 2 (p - r - 1) + (v - 1) p + 1 of the v m passes (Narayanan et al.
-    2021, arXiv 2104.04473, 2.2); p under zero-bubble, which puts the weights' half of a backward pass off. So torch's
-    schedules have it.
-    """
-    p, v = layout.pp, layout.stages_per_rank
-    if layout.schedule == "gpipe":
-        return micro_batches
-    if layout.schedule == "zero-bubble":
-        return min(micro_batches, p)
-    if v == 1:
-        return min(micro_batches, p - rank)
-    return min(v * micro_batches, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
-
-
-def stage_memory(shape: ModelShape, how: Arrangement, stage: int, code: Implementation = LEAVEN_BF16) -> Memory:
+def stage_memory(
+    model: ModelShape | Blueprint, how: Arrangement, stage: int, code: Implementation = LEAVEN_BF16
+) -> Memory:
     """Memory of one rank in one place of the pipeline.
 
-    States: ZeRO paper, arXiv 1910.02054. Full recomputation keeps every block's input and the working set of one.
+    The logits and what there is inside a block in its backward pass, when its gradients are exchanged too and its
+    weights gathered, are never there together: the larger counts.
     """
-    layout, sharers = how.layout, how.layout.dp // how.layout.dp_replicate
-    parameters, ends = stage_parameters(shape, layout, stage, code), _end_parameters(shape, layout, stage)
-    weights, grads, optimizer = (
-        parameters * size / (sharers if layout.zero >= sharded_from else 1)
-        for size, sharded_from in ((code.weights, 3), (code.grads, 2), (code.optimizer, 1))
-    )
-    if layout.zero == 3:  # the gathered unit in use and the one fetched ahead
-        count = parameter_counts(shape)
-        unit = count.layer_matrices / layout.tp + count.layer_vectors
-        copy = 2 * unit * (code.compute_copy or code.weights)
-    else:
-        copy = parameters * code.compute_copy
-    if code.gathered_ends and layout.ranks > 1:
-        copy += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
-    kept, working_set = _kept_and_working_set(shape, how, code)
+    table, layout = blueprint(model), how.layout
+    rank = _states(table, layout, stage, code)
+    tokens = how.micro_batch * table.seq_len / layout.cp
     flying = in_flight(layout, stage, scheduled(layout, how.grad_accumulation))
-    activations = flying * rank_layers(shape, layout, stage, code) * kept + working_set
-    tokens = how.micro_batch * shape.seq_len
-    if shape.embedding_norm and stage == 0:  # its input
-        activations += flying * code.residual * tokens * shape.d_model
-    logits = 0.0
+    activations, inside, logits = flying * tokens * rank.stays, tokens * rank.once, 0.0
     if stage == layout.pp - 1:
-        logits = code.logit * min(tokens * shape.vocab_size / layout.tp, code.logits_at_once)
+        each = code.logit if layout.tp == 1 or code.sharded_logit is None else code.sharded_logit
+        logits = each * min(tokens * table.vocab_size / layout.tp, code.logits_at_once)
+        # The final norm's input and its output, which the unembedding reads.
+        at_end: float = code.residual + code.element
         if code.unembedding:
             # The loss has computed what its backward pass will give, and keeps it until then: of the unembedding, and
             # of its input; and beside them the product that is added to the first.
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
-            unembedding = parameter_counts(shape).unembedding / layout.tp
-            logits += waiting * (code.unembedding * unembedding + code.element * tokens * shape.d_model / layout.tp)
-            logits += code.element * unembedding
-    update = code.update_copy * parameters / (sharers if layout.zero else 1)
-    update = max(0.0, update - copy - logits - activations)  # when it is made, these are gone
-    weights += copy
-    dynamic = weights + grads + optimizer + activations + logits + update
-    other = code.fixed_gib * GIB + code.slack * dynamic + update
-    return Memory(weights, grads, optimizer, activations, logits, other)
+            at_end = code.residual + code.element * (1 + waiting)
+            logits += waiting * code.unembedding * rank.unembedding + code.element * rank.unembedding
+            if (
+                layout.tp > 1
+            ):  # the cast unembedding, and of all positions the input, in a chunk too, and its gradient
+                logits += code.element * (rank.unembedding + 3 * tokens * table.d_model)
+        activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
+    in_block = max(0.0, inside + rank.exchange + rank.units - logits)
+    exchange = min(rank.exchange, in_block)
+    units = min(rank.units, in_block - exchange)
+    gathered = rank.gathered + units
+    activations += in_block - exchange - units
+    update = max(0.0, rank.update - gathered - logits - activations)  # when it is made, these are gone
+    buffers = rank.buffers + exchange + update
+    dynamic = rank.weights + rank.grads + rank.accumulation + rank.optimizer
+    dynamic += gathered + activations + logits + buffers
+    return Memory(
+        rank.weights,
+        rank.grads,
+        rank.accumulation,
+        rank.optimizer,
+        gathered,
+        activations,
+        logits,
+        buffers,
+        code.fixed_gib * GIB,
+        code.slack * dynamic,
+    )
 
 
-def worst_stage(shape: ModelShape, how: Arrangement, code: Implementation = LEAVEN_BF16) -> Memory:
-    """Memory of the rank that needs most: the first stage, the second (it may have more blocks), or the last."""
-    pp = how.layout.pp
-    memories = (stage_memory(shape, how, stage, code) for stage in {0, min(1, pp - 1), pp - 1})
+@cache
+def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) -> _States:
+    t, first, last = layout.tp, stage == 0, stage == layout.pp - 1
+    blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
+    ends = end_parameters(table, t, first=first, last=last)
+    dense = ends + sum(count * (block.whole + block.cut / t) for block, count in blocks)
+    experts = sum(count * block.experts for block, count in blocks) / (t * layout.ep)
+    # Two data-parallel groups: experts have the fewer copies, the fewer ranks share one.
+    sharers = layout.dp * layout.cp // layout.dp_replicate
+    expert_sharers = max(1, sharers // layout.ep)
+
+    def held(bytes_each: float, sharded_from: int, parameters: float, of_experts: float) -> float:
+        if layout.zero < sharded_from:
+            return bytes_each * (parameters + of_experts)
+        return bytes_each * (parameters / sharers + of_experts / expert_sharers)
+
+    vectors = sum(count * (block.vectors + block.split_vectors / t) for block, count in blocks)
+    matrices = dense - ends - vectors
+    of_matrices = code.optimizer if code.optimizer_of_matrices is None else code.optimizer_of_matrices
+    optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
+    copy = code.compute_copy or code.weights
+    unit = max(block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks)
+    # Under ZeRO 3 the gathered unit in use and the one fetched ahead.
+    units, gathered = 0.0, 2 * unit * copy if layout.zero == 3 else code.compute_copy * (dense + experts)
+    if code.gathered_ends and layout.ranks > 1:
+        gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
+    if code.autocast and layout.zero == 3:
+        units, gathered = 2 * unit * copy, gathered - 2 * unit * copy
+        if first and not table.tied:
+            gathered -= code.gathered_ends * table.embedding / t
+    if code.autocast and layout.ranks == 1:
+        gathered = code.compute_copy * (dense - ends + table.embedding)
+        if layout.recompute == "full":
+            units, gathered = code.compute_copy * unit, code.compute_copy * table.embedding
+    stays, once = _per_token(table, layout, stage, code)
+    return _States(
+        weights=held(code.weights, code.shards_weights_from, dense, experts),
+        grads=held(code.grads, 2, dense, experts),
+        accumulation=held(code.accumulation, 2, dense, experts),
+        optimizer=optimizer,
+        gathered=gathered,
+        units=units,
+        buffers=code.bucket if sharers > 1 else 0,
+        exchange=code.exchange * unit if layout.zero and sharers > 1 else 0.0,
+        update=held(code.update_copy, 1, dense, experts),
+        stays=stays,
+        once=once,
+        unembedding=table.embedding / t,
+    )
+
+
+def _per_token(table: Blueprint, layout: Layout, stage: int, code: Implementation) -> tuple[float, float]:
+    """Bytes that every token in flight keeps on a rank, and bytes a token that exist once."""
+    t, last = layout.tp, stage == layout.pp - 1
+    stretch = t if code.sequence_parallel else 1
+    blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
+    kept = [
+        (block_kept(block, table.d_model, table.seq_len, t, recompute=layout.recompute, code=code), count)
+        for block, count in blocks
+    ]
+    stays = sum(count * each.stays for each, count in kept)
+    residual = code.residual * table.d_model / stretch
+    if stage == 0 and table.embedding_norm:  # its input
+        stays += residual
+    if stage == 0 and blocks[0][0].dropout:  # its mask
+        stays += table.d_model / stretch
+    if code.keeps_outputs and not last:
+        stays += residual * layout.stages_per_rank
+    # Keys and values on their way round the ranks that share a sequence, and their gradients: in use, and to come.
+    pairs = max(block.core.kv_heads * (block.core.d_qk + block.core.d_v) for block, _ in blocks)
+    ring = 2 * 2 * code.element * pairs / t if layout.cp > 1 else 0.0
+    return stays, max(each.once + each.gradients for each, _ in kept) + ring
+
+
+def worst_stage(model: ModelShape | Blueprint, how: Arrangement, code: Implementation = LEAVEN_BF16) -> Memory:
+    """Memory of the rank of the pipeline that needs most."""
+    layout = how.layout
+    ranks = _telling_ranks(blueprint(model), layout.pp, layout.stages_per_rank, code.balance)
+    memories = (stage_memory(model, how, rank, code) for rank in ranks)
     return max(memories, key=lambda memory: memory.total)
 
 
-def _kept_and_working_set(shape: ModelShape, how: Arrangement, code: Implementation) -> tuple[float, float]:
-    """Bytes that every block in flight keeps, and bytes that exist once while one block is computed again."""
-    tp = how.layout.tp
-    layer = layer_activation_bytes(shape, how.micro_batch, tp, code)
-    if how.layout.recompute == "none":
-        return layer, 0.0
-    if how.layout.recompute == "full":
-        block_input = code.residual * how.micro_batch * shape.seq_len * shape.d_model
-        return block_input / (tp if code.sequence_parallel else 1), layer
-    # selective: the attention core again. A flash kernel does that anyway, then there is nothing left to save.
-    without_scores = layer_activation_bytes(shape, how.micro_batch, tp, replace(code, flash_attention=True))
-    return without_scores, layer - without_scores
+@cache
+def _telling_ranks(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
+    """The ranks one of which needs most: both ends, and behind the first of them the first with each set of blocks,
+    since fewer micro-batches wait on those after it."""
+    firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
+    return (0, *({*firsts.values(), pp - 1} - {0}))

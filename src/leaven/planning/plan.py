@@ -1,25 +1,51 @@
 """The plan of a run on a cluster: will it fit, how fast, how long."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from leaven.planning.arrangement import Arrangement, arrangements, check_layout, parse_layout
+from leaven.catalogue.runs import find_run
+from leaven.planning.advice import lacking, no_layout
+from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
+from leaven.planning.blueprint import Blueprint, blueprint
+from leaven.planning.breakdown import activation_parts
+from leaven.planning.cost import Cost, Price, cost
+from leaven.planning.explain import Explanation, explain, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.layouts import Candidate, evaluate, ranked, search
-from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory
+from leaven.planning.implementations import LEAVEN_BF16, MEGATRON, Implementation
+from leaven.planning.layouts import (
+    FILLS,
+    Candidate,
+    Exploration,
+    Job,
+    evaluate,
+    explore,
+    pareto,
+    ranked,
+    thin_pipeline,
+)
+from leaven.planning.memory import GIB, Memory, stage_memory
+from leaven.planning.published import published_blueprint
+from leaven.planning.ramp import SHARE, RampPlan, Throughput, plan_ramp
+from leaven.planning.states import Moments, State, states, with_moments
 from leaven.planning.timing import StepTime
+from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 
+# As benchmarks/memory.py holds it against leaven's own steps: no copies in bf16, and logits in fp32.
+LEAVEN_FP32 = replace(LEAVEN_BF16, compute_copy=0, element=4, logit=8, exchange=8)
+_MEGATRON_FLASH = replace(MEGATRON, flash_attention=True)
 N_ALTERNATIVES = 5
-# What benchmarks/planner_accuracy.py prints: mean and worst error over every usable row of three published tables.
+# What benchmarks/planner_accuracy.py finds: mean and worst error over every usable row of published tables.
 ACCURACY = (
-    "first principles: time 8% off on average over 46 rows of BLOOM (worst 29%), 12% over 61 of MPT (36%), 17% over "
-    "13 of nanotron (3.5x too fast on 512 GPUs); memory 9% low over 28 rows of BLOOM (worst 16%), 16% off over 13 of "
-    "nanotron (1.8x too high); see docs/log.md"
+    "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT (worst "
+    "-26%), 9% over 13 rows of nanotron (worst +32%), 9% over 18 rows of torchtitan (worst -21%); memory 3% over "
+    "33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron (worst -11%), 5% over 18 rows of torchtitan "
+    "(worst -16%); see docs/planner-accuracy.md"
 )
 
 
@@ -40,17 +66,91 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One arrangement on a cluster with its cost, and the next best ones."""
+class Calibration:
+    """Factors on what the planner says, by what runs of this accelerator took: ``runs``, between ``low`` and ``high``
+    in time; or by a measurement alone."""
 
-    cluster: Cluster
-    arrangement: Arrangement
-    memory: Memory
-    fits: bool
-    time: StepTime
-    speed: Speed
-    seconds: float
-    alternatives: tuple[Candidate, ...]
+    time: float
+    memory: float | None
+    runs: int
+    low: float
+    high: float
+    measurement: bool = False
+
+    def __str__(self) -> str:
+        runs = "a measurement" if self.measurement else "1 run" if self.runs == 1 else f"{self.runs} runs"
+        spread = f" ({self.low:.3g} to {self.high:.3g})" if self.runs > 1 else ""
+        return f"x{self.time:.3g} by {runs} on this accelerator{spread}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One arrangement on a cluster, and what there is beside it, which is computed when it is asked for.
+
+    ``calibration`` is in ``speed``, ``seconds`` and what comes of them; ``time`` and ``memory``, by which layouts are
+    compared, are the planner's own. A ramp is to keep ``share`` of the full batch's throughput from its start.
+    """
+
+    job: Job
+    tokens: int
+    batch: Batch
+    chosen: Candidate
+    share: float = SHARE
+    calibration: Calibration | None = None
+
+    def but(self, **changes: Any) -> "Plan":
+        """The plan with another calibration or share."""
+        plan = replace(self, **changes)
+        if "exploration" in vars(self):  # not a second time
+            vars(plan)["exploration"] = self.exploration
+        return plan
+
+    @property
+    def _slower(self) -> float:
+        return self.calibration.time if self.calibration else 1.0
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.job.cluster
+
+    @property
+    def arrangement(self) -> Arrangement:
+        return self.chosen.arrangement
+
+    @property
+    def memory(self) -> Memory:
+        """Of the rank that needs most."""
+        return self.chosen.memory
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen.fits(self.cluster)
+
+    @property
+    def time(self) -> StepTime:
+        """Of a step at the full batch."""
+        return self.chosen.time
+
+    @cached_property
+    def speed(self) -> Speed:
+        """At the full batch."""
+        model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step * self._slower
+        peak = self.cluster.accelerator.peak_tflops * 1e12
+        rate = batch_tokens / step / self.cluster.gpus
+        full = flops_per_token(model)
+        return Speed(
+            tflops_per_gpu=rate * full / 1e12,
+            mfu=rate * full / peak,
+            mfu_causal=rate * flops_per_token(model, "causal") / peak,
+            hfu=rate * hardware_flops_per_token(model, self.arrangement.layout.recompute) / peak,
+            step_seconds=step,
+            tokens_per_second=batch_tokens / step,
+        )
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the run, with its ramp."""
+        return self._slower * Throughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
     @property
     def days(self) -> float:
@@ -60,14 +160,100 @@ class Plan:
     def gpu_hours(self) -> float:
         return self.seconds / 3_600 * self.cluster.gpus
 
-    def to_json(self) -> dict[str, Any]:
-        """The contract of ``leaven plan --json``; memory in GiB."""
+    @cached_property
+    def stages(self) -> tuple[Memory, ...]:
+        """Memory of each rank of the pipeline."""
+        ranks = range(self.arrangement.layout.pp)
+        return tuple(stage_memory(self.job.model, self.arrangement, rank, self.job.code) for rank in ranks)
+
+    @property
+    def activations(self) -> dict[str, float]:
+        """Bytes of the rank that needs most, by operator."""
+        totals = [memory.total for memory in self.stages]
+        return activation_parts(self.job.model, self.arrangement, totals.index(max(totals)), self.job.code)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What the whole model keeps for every parameter between steps, each with its reason."""
+        model = blueprint(self.job.model)
+        matrices = sum(block.matrices + block.experts for block in model.blocks)
+        return states(model.params, self.job.code, matrices)
+
+    @cached_property
+    def exploration(self) -> Exploration:
+        """Every layout of the job with every micro-batch, also where the plan's own was given."""
+        return explore(self.job)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All that fit, the best first."""
+        return self.exploration.fitting
+
+    @cached_property
+    def alternatives(self) -> tuple[Candidate, ...]:
+        """The next best layouts that fit, each with its best micro-batch."""
+        own = self.arrangement.layout
+        others = [other for other in self.exploration.layouts if other.arrangement.layout != own]
+        return tuple(others[:N_ALTERNATIVES])
+
+    @cached_property
+    def pareto(self) -> tuple[Candidate, ...]:
+        """Of what may be chosen, the candidates that no other beats in time and in memory, the fastest first."""
+        return tuple(pareto(self.exploration.choices))
+
+    @property
+    def untrained(self) -> Candidate | None:
+        """A layout that leaven plans and exports but does not train, if it is faster by more than 2%."""
+        return self.exploration.untrained
+
+    @cached_property
+    def not_lines(self) -> tuple[str, ...]:
+        """Why not something near: ``tp 8: all-reduce 38% of the step``."""
+        return not_lines(self.exploration, self.chosen)
+
+    @cached_property
+    def cautions(self) -> tuple[str, ...]:
+        """What is lacking if it does not fit, and what is allowed and against a rule of thumb."""
+        found = [] if self.fits else [lacking(self.job, self.chosen)]
+        layout, m = self.arrangement.layout, self.arrangement.grad_accumulation
+        if thin_pipeline(self.arrangement):
+            found.append(
+                f"{m} micro-batches for a pipeline of {layout.pp}: by rule of thumb it wants {FILLS * layout.pp} or "
+                f"more; {self.time.bubble / self.time.step:.0%} of a step is bubble"
+            )
+        room, factor = self.cluster.accelerator.memory_gib, self.calibration and self.calibration.memory
+        context = self.job.code.fixed_gib  # which is no tensor
+        took = (self.memory.total / GIB - context) * (factor or 1.0) + context
+        if self.fits and took > room:
+            found.append(
+                f"it fits by the planner, and not by what runs on this accelerator took, x{factor:.3g} of that: "
+                f"{took:.3g} GiB of {room:.3g}"
+            )
+        return tuple(found)
+
+    @cached_property
+    def ramp(self) -> RampPlan:
+        """Where a ramp in this layout should start, and what it costs."""
+        return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=self.share)
+
+    def explain(self, asked: str) -> Explanation:
+        """Why not ``tp=4``. Raises InputError as :func:`leaven.planning.explain.explain`."""
+        return explain(self.exploration, self.chosen, asked)
+
+    def cost(self, price: Price | None = None) -> Cost:
+        """Time, GPU-hours, energy, and money at a price of a GPU-hour."""
+        return cost(self.seconds, self.cluster, price)
+
+    def to_json(self, asked: str | None = None, price: Price | None = None) -> dict[str, Any]:
+        """The contract of ``leaven plan --json``; memory in GiB. ``asked``: what to explain."""
         return {
             "layout": self.arrangement.to_json(),
             "memory": {
                 "gib": self.memory.total / GIB,
                 "fits": self.fits,
                 "parts": self.memory.parts_gib,
+                "activations": {name: size / GIB for name, size in self.activations.items()},
+                "states": [vars(state) for state in self.states],
             },
             "speed": {
                 "tflops_per_gpu": self.speed.tflops_per_gpu,
@@ -78,45 +264,105 @@ class Plan:
             "days": self.days,
             "gpu_hours": self.gpu_hours,
             "flops_convention": CONVENTION,
-            "alternatives": [
-                {
-                    "layout": other.arrangement.to_json(),
-                    "gib": other.memory.total / GIB,
-                    "step_seconds": other.time.step,
-                }
-                for other in self.alternatives
-            ],
+            "alternatives": [_point(other) for other in self.alternatives],
+            "cost": self.cost(price).to_json(),
+            "stages": [{"gib": memory.total / GIB, "parts": memory.parts_gib} for memory in self.stages],
+            "pareto": [_point(candidate) for candidate in self.pareto],
+            "untrained": self.untrained and _point(self.untrained),
+            "ramp": self.ramp.to_json(),
+            "not": list(self.not_lines),
+            "cautions": list(self.cautions),
+            "calibration": self.calibration
+            and vars(self.calibration) | {"uncalibrated_step_seconds": self.time.step, "says": str(self.calibration)},
+            **({} if asked is None else {"explain": self.explain(asked).to_json()}),
         }
 
 
-def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None) -> Plan:
+def _point(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "layout": candidate.arrangement.to_json(),
+        "gib": candidate.memory.total / GIB,
+        "step_seconds": candidate.time.step,
+    }
+
+
+def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
     """Plan a recipe on ``64xH100-80GB``, in a layout written ``tp=8,pp=12,zero=1,mbs=2`` or in the best one.
 
+    fp16 is planned as bf16 is: every accelerator has the same peak for both. ``moments`` of another optimiser than
+    Adam are planned, and not trained.
+
     Raises:
-        InputError: as :func:`plan`, and for a recipe in fp32, of which no measured speed is known.
+        InputError: as :func:`plan_job`, and for a recipe in fp32 on an accelerator whose peak in fp32 is not known.
     """
-    if recipe.precision.compute != "bf16":
-        raise InputError(
-            f"the planner knows accelerators in bf16, this recipe computes in {recipe.precision.compute}; "
-            f"plan it with --set precision.compute=bf16"
-        )
-    cluster = parse_cluster(gpus)
+    cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
-    return plan(
-        recipe.model,
-        recipe.data.tokens,
-        recipe.batch.tokens,
+    smallest = min(tokens for _, tokens in recipe.batch.sizes)
+    code = code if moments == "adam" else with_moments(code, moments)
+    job = Job(recipe.model, recipe.batch.tokens, cluster, micro_batch, smallest, code)
+    return plan_job(job, recipe.data.tokens, asked, recipe.batch)
+
+
+def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, Implementation]:
+    """A cluster with its speed in a recipe's precision, and what leaven keeps in it."""
+    if compute != "fp32":
+        return cluster, LEAVEN_BF16
+    accelerator = cluster.accelerator
+    peak = accelerator.peak("fp32")
+    if peak is None:
+        raise InputError(
+            f"no peak of {accelerator.name} in fp32 is known, in which this recipe computes; "
+            f"plan it with --set precision.compute=bf16"
+        )
+    slower = replace(accelerator, peak_tflops=peak, best_matmul_tflops=accelerator.matmul("fp32"))
+    return replace(cluster, accelerator=slower), LEAVEN_FP32
+
+
+def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
+    """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
+
+    Its own sequence, batch and tokens; the vocabulary is padded to whole 128s. Nothing is ruled out for being beyond
+    leaven's own trainer.
+
+    Raises:
+        InputError: if there is no such run, or too little of it is published to plan it.
+    """
+    run = find_run(id)
+    seq_len = run.data.seq_len if run.data else None
+    known = {"sequence length": seq_len, "batch": run.batch_tokens, "number of tokens": run.tokens}
+    missing = [name for name, value in known.items() if value is None]
+    if seq_len is None or run.batch_tokens is None or run.tokens is None:
+        raise InputError(f"{id}: no {' and no '.join(missing)} is published; plan a recipe: leaven new --from {id}")
+    model = published_blueprint(run.arch, seq_len)
+    model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
+    cluster = parse_cluster(gpus)
+    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
+    job = Job(
+        model,
+        _sequences(run.batch_tokens, seq_len) * seq_len,
         cluster,
-        asked,
-        micro_batch=micro_batch,
-        smallest_tokens=min(tokens for _, tokens in recipe.batch.sizes),
+        micro_batch,
+        code=_MEGATRON_FLASH if moments == "adam" else with_moments(_MEGATRON_FLASH, moments),
+        by_leaven=False,
     )
+    return plan_job(job, run.tokens, asked)
+
+
+def _sequences(batch_tokens: int, seq_len: int) -> int:
+    """Of a batch that was published as a round number of tokens the roundest count that is within 5%: 16M tokens in
+    sequences of 8,192 are 2,048."""
+    count = batch_tokens / seq_len
+    if count == int(count):
+        return int(count)
+    units = [2**n for n in range(20, -1, -1)]
+    near = [round(count / unit) * unit for unit in units]
+    return next((sequences for sequences in near if abs(sequences / count - 1) <= 0.05), max(round(count), 1))
 
 
 def plan(
-    shape: ModelShape,
+    model: ModelShape | Blueprint,
     tokens: int,
     batch_tokens: int,
     cluster: Cluster,
@@ -126,41 +372,34 @@ def plan(
     smallest_tokens: int | None = None,
     code: Implementation = LEAVEN_BF16,
 ) -> Plan:
-    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``, the first of ``smallest_tokens`` if they ramp.
+    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``; ``smallest_tokens``: if they ramp, the first.
 
-    Without a layout the fastest that fits is taken, and the next ones are alternatives. With one, that layout is
-    planned even if it does not fit (then ``fits`` is False), with its fastest micro-batch that fits.
+    Raises:
+        InputError: as :func:`plan_job`.
+    """
+    return plan_job(Job(model, batch_tokens, cluster, micro_batch, smallest_tokens, code), tokens, layout)
+
+
+def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> Plan:
+    """Plan a job of ``tokens`` tokens; ``batch`` where it grows.
+
+    Without a layout the fastest that fits is taken. With one, that layout is planned even if it does not fit (then
+    ``fits`` is False), with its fastest micro-batch that fits.
 
     Raises:
         InputError: if a layout, batch or cluster is impossible, or nothing fits; says what would work.
     """
+    batch = batch or Batch(tokens=job.batch_tokens)
     if layout is None:
-        best, *others = search(shape, batch_tokens, cluster, micro_batch, code=code, smallest_tokens=smallest_tokens)
-    else:
-        check_layout(shape, layout, cluster)
-        possible = arrangements(shape, layout, batch_tokens, micro_batch, smallest_tokens)
-        tried = [evaluate(shape, how, cluster, code) for how in possible]
-        fitting = [candidate for candidate in tried if candidate.fits(cluster)]
-        # Nothing fits: show the one that comes nearest.
-        best, *others = ranked(shape, fitting) or sorted(tried, key=lambda c: c.memory.total)[:1]
-    step = best.time.step
-    peak = cluster.accelerator.peak_tflops * 1e12
-    rate = batch_tokens / step / cluster.gpus
-    full = flops_per_token(shape)
-    return Plan(
-        cluster=cluster,
-        arrangement=best.arrangement,
-        memory=best.memory,
-        fits=best.fits(cluster),
-        time=best.time,
-        speed=Speed(
-            tflops_per_gpu=rate * full / 1e12,
-            mfu=rate * full / peak,
-            mfu_causal=rate * flops_per_token(shape, "causal") / peak,
-            hfu=rate * hardware_flops_per_token(shape, best.arrangement.layout.recompute) / peak,
-            step_seconds=step,
-            tokens_per_second=batch_tokens / step,
-        ),
-        seconds=-(-tokens // batch_tokens) * step,
-        alternatives=tuple(others[:N_ALTERNATIVES]),
-    )
+        seen = explore(job)
+        if not seen.layouts:
+            raise no_layout(seen)
+        found = Plan(job, tokens, batch, seen.layouts[0])
+        vars(found)["exploration"] = seen  # not a second time
+        return found
+    check_layout(job.model, layout, job.cluster)
+    tried = [evaluate(job.model, how, job.cluster, job.code) for how in job.arrangements(layout)]
+    fitting = [candidate for candidate in tried if candidate.fits(job.cluster)]
+    # Nothing fits: show the one that comes nearest.
+    chosen = ranked(job.model, fitting)[0] if fitting else min(tried, key=lambda candidate: candidate.memory.total)
+    return Plan(job, tokens, batch, chosen)

@@ -7,6 +7,7 @@ from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, plan
 from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
 from leaven.recipe.units import format_seconds
 
 
@@ -26,7 +27,12 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     memory = f"{found.memory.total / GIB:.1f} GiB of {cluster.accelerator.memory_gib:g}"
     speed = f"{found.speed.tflops_per_gpu:.0f} TFLOP/s a GPU, MFU {found.speed.mfu:.0%}"
     reason = f"the fastest that fits {cluster} by the planner: {how}; {memory}, {speed}"
-    chosen = {f"layout.{key}": getattr(how.layout, key) for key in ("dp", "tp", "pp", "zero", "recompute")}
+    always = {"dp", "tp", "pp", "zero", "recompute"}
+    chosen = {
+        f"layout.{key}": value
+        for key, value in how.layout.model_dump().items()
+        if key in always or value != Layout.model_fields[key].default
+    }
     chosen["batch.micro_batch"] = how.micro_batch
     placed = recipe.replace(chosen)
     placed = placed.replace({"why": recipe.why | dict.fromkeys(chosen, reason)})

@@ -226,6 +226,13 @@ def write_text(path: Path | str, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
+def cache_folder() -> Path:
+    """What leaven keeps between runs: ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if folder := os.environ.get("LEAVEN_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and those above it.
 

@@ -69,6 +69,13 @@ def seconds(number: float | None) -> str:
     return NONE if number is None else format_seconds(number)
 
 
+def duration(seconds: float) -> str:
+    """Of a step or a part of one, in three digits: ``3.21 ms``, ``100 ms``, ``1.27 s``."""
+    unit, number = ("ms", 1e3 * seconds) if seconds < 0.9995 else ("s", seconds)
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:,.{max(0, 2 - math.floor(math.log10(rounded)))}f} {unit}" if rounded else "0 s"
+
+
 def log_ticks(low: float, high: float, label: Callable[[float], str], most: int = 6) -> tuple[list[float], list[str]]:
     """At most ``most`` round places on a logarithmic axis from ``low`` to ``high``, with their labels."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

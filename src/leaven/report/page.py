@@ -39,18 +39,6 @@ def page(story: Story | CheckFile) -> str:
     return document(f"{name} · leaven {kind}", body, made.charts)
 
 
-def _numbers(*entries: tuple[str, str, str, str]) -> Html:
-    """The four numbers: label, value, what it is against, and a class for its colour."""
-    return element(
-        "div",
-        *(
-            element("div", element("span", label), element("b", shown, class_=kind), element("small", note))
-            for label, shown, note, kind in entries
-        ),
-        class_="four",
-    )
-
-
 def _demo(made: chapters.Sheet, demo: Demo) -> Html:
     runs = [arm.run for arm in demo.arms if arm.run]
     mine, rival, gain = demo.transferred, demo.rival, demo.gain
@@ -58,7 +46,7 @@ def _demo(made: chapters.Sheet, demo: Demo) -> Html:
     tune = next((part.seconds for part in demo.parts if part.name == "tune"), None)
     noise = demo.study.noise_floor if demo.study else None
     told = f"nats, {_word(gain, noise)}" + (f" (noise of the proxy ±{noise:.4f})" if noise else "")
-    head = _numbers(
+    head = tables.four(
         ("loss", numbers.loss(shown.loss if shown else None), f"nats per token, {shown.title}" if shown else "", ""),
         ("against", numbers.loss(rival.loss if rival else None), rival.title if rival else "no other run", ""),
         (
@@ -123,7 +111,7 @@ def _study(made: chapters.Sheet, study: Study) -> Html:
     )
     interval = best.interval if best else None
     lost = [f"{study.count(state)} {state}" for state in ("diverged", "failed", "running") if study.count(state)]
-    head = _numbers(
+    head = tables.four(
         (
             "best loss",
             numbers.loss(best.loss if best else None),
@@ -157,7 +145,7 @@ def _run(made: chapters.Sheet, run: Run) -> Html:
     state = "Finished" if run.finished else f"Stopped ({run.stopped})" if run.stopped else "Not finished"
     where = f"after {numbers.quantity(run.tokens)}{of} tokens"
     verdict = f"{state}: {where} the {kind} loss is {numbers.loss(loss)} nats per token."
-    head = _numbers(
+    head = tables.four(
         (f"{kind} loss", numbers.loss(loss), "nats per token", ""),
         ("against the first step", numbers.loss(first), "nats per token", ""),
         ("speed", numbers.quantity(run.tokens_per_second), "tokens/s, median over steps", ""),

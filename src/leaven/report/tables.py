@@ -288,3 +288,15 @@ def legend(runs: Sequence[Run]) -> Html:
         ),
         class_="legend",
     )
+
+
+def four(*entries: tuple[str, str, str, str]) -> Html:
+    """The four numbers: label, value, what it is against, and a class for its colour."""
+    return element(
+        "div",
+        *(
+            element("div", element("span", label), element("b", shown, class_=kind), element("small", note))
+            for label, shown, note, kind in entries
+        ),
+        class_="four",
+    )

@@ -4,16 +4,16 @@ import ctypes
 import os
 import platform
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from leaven import __version__
+from leaven.planning.history import processor
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory in GiB and versions: names of kinds, never of this machine."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -40,12 +40,3 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(trim_threshold, 2**31 - 1)
         libc.mallopt(mmap_threshold, 2**27) or libc.mallopt(mmap_threshold, 2**25)  # the most that old ones take
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -55,6 +55,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.recipe_file = path / "recipe.toml"
         self.tokenizer_file = path / "tokenizer.json"
+        self.plan_file = path / "plan.json"
         self.unwritten: str | None = None
         self._metrics = path / "metrics.jsonl"
         self._events = path / "events.jsonl"
@@ -107,8 +108,9 @@ class RunFolder:
         self.check(recipe)
         with held(self.path, "run folder"):
             self.check(recipe)
-            for torn in self.path.glob(f".{self.recipe_file.name}.*.tmp"):
-                torn.unlink()
+            for file in (self.recipe_file, self.plan_file):
+                for torn in self.path.glob(f".{file.name}.*.tmp"):
+                    torn.unlink()
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
             yield self

@@ -13,6 +13,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Difference
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.engine import Diverged, Interrupted, Training
+from leaven.training.gauge import Gauge
 from leaven.training.keeper import Keeper
 from leaven.training.metrics import Curves
 from leaven.training.rewind import Rewind, oldest_checkpoint, rollback
@@ -36,6 +37,7 @@ class Session:
         on_step: Callable[[Step], None],
         on_event: Callable[[str, dict[str, Any]], None],
         *,
+        gauge: Gauge,
         log_to: Sequence[str],
         bits_per_byte_factor: float | None,
         world: World = ALONE,
@@ -47,6 +49,7 @@ class Session:
         self._save_every = recipe.stability.checkpoint_every_tokens or tenth
         self._evaluate_every = recipe.evaluation.every_tokens or tenth
         keep, keep_every = recipe.stability.keep, recipe.stability.keep_every_tokens
+        self._gauge = gauge
         self._keeper = Keeper(run.checkpoints, self._save_every, keep, keep_every, world=world)
         self._rewinds = run.rewinds()
         self._guard: Guard | None = None
@@ -69,6 +72,7 @@ class Session:
             mfu_convention=mfu_convention(training.peak) if training.peak else None,
             peak_tflops=training.peak.flops / 1e12 if training.peak else None,
         )
+        self._gauge.write()
         if found is None:
             self._save()
 
@@ -117,6 +121,7 @@ class Session:
 
     def close(self) -> None:
         self._keeper.close()
+        self._gauge.close()
         if self._curves:
             self._curves.close()
 
@@ -152,6 +157,7 @@ class Session:
         self.run.record(line)
         if self._curves:
             self._curves.step(step)
+        self._gauge.step(step)
         trouble = self._guard.observe(step) if self._guard else None
         self._on_step(step)
         self._checkpoint_written(wait=False)
@@ -258,6 +264,7 @@ class Session:
         seconds, memory = zip(*everyone, strict=True)
         slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
         ratio = max(seconds) / median(seconds)
+        self._gauge.fullest(max(memory))
         self.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
     def _save(self) -> None:
@@ -278,6 +285,7 @@ class Session:
         at = {"step": saved.progress.step, "tokens": saved.progress.tokens}
         if saved.path is not None:
             self.event("checkpoint", **at, path=saved.path.name)
+            self._gauge.write()
         else:
             self._saved_step = -1
             self.event("checkpoint_failed", **at, why=saved.error)

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
-from leaven.planning.hardware import ACCELERATORS
+from leaven.planning.hardware import Accelerator, known_device, parse_cluster
+from leaven.planning.history import processor
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
 
@@ -38,19 +39,12 @@ class Peak:
 def peak_flops(device_name: str, compute: str) -> float | None:
     """Dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
 
-    The table of accelerators holds bf16 peaks, which are those of fp16 too; for fp32, as for a CPU, there is no
-    number rather than a wrong one (a trainer that took unknown devices for an A100 printed an MFU three times too
-    high).
+    For fp32, as for a CPU, there is no number rather than a wrong one: it may run as TF32 or not, and a trainer that
+    took unknown devices for an A100 printed an MFU three times too high.
     """
-    if compute == "fp32":
-        return None
-    words = set(re.split(r"[\s\-_/]+", device_name.upper()))
-    for known in ACCELERATORS.values():
-        model, *form = known.name.upper().split("-")
-        pcie = "PCIE" in form
-        if model in words and pcie == ("PCIE" in words):
-            return known.peak_tflops * 1e12
-    return None
+    known = known_device(device_name)
+    tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
+    return None if tflops is None else tflops * 1e12
 
 
 def mfu_convention(peak: Peak) -> str:
@@ -62,9 +56,19 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device_name(device)
     flops = peak_flops(name, compute)
     return Peak(flops, f"data sheet of {name}") if flops else None
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver calls it; of a processor its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """A device in the planner's table, or None where it is not there."""
+    return known_device(device_name(device)) if device.type == "cuda" else parse_cluster("cpu").accelerator
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
@@ -138,6 +142,15 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def held_memory(device: torch.device) -> int:
+    """Bytes that are held now, of what :func:`peak_memory` counts; on a CPU where the system tells (Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with suppress(OSError):
+        return int((_PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak_memory(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:

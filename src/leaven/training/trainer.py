@@ -14,12 +14,13 @@ from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Recipe, rearrangement
 from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
-from leaven.training.engine import Interrupted, Training, check_trainable
+from leaven.training.engine import Interrupted, Training, check_trainable, default_device
+from leaven.training.gauge import Gauge
 from leaven.training.micro_batch import as_begun, by_thumb, require_memory, settle
 from leaven.training.run_folder import RunFolder
 from leaven.training.session import Session
 from leaven.training.step import Step
-from leaven.training.throughput import device_peak, utilisation
+from leaven.training.throughput import device_peak, held_memory, reset_peak_memory, utilisation
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -62,6 +63,7 @@ def train(
     log_to: Sequence[str] = (),
     back: Back | None = None,
     world: World = ALONE,
+    history: bool = True,
 ) -> Summary:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
@@ -70,7 +72,8 @@ def train(
     ``back`` first takes the run back by hand, once: the same call again goes on. ``log_to`` names writers of curves
     (:data:`leaven.training.metrics.WRITERS`). Every process of a ``world`` calls this, with the same arguments; the
     first one writes, ``stop`` may say so on any. The same losses come out, to the last bit on one device, however
-    often the run is stopped or killed.
+    often the run is stopped or killed. What its steps took goes into the ``history`` that plans are calibrated by;
+    not so where runs side by side would time each other.
 
     Raises:
         InputError: if the folder holds another recipe, is in use, or cannot be written.
@@ -83,6 +86,7 @@ def train(
         return ended
     check_trainable(recipe, tokens, world)
     recipe, timed = _with_micro_batch(recipe, world)
+    footing = held_memory(default_device())
     # Before anything is written: what cannot be trained leaves no folder.
     training = Training(recipe, tokens, world=world)
     training.stop = stop
@@ -95,7 +99,17 @@ def train(
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, world):
         run.keep_tokenizer(tokens.tokenizer_path)
-        session = Session(run, training, on_step, on_event, log_to=log_to, bits_per_byte_factor=factor, world=world)
+        reset_peak_memory(training.device)  # trying micro-batches took more
+        session = Session(
+            run,
+            training,
+            on_step,
+            on_event,
+            gauge=Gauge(run, training, footing, history),
+            log_to=log_to,
+            bits_per_byte_factor=factor,
+            world=world,
+        )
         try:
             if moved:
                 session.rearrange(moved)

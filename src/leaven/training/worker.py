@@ -97,7 +97,7 @@ def run_in(folder: Path, recipe: Recipe) -> float | None:
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     try:
         # Runs side by side would time each other.
-        return train(by_thumb(recipe, folder), tokens, folder).loss
+        return train(by_thumb(recipe, folder), tokens, folder, history=False).loss
     except Diverged:
         return None
 

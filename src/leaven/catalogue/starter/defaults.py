@@ -19,6 +19,8 @@ DEFAULTS = {
     "layout.dp": "one process until it is planned: leaven plan, or new --gpus",
     "layout.tp": "one process until it is planned",
     "layout.pp": "one process until it is planned",
+    "layout.cp": "leaven's own trainer has whole sequences on a rank",
+    "layout.ep": "of models with experts alone, and planned only",
     "layout.zero": "nothing to shard over one process",
     "layout.dp_replicate": "ZeRO shards over all ranks",
     "layout.schedule": "of a pipeline alone: the plain one",

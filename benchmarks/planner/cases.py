@@ -1,0 +1,109 @@
+"""From a row to what the planner is asked: the model, the arrangement, the machine and the code that ran it."""
+
+import re
+from dataclasses import dataclass, replace
+
+from benchmarks.planner.machines import machine_of
+from benchmarks.planner.models import shape_of
+from benchmarks.planner.stacks import Stack, Unused, recompute_of, stack_of
+from benchmarks.planner.tables import Row
+from pydantic import ValidationError
+
+from leaven.planning.arrangement import Arrangement
+from leaven.planning.hardware import Cluster
+from leaven.planning.implementations import MEGATRON_DEEPSPEED_FP16
+from leaven.planning.pace import DEEPSPEED_ZERO3_PACE, MEGATRON_PACE
+from leaven.recipe.layout import Layout, Recompute
+from leaven.recipe.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as the planner is asked. ``gbs`` in sequences."""
+
+    row: Row
+    shape: ModelShape
+    how: Arrangement
+    cluster: Cluster
+    stack: Stack
+
+    @property
+    def gbs(self) -> int:
+        return self.how.layout.dp * self.how.micro_batch * self.how.grad_accumulation
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.gbs * self.shape.seq_len
+
+
+def case_of(row: Row, recompute: Recompute | None = None) -> Case:
+    """What the planner is asked of a row.
+
+    Raises:
+        Unused: saying what it lacks.
+    """
+    words = row.words.lower()
+    if "offload" in words:
+        raise Unused("offload is not planned")
+    stack, shape, machine = stack_of(row), shape_of(row), machine_of(row)
+    gpus = row.whole("gpus") or (row.whole("nodes") or 0) * machine.node_size
+    tp, pp = row.whole("tp") or 1, row.whole("pp") or 1
+    together = row.whole("mp")
+    if together and not row.get("tp"):  # tensor parallelism inside a node, the rest a pipeline
+        tp = min(together, machine.node_size)
+        pp = together // tp
+    cp, dp = row.whole("cp") or 1, row.whole("dp")
+    if not gpus and not dp and not row.number("total_ms"):
+        raise Unused("no number of GPUs")
+    gpus = gpus or tp * pp * cp * (dp or 1)
+    dp = dp or gpus // (tp * pp * cp)
+    if not dp:
+        raise Unused(f"{gpus} GPUs are fewer than tp {tp} x pp {pp} x cp {cp}")
+    layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": row.whole("ep") or 1}, recompute)
+    if layout.pp * layout.stages_per_rank > shape.n_layers + 2:  # the two ends may be stages of their own
+        raise Unused(f"{shape.n_layers} layers do not fill pp {layout.pp} x {layout.stages_per_rank} stages")
+    if layout.zero == 3 and stack.code.pace is MEGATRON_PACE:  # DeepSpeed's, which Megatron was compared with
+        stack = replace(stack, code=replace(MEGATRON_DEEPSPEED_FP16, pace=DEEPSPEED_ZERO3_PACE))
+    micro_batch, accumulation = _batch(row, layout, shape.seq_len, stack)
+    return Case(row, shape, Arrangement(layout, micro_batch, accumulation), Cluster(gpus, machine), stack)
+
+
+def _layout(row: Row, stack: Stack, degrees: dict[str, int], recompute: Recompute | None) -> Layout:
+    shard = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}.get(str(row.get("shard")))
+    said = re.search(r"zero[- ]?(\d)", f"{row.get('scheme', '')} {row.get('optimizer', '')}", re.IGNORECASE)
+    zero = next((z for z in (row.whole("zero"), shard, int(said[1]) if said else None) if z is not None), 0)
+    stages = row.whole("vpp") or (stack.stages if "interleaved" in row.words or stack.stages == 8 else 1)
+    if zero == 3 and stack.split_batch and degrees["pp"] > 1:  # torchtitan keeps gradients whole in a pipeline
+        zero = 1
+    interleaved = degrees["pp"] > 1 and stages > 1
+    try:
+        return Layout.model_validate(
+            degrees
+            | {"zero": zero, "recompute": recompute or recompute_of(row)}
+            | {"compile": "compile" in row.words}
+            | ({"schedule": "interleaved", "stages_per_rank": stages} if interleaved else {})
+            | ({"dp_replicate": max(1, degrees["dp"] // 8)} if row.get("shard") == "HYBRID_SHARD" else {})
+        )
+    except ValidationError as error:
+        raise Unused(f"no such layout: {error.errors()[0]['msg']}") from None
+
+
+def _batch(row: Row, layout: Layout, seq_len: int, stack: Stack) -> tuple[int, int]:
+    """Micro-batch and accumulation; where only memory is asked, enough micro-batches to fill the pipeline."""
+    micro_batch, given = row.whole("mbs"), row.whole("gas")
+    gbs, tokens, local = row.whole("gbs"), row.number("tokens_per_batch"), row.whole("batch_per_dp")
+    if local:
+        gbs = local * layout.dp
+        micro_batch = micro_batch or 1
+    if micro_batch is None:
+        raise Unused("no micro-batch")
+    if "lbs" in row.own and given is None and gbs is None:
+        parts = layout.pp if stack.split_batch else 1
+        return max(1, micro_batch // parts), min(parts, micro_batch)
+    if gbs is None and tokens:
+        gbs = round(tokens / seq_len)
+    accumulation = given or (gbs // layout.dp // micro_batch if gbs else layout.pp)
+    if not accumulation:
+        raise Unused("fewer sequences than dp x mbs")
+    return micro_batch, accumulation

@@ -1,0 +1,169 @@
+"""Every row of a table planned as it ran, and compared with what was measured."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.planner.cases import Case, case_of
+from benchmarks.planner.exact import days, identities, parameters, rates
+from benchmarks.planner.machines import peak_tflops
+from benchmarks.planner.stacks import Unused, convention_of
+from benchmarks.planner.tables import Row, Table
+from benchmarks.planner.verdict import Point, Verdict
+
+from leaven.planning.arrangement import Arrangement, bubble
+from leaven.planning.conventions import counted
+from leaven.planning.layouts import USABLE
+from leaven.planning.memory import GIB, stage_memory, worst_stage
+from leaven.planning.timing import block_time, step_time
+from leaven.recipe.layout import Recompute
+
+
+def judge(table: Table) -> Verdict:
+    """Compare every row of a table."""
+    verdict = Verdict(table)
+    for row in table.rows:
+        if row.get("anomaly"):
+            verdict.anomalies.append(f"{row.where}: {row.get('anomaly')}")
+            continue
+        identities(row, verdict)
+        used, lacks = False, "nothing measured that the planner says"
+        for compare in (parameters, days, rates, _measurements):
+            try:
+                used |= compare(row, verdict)
+            except Unused as why:
+                lacks = str(why)
+        if not used:
+            verdict.unused[lacks] += 1
+    _bubbles(verdict)
+    _rankings(verdict)
+    return verdict
+
+
+def _measured_step(case: Case) -> float | None:
+    """Seconds of a step as the row has it, or as its speed says."""
+    row, tokens, gpus = case.row, case.tokens, case.cluster.gpus
+    seconds, rate = row.number("iter_s"), row.number("tps")
+    if seconds:
+        return seconds
+    if rate:
+        return tokens / rate / gpus
+    tflops, mfu = row.number("tflops"), row.number("mfu_pct")
+    of, rate = ("tflops", tflops) if tflops else ("mfu", (mfu or 0) / 100 * peak_tflops(row))
+    if rate:
+        flops = counted(case.shape, convention_of(row, of) or "leaven", case.how.layout.recompute)
+        return flops * tokens / (rate * 1e12 * gpus)
+    return None
+
+
+_BATCH = ("gbs", "gas", "tokens_per_batch", "batch_per_dp", "lbs")
+
+
+def _measurements(row: Row, verdict: Verdict) -> bool:
+    if row.number("total_ms"):
+        return _block(row, verdict)
+    times: dict[str, Recompute] = {"full_recompute_s": "full", "present_s": "selective"}
+    columns = {name: kind for name, kind in times.items() if row.number(name)}
+    if columns:
+        for name, kind in columns.items():
+            case = case_of(row, kind)
+            verdict.points.append(_time(case, row.number(name) or 0))
+        return True
+    case = case_of(row)
+    if row.get("oom"):
+        verdict.oom += 1
+        if _fits(worst_stage(case.shape, case.how, case.stack.code).total, case):
+            verdict.oom_called_fit.append(row.where)
+        return True
+    measured = _memory(case, verdict)
+    if row.get("tflops_formula") == "old":
+        return measured
+    step = _measured_step(case) if any(row.own.get(name) or row.get(name) for name in _BATCH) else None
+    if step:
+        verdict.points.append(_time(case, step))
+    return measured or bool(step)
+
+
+def _fits(needed: float, case: Case) -> bool:
+    """As the search for a layout has it."""
+    return needed <= USABLE * case.cluster.accelerator.memory_gib * GIB
+
+
+def _time(case: Case, measured: float) -> Point:
+    predicted = step_time(case.shape, case.how, case.cluster, case.stack.code).step
+    return Point(case.row.where, "time", predicted, measured, case)
+
+
+def _memory(case: Case, verdict: Verdict) -> bool:
+    row = case.row
+    gb, gib = row.number("mem_gb"), row.number("mem_gib") or row.number("peak_gib")
+    measured = gb * case.stack.gb if gb else (gib or 0) * GIB
+    verdict.ran += 1
+    memory = worst_stage(case.shape, case.how, case.stack.code)
+    if not _fits(memory.total, case):
+        verdict.ran_called_too_large.append(row.where)
+    if not measured:
+        return False
+    if case.stack.first_rank:
+        memory = stage_memory(case.shape, case.how, 0, case.stack.code)
+    verdict.points.append(Point(row.where, "memory", memory.total, measured, case))
+    return True
+
+
+def _block(row: Row, verdict: Verdict) -> bool:
+    """One block, timed: forward and backward with what is computed again."""
+    setting = str(row.get("setting", "")).lower()
+    recompute: Recompute = "full" if "full" in setting else "selective" if "selective" in setting else "none"
+    case = case_of(row, recompute)
+    code = replace(case.stack.code, sequence_parallel="sequence parallel" in setting)
+    block = block_time(case.shape, case.how, case.cluster, code)
+    verdict.points.append(Point(row.where, "time", block.total, (row.number("total_ms") or 0) / 1e3, case))
+    return True
+
+
+def _bubbles(verdict: Verdict) -> None:
+    """One layout at three batches or more: how far from a line in the planner's slots, which have the bubble."""
+    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for point in verdict.points:
+        case = point.case
+        if point.kind == "time" and case and case.how.layout.pp > 1:
+            layout, m = case.how.layout, case.how.grad_accumulation
+            slots = m / (1 - bubble(m, layout.pp, layout.stages_per_rank))
+            groups[case.shape, layout, case.how.micro_batch, str(case.row.get("precision"))].append(
+                (slots, point.measured)
+            )
+    for found in groups.values():
+        if len({slots for slots, _ in found}) < 3:
+            continue
+        mx, my = sum(x for x, _ in found) / len(found), sum(y for _, y in found) / len(found)
+        slope = sum((x - mx) * (y - my) for x, y in found) / sum((x - mx) ** 2 for x, _ in found)
+        verdict.bubbles.append(max(abs(my + slope * (x - mx) - y) / y for x, y in found))
+
+
+def _rankings(verdict: Verdict) -> None:
+    """Whether the fastest of four or more measured layouts of one model on one machine, in batches within 5%, is one
+    of the three predicted fastest."""
+    groups: dict[Any, list[Point]] = defaultdict(list)
+    for point in verdict.points:
+        case = point.case
+        if point.kind == "time" and case and not case.row.number("total_ms"):
+            groups[case.shape, case.cluster, str(case.row.get("precision")), str(case.row.get("options"))].append(
+                point
+            )
+    for points in groups.values():
+        left = sorted(points, key=lambda point: -point.tokens)
+        while left:
+            largest = left[0].tokens
+            together = [point for point in left if point.tokens >= 0.95 * largest]
+            left = left[len(together) :]
+            measured: dict[Arrangement, float] = {}
+            predicted: dict[Arrangement, float] = {}
+            for point in together:
+                how = point.case.how if point.case else None
+                assert how is not None
+                measured[how] = min(measured.get(how, math.inf), point.measured / point.tokens)
+                predicted[how] = point.predicted / point.tokens
+            if len(measured) >= 4:
+                best = min(measured, key=lambda how: measured[how])
+                verdict.groups.append(best in sorted(predicted, key=lambda how: predicted[how])[:3])

@@ -1,0 +1,107 @@
+"""The model of a row: from its fields, or what a name or a size stands for."""
+
+import re
+from collections import Counter
+from typing import Any
+
+from benchmarks.planner.stacks import Unused, stack_of
+from benchmarks.planner.tables import Row, number
+from pydantic import ValidationError
+
+from leaven.recipe.shape import ModelShape
+
+# Shapes that a name stands for. Llama 3.1: arXiv 2407.21783, table 3. Heads of MPT: llm-foundry,
+# scripts/train/yamls/pretrain/mpt-*.yaml.
+_LLAMA = {"vocab": 128_256, "kv_heads": 8}
+_MODELS: dict[str, dict[str, Any]] = {
+    "llama-8b": {**_LLAMA, "L": 32, "h": 4096, "a": 32, "ffn": 14_336},
+    "llama-70b": {**_LLAMA, "L": 80, "h": 8192, "a": 64, "ffn": 28_672},
+    "llama-405b": {**_LLAMA, "L": 126, "h": 16_384, "a": 128, "ffn": 53_248},
+    **{
+        f"mpt-{size}": {"vocab": 50_368, "a": heads, "L": layers, "h": width}
+        for size, heads, layers, width in (
+            ("125m", 12, 12, 768), ("350m", 16, 24, 1024), ("760m", 12, 24, 1536), ("1b", 16, 24, 2048),
+            ("3b", 20, 32, 2560), ("7b", 32, 32, 4096), ("13b", 40, 40, 5120), ("30b", 64, 48, 7168),
+            ("70b", 64, 80, 8192),
+        )
+    },
+}  # fmt: skip
+# GPT-3 (arXiv 2005.14165), MT-NLG (2201.11990) and the largest of Narayanan 2021, by their size in 1e9.
+_GPTS = {
+    175: {"L": 96, "h": 12_288, "a": 96},
+    530: {"L": 105, "h": 20_480, "a": 128},
+    1008: {"L": 128, "h": 25_600, "a": 160},
+}
+
+
+def named(row: Row) -> dict[str, Any]:
+    """The shape that a name stands for: "mpt-30b", "8B" (Llama 3.1), "the 22B model" of the same source's tables."""
+    name = str(row.get("model_name", "")).lower().replace(" ", "-").replace("llama-3.1-", "llama-")
+    text = f"{row.get('note', '')} {row.get('case', '')}".lower()
+    for known, shape in _MODELS.items():
+        if known in (name, f"llama-{name}") or (not name and known.replace("llama-", "llama-3.1-") in text):
+            return shape
+    if name or "h" in row.own:
+        return {}
+    said = re.search(r"\b([\d.]+b)\b", text)
+    size = row.number("params_b") or (number(said[1].upper()) or 0) / 1e9 if said or row.get("params_b") else 0
+    keys = ("L", "h", "a", "ffn", "kv_heads", "vocab", "tied")
+    same = (other for other in row.table.siblings if size and other.own.get("params_b") == size and "h" in other.own)
+    found = {key: value for other in same for key in keys if (value := other.get(key))}
+    return found or next((gpt for known, gpt in _GPTS.items() if size and abs(size / known - 1) < 0.005), {})
+
+
+def shape_of(row: Row) -> ModelShape:
+    """The model. With ``ffn`` it is a gated one without biases (Llama's), else a GPT of 4h with learned positions; if
+    ffn is 4h and it may be either, the one whose parameters are what the row prints."""
+    known = named(row)
+
+    def size(name: str) -> int | None:
+        own = row.whole(name)
+        return own if own is not None else known.get(name)
+
+    needed = {name: size(name) for name in ("L", "h", "vocab", "seq_len")}
+    for name, value in needed.items():
+        if not value:
+            raise Unused(f"no {name}")
+    layers, width, vocab, seq_len = (int(value or 0) for value in needed.values())
+    heads = size("a") or _usual_heads(row, width)
+    if heads is None:
+        raise Unused("no heads")
+    if width % heads:
+        raise Unused(f"{heads} heads do not divide h {width}")
+    d_ff, tied = size("ffn"), row.get("tied", known.get("tied"))
+    common = {
+        "n_layers": layers, "d_model": width, "n_heads": heads, "d_head": width // heads, "vocab_size": vocab,
+        "seq_len": seq_len,
+    }  # fmt: skip
+    common["n_kv_heads"] = size("kv_heads") or heads
+    try:
+        gpt = ModelShape(
+            **common, d_ff=d_ff or 4 * width, norm="layernorm", activation="gelu", positions="learned",
+            tied_embeddings=tied is not False, bias=True, dropout=_dropout(row),
+        )  # fmt: skip
+        if not d_ff:
+            return gpt
+        llama = ModelShape(**common, d_ff=d_ff, tied_embeddings=tied is True)
+    except ValidationError as error:
+        raise Unused(f"no such model: {error.errors()[0]['msg']}") from None
+    printed = row.number("params_b")
+    if d_ff == 4 * width and printed and abs(gpt.params / 1e9 - printed) < abs(llama.params / 1e9 - printed):
+        return gpt
+    return llama
+
+
+def _dropout(row: Row) -> float:
+    """Of a GPT, by what ran it; it has no parameters, so that they are counted where that is not said."""
+    try:
+        return stack_of(row).dropout
+    except Unused:
+        return 0.0
+
+
+def _usual_heads(row: Row, width: int) -> int | None:
+    """Heads where a row has none: those of most rows of the table that divide the width."""
+    stated = (other.whole("a") for other in row.table.rows if "a" in other.own)
+    counts = Counter(heads for heads in stated if heads and width % heads == 0)
+    return max(counts, key=lambda heads: counts[heads]) if counts else None

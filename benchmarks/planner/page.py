@@ -1,0 +1,97 @@
+"""The page of the planner's accuracy: what the benchmark prints, and a picture of predicted against measured."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.planner.verdict import Point, Verdict
+
+PAGE = Path(__file__).parents[2] / "docs" / "planner-accuracy.md"
+PICTURE = PAGE.with_suffix(".svg")
+_FENCE = re.compile(r"```\n\$ python benchmarks/planner_accuracy\.py\n.*?```", re.DOTALL)
+_COMMAND = "$ python benchmarks/planner_accuracy.py"
+# One hue a table, of equal weight on a light and on a dark page (Okabe and Ito's, the yellow darkened).
+_HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a5195", "#8c8c8c")
+_STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #24292f } .small { font-size: 11px; fill: #57606a }
+.frame { fill: none; stroke: #8c959f } .grid { stroke: #d0d7de } .even { stroke: #24292f } .band { fill: #afb8c1 }
+circle { fill-opacity: .75 }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 } .small { fill: #9198a1 } .frame { stroke: #656c76 } .grid { stroke: #30363d }
+.even { stroke: #e6edf3 } .band { fill: #484f58 } }
+""".strip()
+_SIZE, _LEFT, _TOP = 330, 62, 46
+
+
+def renewed(page: str, printed: str) -> str:
+    """The page with what the benchmark prints now in its fence."""
+    return _FENCE.sub(lambda _: f"```\n{_COMMAND}\n{printed}\n```", page)
+
+
+def picture(verdicts: list[Verdict]) -> str:
+    """An SVG of two panels: step time in seconds and memory in GiB, each point a published row."""
+    tables = [verdict.table.id for verdict in verdicts if verdict.points]
+    hues = dict(zip(tables, _HUES, strict=False))
+    width, height = 2 * (_SIZE + _LEFT) + 24, _TOP + _SIZE + 70 + 18 * math.ceil(len(tables) / 2)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'aria-label="Predicted against measured step time and memory">',
+        f"<style>{_STYLE}</style>",
+    ]
+    panels: tuple[tuple[str, str, float, Callable[[float], float]], ...] = (
+        ("time", "step time, s (band: 15%)", 0.15, lambda seconds: seconds),
+        ("memory", "memory of a GPU, GiB (band: 8%)", 0.08, lambda size: size / 2**30),
+    )
+    for number, (kind, title, band, unit) in enumerate(panels):
+        found = [(v.table.id, point) for v in verdicts for point in v.points if point.kind == kind]
+        parts += _panel(found, hues, (title, band, unit), number * (_SIZE + _LEFT + 12) + _LEFT)
+    for number, table in enumerate(tables):
+        x, y = _LEFT + (number % 2) * (_SIZE + _LEFT + 12), _TOP + _SIZE + 62 + 18 * (number // 2)
+        parts.append(
+            f'<circle cx="{x}" cy="{y - 4}" r="5" fill="{hues[table]}"/><text x="{x + 12}" y="{y}">{table}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(
+    found: list[tuple[str, Point]],
+    hues: dict[str, str],
+    panel: tuple[str, float, Callable[[float], float]],
+    left: float,
+) -> list[str]:
+    title, band, unit = panel
+    ends = [unit(value) for _, point in found for value in (point.predicted, point.measured)]
+    low, high = math.log10(min(ends)) - 0.05, math.log10(max(ends)) + 0.05
+
+    def at(value: float) -> float:
+        return (math.log10(value) - low) / (high - low) * _SIZE
+
+    bottom = _TOP + _SIZE
+    shift = math.log10(1 + band) / (high - low) * _SIZE
+    parts = [
+        f'<clipPath id="p{left:.0f}"><rect x="{left}" y="{_TOP}" width="{_SIZE}" height="{_SIZE}"/></clipPath>',
+        f'<g clip-path="url(#p{left:.0f})"><path class="band" fill-opacity=".35" d="M{left} {bottom - shift:.1f}'
+        f'L{left + _SIZE} {_TOP - shift:.1f}L{left + _SIZE} {_TOP + shift:.1f}L{left} {bottom + shift:.1f}z"/></g>',
+        f'<text x="{left}" y="{_TOP - 14}">{title}</text>',
+    ]
+    ticks = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
+    for tick in ticks if high - low < 1.5 else ticks[::3]:
+        if low < math.log10(tick) < high:
+            x, y = left + at(tick), bottom - at(tick)
+            parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom}M{left} {y:.1f}H{left + _SIZE}"/>')
+            parts.append(f'<text class="small" text-anchor="middle" x="{x:.1f}" y="{bottom + 15}">{tick:g}</text>')
+            parts.append(f'<text class="small" text-anchor="end" x="{left - 6}" y="{y + 4:.1f}">{tick:g}</text>')
+    parts.append(f'<path class="even" d="M{left} {bottom}L{left + _SIZE} {_TOP}"/>')
+    parts.append(f'<rect class="frame" x="{left}" y="{_TOP}" width="{_SIZE}" height="{_SIZE}"/>')
+    middle = _TOP + _SIZE / 2
+    parts.append(f'<text class="small" text-anchor="middle" x="{left + _SIZE / 2}" y="{bottom + 34}">measured</text>')
+    parts.append(
+        f'<text class="small" text-anchor="middle" transform="rotate(-90 {left - 44} {middle})" x="{left - 44}" '
+        f'y="{middle}">predicted</text>'
+    )
+    for table, point in found:
+        x, y = left + at(unit(point.measured)), bottom - at(unit(point.predicted))
+        said = f"{point.where}: {unit(point.predicted):.3g} predicted, {unit(point.measured):.3g} measured"
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{hues[table]}"><title>{said}</title></circle>')
+    return parts

@@ -1,0 +1,101 @@
+"""What ran a row, and how its source counts FLOPs."""
+
+import re
+from dataclasses import dataclass, replace
+
+from benchmarks.planner.tables import Row
+
+from leaven.planning.conventions import CONVENTIONS
+from leaven.planning.implementations import (
+    LLM_FOUNDRY,
+    MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_DEEPSPEED_BF16,
+    MEGATRON_DEEPSPEED_FP16,
+    NANOTRON,
+    TORCHTITAN,
+    Implementation,
+)
+from leaven.planning.memory import GIB
+from leaven.planning.pace import MEGATRON_2024_PACE
+from leaven.recipe.layout import Recompute
+
+
+class Unused(Exception):
+    """A row that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The code that ran a row: what it keeps, how many bytes what it calls GB is, and how it runs a pipeline.
+
+    ``stages``: on a rank where the source says "interleaved" and no number. ``split_batch``: the local batch goes
+    through the pipeline in as many micro-batches as there are stages. ``dropout``: of its GPTs. ``first_rank``: the
+    memory printed is that of rank 0, not of the one that needs most.
+    """
+
+    code: Implementation
+    gb: float = 1e9
+    dropout: float = 0.0
+    stages: int = 1
+    split_batch: bool = False
+    first_rank: bool = False
+
+
+_FLASH = replace(MEGATRON, flash_attention=True)
+_MEGATRON_2024 = replace(_FLASH, pace=MEGATRON_2024_PACE)
+# Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the
+# two ends of the 405B are 128 = 16 ranks x 8 stages.
+STACKS: dict[str, Stack] = {
+    "nanotron": Stack(NANOTRON, gb=GIB, first_rank=True),
+    "torchtitan": Stack(TORCHTITAN, stages=2, split_batch=True),
+    "llm-foundry": Stack(LLM_FOUNDRY),
+    "llama 3": Stack(_FLASH, stages=8),
+    "megatron-deepspeed": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
+    "deepspeed and megatron": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
+    "korthikanti": Stack(MEGATRON, dropout=0.1),
+    "narayanan": Stack(MEGATRON_2021, dropout=0.1),
+    "megatron": Stack(_MEGATRON_2024),
+}
+
+
+def conventions(row: Row) -> list[str]:
+    """The FLOP conventions that a table names, in its order."""
+    known = sorted(CONVENTIONS, key=len, reverse=True)
+    return re.findall("|".join(known), str(row.get("flops_convention", "")))
+
+
+def convention_of(row: Row, of: str) -> str | None:
+    """The convention of a column: of the model for ``mfu``, of the hardware for ``hfu``, of a rate the first; None if
+    the table names none for it."""
+    named = conventions(row)
+    if of == "hfu":
+        named = ["mpt_hfu"] if "mpt_mfu" in named else [name for name in named if name.endswith("hw")]
+    elif of == "mfu":
+        named = [name for name in named if not name.endswith("hw")]
+    return named[0] if named else None
+
+
+def recompute_of(row: Row) -> Recompute:
+    """What is computed again, as ``ac`` or ``recompute`` has it."""
+    given = row.get("recompute") if row.get("ac") is None else row.get("ac")
+    kinds: dict[str, Recompute] = {"full": "full", "true": "full", "sac": "selective", "selective": "selective"}
+    return kinds.get(str(given).lower(), "none")
+
+
+def stack_of(row: Row) -> Stack:
+    """What ran a row; fp8 products where its own precision or options say so, or else the table's first word."""
+    origin = row.table.origin.lower()
+    stack = next((stack for word, stack in STACKS.items() if word in origin), None)
+    if stack is None:
+        raise Unused("it is not said which code ran it")
+    if stack is STACKS["megatron"] and "a100" in f"{row.get('hardware')} {row.get('gpu')}".lower():
+        stack = STACKS["narayanan"]  # Megatron-LM in those years
+    code = stack.code
+    if code is MEGATRON_DEEPSPEED_FP16 and str(row.get("precision", "")).startswith("bf16"):
+        code = MEGATRON_DEEPSPEED_BF16
+    of_table = str(row.table.fields.get("precision", "")).partition(" ")[0]
+    precise = f"{row.own.get('precision', of_table)} {row.get('options', '')}"
+    if re.search(r"fp8|float8", precise):
+        code = replace(code, pace=replace(code.pace, products="fp8"))
+    return replace(stack, code=code)

@@ -1,0 +1,39 @@
+"""What README.md and docs/planning.md quote of `leaven plan`: `make docs-plan` writes it as it is printed now.
+
+A fence begins with the command; all below it is replaced. In 120 columns, without what runs on this machine taught.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "planning.md")
+_FENCE = re.compile(r"```\n\$ (leaven plan [^\n]*)\n.*?```", re.DOTALL)
+
+
+def printed(command: str) -> str:
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command)],
+            env=os.environ | {"COLUMNS": "120", "LEAVEN_CACHE": cache, "NO_COLOR": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines())
+
+
+def renewed(page: str) -> str:
+    """The page with every screen as it is now."""
+    return _FENCE.sub(lambda found: f"```\n$ {found[1]}\n{printed(found[1])}\n```", page)
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")

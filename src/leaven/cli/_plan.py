@@ -1,0 +1,136 @@
+"""What a person sees of a plan: a line for each question, the reason beside the number."""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from leaven.planning.cost import Price
+from leaven.planning.explain import PARTS, Explanation
+from leaven.planning.layouts import Candidate
+from leaven.planning.memory import GIB
+from leaven.planning.plan import ACCURACY, Plan
+from leaven.planning.ramp import RampChoice
+from leaven.recipe.units import format_quantity, format_seconds
+from leaven.report.numbers import duration
+from leaven.report.terminal import Facts
+
+ALTERNATIVES = 3
+_Part = str | Text
+
+
+def plan_screen(found: Plan, price: Price | None = None, asked: str | None = None) -> Facts:
+    """The layout, whether it fits, how fast, how long and for how much, where its ramp starts, and why no other."""
+    facts: list[tuple[str, Sequence[_Part]]] = [
+        ("layout", str(found.arrangement).split(" · ")),
+        ("memory / GPU", _memory(found)),
+        ("speed", _speed(found)),
+        ("time", _time(found)),
+        ("budget", [format_seconds(found.seconds), *found.cost(price).said, f"on {found.cluster}"]),
+        ("ramp", _ramp(found)),
+        *_labelled("next best", [[_alternative(other, found)] for other in found.alternatives[:ALTERNATIVES]]),
+    ]
+    if found.untrained is not None:
+        facts.append(("not trained", [_alternative(found.untrained, found), "leaven plans and exports it"]))
+    if found.not_lines:
+        facts.append(("not", found.not_lines))
+    if asked is not None:
+        facts.append(("explain", _explained(found.explain(asked))))
+    facts += _labelled("caution", [[line] for line in found.cautions])
+    if found.calibration is not None:
+        facts.append(("calibrated", [f"time {found.calibration}"]))
+    return Facts([*facts, ("accuracy", [ACCURACY])])
+
+
+def _labelled(label: str, lines: Sequence[Sequence[_Part]]) -> list[tuple[str, Sequence[_Part]]]:
+    return [("" if n else label, line) for n, line in enumerate(lines)]
+
+
+def _memory(found: Plan) -> list[_Part]:
+    has = found.cluster.accelerator.memory_gib
+    said: list[_Part] = [f"{found.memory.total / GIB:.1f} GiB of {has:g}"]
+    if not found.fits:
+        said.append(Text("DOES NOT FIT", style="red"))
+    said += [f"{name} {gib:.1f}" for name, gib in found.memory.parts_gib.items() if gib >= 0.05]
+    if len(found.stages) > 1:
+        totals = [memory.total for memory in found.stages]
+        fullest, least = max(totals), min(totals)
+        said.append(
+            f"on rank {totals.index(fullest)} of {len(totals)}, {least / GIB:.1f} on rank {totals.index(least)}"
+        )
+    return said
+
+
+def _speed(found: Plan) -> list[_Part]:
+    speed = found.speed
+    rate = format_quantity(speed.tokens_per_second / found.cluster.gpus)
+    return [
+        f"{speed.tflops_per_gpu:.0f} TFLOP/s"
+        if speed.tflops_per_gpu >= 10
+        else f"{speed.tflops_per_gpu:.2g} TFLOP/s",
+        f"MFU {speed.mfu:.1%} (full attention; causal {speed.mfu_causal:.1%}; HFU {speed.hfu:.1%})",
+        f"{duration(speed.step_seconds)} a step",
+        f"{rate} tokens/s/GPU",
+    ]
+
+
+def _time(found: Plan) -> list[_Part]:
+    """Shares of a step of a half per cent or more."""
+    shares = {part: seconds / found.time.step for part, seconds in vars(found.time).items()}
+    return [f"{PARTS.get(part, part)} {share:.0%}" for part, share in shares.items() if share > 0.005]
+
+
+def _ramp(found: Plan) -> list[_Part]:
+    ramp = found.ramp
+    said: list[_Part] = [f"start at {_start(ramp.chosen)} of full speed"]
+    smaller = [choice for choice in ramp.choices if choice.start_tokens < ramp.chosen.start_tokens]
+    if smaller:
+        said.append(f"{_start(smaller[-1])}")
+    said.append(
+        f"+{format_quantity(ramp.increment_tokens)} over {format_quantity(ramp.chosen.over_tokens)}: "
+        f"{format_seconds(3600 * ramp.chosen.extra_hours)} more than the full batch"
+    )
+    if ramp.own is not None:
+        said.append(f"the recipe's: {_start(ramp.own)}, {format_seconds(3600 * ramp.own.extra_hours)} more")
+    return said
+
+
+def _start(choice: RampChoice) -> str:
+    return f"{format_quantity(choice.start_tokens)} tokens: {choice.share:.0%}"
+
+
+def _alternative(other: Candidate, found: Plan) -> Text:
+    """Memory, time, and what is another than in the choice; dp and accumulation follow from the rest."""
+    slower = other.time.step / found.time.step - 1
+    mine, chosen = _choices(other), _choices(found.chosen)
+    return Text.assemble(
+        f"{other.memory.total / GIB:5.1f} GiB  ",
+        (f"{slower:+7.1%} time", "red" if slower > 0 else "green"),
+        f"  {', '.join(said for said in mine if said not in chosen)}",
+    )
+
+
+def _choices(candidate: Candidate) -> list[str]:
+    how, layout = candidate.arrangement, candidate.arrangement.layout
+    turns = f" x {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+    replicas = "no replicas" if layout.dp_replicate == 1 else f"{layout.dp_replicate} replicas"
+    numbers = [f"{key} {getattr(layout, key)}" for key in ("tp", "pp", "cp", "ep", "zero")]
+    return [
+        *numbers,
+        replicas,
+        layout.schedule + turns,
+        f"micro-batch {how.micro_batch}",
+        f"recompute {layout.recompute}",
+    ]
+
+
+def _explained(explained: Explanation) -> list[_Part]:
+    """The line, and the parts of a step that differ by 1% of it or more."""
+    least = 0.01 * explained.chosen.time.step
+    return [
+        f"{explained.asked}: {explained.line}",
+        *(
+            f"{PARTS.get(part, part)} {duration(asked)} against {duration(chosen)}"
+            for part, (asked, chosen) in explained.seconds.items()
+            if abs(asked - chosen) >= least
+        ),
+    ]

@@ -1,0 +1,318 @@
+"""What one accelerator can do, where each number is from, and how well it is known: accelerators.toml and the user's.
+
+A user's file has the same form and may add an accelerator or give another group (its own network, say) to a known
+one: ``$LEAVEN_ACCELERATORS``, or else accelerators.toml in leaven's folder of ``$XDG_CONFIG_HOME`` or ~/.config.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationError, model_validator
+
+from leaven.recipe.base import Part
+from leaven.recipe.errors import InputError
+
+Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
+CONFIDENCE: dict[Confidence, str] = {
+    "vendor": "read in the vendor's own documentation",
+    "read": "read in another's table or page",
+    "memory": "read nowhere, remembered",
+    "yours": "from your own file",
+    "guess": "a guess",
+}
+BUILT_IN = Path(__file__).with_name("accelerators.toml")
+EXAMPLE = (
+    "{ peak = { bf16 = 400 }, memory = { gib = 64, tb_s = 2.0 }, link = { gb_s = 300, node = 8 }, "
+    "network = { gb_s = 25 } }"
+)
+# Where nobody published a best matmul: the ratio to the peak of the measured accelerators of the table, 0.80.
+_USUAL_MATMUL_SHARE = 0.80
+_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a group of numbers stands, and how well it is known."""
+
+    group: str
+    text: str
+    confidence: Confidence
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One accelerator.
+
+    ``peak_tflops`` dense bf16, or fp16 where it has no bf16; ``best_matmul_tflops`` the best such matmul anybody
+    measured, None if nobody did; ``memory_tb_s`` bandwidth of its memory; ``link_gb_s`` to its neighbours in the node
+    and ``network_gb_s`` to other nodes, one direction; ``node_size`` accelerators joined by the link; ``power_w`` of
+    the board and ``multiprocessors`` None where they are not known.
+    """
+
+    name: str
+    peak_tflops: float
+    best_matmul_tflops: float | None
+    memory_gib: float
+    memory_tb_s: float
+    link_gb_s: float
+    network_gb_s: float
+    node_size: int = 8
+    power_w: float | None = None
+    multiprocessors: int | None = None
+    peaks: tuple[tuple[Dtype, float], ...] = ()
+    matmuls: tuple[tuple[Dtype, float], ...] = ()
+    sources: tuple[Source, ...] = ()
+    note: str = ""
+
+    def peak(self, dtype: Dtype) -> float | None:
+        """Dense TFLOP/s in a dtype; None where it has none, or none is known."""
+        return dict(self.peaks or (("bf16", self.peak_tflops),)).get(dtype)
+
+    def matmul(self, dtype: Dtype) -> float | None:
+        """TFLOP/s of the best matmul in a dtype: measured, or the usual share of its peak."""
+        peak = self.peak(dtype)
+        return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOP/s of the best 16-bit matmul: the ceiling of any training step."""
+        tflops = self.best_matmul_tflops
+        return (self.peak_tflops * _USUAL_MATMUL_SHARE if tflops is None else tflops) * 1e12
+
+
+_Positive = Annotated[float, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0)]
+
+
+class _Group(Part):
+    source: str = ""
+    confidence: Confidence = "yours"
+
+
+class _Rates(_Group):
+    """TFLOP/s by dtype."""
+
+    bf16: _Positive | None = None
+    fp16: _Positive | None = None
+    fp8: _Positive | None = None
+    tf32: _Positive | None = None
+    fp32: _Positive | None = None
+
+    def pairs(self) -> tuple[tuple[Dtype, float], ...]:
+        return tuple((dtype, rate) for dtype in DTYPES if (rate := getattr(self, dtype)) is not None)
+
+
+class _Memory(_Group):
+    gib: _Positive
+    tb_s: _Positive
+
+
+class _Board(_Group):
+    power_w: _Positive | None = None
+    multiprocessors: _Count | None = None
+
+
+class _Link(_Group):
+    gb_s: _Positive
+    node: _Count
+
+
+class _Network(_Group):
+    gb_s: _Positive
+
+
+class _Entry(Part):
+    """One table of the file."""
+
+    peak: _Rates
+    matmul: _Rates = _Rates()
+    memory: _Memory
+    board: _Board = _Board()
+    link: _Link
+    network: _Network
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _plausible(self) -> "_Entry":
+        peaks = dict(self.peak.pairs())
+        if not peaks.keys() & {"bf16", "fp16"}:
+            raise ValueError("peak: has neither bf16 nor fp16; the planner wants one of them, in dense TFLOP/s")
+        for dtype, rate in self.matmul.pairs():
+            if rate > (peak := peaks.get(dtype, 0)):
+                raise ValueError(f"matmul.{dtype}: {rate:g} TFLOP/s is above the peak, {peak:g}; give dense numbers")
+        return self
+
+    def accelerator(self, name: str, named: Mapping[str, str]) -> Accelerator:
+        """``named``: what the short names of sources stand for."""
+        peaks, matmuls = dict(self.peak.pairs()), dict(self.matmul.pairs())
+        half: Dtype = "bf16" if "bf16" in peaks else "fp16"
+        return Accelerator(
+            name=name,
+            peak_tflops=peaks[half],
+            best_matmul_tflops=matmuls.get(half),
+            memory_gib=self.memory.gib,
+            memory_tb_s=self.memory.tb_s,
+            link_gb_s=self.link.gb_s,
+            network_gb_s=self.network.gb_s,
+            node_size=self.link.node,
+            power_w=self.board.power_w,
+            multiprocessors=self.board.multiprocessors,
+            peaks=self.peak.pairs(),
+            matmuls=self.matmul.pairs(),
+            sources=tuple(
+                Source(group, _spelt(part.source, named), part.confidence)
+                for group in _Entry.model_fields
+                if isinstance(part := getattr(self, group), _Group) and group in self.model_fields_set
+            ),
+            note=self.note,
+        )
+
+
+def _spelt(source: str, named: Mapping[str, str]) -> str:
+    """A source with its short name spelt out, which may stand first or after a semicolon."""
+    parts = []
+    for part in source.split("; "):
+        short = re.split(r"[ :]", part, maxsplit=1)[0]
+        parts.append(named[short] + part[len(short) :] if short in named else part)
+    return "; ".join(parts)
+
+
+class _Catalogue(Mapping[str, Accelerator]):
+    """Every known accelerator by its name, read when it is first asked for."""
+
+    def __getitem__(self, name: str) -> Accelerator:
+        return _known(user_file())[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_known(user_file()))
+
+    def __len__(self) -> int:
+        return len(_known(user_file()))
+
+
+ACCELERATORS: Mapping[str, Accelerator] = _Catalogue()
+
+
+def user_file() -> Path:
+    """Where a user's own accelerators are read from, if there is such a file."""
+    named = os.environ.get("LEAVEN_ACCELERATORS")
+    if named:
+        return Path(named).expanduser()
+    config = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path.home() / ".config") / "leaven" / "accelerators.toml"
+
+
+@cache
+def _known(path: Path) -> dict[str, Accelerator]:
+    """The built-in ones in their order, then those that only the user has.
+
+    Raises:
+        InputError: naming file, entry and remedy, if the user's file cannot be read or is wrong.
+    """
+    known, raw, named = dict(_built_in()), _raw_built_in(), _sources(_raw_built_in())
+    if not path.exists() and not os.environ.get("LEAVEN_ACCELERATORS"):
+        return known
+    own = _parsed(path)
+    named |= _sources(own)
+    spelt = {name.upper(): name for name in raw}
+    for written, groups in own.items():
+        if written == "sources":
+            continue
+        if not _NAME.fullmatch(written) or written.lower() == "cpu":
+            raise InputError(f"{path}: [{written}]: not a name for an accelerator; write it like H100-SXM-80GB")
+        if not isinstance(groups, dict):
+            raise InputError(f"{path}: {written}: an accelerator is a table; write {written} = {EXAMPLE}")
+        name = spelt.get(written.upper(), written)
+        told = {
+            group: {"source": str(path), **part} if isinstance(part, dict) else part for group, part in groups.items()
+        }
+        entry = raw.get(name, {}) | told
+        known[name] = _validated(entry, f"{path}: [{written}]").accelerator(name, named)
+    return known
+
+
+@cache
+def _raw_built_in() -> dict[str, Any]:
+    return _parsed(BUILT_IN)
+
+
+@cache
+def _built_in() -> dict[str, Accelerator]:
+    raw = _raw_built_in()
+    return {
+        name: _validated(entry, f"{BUILT_IN}: [{name}]").accelerator(name, raw["sources"])
+        for name, entry in raw.items()
+        if name != "sources"
+    }
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"LEAVEN_ACCELERATORS is {path}: no such file; write it, or unset the variable") from None
+    except OSError as error:
+        raise InputError(f"{path}: your accelerators cannot be read: {error.strerror}; give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not TOML: {error}; an accelerator is for example Z1-64GB = {EXAMPLE}") from None
+
+
+def _sources(document: dict[str, Any]) -> dict[str, str]:
+    named = document.get("sources", {})
+    return dict(named) if isinstance(named, dict) else {}
+
+
+def _validated(entry: dict[str, Any], where: str) -> _Entry:
+    try:
+        return _Entry.model_validate(entry)
+    except ValidationError as error:
+        raise InputError(f"{where} {_explain(error)}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    """The first fault in one line; an unknown key before a missing one, which is usually the missing one misspelt."""
+    fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
+    keys = [str(key) for key in fault["loc"]]
+    message = fault["msg"].removeprefix("Value error, ")
+    if not keys:
+        return message
+    at = ".".join(keys)
+    if fault["type"] == "extra_forbidden":
+        part: Any = _Entry if len(keys) == 1 else _Entry.model_fields[keys[0]].annotation
+        known = list(part.model_fields)
+        close = get_close_matches(keys[-1], known, n=1)
+        return f"{at}: no such key; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
+    if fault["type"] == "missing":
+        return f"{at}: missing; an accelerator is for example {EXAMPLE}"
+    return f"{at}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
+
+
+def this_machine() -> Accelerator:
+    """The processors here as one accelerator. Memory and cores are the machine's own; the rest is a guess by the
+    core, of the order of a server's with AVX2: it is there to be replaced by what is measured."""
+    cores = os.cpu_count() or 1
+    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
+    guess = tuple(Source(group, f"a guess for {cores} cores", "guess") for group in ("peak", "memory", "board"))
+    return Accelerator(
+        name="cpu",
+        peak_tflops=rate,
+        best_matmul_tflops=None,
+        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        memory_tb_s=0.01 * cores,
+        link_gb_s=10.0 * cores,
+        network_gb_s=1.0,
+        node_size=1,
+        power_w=5.0 * cores,
+        peaks=(("bf16", rate), ("fp32", rate)),
+        sources=guess,
+        note="guessed from the number of cores; leaven plan --measure replaces it",
+    )

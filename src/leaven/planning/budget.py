@@ -1,0 +1,209 @@
+"""The planner the other way round: which model and how many tokens fit a cluster for so many days.
+
+A law says which size N is best for C = 6 N D FLOPs; how many FLOPs a cluster yields in the time depends on how fast
+it trains that size. So each row is a fixed point: a size -> a shape (as ``leaven new`` builds it) -> its fastest
+layout -> what it gets through in the time, C -> the size again. FLOP/s change slowly with size, so from the speed of
+a neighbouring size one step or two are enough, and sizes within 5% of each other are planned once.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from leaven.catalogue.compute_optimal import FRONTIERS
+from leaven.catalogue.derivation import Draft
+from leaven.catalogue.starter.asked import LEAST_PARAMS, MOST_PARAMS, MOST_TOKENS, Asked
+from leaven.catalogue.starter.batch import choose_batch
+from leaven.catalogue.starter.model import choose_shape
+from leaven.catalogue.starter.setting import Setting
+from leaven.catalogue.votes import neighbours
+from leaven.planning.cost import Cost, Price, cost
+from leaven.planning.flops import CONVENTION, flops_per_token
+from leaven.planning.hardware import Cluster, parse_cluster
+from leaven.planning.plan import Plan, plan
+from leaven.recipe.errors import InputError
+from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import format_quantity
+
+OVER_TRAINED = (20, 100, 500, 2000)
+"""Tokens a parameter: Chinchilla's rule of thumb, and what models that are to be cheap in use were trained on (Llama
+2 7B 290, Llama 3 8B 1,900)."""
+_SECONDS = {"h": 3_600, "d": 86_400, "w": 7 * 86_400}
+_BUDGET = re.compile(
+    r"(?P<cluster>.+?)\s*[x×*,]\s*(?P<time>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*"
+    r"(?P<unit>h|d|w)(?:ours?|rs?|ays?|eeks?|ks?)?\s*",
+    re.IGNORECASE,
+)
+_FIRST_MFU = 0.4
+_SAME = 0.05  # sizes nearer than this are planned once: whole layers and widths come 3% near a size themselves
+_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one shape on the cluster: ``flops`` 6 N D a second, of all GPUs; ``mfu`` over the dense peak (full
+    attention); ``plan`` None where the MFU was given."""
+
+    shape: ModelShape
+    batch_tokens: int
+    flops: float
+    mfu: float
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer: the size and tokens of a law, at the speed of a shape of about that size."""
+
+    law: str
+    params: float
+    tokens: float
+    speed: Speed
+
+    @property
+    def tokens_per_param(self) -> float:
+        return self.tokens / self.params
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What fits; ``refused`` says of a law why nothing does."""
+
+    cluster: Cluster
+    seconds: float
+    rows: tuple[Row, ...]
+    refused: tuple[tuple[str, str], ...]
+    cost: Cost
+
+    def to_json(self) -> dict[str, Any]:
+        days = self.seconds / 86_400
+        return {
+            "cluster": str(self.cluster),
+            "gpus": self.cluster.gpus,
+            "days": days,
+            "cost": self.cost.to_json(),
+            "flops_convention": CONVENTION,
+            "rows": [
+                {
+                    "law": row.law,
+                    "params": row.params,
+                    "tokens": row.tokens,
+                    "tokens_per_param": row.tokens_per_param,
+                    "flops": 6 * row.params * row.tokens,
+                    "days": days,
+                    "mfu": row.speed.mfu,
+                    "tflops_per_gpu": row.speed.mfu * self.cluster.accelerator.peak_tflops,
+                    "batch_tokens": row.speed.batch_tokens,
+                    "shape": row.speed.shape.model_dump(mode="json") | {"params": row.speed.shape.params},
+                    "layout": None if row.speed.plan is None else row.speed.plan.arrangement.to_json(),
+                }
+                for row in self.rows
+            ],
+            "refused": [{"law": law, "why": why} for law, why in self.refused],
+        }
+
+
+def parse_budget(text: str) -> tuple[Cluster, float]:
+    """Cluster and seconds from ``64xH100 x 14d``; also ``300h`` and ``2w``.
+
+    Raises:
+        InputError: if it is not written so, or the cluster is none.
+    """
+    match = _BUDGET.fullmatch(text.strip())
+    if match is None:
+        raise InputError(
+            f"--budget {text}: not a cluster and a time; write for example '64xH100-80GB x 14d' (h, d, w)"
+        )
+    seconds = float(match["time"]) * _SECONDS[match["unit"].lower()]
+    if not seconds:
+        raise InputError(f"--budget {text}: no time at all; write for example '{match['cluster']} x 14d'")
+    return parse_cluster(match["cluster"]), seconds
+
+
+def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> Budget:
+    """The sizes and tokens that fit ``64xH100 x 14d`` by every law of the best size, and over-trained ones.
+
+    With ``mfu`` the speed is that share of the dense peak, and no layout is looked for.
+
+    Raises:
+        InputError: if the text is no budget, the share no share, or no model fits; says what would.
+    """
+    cluster, seconds = parse_budget(text)
+    if mfu is not None and not 0 < mfu < 1:
+        raise InputError(f"--mfu {mfu:g}: a share of the dense peak; give one between 0 and 1, for example 0.4")
+    speeds = _Speeds(cluster, seconds, mfu)
+    rows, refused = [], []
+    for law, size in sorted(_answers(), key=lambda answer: answer[1](1e22)):
+        try:
+            rows.append(speeds.row(law, size))
+        except InputError as error:
+            refused.append((law, str(error)))
+    if not rows:
+        raise InputError(f"--budget {text}: {refused[0][1]}")
+    rows.sort(key=lambda row: row.params, reverse=True)
+    return Budget(cluster, seconds, tuple(rows), tuple(refused), cost(seconds, cluster, price))
+
+
+def _answers() -> list[tuple[str, Callable[[float], float]]]:
+    """Names, and sizes for so many FLOPs."""
+    frontiers = [(frontier.name, frontier.sizes.optimal_params) for frontier in FRONTIERS]
+
+    def at(ratio: int) -> Callable[[float], float]:
+        return lambda flops: math.sqrt(flops / 6 / ratio)
+
+    return [*frontiers, *((f"{ratio:,} tokens a parameter", at(ratio)) for ratio in OVER_TRAINED)]
+
+
+class _Speeds:
+    """Speeds of one budget by size; sizes that are nearly equal are planned once."""
+
+    def __init__(self, cluster: Cluster, seconds: float, mfu: float | None) -> None:
+        self._cluster, self._seconds, self._mfu = cluster, seconds, mfu
+        self._planned: dict[float, Speed] = {}
+
+    def row(self, law: str, size: Callable[[float], float]) -> Row:
+        """The fixed point of one law."""
+        # From the speed of the last size planned, or to begin with from the usual share of the peak.
+        last = next(reversed(self._planned.values()), None)
+        peak = self._cluster.accelerator.peak_tflops * 1e12 * self._cluster.gpus
+        flops = last.flops if last else (self._mfu or _FIRST_MFU) * peak
+        for _ in range(_STEPS):
+            params = size(flops * self._seconds)
+            speed = self._at(params, flops * self._seconds / 6 / params)
+            flops = speed.flops
+            settled = size(flops * self._seconds)
+            if abs(settled / params - 1) < _SAME / 2:
+                break
+        return Row(law, settled, flops * self._seconds / 6 / settled, speed)
+
+    def _at(self, params: float, tokens: float) -> Speed:
+        """The speed of a shape of about so many parameters."""
+        for planned, speed in self._planned.items():
+            if abs(planned / params - 1) < _SAME:
+                return speed
+        cluster = self._cluster
+        asked = Asked("budget", round(params), round(tokens), gpus=cluster.gpus)
+        _check(asked)
+        near = neighbours(asked.params, asked.tokens)
+        shape = choose_shape(asked, near)
+        batch = choose_batch(Draft(), Setting(near, shape, asked.tokens, asked.gpus))
+        if self._mfu is None:
+            found = plan(shape, asked.tokens, batch, cluster)
+            mfu, rate = found.speed.mfu, found.speed.tokens_per_second
+        else:
+            found, mfu = None, self._mfu
+            rate = mfu * cluster.accelerator.peak_tflops * 1e12 * cluster.gpus / flops_per_token(shape)
+        self._planned[params] = Speed(shape, batch, 6 * shape.params * rate, mfu, found)
+        return self._planned[params]
+
+
+def _check(asked: Asked) -> None:
+    said = f"{format_quantity(asked.params)} parameters on {format_quantity(asked.tokens)} tokens"
+    if asked.params < LEAST_PARAMS:
+        raise InputError(
+            f"{said}: below {format_quantity(LEAST_PARAMS)} a vocabulary is all there is room for; give it more time"
+        )
+    if asked.params > MOST_PARAMS or asked.tokens > MOST_TOKENS:
+        raise InputError(f"{said}: beyond anything that is planned here; give it less time")

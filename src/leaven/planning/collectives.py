@@ -1,0 +1,80 @@
+"""Seconds of what ranks exchange: rings and all-to-alls inside a node and across nodes."""
+
+from dataclasses import replace
+from math import ceil, log2
+
+from leaven.planning.hardware import Cluster
+
+# The share of a link's bandwidth that a collective reaches.
+LINK_SHARE = 0.65
+# Seconds of one step of a ring: over the links of a node, and over the network.
+LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
+
+
+def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
+    """Bytes/s of a rank in a group of ranks ``stride`` apart over ``span`` ranks.
+
+    Inside a node it is the link. Across nodes the rings of a group share the NICs of its members in a node.
+    """
+    accelerator = cluster.accelerator
+    gb_s = accelerator.link_gb_s
+    if span > accelerator.node_size:
+        members = max(1, accelerator.node_size // stride)
+        gb_s = min(gb_s, members * accelerator.network_gb_s)
+    return gb_s * 1e9 * LINK_SHARE
+
+
+def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
+    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes in so many messages.
+
+    Every one of n ranks sends (n - 1)/n of it in n - 1 steps; a step between nodes waits for the network.
+    """
+    if ranks == 1:
+        return 0.0
+    nodes = _nodes(ranks, stride, cluster)
+    between = nodes if nodes > 1 else 0
+    latency = between * NETWORK_LATENCY + (ranks - 1 - between) * LINK_LATENCY
+    return (ranks - 1) / ranks * size / bandwidth(cluster, ranks * stride, stride) + messages * max(0.0, latency)
+
+
+def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
+    """Seconds of an all-reduce: twice the bytes of a ring, and the steps of two rings or of a tree over the nodes,
+    whichever are quicker (as NCCL chooses)."""
+    if ranks == 1:
+        return 0.0
+    nodes = _nodes(ranks, stride, cluster)
+    tree = 2 * ceil(log2(nodes)) * NETWORK_LATENCY + 2 * (ceil(ranks / nodes) - 1) * LINK_LATENCY
+    rings = 2 * ring(0.0, ranks, stride, cluster)
+    moved = 2 * (ranks - 1) / ranks * size / bandwidth(cluster, ranks * stride, stride)
+    return moved + messages * min(tree, rings)
+
+
+def _nodes(ranks: int, stride: int, cluster: Cluster) -> int:
+    """Nodes that a group of ranks ``stride`` apart is on."""
+    size = cluster.accelerator.node_size
+    return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
+
+
+def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
+    """Seconds of an exchange in which each of n ranks sends (n - 1)/n of ``size`` bytes, a part to each other one."""
+    if ranks == 1:
+        return 0.0
+    accelerator = cluster.accelerator
+    across = ranks * stride > accelerator.node_size
+    gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s
+    latency = NETWORK_LATENCY if across else LINK_LATENCY
+    return (ranks - 1) / ranks * size / (gb_s * 1e9 * LINK_SHARE) + latency
+
+
+def hop(size: float, ranks: int, cluster: Cluster) -> float:
+    """Seconds to send ``size`` bytes to the next stage of a pipeline that spans ``ranks`` ranks."""
+    across = ranks > cluster.accelerator.node_size
+    gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
+    return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)
+
+
+def one_nic(cluster: Cluster) -> Cluster:
+    """The cluster for code whose rings do not share the NICs of a node: every rank has a node of its own."""
+    if cluster.gpus <= cluster.accelerator.node_size:
+        return cluster
+    return replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))

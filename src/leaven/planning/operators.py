@@ -1,0 +1,166 @@
+"""Seconds of the operators of one block on one accelerator.
+
+A product of matrices takes whole waves of tiles at the best measured matmul, as far as its widths suit the tensor
+cores; everything else reads and writes the memory at its bandwidth; nothing is shorter than a launch. The shares
+below are of the device's published numbers, the same for every device; docs/planner-accuracy.md says what each is
+from.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+
+from leaven.planning.accelerators import Accelerator, Dtype
+from leaven.planning.blueprint import Block, Matmul
+from leaven.planning.implementations import Implementation
+
+# The share of the best measured matmul that large products sustain in training: the best is of the best shape, alone
+# and on a cool device.
+SUSTAINED = 0.90
+# The share of the memory's bandwidth that a kernel reaches that only reads and writes.
+STREAMED = 0.85
+# Attention by a flash kernel, as a share of SUSTAINED, charged for the full matrix of scores: a causal kernel skips
+# half and is about half as efficient on the rest.
+FLASH = 0.85
+# Products whose widths are no multiple of 64 elements (128 bytes): BLOOM's prequel, line 582 (h 14,400 at tp 8).
+UNALIGNED = 0.75
+# Nor of 8 (16 bytes): hardly any tensor cores. Line 833 (heads of 108) against 831.
+MISALIGNED = 0.15
+# Seconds that a kernel takes at least.
+LAUNCH = 5e-6
+# Extra depth that filling and emptying a tile's pipeline costs, in elements of k.
+_FILL = 128
+# (rows, columns, share of the best rate): smaller tiles read more for each product.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 64, 0.6))
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Seconds of one operator for one micro-batch; ``weight`` what of ``backward`` computes gradients of weights."""
+
+    name: str
+    forward: float
+    backward: float
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank has to do of one micro-batch: ``tokens`` of its own, of sequences of ``seq_len``, in a model of
+    ``width``; ``fused``: elementwise operators are."""
+
+    tokens: int
+    seq_len: int
+    width: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    fused: bool = False
+
+
+def matmul_seconds(
+    mnk: tuple[int, int, int], accelerator: Accelerator, *, count: int = 1, dtype: Dtype = "bf16"
+) -> float:
+    """Seconds of ``count`` products (m, k) x (k, n) in one launch: the longer of whole waves of tiles, and of reading
+    and writing the matrices once (in 2 bytes)."""
+    m, n, k = mnk
+    own = None if dtype == "bf16" else accelerator.matmul(dtype)
+    rate = SUSTAINED * (accelerator.matmul_flops if own is None else own * 1e12)
+    if n % 8 or k % 8:
+        rate *= MISALIGNED
+    elif n % 64 or k % 64:
+        rate *= UNALIGNED
+    wave = accelerator.multiprocessors or 1
+
+    def tiled(rows: int, columns: int, share: float) -> float:
+        tiles = count * ceil(m / rows) * ceil(n / columns)
+        return ceil(tiles / wave) * wave * 2 * rows * columns * (k + _FILL) / (rate * share)
+
+    moved = 2 * count * (m * k + k * n + m * n)
+    return max(min(tiled(*tile) for tile in _TILES), stream_seconds(moved, accelerator))
+
+
+def stream_seconds(size: float, accelerator: Accelerator) -> float:
+    """Seconds of a kernel that reads and writes ``size`` bytes together."""
+    return max(size / (accelerator.memory_tb_s * 1e12 * STREAMED), LAUNCH)
+
+
+@cache
+def block_operators(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> tuple[Operator, ...]:
+    """What one block does with a rank's part of a micro-batch."""
+    found = [_product(rows, work, accelerator, code) for rows in _together(block)]
+    found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
+    found.append(_activation(block, work, accelerator, code))
+    if not block.dropout:  # rotary positions: queries and keys are read and written; else also turned, scaled, added
+        heads = (block.core.heads + block.core.kv_heads) / work.tp
+        turned = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
+        seconds = stream_seconds(turned, accelerator)
+        found.append(Operator("positions", seconds, seconds))
+    return tuple(found)
+
+
+def _together(block: Block) -> list[tuple[Matmul, ...]]:
+    """Products with the same input are one: queries, keys and values; gate and in."""
+    groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
+    for row in block.matmuls:
+        key = (row.name.partition(".")[0], row.k, row.split, row.stored)
+        groups[key] = (*groups.get(key, ()), row)
+    return list(groups.values())
+
+
+def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
+    """A product, and backward those with the weights and with the inputs; of experts, all of a rank in one launch."""
+    first, dtype = rows[0], code.pace.products
+    k, n = first.on_rank(work.tp)[0], sum(row.on_rank(work.tp)[1] for row in rows)
+    count = max(1, first.stored // work.ep) if first.routed else 1
+    m = ceil(work.tokens * first.passed / count)
+    forward, inputs, weight = (
+        matmul_seconds(sizes, accelerator, count=count, dtype=dtype) for sizes in ((m, n, k), (m, k, n), (n, k, m))
+    )
+    return Operator(" + ".join(row.name for row in rows), forward, inputs + weight, weight)
+
+
+def _attention(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
+    """Scores, softmax and the weighted sum. A flash kernel computes the scores again backward: five products for two.
+    Without one every score is written and read, by product, softmax, dropout, product."""
+    core = block.core
+    if code.flash_attention:
+        rate = accelerator.matmul_flops * SUSTAINED * FLASH
+        once = work.tokens * core.flops(work.seq_len) / work.tp / rate
+        return Operator("attention", max(once, LAUNCH), max(2.5 * once, LAUNCH))
+    sequences, keys = max(1, work.tokens * work.cp // work.seq_len), int(core.keys(work.seq_len))
+    rows, count = work.tokens // sequences, sequences * max(1, core.heads // work.tp)
+    scores = matmul_seconds((rows, keys, core.d_qk), accelerator, count=count)
+    values = matmul_seconds((rows, core.d_v, keys), accelerator, count=count)
+    each = code.element * count * rows * keys
+    dropped = stream_seconds(each * (2 + 1 / code.element), accelerator) if block.dropout else 0.0
+    forward = scores + values + stream_seconds(2 * each, accelerator) + dropped
+    return Operator("attention", forward, 2 * (scores + values) + stream_seconds(3 * each, accelerator) + dropped)
+
+
+def _norms(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
+    """Of each of two branches: the norm reads the stream and writes the branch's input, and the branch is added to
+    the stream, with the mask of its dropout. Backward each reads what it had and what comes, and writes what goes."""
+    size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
+    stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
+    added = stream_seconds(2 * stream + hidden + mask, accelerator)
+    forward = stream_seconds(stream + hidden, accelerator) + added
+    backward = stream_seconds(2 * stream + hidden, accelerator) + added
+    return Operator("norms and residuals", 2 * forward, 2 * backward)
+
+
+def _activation(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
+    """From what enters the MLP's middle to what leaves it. The gate's activation and the product with it are two
+    kernels where they are not fused."""
+    entering = sum(
+        row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))
+    )
+    ends = (row for row in block.matmuls if row.name.endswith(".out") and not row.name.startswith("attention"))
+    leaving = sum(row.passed * row.on_rank(work.tp)[0] for row in ends)
+    twice = 0 if work.fused or entering == leaving else 2 * leaving
+    each = code.element * work.tokens
+    return Operator(
+        "activation",
+        stream_seconds(each * (entering + leaving + twice), accelerator),
+        stream_seconds(each * (2 * entering + leaving + 1.5 * twice), accelerator),
+    )

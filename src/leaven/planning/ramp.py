@@ -1,0 +1,233 @@
+"""Throughput while the batch grows: where a ramp should start, and what each start costs in hours.
+
+A small batch is few micro-batches on each rank: a pipeline stands still for most of the step, and what is done once
+a step (gradient exchange, optimiser) is shared by few tokens. The layout is the run's; the micro-batch follows, since
+a rank cannot send more sequences through one forward than it has, and less of them fill a pipeline.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from leaven.planning.arrangement import Arrangement
+from leaven.planning.flops import flops_per_token
+from leaven.planning.layouts import Job
+from leaven.planning.timing import step_time
+from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.batch import Ramp as BatchRamp
+
+SHARE = 0.7
+"""Of the full batch's throughput: the least that a ramp is to begin with, if nothing else is said."""
+OVER = 0.03
+"""Of the run: how long a ramp is taken to be if the recipe has none (GPT-3 1.3 to 4%, BLOOM 4%)."""
+_MOST_INCREMENTS = 64
+
+
+@dataclass(frozen=True)
+class RampPoint:
+    """A step at one global batch, in sequences and in tokens; ``share`` of the full batch's throughput. ``filled``:
+    every stage of the pipeline has a micro-batch, without which leaven does not train."""
+
+    global_batch: int
+    batch_tokens: int
+    micro_batch: int
+    grad_accumulation: int
+    step_seconds: float
+    tokens_per_second: float
+    tflops_per_gpu: float
+    share: float
+    filled: bool
+
+
+@dataclass(frozen=True)
+class RampChoice:
+    """A ramp and its cost: ``hours`` of the tokens of the ramp, of which ``extra_hours`` would not have been spent at
+    the full batch; ``steps`` of the optimiser in it, of which the full batch takes ``full_steps``."""
+
+    start_tokens: int
+    increment_tokens: int | None
+    over_tokens: int
+    share: float
+    hours: float
+    extra_hours: float
+    steps: int
+    full_steps: int
+
+
+@dataclass(frozen=True)
+class RampPlan:
+    """``points`` from the smallest batch to the full one; ``start``, the first that keeps ``wanted`` of the full
+    throughput; ``choices``, what it costs to start there and elsewhere; ``own``, the recipe's ramp, if it has one."""
+
+    wanted: float
+    points: tuple[RampPoint, ...]
+    start: RampPoint
+    increment_tokens: int
+    choices: tuple[RampChoice, ...]
+    own: RampChoice | None
+
+    @cached_property
+    def chosen(self) -> RampChoice:
+        return next(choice for choice in self.choices if choice.start_tokens == self.start.batch_tokens)
+
+    @property
+    def micro_batches(self) -> tuple[tuple[int, int], ...]:
+        """(tokens of a batch from which it holds, micro-batch) from the start on."""
+        found: list[tuple[int, int]] = []
+        for point in self.points:
+            if point.batch_tokens >= self.start.batch_tokens and (not found or found[-1][1] != point.micro_batch):
+                found.append((point.batch_tokens, point.micro_batch))
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "share": self.wanted,
+            "start": asdict(self.start),
+            "increment_tokens": self.increment_tokens,
+            "micro_batches": [
+                {"from_batch_tokens": tokens, "micro_batch": size} for tokens, size in self.micro_batches
+            ],
+            "points": [asdict(point) for point in self.points],
+            "choices": [asdict(choice) for choice in self.choices],
+            "own": None if self.own is None else asdict(self.own),
+        }
+
+
+class Throughput:
+    """Steps of one layout at any batch, each computed once."""
+
+    def __init__(self, job: Job, full: Arrangement) -> None:
+        self.job, self.full = job, full
+        self._steps: dict[int, tuple[Arrangement, float]] = {}
+
+    def step(self, sequences: int) -> tuple[Arrangement, float]:
+        """The fastest way through a batch, and its seconds. No micro-batch is larger than the full batch's.
+
+        What does not divide is cut evenly, as the trainer does it: the rank with most is waited for.
+        """
+        if sequences not in self._steps:
+            self._steps[sequences] = min(
+                (
+                    (how, step_time(self.job.model, how, self.job.cluster, self.job.code).step)
+                    for how in self._ways(sequences)
+                ),
+                key=lambda found: found[1],
+            )
+        return self._steps[sequences]
+
+    def _ways(self, sequences: int) -> set[Arrangement]:
+        share, most = -(-sequences // self.full.layout.dp), self.full.micro_batch
+        sizes = [self.full.micro_batch] if self.job.micro_batch else [*(2**n for n in range(most.bit_length())), most]
+        forwards = {-(-share // size) for size in sizes}
+        return {Arrangement(self.full.layout, -(-share // m), m) for m in forwards}
+
+    def seconds(self, batch_tokens: int) -> float:
+        return self.step(batch_tokens // self.job.model.seq_len)[1]
+
+    def point(self, sequences: int) -> RampPoint:
+        job = self.job
+        (how, seconds), full = self.step(sequences), self.seconds(job.batch_tokens)
+        rate = sequences * job.model.seq_len / seconds
+        return RampPoint(
+            global_batch=sequences,
+            batch_tokens=sequences * job.model.seq_len,
+            micro_batch=how.micro_batch,
+            grad_accumulation=how.grad_accumulation,
+            step_seconds=seconds,
+            tokens_per_second=rate,
+            tflops_per_gpu=rate * flops_per_token(job.model) / job.cluster.gpus / 1e12,
+            share=rate / (job.batch_tokens / full),
+            filled=how.grad_accumulation >= how.layout.pp,
+        )
+
+    def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
+        """Of a run whose batch grows by these sizes."""
+        return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
+
+    def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
+        job = self.job
+        seconds = self.run_seconds(sizes, over_tokens)
+        full_steps = -(-over_tokens // job.batch_tokens)
+        consumed = sum(size * steps for size, steps in _steps(sizes, over_tokens))
+        at_full = consumed / job.batch_tokens * self.seconds(job.batch_tokens)
+        return RampChoice(
+            start_tokens=sizes[0][1],
+            increment_tokens=increment,
+            over_tokens=over_tokens,
+            share=self.point(sizes[0][1] // job.model.seq_len).share,
+            hours=seconds / 3600,
+            extra_hours=(seconds - at_full) / 3600,
+            steps=sum(steps for _, steps in _steps(sizes, over_tokens)),
+            full_steps=full_steps,
+        )
+
+
+def plan_ramp(
+    job: Job,
+    full: Arrangement,
+    tokens: int,
+    *,
+    own: Batch | None = None,
+    share: float = SHARE,
+) -> RampPlan:
+    """The ramp of a run of ``tokens`` in one layout, which begins where ``share`` of the full throughput is kept.
+
+    Increments are Megatron's: equal, of as many sequences on every rank, 64 at the most. A ramp is as long as the
+    recipe's own, or 3% of the run.
+    """
+    throughput, seq_len = Throughput(job, full), job.model.seq_len
+    sequences, dp = job.batch_tokens // seq_len, full.layout.dp
+    increment = _increment(sequences, dp, full.micro_batch)
+    below = {dp * 2**n for n in range((sequences // dp).bit_length())}
+    grid = set(range(sequences, 0, -increment))
+    points = {size: throughput.point(size) for size in sorted(grid | below) if dp <= size <= sequences}
+    starts = [point for size, point in points.items() if size in grid and point.filled] or [points[sequences]]
+    start = next((point for point in starts if point.share >= share), starts[-1])
+    over, own_choice = max(round(OVER * tokens), 1), None
+    if own is not None and len(own.sizes) > 1:
+        over = min(own.ramp.over_tokens if own.ramp else own.sizes[-1][0], tokens)
+        own_choice = throughput.choice(own.sizes, own.ramp.increment_tokens if own.ramp else None, over)
+    others = _halvings(starts, start)
+    return RampPlan(
+        wanted=share,
+        points=tuple(points.values()),
+        start=start,
+        increment_tokens=increment * seq_len,
+        choices=tuple(
+            throughput.choice(_sizes(job, point.batch_tokens, increment * seq_len, over), increment * seq_len, over)
+            for point in others
+        ),
+        own=own_choice,
+    )
+
+
+def _increment(sequences: int, dp: int, micro_batch: int) -> int:
+    """Of the multiples of dp x micro-batch that divide a batch into at most 64 increments the smallest; of dp alone,
+    if that leaves less than eight."""
+    unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
+    whole = sequences // unit
+    return unit * next(n for n in range(-(-whole // _MOST_INCREMENTS), whole + 1) if whole % n == 0)
+
+
+def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
+    """Of the points that a ramp can start from the first, the one chosen, and those next above a half, a quarter, ...
+    of the batch."""
+    full = starts[-1].batch_tokens
+    halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
+    return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
+
+
+def _sizes(job: Job, start: int, increment: int, over: int) -> tuple[tuple[int, int], ...]:
+    ramp = BatchRamp(start_tokens=start, increment_tokens=increment, over_tokens=over)
+    return Batch(tokens=job.batch_tokens, ramp=ramp).sizes
+
+
+def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:
+    """(batch in tokens, steps with it) of a run of so many tokens."""
+    schedule = BatchSchedule(sizes)
+    ends = [segment.first_step for segment in schedule.segments[1:]] + [schedule.first_step_at(tokens)]
+    last = ends[-1]
+    return [
+        (segment.batch_tokens, max(min(end, last) - segment.first_step, 0))
+        for segment, end in zip(schedule.segments, ends, strict=True)
+    ]

@@ -1,0 +1,184 @@
+"""A step of a pipeline as its passes: who computes what, when, and when nobody does.
+
+A schedule is an order of passes on every rank (torch.distributed.pipelining's own, held against it in tests); times
+follow from it alone: a pass begins when its rank is free and what it needs is there. From that come the bubble and
+the micro-batches in flight, for stages as uneven as they are.
+
+Stage s of p ranks with v stages each lies on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, 2.2). GPipe:
+Huang et al. 2019, arXiv 1811.06965. Zero-bubble, its ZB1P: Qi et al. 2023, arXiv 2401.10241.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from leaven.planning.arrangement import Arrangement, scheduled
+from leaven.planning.blueprint import Blueprint
+from leaven.planning.hardware import Cluster
+from leaven.planning.implementations import LEAVEN_BF16, Implementation
+from leaven.planning.stages import stage_layers, stage_parameters
+from leaven.planning.timing import adding_seconds, block_time, logits_seconds, transfer_seconds
+from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+
+Kind = Literal["forward", "backward", "input", "weight"]
+Key = tuple[Kind, int, int]  # kind, stage, micro-batch
+
+
+class Pass(NamedTuple):
+    """A stage's work on one micro-batch. Zero-bubble cuts a backward pass in two: for the stage's input, which the
+    stage before waits for, and for its weights, which nobody does."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The passes of every rank in the order they are done, in the unit of time that was given."""
+
+    ranks: tuple[tuple[Pass, ...], ...]
+
+    @property
+    def end(self) -> float:
+        return max(passes[-1].end for passes in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time that a rank stands still, the mean over the ranks."""
+        busy = sum(each.end - each.start for passes in self.ranks for each in passes)
+        return 1 - busy / (self.end * len(self.ranks))
+
+    def in_flight(self, rank: int) -> int:
+        """The most passes of a rank that wait for their backward pass at once."""
+        most = now = 0
+        for each in self.ranks[rank]:
+            now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
+            most = max(most, now)
+        return most
+
+
+def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
+    """What a rank does, one after the other. ``micro_batches`` as :func:`arrangement.scheduled` counts them.
+
+    Forward passes fill the pipeline, then each is followed by a backward pass, then backward passes empty it. With
+    several stages on a rank a round of p micro-batches goes through one after the other: the passes ahead of rank r
+    are those of its other stages, (v - 1) p, and two for every rank behind it, one for zero-bubble, whose rank r puts
+    the weights' halves off by r passes, so that all of them end together.
+    """
+    p, v = layout.pp, layout.stages_per_rank
+    passes = v * micro_batches
+    if layout.schedule == "gpipe":
+        ahead = passes
+    elif layout.schedule == "interleaved":
+        ahead = (v - 1) * p + 2 * (p - 1 - rank)
+    else:
+        ahead = (v - 1) * p + p - 1 - rank
+    forwards, backwards = (list(_turns(layout, rank, micro_batches, last)) for last in (False, True))
+    ahead = min(ahead, passes)
+    split = layout.schedule == "zero-bubble"
+    found: list[Key] = [("forward", *at) for at in forwards[:ahead]]
+    for n, at in enumerate(backwards):
+        if ahead + n < passes:
+            found.append(("forward", *forwards[ahead + n]))
+        found.append(("input" if split else "backward", *at))
+        if split and n >= rank:
+            found.append(("weight", *backwards[n - rank]))
+    if split:
+        found += [("weight", *at) for at in backwards[max(passes - rank, 0) :]]
+    return found
+
+
+def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> Iterator[tuple[int, int]]:
+    """(stage, micro-batch) in the order of the passes in one direction."""
+    p, v = layout.pp, layout.stages_per_rank
+    together = p if v > 1 else micro_batches
+    for first in range(0, micro_batches, together):
+        for turn in reversed(range(v)) if last_first else range(v):
+            for micro_batch in range(first, first + together):
+                yield rank + p * turn, micro_batch
+
+
+def simulate(
+    layout: Layout,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float] | None = None,
+) -> Timeline:
+    """The passes of a step with their times, in any unit and exact if they are whole numbers.
+
+    ``forward`` and ``backward`` of each of the p v stages; ``weight``, what of ``backward`` is for the weights: by
+    default as long as the forward pass, since it is the same products. Of the first stage torch leaves the whole
+    backward pass to the weights' half: nobody waits for the gradient of tokens.
+    """
+    weight = [backward[0], *(weight or forward)[1:]]
+    p, stages = layout.pp, layout.pp * layout.stages_per_rank
+    assert len(forward) == len(backward) == stages
+    orders = [order(layout, rank, micro_batches) for rank in range(p)]
+    half: Kind = "input" if layout.schedule == "zero-bubble" else "backward"
+
+    def takes(kind: Kind, stage: int) -> float:
+        if kind in {"forward", "backward"}:
+            return (forward if kind == "forward" else backward)[stage]
+        return weight[stage] if kind == "weight" else backward[stage] - weight[stage]
+
+    def needs(kind: Kind, stage: int, micro_batch: int) -> Key | None:
+        """What comes from another rank; what a rank needs of its own it has done before."""
+        if kind == "forward" and stage:
+            return ("forward", stage - 1, micro_batch)
+        if kind == half and stage < stages - 1:
+            return (half, stage + 1, micro_batch)
+        return None
+
+    ended: dict[Key, float] = {}
+    done: list[list[Pass]] = [[] for _ in range(p)]
+    ready = deque(range(p))
+    while ready:
+        rank = ready.popleft()
+        passes, mine = orders[rank], done[rank]
+        while len(mine) < len(passes):
+            key = passes[len(mine)]
+            need = needs(*key)
+            if need is not None and need not in ended:
+                break
+            start = mine[-1].end if mine else 0
+            if need is not None:
+                start = max(start, ended[need])
+            ended[key] = start + takes(*key[:2])
+            mine.append(Pass(*key, start, ended[key]))
+            ready += {(key[1] + side) % p for side in (-1, 1)} - {rank}
+    assert all(len(mine) == len(passes) for mine, passes in zip(done, orders, strict=True))
+    return Timeline(tuple(map(tuple, done)))
+
+
+def timeline(
+    model: ModelShape | Blueprint, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
+) -> Timeline:
+    """The step of an arrangement, in seconds: each stage with its own blocks, the last one with the logits, and in
+    every pass what it sends on. Of :func:`timing.step_time` it leaves out what comes once a step."""
+    layout = how.layout
+    block = block_time(model, how, cluster, code)
+    layers = stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)
+    passes = 3 if layout.recompute == "full" else 2  # in which ranks exchange
+    exchanged, sent = block.all_reduce / passes, transfer_seconds(model, how, cluster, code)
+    forward = [n * (block.forward + exchanged) + sent for n in layers]
+    adding = [
+        adding_seconds(stage_parameters(model, layout, rank, code), cluster.accelerator, code)
+        / layout.stages_per_rank
+        for rank in range(layout.pp)
+    ]
+    turns = layout.stages_per_rank * adding
+    backward = [
+        n * (block.backward + (passes - 1) * exchanged) + sent + added for n, added in zip(layers, turns, strict=True)
+    ]
+    weight = [n * block.weight + added for n, added in zip(layers, turns, strict=True)]
+    logits = logits_seconds(model, how, cluster, code) / 3  # each of its three products
+    forward[-1] += logits
+    backward[-1] += 2 * logits
+    weight[-1] += logits
+    return simulate(layout, scheduled(layout, how.grad_accumulation), forward, backward, weight)

@@ -1,0 +1,119 @@
+"""Which blocks are on which rank of a pipeline, how many parameters that is, how many micro-batches wait there."""
+
+from collections import Counter
+from functools import cache
+
+from leaven.planning.blueprint import Block, Blueprint, blueprint
+from leaven.planning.implementations import LEAVEN_BF16, Balance, Implementation
+from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+
+
+@cache
+def stage_layers(model: ModelShape | Blueprint, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
+    """Blocks of each pipeline stage, one at least.
+
+    ``weight``: so that the most loaded has the least, where the embedding weighs on the first stage and the
+    unembedding on the last, each as many blocks as it has parameters of one that a token passes: a block's memory
+    and, of the unembedding, its FLOPs too go by its matrices. ``number``: one more or less at most, what does not
+    divide in the middle: how BLOOM and others were laid out. ``work``: in order, a stage being full when the FLOPs so
+    far are its share; the unembedding counts, the embedding not: nanotron's way.
+    """
+    table = blueprint(model)
+    n_layers = table.n_layers
+    if stages == 1:
+        return (n_layers,)
+    if balance == "number":
+        base, more = divmod(n_layers, stages)
+        longer = {*[*range(1, stages - 1), 0, stages - 1][:more]}
+        return tuple(base + (stage in longer) for stage in range(stages))
+    weights = [sum(row.flops for row in block.matmuls) // 2 for block in table]
+    if balance == "work":
+        return _by_work(weights, table.embedding, stages)
+    end, middle = table.embedding / (sum(weights) / n_layers), stages - 2
+
+    def load(layers: tuple[int, ...]) -> tuple[float, float]:
+        loads = [layers[0] + end, *layers[1:-1], layers[-1] + end]
+        return max(loads), sum(stage**2 for stage in loads)
+
+    def split(first: int, last: int) -> tuple[int, ...] | None:
+        rest = n_layers - first - last
+        if rest < middle or (not middle and rest):
+            return None
+        base, more = divmod(rest, middle) if middle else (0, 0)
+        return (first, *(base + (stage < more) for stage in range(middle)), last)
+
+    sizes = range(1, -(-n_layers // stages) + 2)
+    splits = [found for first in sizes for last in sizes if (found := split(first, last)) is not None]
+    return min(splits, key=load)
+
+
+def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
+    share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
+    stage = 0
+    for number, weight in enumerate(weights):
+        layers[stage] += 1
+        done += weight
+        left = len(weights) - number - 1
+        if stage < stages - 1 and (done > share * (stage + 1) or left == stages - 1 - stage):
+            stage += 1
+    return tuple(layers)
+
+
+@cache
+def rank_blocks(
+    model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
+) -> tuple[tuple[Block, int], ...]:
+    """The different blocks on a rank of the pipeline, of all its stages: r, r + pp, ...; how many of each."""
+    layers = stage_layers(model, pp * stages_per_rank, balance)
+    if len(model.kinds) == 1:
+        return ((model.blocks[0], sum(layers[rank::pp])),)
+    found: Counter[Block] = Counter()
+    for stage in range(rank, len(layers), pp):
+        first = sum(layers[:stage])
+        found.update(model.blocks[first : first + layers[stage]])
+    return tuple(found.items())
+
+
+def rank_layers(model: ModelShape | Blueprint, layout: Layout, rank: int, code: Implementation = LEAVEN_BF16) -> int:
+    """Blocks on a rank of the pipeline, of all its stages."""
+    return sum(stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)[rank :: layout.pp])
+
+
+def stage_parameters(
+    model: ModelShape | Blueprint, layout: Layout, stage: int, code: Implementation = LEAVEN_BF16
+) -> float:
+    """Parameters on one tensor-parallel rank of a rank of the pipeline. Tied embeddings are on both ends; routed
+    experts are shared out over the ``ep`` ranks too."""
+    table = blueprint(model)
+    blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
+    dense = sum(count * (block.whole + block.cut / layout.tp) for block, count in blocks)
+    experts = sum(count * block.experts for block, count in blocks) / (layout.tp * layout.ep)
+    return dense + experts + end_parameters(table, layout.tp, first=stage == 0, last=stage == layout.pp - 1)
+
+
+def end_parameters(table: Blueprint, tp: int, *, first: bool, last: bool) -> float:
+    """Of those parameters what is in no block."""
+    parameters = 0.0
+    if first:
+        parameters += table.embedding / tp + table.embedding_vectors + table.positions
+    if last:
+        parameters += table.final_vectors + (0 if table.tied and first else table.embedding / tp)
+    return parameters
+
+
+def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
+    """Micro-batches of which a rank of the pipeline keeps what it needs, of all its stages, at the most.
+
+    All under GPipe, p - r under 1F1B; of v stages 2 (p - r - 1) + (v - 1) p + 1 of the v m passes (Narayanan et al.
+    2021, arXiv 2104.04473, 2.2); p under zero-bubble, which puts the weights' half of a backward pass off. So torch's
+    schedules have it.
+    """
+    p, v = layout.pp, layout.stages_per_rank
+    if layout.schedule == "gpipe":
+        return micro_batches
+    if layout.schedule == "zero-bubble":
+        return min(micro_batches, p)
+    if v == 1:
+        return min(micro_batches, p - rank)
+    return min(v * micro_batches, 2 * (p - rank - 1) + (v - 1) * p + 1) / v

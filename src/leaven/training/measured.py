@@ -1,0 +1,217 @@
+"""Three short steps on the machine at hand, by which a plan is calibrated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from leaven.data.shards import ShardedTokens, Shards
+from leaven.data.tokens import TokenSet
+from leaven.planning.arrangement import Arrangement
+from leaven.planning.flops import flops_per_token
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.history import Cost, Record, remember
+from leaven.planning.memory import GIB, LEAVEN_BF16
+from leaven.recipe.errors import InputError, out_of_memory
+from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
+from leaven.training.checkpoint import Progress
+from leaven.training.engine import Interrupted, Training, default_device
+from leaven.training.gauge import record_of
+from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
+from leaven.training.precision import DTYPES
+from leaven.training.throughput import (
+    accelerator_of,
+    best_matmul,
+    device_name,
+    free_memory,
+    held_memory,
+    peak_memory,
+    reset_peak_memory,
+)
+
+WARM_UP, STEPS = 2, 3
+FORWARDS = 2
+"""Of a step, at most: one that accumulates, in which the optimiser has no larger part than it need have."""
+
+SHORT_SECONDS = 10.0
+"""Of a step, about: a model that would take longer is cut in depth."""
+
+USUAL_SHARE = 0.5
+"""Of the best matmul, that a step reaches: how long it will take, before one has been taken."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """``record`` is of the recipe's own depth. ``layers`` were measured at ``step_seconds``, one depth or two: from
+    two it is extrapolated. ``matmul_tflops`` is the best matmul of this device in the recipe's dtype."""
+
+    record: Record
+    layers: tuple[int, ...]
+    step_seconds: tuple[float, ...]
+    matmul_tflops: float
+
+
+def measure(
+    recipe: Recipe,
+    gpus: str,
+    *,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Measurement | None:
+    """Take a few steps of a recipe's shape on random tokens, in this process, and add them to the history.
+
+    ``gpus`` is the cluster that is planned: the machine at hand is to have one of its accelerators. A shape that does
+    not fit, or is slow here, is cut in depth: time and memory are linear in the layers. None if it was stopped;
+    nothing is then written.
+
+    Raises:
+        InputError: if the machine at hand has another accelerator, or not even two layers fit.
+    """
+    device = default_device()
+    _at_hand(device, gpus)
+    footing = held_memory(device)
+    flops = best_matmul(device, DTYPES[recipe.precision.compute], torch.get_num_threads())
+    recipe, how = _short(recipe, device, flops)
+    full = recipe.model.n_layers
+    deepest = next((n for n in range(full, 0, -1) if _fits(_cut(recipe, n), how, device, flops)), 0)
+    try:
+        while deepest >= min(2, full):
+            depths = (full,) if deepest == full else (deepest // 2, deepest)
+            costs: list[Cost] = []
+            for number, depth in enumerate(depths):
+                told = partial(_told, on_step, number, len(depths))
+                cost = _steps(_cut(recipe, depth), device, footing, stop, told)
+                if cost is None:  # out of memory
+                    break
+                costs.append(cost)
+            if len(costs) == len(depths):
+                break
+            deepest //= 2
+        else:
+            raise InputError(
+                f"not even {min(2, full)} layers of this shape fit on {device_name(device)}, of which "
+                f"{free_memory(device) / GIB:.3g} GiB are free; take a smaller model or a shorter [model] seq_len"
+            )
+    except Interrupted:
+        return None
+    took = costs[0] if deepest == full else _extrapolated(depths, costs, full)
+    record = record_of(recipe, device, recipe.batch.tokens, how).model_copy(
+        update={"by": "measurement", "measured": took, "steps": STEPS}
+    )
+    remember(record)
+    return Measurement(record, depths, tuple(cost.step_seconds for cost in costs), flops / 1e12)
+
+
+def _told(on_step: Callable[[int, int], None], depth: int, depths: int, done: int) -> None:
+    on_step(depth * (WARM_UP + STEPS) + done, depths * (WARM_UP + STEPS))
+
+
+def _at_hand(device: torch.device, gpus: str) -> None:
+    """Raise InputError if the machine at hand has none of a cluster's accelerators."""
+    wanted, here = parse_cluster(gpus).accelerator, accelerator_of(device)
+    if here is None or here.name != wanted.name:
+        name = "a processor (--gpus cpu)" if device.type == "cpu" else device_name(device)
+        raise InputError(
+            f"--measure takes steps on the machine at hand, which has {name} and no {wanted.name}; "
+            "measure where one is, or leave --measure out"
+        )
+
+
+def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
+    """The recipe on one device with a batch of a forward or two, and how that is arranged."""
+    seq_len, layout = recipe.model.seq_len, recipe.layout
+    sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
+    size = min(rule_of_thumb(recipe, device.type), sequences)
+    forwards = min(FORWARDS, sequences // size)
+    if _seconds(recipe, size * forwards, flops) > SHORT_SECONDS:
+        forwards = 1
+    layout = Layout(recompute=layout.recompute, compile=layout.compile)
+    changes = {
+        "layout": layout.model_dump(),
+        "batch": {"tokens": size * forwards * seq_len, "micro_batch": size},
+        "scaling.base": None,  # no number of the table matters here
+        "start": {},
+        "stability": {},
+    }
+    return recipe.replace(changes), Arrangement(layout, size, forwards)
+
+
+def _cut(recipe: Recipe, n_layers: int) -> Recipe:
+    return recipe.replace({"model.n_layers": n_layers})
+
+
+def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
+    """Of a step, about."""
+    return sequences * recipe.model.seq_len * flops_per_token(recipe.model) / (USUAL_SHARE * flops)
+
+
+def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
+    """Into memory, and into a short step; of layers there are two, whatever they take."""
+    needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
+    quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
+    return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
+
+
+def _extrapolated(depths: tuple[int, ...], costs: list[Cost], full: int) -> Cost:
+    """At full depth, from two: what is not in the layers counts once."""
+
+    def line(low: float, high: float) -> float:
+        return high + (full - depths[1]) * max(high - low, 0.0) / (depths[1] - depths[0])
+
+    low, high = costs
+    held = line(low.memory_gib, high.memory_gib) if low.memory_gib and high.memory_gib else None
+    return Cost(step_seconds=line(low.step_seconds, high.step_seconds), memory_gib=held)
+
+
+def _steps(
+    recipe: Recipe, device: torch.device, footing: int, stop: Callable[[], bool], on_step: Callable[[int], None]
+) -> Cost | None:
+    """A few steps from the start, over random tokens; None if they run out of memory.
+
+    Raises:
+        Interrupted: if it was asked to stop.
+    """
+    reset_peak_memory(device)
+    training = None
+    try:
+        training = Training(recipe, _random_tokens(recipe))
+        training.stop = stop
+        seconds = []
+        for done in range(WARM_UP + STEPS):
+            training.progress = Progress()
+            step = training.issue().result()
+            seconds.append(step.batch_tokens / step.tokens_per_second)
+            on_step(done + 1)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+    else:
+        held = (peak_memory(device) - footing) / GIB
+        return Cost(step_seconds=median(seconds[WARM_UP:]), memory_gib=held if held > 0 else None)
+    finally:
+        del training
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
+
+
+def _random_tokens(recipe: Recipe) -> TokenSet:
+    """As many windows as a batch has, in memory: what the text is makes no step slower."""
+    model = recipe.model
+    count = recipe.batch.tokens + 1
+    ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=count, dtype=np.uint32)])
+    return TokenSet(
+        names=("random",),
+        proportions=(Fraction(1),),
+        sources=(Shards(ids, ids, count, count, "random", ()),),
+        vocab_size=model.vocab_size,
+        end_of_text=0,
+        fingerprint="random",
+        tokenizer_path=Path(),
+    )

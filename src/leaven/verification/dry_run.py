@@ -1,0 +1,161 @@
+"""Two steps of a rank of any layout, on one processor and without its memory.
+
+The model, its layout, the optimiser and the step are those of a training. Tensors have shapes and no values (torch's
+fake tensors), the other ranks are not there and their answers neither (torch's fake process group).
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
+
+from leaven.distributed import sharded
+from leaven.distributed.compat import pretend
+from leaven.distributed.parallelise import build_stage
+from leaven.distributed.stage import Loss, Stage
+from leaven.distributed.world import ALONE, World, mesh_of
+from leaven.model import transformer
+from leaven.model.loss import CHUNK_ELEMENTS
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Training
+from leaven.verification.ledger import Ledger, Parts
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step takes, in bytes by part: what stays from one to the next, and the most at one time."""
+
+    stays: Parts
+    peak: Parts
+    seconds: float
+
+
+def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> Taken:
+    """What the ``rank``-th process of a recipe's layout holds in its second step, when all there ever is is there.
+
+    Of a model that is not compiled, on a device of that type: on a processor attention goes block by block and the
+    loss over fewer tokens at a time. To be called once in a process, which has no process group and gets none.
+    """
+    began, layout, processor = time.perf_counter(), recipe.layout, torch.device("cpu")
+    world = ALONE
+    if layout.ranks > 1:
+        pretend(rank, layout.ranks)
+        world = World(rank, layout.ranks, mesh_of(layout, processor))
+    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+
+    def build(*arguments: Any, device: torch.device, **named: Any) -> Stage:
+        # Meshes want numbers, so that a model is laid out on meta: outside, and made inside.
+        stage = build_stage(*arguments, device=torch.device("meta"), **named)
+        with fake, ledger:
+            return stage.to_empty(device=device)
+
+    try:
+        with (
+            patch.object(sharded, "build_stage", build),
+            patch.object(sharded, "initialise", lambda *_: None),
+        ):
+            text: Any = NoText(recipe.model.vocab_size)
+            training = Training(recipe, text, device="cpu", world=world)
+        with fake, ledger, as_on(device):
+            return replace(two_steps(training, ledger, training.issue), seconds=time.perf_counter() - began)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def two_steps(training: Training, ledger: Ledger, step: Callable[[], object]) -> Taken:
+    """What the second one takes of a training, as the ledger has it; parts are told apart by what they are for."""
+    began = time.perf_counter()
+    ledger.mark(training.sharded.leaves, "weights")
+    for stage in training.sharded.stages:
+        stage.loss = _within(ledger, "logits", stage.loss)
+
+    def gradients(*_: Any) -> None:
+        ledger.mark((leaf.grad for leaf in training.sharded.leaves if leaf.grad is not None), "grads")
+
+    training.optimiser.adam.register_step_pre_hook(gradients)
+    step()
+    ledger.mark(training.optimiser.state_dict().values(), "optimizer")
+    ledger.begin()
+    step()
+    return Taken(ledger.now(), ledger.peak(), time.perf_counter() - began)
+
+
+def _within(ledger: Ledger, part: str, loss: Loss) -> Loss:
+    def counted(*arguments: Any, **how: Any) -> Tensor:
+        with ledger.within(part):
+            return loss(*arguments, **how)
+
+    return counted
+
+
+@dataclass(frozen=True)
+class NoText:
+    """In place of a corpus: a step wants tokens, and nothing is asked of what they are."""
+
+    vocab_size: int
+    fingerprint: str = ""
+    end_of_text: int = 0
+
+    def epochs(self, tokens: int) -> dict[str, float]:
+        return {}
+
+    def stream(self, seq_len: int, seed: int) -> "_Blanks":
+        return _Blanks(seq_len)
+
+    def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
+        return _Blanks(seq_len).batch(0, 1)
+
+
+@dataclass(frozen=True)
+class _Blanks:
+    seq_len: int
+
+    def batch(self, first: int, count: int) -> NDArray[np.int64]:
+        return np.zeros((count, self.seq_len + 1), dtype=np.int64)
+
+
+@contextmanager
+def as_on(device: str) -> Iterator[None]:
+    """Tensors are a processor's, and what is done to them is what another device would do."""
+    if device == "cpu":
+        yield
+        return
+    with (
+        patch.object(transformer, "causal_attention", _flash),
+        patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS[device]),
+    ):
+        yield
+
+
+def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:
+    y_BHTE: Tensor = _Flash.apply(q_BHTE, k_BKTE, v_BKTE)  # type: ignore[no-untyped-call]
+    return y_BHTE
+
+
+class _Flash(torch.autograd.Function):
+    """What a flash kernel keeps and gives, without values: for each query the sum of its exponentials, in fp32,
+    beside the arguments and the output (Dao et al. 2022, arXiv 2205.14135, algorithm 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
+        y_BHTE = torch.empty_like(q_BHTE.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        sums_BHT = q_BHTE.new_empty(q_BHTE.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q_BHTE, k_BKTE, v_BKTE, y_BHTE, sums_BHT)
+        return y_BHTE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BHTE: Tensor) -> tuple[Tensor, ...]:
+        q_BHTE, k_BKTE, v_BKTE, *_ = ctx.saved_tensors
+        return torch.empty_like(q_BHTE), torch.empty_like(k_BKTE), torch.empty_like(v_BKTE)

@@ -1,0 +1,163 @@
+"""Every storage that a process has, from when it is made until it is gone, by part."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from leaven.distributed.compat import resizes_seen, shapes_apart
+
+_PLAIN = {Tensor, nn.Parameter, FakeTensor}
+GRAIN = 512
+"""Bytes that an accelerator's allocator rounds up to."""
+
+aten, fsdp = torch.ops.aten, torch.ops.fsdp
+_READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(eq=False)
+class Entry:
+    """A storage: the bytes that it has now, and what it is a part of."""
+
+    part: str
+    size: int = 0
+
+
+Parts = Counter[str]
+"""Bytes by part."""
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes down what tensors take that are made inside of it, and changes nothing. ``of``: which kind; a number that
+    is read off a fake one is 1.
+
+    A part may be given when a storage is made (:meth:`within`) or later (:meth:`mark`): what counts is the last word.
+    So gradients are known as such, which are made as any tensor is. Known by what is done are the weights that are
+    gathered or cast, and the buffers of an exchange and of an update.
+    """
+
+    def __init__(self, of: type[Tensor] = FakeTensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of = of
+        self._entries: dict[int, Entry] = {}
+        self._part, self._apart = "activations", 0
+        self._start: list[tuple[Entry, int]] = []
+        self._moves: list[tuple[Entry, int]] = []
+
+    def __enter__(self) -> "Ledger":
+        self._patches = ExitStack()
+        self._patches.enter_context(resizes_seen(self._resized))
+        self._patches.enter_context(shapes_apart(self._not_counting))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._patches.close()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """What is made meanwhile is of this part."""
+        self._part, before = part, self._part
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def mark(self, tensors: Iterable[Tensor], part: str) -> None:
+        for tensor in tensors:
+            self._entry(tensor).part = part
+
+    def begin(self) -> None:
+        """Forget what was there for a while only: :meth:`peak` is of what comes now."""
+        self._start = [(entry, entry.size) for entry in self._entries.values()]
+        self._moves = []
+
+    def now(self) -> Parts:
+        """What is there."""
+        return _sum((entry, entry.size) for entry in self._entries.values())
+
+    def peak(self) -> Parts:
+        """The most that was there at one time since :meth:`begin`."""
+        level = highest = sum(size for _, size in self._start)
+        at = 0
+        for number, (_, change) in enumerate(self._moves, start=1):
+            level += change
+            if level > highest:
+                highest, at = level, number
+        return _sum((*self._start, *self._moves[:at]))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # it is made of plain ones, which come here by themselves
+        fake = FakeTensor in types
+        if func is _READ and fake:
+            return 1
+        # What waits for a collective gives a new tensor of what is fake, and of what is real the same one.
+        result = args[0] if func is _WAIT and fake else func(*args, **(kwargs or {}))
+        if self._apart:
+            return result
+        for tensor in tree_leaves(result):
+            if type(tensor) in {self._of, nn.Parameter} and tensor.device.type != "meta":
+                self._entry(tensor)
+        if func is aten._to_copy.default and self._is(args[0], "weights"):
+            self.mark([result], "gathered")
+        elif func is aten.clone.default and self._is(args[0], "weights"):
+            self.mark([result], "buffers")  # to tell the update by
+        elif func is fsdp.all_gather_copy_in.default:
+            self.mark(result, "gathered")
+        elif func is fsdp.chunk_cat.default:
+            self.mark(args[0], "grads")
+            self.mark([(kwargs or {})["out"]], "buffers")
+        return result
+
+    def _is(self, tensor: Tensor, part: str) -> bool:
+        return tensor.untyped_storage()._cdata in self._entries and self._entry(tensor).part == part
+
+    def _entry(self, tensor: Tensor) -> Entry:
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            entry = self._entries[storage._cdata] = Entry(self._part)
+            weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+            self._set(entry, storage.nbytes())
+        return entry
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        entry = self._entries.get(storage._cdata)
+        if entry is not None:
+            entry.part = "gathered"
+            self._set(entry, storage.nbytes())
+
+    def _gone(self, storage: int) -> None:
+        self._set(self._entries.pop(storage), 0)
+
+    def _set(self, entry: Entry, size: int) -> None:
+        size = -(-size // GRAIN) * GRAIN
+        self._moves.append((entry, size - entry.size))
+        entry.size = size
+
+    @contextmanager
+    def _not_counting(self) -> Iterator[None]:
+        self._apart += 1
+        try:
+            yield
+        finally:
+            self._apart -= 1
+
+
+def _sum(moves: Iterable[tuple[Entry, int]]) -> Parts:
+    found = Parts()
+    for entry, size in moves:
+        found[entry.part] += size
+    return found

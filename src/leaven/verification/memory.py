@@ -1,0 +1,179 @@
+"""Is what the planner says of memory what a rank takes?
+
+The planner counts; the dry run (:mod:`leaven.verification.dry_run`) does what a training does and looks. Both leave
+out what no tensor is: the context, the kernels, the holes of an allocator.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from leaven.planning.arrangement import Arrangement, layout_of, parse_keys
+from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, stage_memory
+from leaven.planning.trainable import require_trainable
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
+from leaven.training.machine import cores
+from leaven.training.micro_batch import even, rule_of_thumb
+from leaven.training.worker import Pool
+from leaven.verification.dry_run import Taken, dry_run
+
+LIMITS = {"between steps": 0.02, "peak": 0.05}
+"""How far the planner may be off, as a share of what the dry run finds."""
+
+PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "buffers")
+_OF_PLANNER = {"accumulation": "grads"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of a rank's memory; ``error`` is planned / found - 1. Parts of the peak are told and not judged: the
+    planner adds up what is there at one time or another, the dry run what is there together."""
+
+    rank: int
+    stage: int
+    part: str
+    planned_gib: float
+    dry_gib: float
+    error: float | None
+    limit: float | None = None
+    passed: bool | None = None
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """The rows, and what was looked at: a layout, its micro-batches, and how long it took."""
+
+    subject: str
+    arrangement: Arrangement
+    rows: tuple[Row, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed is not False for row in self.rows)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "check": "memory",
+            "subject": self.subject,
+            "layout": self.arrangement.to_json(),
+            "seconds": self.seconds,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A recipe whose steps take what the subject's take, and how they are arranged."""
+
+    subject: str
+    recipe: Recipe
+    how: Arrangement
+
+
+def with_layout(recipe: Recipe, text: str) -> Recipe:
+    """The recipe in the layout of ``tp=8,pp=12,dp=4,zero=1,mbs=2``; what is left out has its default.
+
+    Raises:
+        InputError: if it is none.
+    """
+    values = parse_keys(text)
+    micro_batch = values.pop("mbs", None)
+    layout = layout_of(text, values)
+    changes: dict[str, Any] = {"layout": layout.model_dump()}
+    return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
+
+
+def rehearsal(recipe: Recipe) -> Rehearsal:
+    """A recipe of the same memory with short steps.
+
+    Micro-batches beyond those that fill a pipeline twice find nothing new, unless all of them are in flight; nor do
+    weights to start from, or a ramp.
+
+    Raises:
+        InputError: if the recipe cannot be trained in its layout.
+    """
+    require_trainable(recipe, recipe.layout.ranks)
+    layout, seq_len = recipe.layout, recipe.model.seq_len
+    each = -(-recipe.batch.tokens // seq_len // layout.dp)
+    size = even(each, rule_of_thumb(recipe, "cuda"))
+    count = -(-each // size)
+    if layout.schedule != "gpipe":
+        count = min(count, 2 * layout.pp)
+    short = recipe.replace(
+        {
+            "batch": {"tokens": layout.dp * size * count * seq_len, "micro_batch": size},
+            "layout.compile": False,
+            "start": {},
+            "stability.noise_scale_every_tokens": None,
+        }
+    )
+    return Rehearsal(recipe.name, short, Arrangement(layout, size, count))
+
+
+def looked_at(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
+    """The ranks given, or the first one of every stage of the pipeline or of its first, second and last.
+
+    Raises:
+        InputError: if there is no such rank.
+    """
+    if ranks:
+        beyond = [rank for rank in ranks if rank >= layout.ranks]
+        if beyond:
+            raise InputError(f"--rank {beyond[0]}: the layout has ranks 0 to {layout.ranks - 1}")
+        return sorted(set(ranks))
+    of_a_stage, last = layout.ranks // layout.pp, layout.pp - 1
+    return [of_a_stage * stage for stage in (range(layout.pp) if all_stages else sorted({0, min(1, last), last}))]
+
+
+def check_memory(
+    rehearsed: Rehearsal, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
+) -> MemoryCheck:
+    """The planner against dry runs of some ranks, each in a process of its own."""
+    recipe, how = rehearsed.recipe, rehearsed.how
+    began, rows = time.perf_counter(), dict[int, list[Row]]()
+    on_rank(0, len(ranks))
+    # torch remembers meshes, and who it is in them: a process is one rank only, and one after the other.
+    for first in range(0, len(ranks), cores()):
+        some = ranks[first : first + cores()]
+        with Pool(len(some)) as pool:
+            pending = {pool.submit(dry_run, recipe, rank): rank for rank in some}
+            for future in as_completed(pending):
+                rank, taken = pending[future], future.result()
+                stage = rank // (how.layout.ranks // how.layout.pp)
+                rows[rank] = compare(rank, stage, stage_memory(recipe.model, how, stage, tensors(recipe)), taken)
+                on_rank(len(rows), len(ranks))
+    return MemoryCheck(
+        rehearsed.subject, how, tuple(row for rank in ranks for row in rows[rank]), time.perf_counter() - began
+    )
+
+
+def tensors(recipe: Recipe) -> Implementation:
+    """leaven's own trainer without what is no tensor."""
+    code = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
+    return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
+
+
+def compare(rank: int, stage: int, planned: Memory, taken: Taken) -> list[Row]:
+    """The judged rows first, then the parts of the peak."""
+    rows = [
+        _row(rank, stage, "between steps", planned.states, taken.stays.total()),
+        _row(rank, stage, "peak", planned.total, taken.peak.total()),
+    ]
+    said: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    for name, size in vars(planned).items():
+        part = _OF_PLANNER.get(name, name)
+        if part in said:
+            said[part] += size
+    return rows + [_row(rank, stage, part, size, taken.peak[part]) for part, size in said.items()]
+
+
+def _row(rank: int, stage: int, part: str, planned: float, found: float) -> Row:
+    error, limit = (planned / found - 1 if found else None), LIMITS.get(part)
+    passed = None if limit is None else error is not None and abs(error) <= limit
+    return Row(rank, stage, part, planned / GIB, found / GIB, error, limit, passed)

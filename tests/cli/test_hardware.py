@@ -1,0 +1,85 @@
+"""The verb that shows accelerators, and the screen of a budget."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.cli.conftest import Verb
+
+from leaven.cli import _budget
+from leaven.cli._budget import budget_screen, show_budget
+from leaven.planning.accelerators import ACCELERATORS
+from leaven.planning.budget import budget
+from leaven.recipe.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def no_file_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LEAVEN_ACCELERATORS", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def test_the_list_has_every_accelerator_and_marks_what_was_not_read(leaven: Verb) -> None:
+    code, out, _ = leaven("hardware")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0
+    assert set(ACCELERATORS) <= lines.keys()
+    assert "*" not in lines["H100-SXM-80GB"]
+    assert lines["A800-SXM-80GB"].count("*") == 7  # all seven numbers; nobody measured a matmul
+    assert "remembered" in out
+
+
+def test_one_of_them_with_every_source(leaven: Verb) -> None:
+    _, out, _ = leaven("hardware", "h100 pcie")
+    assert out.split()[0] == "H100-PCIe-80GB"
+    assert "80% of the peak is planned with" in out
+    assert out.count("read in another's") == 4
+    _, document, _ = leaven("hardware", "H100-80GB", "--json")
+    found = json.loads(document)
+    assert (found["peak_tflops"]["fp8"], found["matmul_tflops"]["tf32"], found["multiprocessors"]) == (
+        1979,
+        None,
+        132,
+    )
+    assert {source["group"] for source in found["sources"]} >= {"peak", "memory", "board", "link", "network"}
+    assert json.loads(leaven("hardware", "cpu", "--json")[1])["name"] == "cpu"
+
+
+def test_the_document_of_all(leaven: Verb) -> None:
+    names = [each["name"] for each in json.loads(leaven("hardware", "--json")[1])]
+    assert names == list(ACCELERATORS)
+
+
+def test_bad_input_is_one_line(leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = leaven("hardware", "abacus")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "leaven hardware" in err
+    path = tmp_path / "mine.toml"
+    path.write_text("[Z9]\npeak = { bf17 = 400 }")
+    monkeypatch.setenv("LEAVEN_ACCELERATORS", str(path))
+    code, out, err = leaven("hardware")
+    assert (code, out) == (2, "")
+    assert err == f"error: {path}: [Z9] peak.bf17: no such key; did you mean bf16?\n"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_screen_of_a_budget(width: int) -> None:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(budget_screen(budget("8xH100 x 3d", mfu=0.4)))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "20 tokens a parameter" in text
+    assert "8xH100-SXM-80GB · one node · 72 h 00 · 576 GPU-h" in text
+    assert "leaven new OUT.toml --params " in text
+
+
+def test_a_budget_s_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    show_budget("8xH100 x 3d", 0.4, "$2", True)
+    assert json.loads(capsys.readouterr().out)["cost"]["money"] == 1152
+    with pytest.raises(InputError, match="--price two"):
+        show_budget("8xH100 x 3d", 0.4, "two", False)
+    monkeypatch.setattr(_budget, "emit_json", None)
+    monkeypatch.setattr(_budget.console, "quiet", True)
+    show_budget("8xH100 x 3d", 0.4, None, False)

@@ -1,0 +1,148 @@
+"""leaven plan as a person types it: its screen, its page, and what it cannot do."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks.quoted import PAGES, renewed
+
+from leaven.cli import _common
+
+RYE = """
+name = "rye-7b"
+[model]
+n_layers = 32
+d_model = 4096
+n_heads = 32
+n_kv_heads = 32
+d_head = 128
+d_ff = 11008
+vocab_size = 32768
+seq_len = 2048
+[data]
+tokens = 140_000_000_000
+[batch]
+tokens = 1_048_576
+[hyperparameters]
+lr = 0.004
+init_std = 0.02
+[precision]
+compute = "bf16"
+"""
+CLUSTER = ("--gpus", "32xH100-80GB")
+LAYOUT = ("--layout", "tp=2,pp=4,zero=1,mbs=1")
+
+
+@pytest.fixture
+def rye(tmp_path: Path) -> Path:
+    path = tmp_path / "rye.toml"
+    path.write_text(RYE)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_runs_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_screen_is_folded_between_its_parts(width, rye, leaven, monkeypatch):
+    monkeypatch.setattr(_common.console, "width", width)
+    asked = ("--explain", "tp=4", "--price", "$2.50")
+    code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *asked)
+    assert code == 0
+    lines = out.splitlines()
+    labels = [line[:14].strip() for line in lines if line[:14].strip()]
+    always = ["layout", "memory / GPU", "speed", "time", "budget", "ramp", "next best"]
+    assert labels[: len(always)] == always
+    assert labels[-2:] == ["explain", "accuracy"]
+    assert all(len(line) <= width and line[12:14] == "  " for line in lines)
+    parts = [part.strip() for line in lines for part in line[14:].split(" · ")]
+    text = " ".join(line[14:] for line in lines)
+    assert "micro-batch 1" in parts
+    assert re.search(r"\d+\.\d GiB of 80", text)
+    assert re.search(r"on rank \d of 4, \d+\.\d on rank \d", text)
+    assert re.search(r"\$[\d,]+ at \$2\.50 a GPU-h", text)
+    assert re.search(r"start at [\d.]+ k tokens: \d+% of full speed", text)
+    assert "tp=4: " in text
+
+
+def test_what_is_asked_of_the_ramp_and_of_money_is_in_the_document(rye, leaven):
+    def document(*options):
+        code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *options, "--json")
+        assert code == 0
+        return json.loads(out)
+
+    plain, asked = document(), document("--share", "0.95", "--price", "2", "--explain", "tp=1")
+    kept = ["layout", "memory", "speed", "days", "gpu_hours", "flops_convention", "alternatives"]
+    assert list(plain)[:7] == kept
+    assert plain["ramp"]["start"]["share"] >= 0.7
+    assert asked["ramp"]["start"]["share"] >= 0.95
+    assert asked["ramp"]["start"]["batch_tokens"] > plain["ramp"]["start"]["batch_tokens"]
+    assert asked["cost"]["money"] == pytest.approx(2 * asked["gpu_hours"])
+    assert asked["explain"]["asked"] == "tp=1"
+    assert plain["cost"]["money"] is None
+
+
+def test_a_page_is_written_beside_the_screen(rye, leaven, tmp_path):
+    page = tmp_path / "plan.html"
+    code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, "--set", "data.tokens=20_000_000_000", "-o", page)
+    assert code == 0
+    assert out.splitlines()[-1] == f"wrote {page}"
+    html = page.read_text(encoding="utf-8")
+    (command,) = re.findall(r"<code>(leaven plan .*?)</code>", html)
+    assert command.endswith(
+        f"rye.toml --gpus 32xH100-80GB --layout {LAYOUT[1]} --share 0.7 --set data.tokens=20_000_000_000"
+    )
+    assert "20 B tokens" in html
+
+
+def test_a_published_run_is_planned_by_its_id(leaven, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "bloom.html"
+    code, out, _ = leaven("plan", "bloom-176b", "--gpus", "384xA100-80GB", "--layout", "tp=4,pp=12,mbs=2", "-o", page)
+    assert code == 0
+    assert "dp 8 · tp 4 · pp 12" in out
+    assert "<h1>bloom-176b</h1>" in page.read_text(encoding="utf-8")
+
+
+def test_a_budget_needs_no_recipe(leaven):
+    code, out, _ = leaven("plan", "--budget", "8xH100 x 2d", "--mfu", "0.4", "--json")
+    assert code == 0
+    assert all(row["params"] > 0 for row in json.loads(out)["rows"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "RECIPE is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
+        (("RECIPE",), "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
+        (("RECIPE", "--budget", "8xH100 x 2d"), "a --budget is planned without RECIPE; leave it out"),
+        (("--budget", "8xH100 x 2d", "-o", "x.html"), "a --budget is planned without -o; leave it out"),
+        (("--budget", "8xH100"), "not a cluster and a time; write for example"),
+        (("RECIPE", *CLUSTER, "--mfu", "0.4"), "--mfu goes with --budget"),
+        (("RECIPE", *CLUSTER, "--share", "1.4"), "--share 1.4: a share of full speed"),
+        (("RECIPE", *CLUSTER, "--share", "nan"), "--share nan: a share of full speed"),
+        (("RECIPE", *CLUSTER, "--price", "free"), "--price free: not the price of a GPU for an hour"),
+        (("RECIPE", *CLUSTER, "--explain", "tq=4"), "no such key 'tq'; known are dp, tp"),
+        (("bloom-176b", *CLUSTER, "--measure"), "bloom-176b, a published run, is planned without --measure"),
+        (("bloom-176b", *CLUSTER, "--set", "data.tokens=1"), "is planned without --set; leave it out"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(options, said, rye, leaven, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = leaven("plan", *(rye if word == "RECIPE" else word for word in options))
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_docs_quote_what_is_printed(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("$ leaven plan ") == 1
+    assert renewed(text) == text, "type: make docs-plan"

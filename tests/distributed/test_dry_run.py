@@ -1,0 +1,197 @@
+"""The planner against the dry run, and the dry run against real processes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.pool import Pool
+from torch import Tensor
+
+from leaven.distributed.world import joined
+from leaven.planning.memory import stage_memory
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Training
+from leaven.verification.dry_run import NoText, Taken, dry_run, two_steps
+from leaven.verification.ledger import Ledger
+from leaven.verification.memory import LIMITS, Row, compare, looked_at, rehearsal, tensors, with_layout
+
+SMALL: dict[str, Any] = {
+    "model.vocab_size": 1024,
+    "model.n_layers": 4,
+    "model.d_model": 256,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 4,
+    "model.d_head": 64,
+    "model.d_ff": 704,
+    "model.seq_len": 256,
+    "batch.tokens": 256 * 64,
+    "data.tokens": 256 * 64 * 8,
+    "batch.micro_batch": 2,
+    "precision.compute": "bf16",
+}
+
+
+def taken(recipe: Recipe) -> Taken:
+    """In a real process among real ones, by the same ledger."""
+    with joined(recipe.layout, torch.device("cpu")) as world, Ledger(Tensor) as ledger:
+        training = Training(recipe, NoText(recipe.model.vocab_size), device="cpu", world=world)  # type: ignore[arg-type]
+        return two_steps(training, ledger, training.step)
+
+
+def rehearsed(recipe: Recipe) -> Taken:
+    return dry_run(recipe, int(os.environ["RANK"]), "cpu")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tp=1", "tp=2,recompute=full", "pp=2", "dp=2,zero=3", "dp=2,tp=2,pp=2,zero=1"],
+)
+def test_a_dry_run_finds_what_real_processes_take(layout: str, ranks: Pool, tiny: Recipe) -> None:
+    recipe = rehearsal(with_layout(tiny.replace(SMALL | {"model.n_layers": 2}), layout)).recipe
+    count = recipe.layout.ranks
+    for real, dry in zip(ranks(count, taken, recipe), fresh(count, rehearsed, recipe), strict=True):
+        assert dry.stays.total() == pytest.approx(real.stays.total(), rel=LIMITS["between steps"])
+        assert dry.peak.total() == pytest.approx(real.peak.total(), rel=LIMITS["peak"])
+        assert dry.peak["logits"] == real.peak["logits"]
+
+
+def fresh(count: int, function: Callable[..., Taken], *arguments: Any) -> list[Taken]:
+    """In new processes: torch remembers meshes, and a process is one rank of one layout only."""
+    pool = Pool(count)
+    try:
+        return pool(count, function, *arguments)
+    finally:
+        pool.close()
+
+
+def judged(recipe: Recipe) -> list[Row]:
+    """The rows of the first, second and last stage, each in a process that is that rank."""
+    subject = rehearsal(recipe)
+    layout = subject.how.layout
+    rows = []
+    for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
+        rank = stage * layout.ranks // layout.pp
+        (found,) = fresh(1, dry_run, subject.recipe, rank)
+        rows += compare(rank, stage, stage_memory(recipe.model, subject.how, stage, tensors(recipe)), found)
+    return [row for row in rows if row.passed is not None]
+
+
+GRID = {
+    "tp=1": {},
+    "tp=1,recompute=full": {},
+    "dp=8": {},
+    "dp=8,zero=1": {},
+    "dp=8,zero=2": {},
+    "dp=8,zero=3": {},
+    "tp=2": {"model.n_kv_heads": 2},
+    "tp=2,recompute=full": {},
+    "pp=2": {"model.tied_embeddings": True},
+    "pp=2,schedule=gpipe,recompute=full": {"batch.tokens": 256 * 8},
+}
+
+
+@pytest.mark.parametrize(("layout", "model"), GRID.items(), ids=GRID)
+def test_the_planner_says_what_a_dry_run_finds(layout: str, model: dict[str, Any], tiny: Recipe) -> None:
+    changes = SMALL | model
+    if "pp" not in layout:
+        changes |= {"model.n_layers": 2}
+    for row in judged(with_layout(tiny.replace(changes), layout)):
+        assert row.passed, row
+
+
+OUTSIDE = {
+    "pp=4,schedule=zero-bubble": (8, "what the second half of a backward pass needs is not counted"),
+    "pp=2,schedule=interleaved,stages_per_rank=2": (4, "of a last stage so small, what is on its way is not counted"),
+    "dp=2,tp=2,pp=2,zero=3": (4, "the exchange of gradients is counted beside activations that are gone by then"),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [pytest.param(name, n, marks=pytest.mark.xfail(strict=True, reason=why)) for name, (n, why) in OUTSIDE.items()],
+)
+def test_the_planner_is_off(layout: str, layers: int, tiny: Recipe) -> None:
+    rows = judged(with_layout(tiny.replace(SMALL | {"model.n_layers": layers}), layout))
+    assert all(row.passed for row in rows), rows
+
+
+LLAMA_70B = {
+    "model.n_layers": 80,
+    "model.d_model": 8192,
+    "model.n_heads": 64,
+    "model.n_kv_heads": 8,
+    "model.d_head": 128,
+    "model.d_ff": 28_672,
+    "model.vocab_size": 128_256,
+    "model.seq_len": 8192,
+    "batch.tokens": 2048 * 8192,
+    "batch.micro_batch": 1,
+    "data.tokens": 15 * 10**12,
+}
+
+
+@pytest.mark.slow
+def test_a_70b_model_on_512_ranks(tiny: Recipe) -> None:
+    """Llama 3 70B, Grattafiori et al. 2024, arXiv 2407.21783, table 3."""
+    recipe = with_layout(tiny.replace(SMALL | LLAMA_70B), "tp=8,pp=8,dp=8,zero=1")
+    for row in judged(recipe):
+        assert row.passed, row
+
+
+def test_micro_batches_beyond_a_pipeline_filled_twice_change_nothing(tiny: Recipe) -> None:
+    recipe = with_layout(tiny.replace(SMALL), "pp=2")
+    short, how = rehearsal(recipe).recipe, rehearsal(recipe).how
+    assert how.grad_accumulation == 4
+    whole = stage_memory(recipe.model, type(how)(how.layout, 2, 32), 0, tensors(recipe))
+    assert stage_memory(recipe.model, how, 0, tensors(short)) == whole
+    assert rehearsal(with_layout(recipe, "pp=2,schedule=gpipe")).how.grad_accumulation == 32
+
+
+def test_ranks_that_are_looked_at(tiny: Recipe) -> None:
+    layout = with_layout(tiny.replace(SMALL), "dp=2,tp=2,pp=4").layout
+    assert looked_at(layout) == [0, 4, 12]
+    assert looked_at(layout, all_stages=True) == [0, 4, 8, 12]
+    assert looked_at(layout, [7, 3, 7]) == [3, 7]
+    with pytest.raises(InputError, match="--rank 16: the layout has ranks 0 to 15"):
+        looked_at(layout, [16])
+
+
+def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "leaven", "check", "memory", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_verb(tiny_file: Path) -> None:
+    """The text is not there, and is not asked for."""
+    before = sorted(tiny_file.parent.iterdir())
+    missing = "data.source=nowhere/*.txt"
+    ran = check(str(tiny_file), "--set", missing, "--layout", "dp=4,zero=1", "--rank", "3", "--json")
+    document = json.loads(ran.stdout)
+    assert ran.returncode == (0 if document["passed"] else 1)
+    rows = {row["part"]: row for row in document["rows"]}
+    assert {"between steps", "peak", "weights", "activations"} <= rows.keys()
+    assert rows["peak"]["rank"] == 3
+    assert rows["peak"]["passed"] == (abs(rows["peak"]["planned_gib"] / rows["peak"]["dry_gib"] - 1) <= 0.05)
+    assert sorted(tiny_file.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("tp=3", "tp=3: "),
+        ("cp=2", "leaven plans and exports it and does not train with it"),
+        ("pp=64", "there are only"),
+        ("tpp=2", "did you mean tp?"),
+    ],
+)
+def test_a_layout_that_cannot_be(layout: str, said: str, tiny: Recipe) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        rehearsal(with_layout(tiny.replace(SMALL), layout))

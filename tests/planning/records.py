@@ -1,0 +1,40 @@
+"""A line of the history."""
+
+from typing import Any
+
+from leaven.planning.history import Cost, Record
+from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+
+SMALL = ModelShape(
+    n_layers=12,
+    d_model=768,
+    n_heads=12,
+    n_kv_heads=12,
+    d_head=64,
+    d_ff=2048,
+    vocab_size=32_768,
+    seq_len=1024,
+)
+
+
+def record(number: int = 1, **changes: Any) -> Record:
+    """A run on an H100 that took 1.5 times what was predicted."""
+    values: dict[str, Any] = {
+        "by": "run",
+        "device": "NVIDIA H100 80GB HBM3",
+        "accelerator": "H100-SXM-80GB",
+        "compute": "bf16",
+        "model": SMALL,
+        "layout": Layout(),
+        "batch_tokens": 8192,
+        "micro_batch": 8,
+        "grad_accumulation": 1,
+        "predicted": Cost(step_seconds=1.0, memory_gib=10.0),
+        "measured": Cost(step_seconds=1.5, memory_gib=12.0),
+        "steps": 50,
+        "torch": "2.13.0",
+        "leaven": "0.1.0",
+        "seconds": float(number),
+    }
+    return Record.model_validate(values | changes)

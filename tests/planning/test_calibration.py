@@ -1,0 +1,150 @@
+"""Factors on a plan, by hand."""
+
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import TINY
+from tests.planning.records import SMALL, record
+
+from leaven.planning.calibration import NEWEST, calibrated, calibration, weighted_median
+from leaven.planning.history import Cost, Record, predicted, processor
+from leaven.planning.plan import plan_recipe
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
+
+H100 = "H100-SXM-80GB"
+
+
+def took(time: float, memory: float | None = None, **changes: object) -> Record:
+    """A run that took so many times what the planner says of it now."""
+    one = record(**changes)
+    said = predicted(one.model, one.arrangement, H100, "bf16")
+    assert said is not None
+    assert said.memory_gib is not None
+    gib = None if memory is None else said.memory_gib * memory
+    return one.model_copy(update={"measured": Cost(step_seconds=said.step_seconds * time, memory_gib=gib)})
+
+
+def of(factor: float) -> ModelShape:
+    """SMALL with so many times the layers."""
+    return SMALL.model_copy(update={"n_layers": int(SMALL.n_layers * factor)})
+
+
+def test_nothing_is_known_without_runs_of_this_accelerator_and_dtype() -> None:
+    others = [
+        took(2, accelerator="A100-SXM-80GB"),
+        took(2, accelerator=None),
+        took(2, compute="fp32"),
+        record(measured=None),
+        took(2, model=of(40)),  # 20 times the parameters
+    ]
+    assert calibration(others, H100, SMALL.params, Layout(), "bf16") is None
+    assert calibration([], H100, SMALL.params, Layout(), "bf16") is None
+    found = calibration([*others, took(1.25)], H100, SMALL.params, Layout(), "bf16")
+    assert found is not None
+    assert (found.time, found.runs, found.memory) == (pytest.approx(1.25), 1, None)
+
+
+def test_the_middle_of_three_runs_and_how_far_they_are_apart() -> None:
+    runs = [took(0.9, 1.1), took(1.3, 1.2), took(1.18, 1.0)]
+    found = calibration(runs, H100, SMALL.params, Layout(), "bf16")
+    assert found is not None
+    assert found.time == pytest.approx(1.18)
+    assert found.memory == pytest.approx(1.1)
+    assert str(found) == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
+
+
+def test_near_runs_count_alone() -> None:
+    far = [took(3, layout=Layout(dp=2, zero=1)), took(3, layout=Layout(compile=True)), took(3, model=of(8))]
+    only = calibration(far, H100, SMALL.params, Layout(), "bf16")
+    assert only is not None
+    assert (only.time, only.runs) == (pytest.approx(3), 3)
+    near = calibration([*far, took(1.1, model=of(2))], H100, SMALL.params, Layout(), "bf16")
+    assert near is not None
+    assert (near.time, near.runs) == (pytest.approx(1.1), 1)
+
+
+def test_the_newest_count() -> None:
+    found = calibration([took(9)] * 150 + [took(1.5)] * NEWEST, H100, SMALL.params, Layout(), "bf16")
+    assert found is not None
+    assert (found.time, found.runs, found.high) == (pytest.approx(1.5), NEWEST, pytest.approx(1.5))
+
+
+def test_the_nearer_of_the_far_ones_weighs_more() -> None:
+    """1 / (1 + 1 kind) against 1 / (1 + 3 kinds) twice, which is as much: between the two."""
+    other = Layout(dp=2, zero=3, compile=True)
+    tie = [took(1, layout=Layout(compile=True)), took(2, layout=other), took(2, layout=other)]
+    found = calibration(tie, H100, SMALL.params, Layout(), "bf16")
+    assert found is not None
+    assert found.time == pytest.approx(1.5)
+    nearer = calibration([*tie, took(1, layout=Layout(compile=True))], H100, SMALL.params, Layout(), "bf16")
+    assert nearer is not None
+    assert nearer.time == pytest.approx(1)
+
+
+def test_a_planner_that_has_learnt_is_held_against_the_same_measurement() -> None:
+    """What the record says was predicted is for people; where the accelerator is gone from the table, it counts."""
+    wrong = took(1.5).model_copy(update={"predicted": Cost(step_seconds=1e9)})
+    found = calibration([wrong], H100, SMALL.params, Layout(), "bf16")
+    assert found is not None
+    assert found.time == pytest.approx(1.5)
+    unknown = record(accelerator="X9")
+    found = calibration([unknown], "X9", SMALL.params, Layout(), "bf16")
+    assert found is not None
+    assert (found.time, found.memory) == (pytest.approx(1.5), pytest.approx(1.2))
+
+
+def test_a_processor_is_calibrated_by_those_of_its_kind() -> None:
+    theirs, mine = record(accelerator="cpu", device="an abacus"), record(accelerator="cpu", device=processor())
+    assert calibration([theirs], "cpu", SMALL.params, Layout(), "bf16") is None
+    assert calibration([theirs, mine], "cpu", SMALL.params, Layout(), "bf16") is not None
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=9))
+def test_the_weighted_median_with_equal_weights_is_the_median(values: list[float]) -> None:
+    assert weighted_median([(value, 1.0) for value in values]) == pytest.approx(median(values))
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 100), st.integers(1, 5)), min_size=1, max_size=9))
+def test_a_weight_counts_as_so_many_values(values: list[tuple[float, int]]) -> None:
+    many = [value for value, weight in values for _ in range(weight)]
+    assert weighted_median([(value, float(weight)) for value, weight in values]) == pytest.approx(median(many))
+
+
+def recipe() -> Recipe:
+    return parse_recipe(TINY.replace("SOURCE", "text.txt"), "tiny").replace(
+        {"model": SMALL.model_dump(), "batch.tokens": 65_536, "precision.compute": "bf16"}
+    )
+
+
+def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
+    bare = plan_recipe(recipe(), "1xH100", "mbs=8")
+    runs = [took(0.9), took(1.3), took(1.18)]
+    plan = calibrated(bare, runs, "bf16")
+    assert calibrated(bare, [], "bf16") is bare
+    assert plan.speed.step_seconds == pytest.approx(1.18 * bare.speed.step_seconds)
+    assert plan.speed.mfu == pytest.approx(bare.speed.mfu / 1.18)
+    assert plan.days == pytest.approx(1.18 * bare.days)
+    assert plan.cost().gpu_hours == pytest.approx(1.18 * bare.cost().gpu_hours)
+    assert (plan.time, plan.memory, plan.fits) == (bare.time, bare.memory, bare.fits)
+    assert [other.arrangement for other in plan.alternatives] == [other.arrangement for other in bare.alternatives]
+    said = plan.to_json()["calibration"]
+    assert said["says"] == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
+    assert said["uncalibrated_step_seconds"] == bare.speed.step_seconds
+    assert bare.to_json()["calibration"] is None
+
+
+def test_a_measurement_calibrates_alone() -> None:
+    plan = calibrated(plan_recipe(recipe(), "1xH100"), [took(2.5, by="measurement")], "bf16")
+    assert str(plan.calibration) == "x2.5 by a measurement on this accelerator"
+
+
+def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:
+    bare = plan_recipe(recipe(), "1xH100", "mbs=8")
+    assert calibrated(bare, [took(1, 1.5)], "bf16").cautions == bare.cautions
+    (said,) = set(calibrated(bare, [took(1, 50.0)], "bf16").cautions) - set(bare.cautions)
+    assert said.startswith("it fits by the planner, and not by what runs on this accelerator took, x50 of that:")

@@ -1,0 +1,131 @@
+"""Why not: the line, and the numbers behind it."""
+
+import json
+import re
+
+import pytest
+from tests.planning.shapes import LLAMA_8B, LLAMA_405B
+
+from leaven.planning.arrangement import Arrangement
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.layouts import Candidate
+from leaven.planning.plan import Plan, plan
+from leaven.planning.timing import step_time
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def llama() -> Plan:
+    return plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB"), Layout(dp=64, zero=3), micro_batch=1)
+
+
+def test_the_best_with_what_was_asked_is_compared_by_part(llama: Plan) -> None:
+    told = llama.explain("tp=8")
+    assert told.found is not None
+    assert told.found.arrangement.layout.tp == 8
+    fastest = min(
+        (one for one in llama.candidates if one.arrangement.layout.tp == 8 and one.trained), key=lambda c: c.time.step
+    )
+    assert told.found.time.step == pytest.approx(fastest.time.step, rel=0.01)  # that is equal
+    slower = told.found.time.step / llama.time.step - 1
+    assert told.line.startswith(f"{slower:+.1%} time, ")
+    share = told.found.time.tensor_parallel / told.found.time.step
+    assert f"all-reduce {share:.0%} of the step" in told.line
+    assert sum(asked for asked, _ in told.seconds.values()) == pytest.approx(told.found.time.step)
+    assert sum(chosen for _, chosen in told.seconds.values()) == pytest.approx(llama.time.step)
+    assert sum(asked for asked, _ in told.memory_gib.values()) == pytest.approx(told.found.memory.total / 2**30)
+
+
+def test_the_bubble_is_the_reason_where_it_is() -> None:
+    found = plan(LLAMA_8B, 10**12, 64 * 8192, parse_cluster("64xH100-80GB"))
+    told = found.explain("pp=16,stages_per_rank=1,tp=1")
+    assert told.found is not None
+    m = told.found.arrangement.grad_accumulation
+    assert m == 16
+    # (p - 1) of m + p - 1 slots, less a little for what is done once a step
+    share = told.found.time.bubble / told.found.time.step
+    assert share == pytest.approx(15 / 31, rel=0.05)
+    assert f"bubble {share:.0%} at 16 micro-batches" in told.line
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("tp=3", "do not all divide by 3; tp of 1, 2, 4 or 8 works"),
+        ("pp=64", "only 32 layers; at most 32 stages work"),
+        ("dp=3", "64 GPUs do not divide by 3"),
+        ("ep=2", "no experts to share out"),
+        ("cp=3", "seq_len 8192 does not divide by 2 x 3"),
+        ("dp=64,zero=0,mbs=1", r"needs \d+\.\d GiB, 68 of 80 are counted on"),
+    ],
+)
+def test_what_is_impossible_says_why(llama: Plan, asked: str, message: str) -> None:
+    told = llama.explain(asked)
+    assert told.found is None
+    assert re.search(message, told.line), told.line
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("zeros=4", "no such key 'zeros'; did you mean zero"),
+        ("", "nothing is asked"),
+        ("zero=4", "zero"),
+        ("recompute=x", "recompute"),
+    ],
+)
+def test_what_is_no_question_is_refused(llama: Plan, asked: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        llama.explain(asked)
+
+
+def test_the_choice_itself_and_what_is_not_searched(llama: Plan) -> None:
+    best = plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB"))
+    assert best.explain(f"zero={best.arrangement.layout.zero}").line == "that is the choice"
+    assert "ZeRO 3 with a pipeline is not searched" in llama.explain("zero=3,pp=2").line
+    assert "does not train with it" in llama.explain("cp=2").line
+
+
+def test_explanations_are_json(llama: Plan) -> None:
+    for asked in ("tp=8", "tp=3", "dp=64,zero=0,mbs=1"):
+        document = llama.explain(asked).to_json()
+        assert json.loads(json.dumps(document)) == document
+        assert set(document) >= {"asked", "line", "possible", "fits", "layout", "step_seconds", "seconds", "gib"}
+    assert llama.to_json("tp=8")["explain"]["asked"] == "tp=8"
+
+
+def test_the_not_lines_name_neighbours_and_are_true() -> None:
+    found = plan(LLAMA_405B, 15 * 10**12, 2048 * 8192, parse_cluster("1024xH100-80GB"))
+    assert found.not_lines
+    own = {key: str(getattr(found.arrangement.layout, key)) for key in ("tp", "pp", "zero", "recompute")}
+    for line in found.not_lines:
+        key, value = line.split(":")[0].split()
+        assert own[key] != value
+        fastest = [one for one in found.exploration.layouts if str(getattr(one.arrangement.layout, key)) == value]
+        if "needs" in line:
+            assert not fastest
+        else:
+            assert fastest[0].time.step > 1.03 * found.time.step
+
+
+def test_a_layout_that_does_not_fit_is_told_what_would() -> None:
+    cluster = parse_cluster("64xH100-80GB")
+    found = plan(LLAMA_8B, 10**12, 4_194_304, cluster, Layout(dp=64))
+    assert not found.fits
+    said = found.cautions[0]
+    change = said.split("; ")[1].split(" would fit")[0]
+    key, value = change.split("=")
+    other = Layout.model_validate({"dp": 64, key: value if key == "recompute" else int(value)})
+    assert plan(LLAMA_8B, 10**12, 4_194_304, cluster, other).fits
+
+
+def test_a_pipeline_below_the_rule_of_thumb_is_told() -> None:
+    cluster = parse_cluster("64xH100-80GB")
+    thin = plan(LLAMA_8B, 10**12, 64 * 8192, cluster, Layout(dp=4, tp=4, pp=4, recompute="full"), micro_batch=2)
+    assert thin.arrangement.grad_accumulation == 8
+    assert f"wants 16 or more; {thin.time.bubble / thin.time.step:.0%} of a step is bubble" in thin.cautions[-1]
+    full = plan(LLAMA_8B, 10**12, 64 * 8192, cluster, Layout(dp=4, tp=4, pp=4, recompute="full"), micro_batch=1)
+    assert not full.cautions
+    how = Arrangement(thin.arrangement.layout, 2, 8)
+    assert Candidate(how, thin.memory, step_time(LLAMA_8B, how, cluster)).time == thin.time

@@ -1,0 +1,158 @@
+"""The search against all there is, computed one by one."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tests.planning.shapes import LLAMA_8B, SMALL, gpt
+
+from leaven.planning.arrangement import arrangements, parse_layout, shape_refusal
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.layouts import Candidate, Exploration, Job, evaluate, explore, layouts, pareto, ranked
+from leaven.planning.plan import plan
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
+
+LONG = LLAMA_8B.model_copy(update={"n_layers": 6, "n_heads": 16, "d_model": 2048, "n_kv_heads": 4, "d_ff": 6144})
+DEEP = LLAMA_8B.model_copy(update={"seq_len": 2048})
+
+
+def everything(job: Job) -> list[Candidate]:
+    """Every arrangement, each evaluated by itself: no order, no early end."""
+    gpus, node, found = job.cluster.gpus, job.cluster.accelerator.node_size, []
+    layers, seq_len = job.model.n_layers, job.model.seq_len
+    degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp, pp, cp, zero, replicate, v, recompute in product(
+        degrees, degrees, degrees, range(4), degrees, (1, 2, 4, 8), ("none", "full")
+    ):
+        dp, rest = divmod(gpus, tp * pp * cp)
+        if rest or not dp or tp > node or (gpus > node and node % tp) or (pp > 1 and zero > 1):
+            continue
+        if (cp > 1 and seq_len // cp < 4096) or (dp * cp == 1 and zero) or pp * v > layers:
+            continue
+        shared_by = dp // replicate
+        in_node = max(1, node // (tp * cp))
+        if replicate > 1 and (zero < 3 or shared_by not in {n * in_node for n in (1, 2, 4, 8)} or shared_by == 1):
+            continue
+        schedule = "interleaved" if v > 1 else "1f1b"
+        try:
+            layout = Layout.model_validate(
+                {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "dp_replicate": replicate}
+                | {"stages_per_rank": v, "recompute": recompute, "schedule": schedule}
+            )
+            if shape_refusal(job.model, layout) is None:
+                possible = arrangements(job.model, layout, job.batch_tokens, None, job.smallest_tokens)
+                found += [evaluate(job.model, how, job.cluster, job.code) for how in possible]
+        except (ValidationError, InputError):
+            continue
+    return found
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from([SMALL, LONG, DEEP]),
+    st.sampled_from(["4xA100-40GB", "6xH100", "8xA100-40GB", "16xH100", "24xL40S"]),
+    st.sampled_from([24, 64, 96]),
+)
+def test_the_search_misses_nothing(model: object, gpus: str, sequences: int) -> None:
+    job = Job(model, sequences * model.seq_len, parse_cluster(gpus))  # type: ignore[arg-type, attr-defined]
+    seen, there = explore(job), [one for one in everything(job) if one.fits(job.cluster)]
+    assert {one.arrangement for one in seen.fitting} == {one.arrangement for one in there}
+    if there:
+        trained = [one for one in there if one.trained]
+        assert seen.choices[0].time == ranked(job.model, trained)[0].time
+        assert pareto(seen.fitting)[0].time.step == min(one.time.step for one in there)
+        assert pareto(seen.fitting)[-1].memory.total == min(one.memory.total for one in there)
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    fitting = explore(Job(LONG, 2**20, parse_cluster("16xH100"))).fitting
+    front = pareto(fitting)
+    assert len(front) > 2
+    for one in fitting:
+        beaten = any(
+            o.time.step <= one.time.step and o.memory.total <= one.memory.total for o in front if o is not one
+        )
+        assert beaten != (one in front)
+
+
+def test_tensor_parallel_groups_lie_in_a_node() -> None:
+    assert {layout.tp for layout in layouts(SMALL, parse_cluster("6xH100"))} == {1, 2}
+    twelve = SMALL.model_copy(update={"vocab_size": 32_256, "d_ff": 2304, "seq_len": 768})
+    assert {layout.tp for layout in layouts(twelve, parse_cluster("6xH100"))} == {1, 2, 3, 6}
+    assert {layout.tp for layout in layouts(twelve, parse_cluster("48xH100"))} == {1, 2, 4}
+
+
+def test_what_is_fixed_is_in_every_layout_and_the_rest_is_free() -> None:
+    found = list(layouts(LONG, parse_cluster("16xH100"), fixed={"pp": 4, "recompute": "full", "schedule": "gpipe"}))
+    assert {(layout.pp, layout.recompute, layout.schedule) for layout in found} == {(4, "full", "gpipe")}
+    assert {layout.tp for layout in found} == {1, 2, 4}
+
+
+def test_what_leaven_does_not_train_is_told_and_not_chosen() -> None:
+    job = Job(LONG, 64 * LONG.seq_len, parse_cluster("16xH100"))
+    seen = explore(job)
+    assert all(one.trained for one in seen.choices)
+    slow, fast = ranked(LONG, [one for one in seen.fitting if one.arrangement.layout.cp == 1])[:2]
+    beyond = next(one for one in seen.fitting if one.arrangement.layout.cp == 2)
+    nothing = Exploration(job, (beyond,), (), None)
+    assert nothing.untrained is beyond
+    assert Exploration(job, (slow, fast, beyond), (), None).untrained is (
+        beyond if beyond.time.step < 0.98 * slow.time.step else None
+    )
+    others = explore(Job(LONG, 64 * LONG.seq_len, parse_cluster("16xH100"), by_leaven=False))
+    assert others.untrained is None
+    assert others.choices == others.fitting
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "sequences", "message"),
+    [
+        (
+            SMALL,
+            "513xH100",
+            512,
+            r"no layout of 12 layers divides a batch of 512 sequences over so many; 512 or \d+ GPUs",
+        ),
+        (SMALL, "26xH100", 64, r"24 or 28 GPUs would do"),
+        (SMALL, "16xH100", 3, r"3,072 tokens|no layout"),
+    ],
+)
+def test_a_count_that_nothing_divides_is_told_the_nearest(
+    model: object, gpus: str, sequences: int, message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        plan(model, 10**9, sequences * 1024, parse_cluster(gpus))  # type: ignore[arg-type]
+    assert "\n" not in str(raised.value)
+    for count in [
+        int(word.replace(",", "")) for word in str(raised.value).split("; ")[-1].split() if word[0].isdigit()
+    ]:
+        assert plan(model, 10**9, sequences * 1024, parse_cluster(f"{count}xH100")).fits  # type: ignore[arg-type]
+
+
+def test_what_fits_nowhere_says_which_size_would() -> None:
+    with pytest.raises(InputError, match=r"could hold (\d+) of the 32 layers, [\d.]+ B parameters") as raised:
+        plan(LLAMA_8B, 10**9, 8 * 8192, parse_cluster("1xA100-80GB"))
+    layers = int(str(raised.value).split("could hold ")[1].split()[0])
+    for n, there in ((layers, True), (layers + 1, False)):
+        smaller = LLAMA_8B.model_copy(update={"n_layers": n})
+        assert bool(explore(Job(smaller, 8 * 8192, parse_cluster("1xA100-80GB"))).choices) is there
+
+
+def test_a_vocabulary_that_tp_cannot_divide_is_told() -> None:
+    odd = gpt(128, 25_600, 160, vocab=50_257)
+    with pytest.raises(InputError, match="a vocabulary of 50,304 instead of 50,257 lets tp divide it, and would do"):
+        plan(odd, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB"))
+    padded = odd.model_copy(update={"vocab_size": 50_304})
+    assert plan(padded, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB")).fits
+
+
+def test_what_only_leaven_cannot_train_is_said_where_nothing_else_fits() -> None:
+    with pytest.raises(InputError, match="; leaven plans and exports, and does not train, --layout ") as raised:
+        plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"))
+    written = str(raised.value).rsplit("--layout ", 1)[1]
+    layout, _ = parse_layout(written, 4096)
+    assert layout.cp > 1
+    assert plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"), layout).fits

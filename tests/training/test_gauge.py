@@ -1,0 +1,210 @@
+"""What a run leaves of its speed and memory, beside what the planner said. No test holds a time against another."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.planning import history as planning
+from leaven.planning.history import Record, history, processor
+from leaven.recipe.recipe import Recipe
+from leaven.training import gauge
+from leaven.training.engine import Training
+from leaven.training.gauge import ENOUGH, WARM_UP, Gauge
+from leaven.training.run_folder import RunFolder
+from leaven.training.step import Step
+from leaven.training.trainer import train
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One thread, and a history of the test's own."""
+    torch.set_num_threads(1)
+    folder = tmp_path / "history"
+    monkeypatch.setattr(planning, "cache_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture
+def tiny(tiny: Recipe) -> Recipe:
+    """Of twenty steps."""
+    return tiny.replace({"data.tokens": 5_120, "stability.checkpoint_every_tokens": 2_560})
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    return prepare(tiny.data, tiny.model.vocab_size)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return list(json.loads((folder / "plan.json").read_text())["rows"])
+
+
+def seen(folder: Path) -> int:
+    return len(RunFolder(folder).metrics())
+
+
+def test_a_run_has_what_was_said_beside_what_it_took(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
+) -> None:
+    train(tiny, tokens, tmp_path / "run")
+    (row,) = rows(tmp_path / "run")
+    assert (row["device"], row["accelerator"], row["threads"]) == (processor(), "cpu", 1)
+    assert (row["batch_tokens"], row["micro_batch"], row["grad_accumulation"]) == (256, 8, 1)
+    assert (row["compute"], row["layout"]["compile"], row["params"]) == ("fp32", False, tiny.model.params)
+    assert row["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert row["steps"] == tiny.steps - WARM_UP
+    assert row["predicted"]["memory_gib"] > 0
+    ratio = row["measured_over_predicted"]
+    assert math.isfinite(ratio["step_seconds"])
+    assert ratio["step_seconds"] == pytest.approx(row["measured"]["step_seconds"] / row["predicted"]["step_seconds"])
+    held = row["measured"]["memory_gib"]  # None where this process had as much before, and has grown by nothing
+    assert ratio["memory_gib"] == (held and pytest.approx(held / row["predicted"]["memory_gib"]))
+    (remembered,) = history(alone)
+    assert remembered == Record.model_validate_json(json.dumps(row))
+
+
+def test_a_stopped_run_has_it_too_and_the_longer_start_stays(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
+) -> None:
+    folder = tmp_path / "run"
+    train(tiny, tokens, folder, stop=lambda: seen(folder) >= 14)
+    (first,) = rows(folder)
+    assert first["steps"] == 14 - WARM_UP
+    assert len(history(alone)) == 1
+    train(tiny, tokens, folder)  # six more
+    assert rows(folder) == [first]
+    assert [each.steps for each in history(alone)] == [14 - WARM_UP]  # three are too few
+
+
+def test_before_anything_is_measured_there_is_what_was_said(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
+) -> None:
+    tiny = tiny.replace({"batch.micro_batch": 8})
+    train(tiny, tokens, tmp_path / "run", stop=lambda: True)
+    (row,) = rows(tmp_path / "run")
+    assert row["predicted"]["step_seconds"] > 0
+    assert row["measured"] is None
+    assert row["measured_over_predicted"] is None
+    assert history(alone) == []  # nor after fewer steps than ENOUGH
+    train(tiny, tokens, tmp_path / "run", stop=lambda: seen(tmp_path / "run") >= WARM_UP + ENOUGH - 1)
+    assert rows(tmp_path / "run")[0]["steps"] == ENOUGH - 1
+    assert history(alone) == []
+
+
+def test_every_size_of_a_ramp_has_a_row_and_the_last_is_remembered(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
+) -> None:
+    recipe = tiny.replace(
+        {"batch.ramp": dict(start_tokens=64, increment_tokens=96, over_tokens=1_280), "batch.micro_batch": 2}
+    )
+    train(recipe, tokens, tmp_path / "run")
+    found = rows(tmp_path / "run")
+    assert [(row["batch_tokens"], row["grad_accumulation"]) for row in found] == [(64, 1), (160, 3), (256, 4)]
+    assert sum(row["steps"] for row in found) == recipe.steps - 3 * WARM_UP
+    assert [each.batch_tokens for each in history(alone)] == [256]
+
+
+def test_losses_are_the_same_bits_with_and_without(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny, tokens, tmp_path / "with")
+    for name in ("step", "write", "close"):
+        monkeypatch.setattr(Gauge, name, lambda self, *arguments: None)
+    train(tiny, tokens, tmp_path / "without")
+    with_, without = ([line["loss"] for line in RunFolder(tmp_path / name).metrics()] for name in ("with", "without"))
+    assert with_ == without
+    assert not (tmp_path / "without" / "plan.json").exists()
+
+
+def test_nothing_of_it_stops_a_run(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner at fault, a folder in the file's place, a damaged one, and a history that cannot be written."""
+    alone.write_text("in the way")
+    monkeypatch.setattr(planning, "step_time", lambda *arguments: 1 / 0)
+    folder = tmp_path / "run"
+    train(tiny, tokens, folder, stop=lambda: seen(folder) >= 14)
+    (row,) = rows(folder)
+    assert row["predicted"] is None
+    assert row["measured"]["step_seconds"] > 0
+    for damaged in ("", "{", "[]", '{"rows": 3}', '{"rows": [{"by": "run"}]}'):
+        (folder / "plan.json").write_text(damaged)
+        assert Gauge(RunFolder(folder), Training(tiny, tokens), 0, True)._before == []
+    (folder / "plan.json").unlink()
+    (folder / "plan.json").mkdir()
+    assert train(tiny, tokens, folder).finished
+    assert alone.read_text() == "in the way"
+
+
+def test_a_device_that_the_table_does_not_have_is_measured(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gauge, "accelerator_of", lambda device: None)
+    train(tiny, tokens, tmp_path / "run")
+    (row,) = rows(tmp_path / "run")
+    assert (row["accelerator"], row["predicted"], row["measured_over_predicted"]) == (None, None, None)
+    assert row["measured"]["step_seconds"] > 0
+    assert history(alone)[0].accelerator is None
+
+
+def test_a_run_that_fails_leaves_it(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    def fails(step: Step) -> None:
+        if step.step == 8:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(tiny, tokens, tmp_path / "run", on_step=fails)
+    assert rows(tmp_path / "run")[0]["steps"] == 8 - WARM_UP
+
+
+def test_a_run_beside_others_is_no_measure(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
+    train(tiny, tokens, tmp_path / "run", history=False)
+    assert rows(tmp_path / "run")[0]["measured"]
+    assert history(alone) == []
+
+
+def test_what_a_kill_has_left_of_writing_is_gone(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(tiny, tokens, folder, stop=lambda: seen(folder) >= 5)
+    torn = folder / ".plan.json.1.tmp"
+    torn.write_text("{")
+    train(tiny, tokens, folder)
+    assert not torn.exists()
+
+
+def test_the_median_is_of_the_steps_after_the_first(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    """By hand: the first three take long, and one of the others does."""
+    measured = Gauge(run := RunFolder(tmp_path), Training(tiny, tokens), 2**30, False)
+    for number, seconds in enumerate([9.0, 9.0, 9.0, 0.5, 0.25, 8.0, 0.5, 0.25, 0.5]):
+        measured.step(step(number + 1, seconds))
+    measured.write()
+    row = next(row for row in rows(run.path) if row["batch_tokens"] == 256)
+    assert (row["measured"]["step_seconds"], row["steps"]) == (0.5, 6)
+    assert row["measured"]["memory_gib"] == pytest.approx(3.0 - 1.0)
+    measured.fullest(4.5)  # of another process
+    measured.write()
+    assert rows(run.path)[0]["measured"]["memory_gib"] == pytest.approx(4.5 - 1.0)
+
+
+def step(number: int, seconds: float) -> Step:
+    return Step(
+        step=number,
+        tokens=256 * number,
+        loss=1.0,
+        lr=0.1,
+        grad_norm=1.0,
+        update_norm=1.0,
+        batch_tokens=256,
+        tokens_per_second=256 / seconds,
+        tflops=1.0,
+        mfu=None,
+        memory_gib=3.0,
+        skipped=False,
+        loss_scale=None,
+        modules={},
+    )
