@@ -259,6 +259,6 @@ def test_a_study_of_something_else_is_refused(tiny: Recipe, tokens: TokenSet, tm
         Study(tmp_path / "full", tiny, around, "random", tokens)
     with pytest.raises(InputError, match="a file; give a folder"):
         Study(tmp_path / "full" / "x", tiny, around, "random", tokens)
-    with pytest.raises(InputError, match="--method best: there are trust-region, random, tpe"):
+    with pytest.raises(InputError, match="method best: there are trust-region, random, tpe"):
         Study(tmp_path / "new", tiny, around, "best", tokens)
     assert not (tmp_path / "new").exists()

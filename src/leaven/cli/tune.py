@@ -14,7 +14,7 @@ def tune(
     recipe: RecipeArgument,
     study: Annotated[Path, typer.Option(metavar="DIR", help="The study's folder.", show_default=False)],
     trials: Annotated[int, typer.Option(min=1, help="How many trials, those that have ended before included.")] = 32,
-    method: Annotated[str, typer.Option(help="trust-region, random or tpe.")] = "trust-region",
+    method: Annotated[str, typer.Option(help="trust-region, random, tpe, cma or gp.")] = "trust-region",
     space: Annotated[str, typer.Option(help="global, per-module, or recipe paths with commas.")] = "global",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread each (one a core).")] = None,
     overrides: SetOption = None,

@@ -1,1 +1,17 @@
-"""Many short runs, one better recipe."""
+"""Many short runs, one better recipe. ``search`` is for any Python function; it needs no torch."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leaven.tuning.objective import search
+
+__all__ = ["search"]
+
+
+def __getattr__(name: str) -> Any:
+    """``search``, when first asked for: `import leaven.tuning` does not wait for Optuna."""
+    if name != "search":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from leaven.tuning.objective import search
+
+    return search

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import FloatDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
@@ -28,17 +29,17 @@ from leaven.training.engine import check_trainable
 from leaven.training.run_folder import LOCK, held
 from leaven.training.study_file import Best, StudyState, Trial
 from leaven.training.worker import Outcome, Pool, hopeless, run_trial
+from leaven.tuning import methods
+from leaven.tuning.methods import check_method, sampler
+from leaven.tuning.noise import interval, pooled
 from leaven.tuning.space import Space, moved
-from leaven.tuning.trust_region import sampler
+from leaven.tuning.trust_region import Axes
 
-METHODS = ("trust-region", "random", "tpe")
+METHODS = tuple(method for method in methods.METHODS if method != "grid")  # which wants to know how many trials
 FINALISTS, SEEDS = 2, 3  # the best few are judged by the mean over fresh seeds: a winner of noisy trials is lucky
 
 STUDY_NAME = "leaven"
 RETRY_OF = "retry_of"  # the trial, by number, whose values a trial repeats because its process died
-
-# Two-sided 95% quantiles of Student's t by degrees of freedom.
-_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
 
 
 class Study:
@@ -50,8 +51,7 @@ class Study:
     """
 
     def __init__(self, folder: Path, recipe: Recipe, space: Space, method: str, tokens: TokenSet) -> None:
-        if method not in METHODS:
-            raise InputError(f"--method {method}: there are {', '.join(METHODS)}")
+        check_method(method, METHODS)
         check_trainable(recipe, tokens)
         self.folder, self.recipe, self.space, self.method = folder, recipe, space, method
         self._text = tokens.fingerprint
@@ -90,10 +90,11 @@ class Study:
             write_recipe(self.recipe, centre)
         _mend(journal)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        distributions = {d.path: FloatDistribution(d.low, d.high, log=True) for d in self.space.dimensions}
         self._study = optuna.create_study(
             study_name=STUDY_NAME,
             storage=JournalStorage(JournalFileBackend(str(journal))),
-            sampler=sampler(self.method, self.space, self.recipe.data.seed),
+            sampler=sampler(self.method, Axes(self.space.centre, distributions), self.recipe.data.seed),
             load_if_exists=True,
         )
         settings = {"space": list(self.space.paths), "method": self.method, "text": self._text}
@@ -244,11 +245,10 @@ class Study:
         judged = {number: values for number, values in losses.items() if len(values) == SEEDS}
         noise, best = None, None
         if judged and len(judged) == len(losses):
-            degrees = sum(len(values) - 1 for values in judged.values())
-            noise = math.sqrt(sum(statistics.variance(v) * (len(v) - 1) for v in judged.values()) / degrees)
+            noise, degrees = pooled(judged.values())
+            assert noise is not None
             number = min(judged, key=lambda candidate: statistics.fmean(judged[candidate]))
-            mean, margin = statistics.fmean(judged[number]), _T95[degrees] * noise / math.sqrt(SEEDS)
-            best = Best(number, mean, (mean - margin, mean + margin))
+            best = Best(number, statistics.fmean(judged[number]), interval(judged[number], noise, degrees))
         running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         return StudyState(
             name=self.recipe.name,

@@ -1,0 +1,110 @@
+"""Methods of search at equal trials: `python -m benchmarks.search [--quick] [--results FILE] [--seeds 20]`.
+
+Landscapes of 30 and 90 multipliers (benchmarks/_landscapes.py) with cliffs and noise. Every method gets the same
+start, box and number of runs, reruns of the start and of the best few included. Regret is the loss without noise at
+the answer, above the optimum, as a share of the start's: 1 is no better than the start, and an answer beyond a cliff
+counts as more than any other. The runs are kept in a file, a line each, so that the same command goes on after an
+interruption, and parts can be run apart (`--methods gp --seeds 3`); the table is over all of the file.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks._landscapes import EXCESS, FLOOR, REACH, landscape
+
+from leaven.tuning import search
+
+NARROW = 0.5  # octaves to either side: a box in which runs seldom diverge
+METHODS = ("trust-region", "random", "random, narrow", "tpe", "tpe, narrow", "cma", "gp", "gp, narrow")
+FIRST = 100  # seed; on those below it the constants of the trust region were chosen
+
+
+def run(method: str, dimensions: int, trials: int, seed: int, offset: float) -> dict[str, Any]:
+    """One search, and how good its answer truly is."""
+    truth, rng = landscape(dimensions, seed, offset), np.random.default_rng([seed, trials])
+    names = [f"m{i}" for i in range(dimensions)]
+
+    def trial(multipliers: dict[str, float]) -> float:
+        return truth.trial(np.array([multipliers[name] for name in names]), rng)
+
+    began = time.perf_counter()
+    name, _, narrow = method.partition(", ")
+    reach = NARROW if narrow else REACH
+    space = dict.fromkeys(names, (-reach, reach))
+    found = search(trial, space, trials=trials, method=name, seed=seed, stop_at_noise=False)
+    loss = truth.loss(np.array([found.params[name] for name in names]))
+    low, high = found.interval
+    return {
+        "method": method,
+        "dimensions": dimensions,
+        "trials": trials,
+        "seed": seed,
+        "offset": offset,
+        "regret": (loss - FLOOR) / EXCESS if math.isfinite(loss) else None,
+        "diverged": sum(math.isinf(trial.loss) for trial in found.trials) / len(found.trials),
+        "covered": low <= loss <= high,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """The runs as a table in Markdown, a row a method."""
+    lines = [
+        "| multipliers | trials | method | median regret | quartiles | diverged | covered | seconds | seeds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    cells = sorted({(r["dimensions"], r["trials"]) for r in runs})
+    for dimensions, trials in cells:
+        for method in METHODS:
+            of = [r for r in runs if (r["dimensions"], r["trials"], r["method"]) == (dimensions, trials, method)]
+            if of:
+                regrets = [math.inf if r["regret"] is None else r["regret"] for r in of]
+                # An order statistic, for an infinite one has no middle with its neighbour.
+                low, middle, high = np.quantile(regrets, [0.25, 0.5, 0.75], method="higher")
+                diverged, covered, seconds = (
+                    np.mean([r[key] for r in of]) for key in ("diverged", "covered", "seconds")
+                )
+                lines.append(
+                    f"| {dimensions} | {trials} | {method} | {middle:.2f} | {low:.2f} to {high:.2f} | {diverged:.0%} "
+                    f"| {covered:.0%} | {seconds:.1f} | {len(of)} |"
+                )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
+    parser.add_argument("--dimensions", default="30,90")
+    parser.add_argument("--trials", default="60,200")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--offset", type=float, default=1.0, help="octaves from the start to the optimum, typically")
+    parser.add_argument("--results", type=Path, default=Path("runs/search.jsonl"))
+    parser.add_argument(
+        "--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds, without CMA-ES and GP"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.methods = METHODS[:5]
+        options.dimensions, options.trials, options.seeds = "6", "24", 3
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    runs = [json.loads(line) for line in lines]
+    done = {(r["method"], r["dimensions"], r["trials"], r["seed"], r["offset"]) for r in runs}
+    for trials in map(int, options.trials.split(",")):
+        for dimensions in map(int, options.dimensions.split(",")):
+            for method in options.methods:
+                for seed in range(FIRST, FIRST + options.seeds):
+                    if (method, dimensions, trials, seed, options.offset) not in done:
+                        runs.append(run(method, dimensions, trials, seed, options.offset))
+                        with options.results.open("a") as file:
+                            file.write(json.dumps(runs[-1]) + "\n")
+    print("\n".join(table([r for r in runs if r["offset"] == options.offset])))
+
+
+if __name__ == "__main__":
+    main()

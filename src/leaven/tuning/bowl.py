@@ -1,0 +1,85 @@
+"""The bowl: what all finished trials together say of the landscape, as a quadratic with a prior.
+
+A trial is one number with noise, and there are as many unknown slopes as multipliers: a search that only asks
+whether a trial beat the best learns a bit a trial. A regression learns from the rejected trials as much as from the
+accepted ones. With x in octaves from the start,
+
+    y = a + sum_i b_i x_i + sum_i h_i x_i^2 / 2 + noise,      b_i ~ N(0, (h t)^2),   h_i ~ N(h, h^2),
+
+where h is the typical curvature, and t = 1 says that an optimum is typically an octave from the start: the slope
+there is b = -h t. Where fewer trials than multipliers leave directions untried, the answer stays at the start. h and
+the noise are those that make the trials most likely (the evidence, with the constant a integrated out). In other
+words: a Gaussian process of a quadratic kernel with a mean; Rasmussen and Williams 2006, sections 2.7 and 5.4.1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+_FAR = 1.0  # t, octaves
+_FLATTEST = 0.5  # where a step is computed from a curvature, it is at least this part of h
+
+
+@dataclass(frozen=True)
+class Bowl:
+    """The posterior of the trials that ended without divergence; ``fit`` makes it."""
+
+    points: Array  # (n, D), octaves
+    curvature: float  # h, loss per octave squared
+    noise: float  # of the loss: the seeds', and what no quadratic can follow
+    _weights: Array  # (n,), the inverse covariance times the residuals, with the constant projected out
+    _inverse: Array  # (n, n), the inverse covariance, with the constant projected out
+
+    def value(self, x: Array) -> Array:
+        """The posterior mean of the loss at points (m, D), up to the constant ``a``: (m,)."""
+        slope, bend = self._update(self._weights)
+        return np.asarray(x @ slope + x**2 @ (self.curvature + bend) / 2)
+
+    @property
+    def bottom(self) -> Array:
+        """Where the posterior mean is lowest, (D,)."""
+        slope, bend = self._update(self._weights)
+        return self._lowest(slope, self.curvature + bend)
+
+    def draw(self, rng: np.random.Generator) -> Array:
+        """The bottom of a bowl drawn from the posterior, (D,): Thompson sampling, by Matheron's rule."""
+        n, d = self.points.shape
+        slope = rng.normal(0.0, self.curvature * _FAR, d)
+        bend = rng.normal(0.0, self.curvature, d)
+        seen = self.points @ slope + self.points**2 @ bend / 2 + rng.normal(0.0, self.noise, n)
+        more_slope, more_bend = self._update(self._weights - self._inverse @ seen)
+        return self._lowest(slope + more_slope, self.curvature + bend + more_bend)
+
+    def _update(self, weights: Array) -> tuple[Array, Array]:
+        """What the trials add to the prior mean of b and of h."""
+        slope = (self.curvature * _FAR) ** 2 * (self.points.T @ weights)
+        return slope, self.curvature**2 / 2 * ((self.points**2).T @ weights)
+
+    def _lowest(self, slope: Array, bend: Array) -> Array:
+        return np.asarray(-slope / np.maximum(bend, _FLATTEST * self.curvature))
+
+
+def fit(points: Array, losses: Array, noise: float = 0.0) -> Bowl:
+    """The bowl of trials at ``points`` (n, D) with finite ``losses`` (n,), in which seeds alone make ``noise``."""
+    n, d = points.shape
+    squares = points**2
+    spread = float(np.std(losses)) or noise or 1.0
+    least = max(noise, 1e-3 * spread)
+    noises = least * 2.0 ** np.arange(0, np.log2(max(spread / least, 1)) + 0.5, 0.5)
+    # Steps of an octave around the start spread the loss by about h sqrt(D).
+    curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)[:, None]
+    centred, half = losses - losses.mean(), squares.sum(1) / 2 - squares.sum() / 2 / n
+    kernel = _FAR**2 * (points @ points.T) + squares @ squares.T / 4
+    kernel = kernel - kernel.mean(0) - kernel.mean(1, keepdims=True) + kernel.mean()
+    values, vectors = np.linalg.eigh(kernel)
+    rest = vectors.T @ centred - curvatures * (vectors.T @ half)  # (curvatures, n)
+    scales = (curvatures**2 * np.maximum(values, 0.0))[:, None] + noises[:, None] ** 2  # (curvatures, noises, n)
+    # The constant vector is projected out of everything: it adds log(noise^2) to the sum, and no more.
+    evidence = np.log(noises) - 0.5 * (np.log(scales) + rest[:, None] ** 2 / scales).sum(2)
+    i, k = np.unravel_index(np.argmax(evidence), evidence.shape)
+    found = float(noises[k])
+    inverse = (vectors / scales[i, k]) @ vectors.T - 1 / (n * found**2)
+    return Bowl(points, float(curvatures[i, 0]), found, vectors @ (rest[i] / scales[i, k]), inverse)

@@ -1,0 +1,71 @@
+"""Cliffs: where runs diverge, as far as the finished trials say.
+
+The threshold differs by orders of magnitude between modules, and modules push each other over it (Mlodozeniec et
+al. 2025, arXiv 2512.22382), so neither a box nor a single coordinate will do. The model is a logistic regression on
+how far each multiplier is from the start, up and down apart,
+
+    log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0,
+
+with an exponential prior that keeps at 0 whatever no divergence needs. It blames what the diverged trials have and
+the others have not.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+QUIET = -4.0  # prior of c: at the start one run in fifty diverges
+_SPARSE = 0.3  # rate of the exponential prior
+_STEPS = 60
+
+
+@dataclass(frozen=True)
+class Cliffs:
+    level: float  # c
+    slopes: Array  # (2 D,), up then down, log odds per octave squared
+
+    def risk(self, x: Array) -> Array:
+        """The chance that a run at points (..., D) diverges."""
+        return np.asarray(1 / (1 + np.exp(-self.level - _features(x) @ self.slopes)))
+
+    def shorten(self, x: Array, safe: Array, most: float) -> Array:
+        """``x`` (D,) with the multipliers that raise its risk drawn to ``safe``, as far as ``most`` needs."""
+        d = len(x)
+        parts = (_features(x) - _features(safe)) * self.slopes
+        to_blame = parts[:d] + parts[d:] > 0
+        for share in 0.85 ** np.arange(20):
+            shortened = np.where(to_blame, safe + share * (x - safe), x)
+            if self.risk(shortened) <= most:
+                break
+        return shortened
+
+
+def fit(points: Array, diverged: NDArray[np.bool_]) -> Cliffs:
+    """The cliffs that trials at ``points`` (n, D) speak for: the mode of the posterior."""
+    features = _features(points)
+    slopes = np.zeros(features.shape[1])
+    used = (features[diverged] > 0).any(0)
+    if not diverged.any():
+        return Cliffs(QUIET, slopes)
+    some = features[:, used]
+    # Proximal gradient with Nesterov's momentum (Beck and Teboulle 2009); the rate is one over the largest curvature.
+    rate = 1 / (1 + 0.25 * (np.linalg.norm(some, 2) ** 2 + len(points)))
+    slope, level, momentum = np.zeros(some.shape[1]), QUIET, 1.0
+    ahead, ahead_level = slope, level
+    for _ in range(_STEPS):
+        error = 1 / (1 + np.exp(-ahead_level - some @ ahead)) - diverged
+        slope_was, level_was, momentum_was = slope, level, momentum
+        slope = np.maximum(ahead - rate * (some.T @ error + _SPARSE), 0.0)
+        level = ahead_level - rate * (error.sum() + 0.5 * (ahead_level - QUIET))
+        momentum = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
+        push = (momentum_was - 1) / momentum
+        ahead, ahead_level = slope + push * (slope - slope_was), level + push * (level - level_was)
+    slopes[used] = slope
+    return Cliffs(float(level), slopes)
+
+
+def _features(x: Array) -> Array:
+    return np.concatenate([np.maximum(x, 0.0), np.maximum(-x, 0.0)], axis=-1) ** 2

@@ -1,0 +1,33 @@
+"""The noise floor: how far runs of one point lie apart, and what that leaves of a mean."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+# Two-sided 95% quantiles of Student's t by degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
+_Z95 = 1.959964
+
+
+def t95(degrees: int) -> float:
+    """Student's quantile: a table, and beyond it its expansion in 1 / degrees (Abramowitz and Stegun 26.7.5)."""
+    if degrees <= len(_T95):
+        return _T95[degrees - 1]
+    z, n = _Z95, degrees
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + third
+
+
+def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
+    """The standard deviation within groups, and its degrees of freedom; None and 0 where no group has two."""
+    repeats = [group for group in groups if len(group) > 1]
+    degrees = sum(len(group) - 1 for group in repeats)
+    if not degrees:
+        return None, 0
+    return math.sqrt(sum(statistics.variance(group) * (len(group) - 1) for group in repeats) / degrees), degrees
+
+
+def interval(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:
+    """The 95% interval of the mean of ``values``, whose noise was found with so many degrees of freedom."""
+    mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))
+    return mean - margin, mean + margin

@@ -1,0 +1,221 @@
+"""The trust region: bowl and cliffs against closed forms, the region as a function of results in their order."""
+
+import datetime
+import itertools
+
+import numpy as np
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+
+from leaven.tuning import bowl, cliffs
+from leaven.tuning.noise import interval, pooled, t95
+from leaven.tuning.trust_region import (
+    DIVERGED,
+    NARROWEST,
+    RISK,
+    START,
+    TRUST,
+    WIDEST,
+    Axes,
+    Region,
+    TrustRegionSampler,
+    region,
+)
+
+rng = np.random.default_rng(0)
+OPTIMUM = np.array([1.0, -0.5, 0.3, 0.0])
+CURVATURE = np.array([1.0, 0.5, 1.5, 1.0])
+
+
+def valley(x: np.ndarray) -> np.ndarray:
+    return 3.0 + ((x - OPTIMUM) ** 2 * CURVATURE).sum(-1) / 2
+
+
+def look(points: np.ndarray, losses: np.ndarray, noise: float | None = None) -> Region:
+    edge = np.full(points.shape[1], 3.0)
+    return region(points, losses, -edge, edge, noise)
+
+
+def test_the_posterior_is_that_of_the_normal_equations() -> None:
+    """The kernel's answer for slopes and curvatures against the ridge regression that it stands for."""
+    points = np.random.default_rng(1).normal(size=(30, 4))
+    losses = valley(points) + np.random.default_rng(2).normal(0, 0.1, 30)
+    found = bowl.fit(points, losses, 0.1)
+    features = np.hstack([points, points**2 / 2])
+    features -= features.mean(0)  # which is what integrating the constant out comes to
+    prior = np.repeat([0.0, found.curvature], 4)
+    residual = losses - losses.mean() - features @ prior
+    left = features.T @ features / found.noise**2 + np.eye(8) / found.curvature**2
+    weights = prior + np.linalg.solve(left, features.T @ residual / found.noise**2)
+    there = np.random.default_rng(3).normal(size=(5, 4))
+    np.testing.assert_allclose(found.value(there), np.hstack([there, there**2 / 2]) @ weights, rtol=1e-9)
+    np.testing.assert_allclose(found.bottom, -weights[:4] / weights[4:], rtol=1e-9)
+
+
+def test_drawn_bottoms_lie_as_the_posterior_does() -> None:
+    points = np.random.default_rng(1).normal(size=(40, 4))
+    found = bowl.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
+    draws = np.array([found.draw(np.random.default_rng(seed)) for seed in range(500)])
+    np.testing.assert_allclose(draws.mean(0), found.bottom, atol=0.02)
+    assert np.abs(found.bottom - OPTIMUM).max() < 0.05
+    nothing = bowl.fit(np.zeros((3, 4)), np.array([1.0, 1.1, 0.9]))
+    np.testing.assert_array_equal(nothing.bottom, 0.0)
+    apart = np.array([nothing.draw(np.random.default_rng(seed)) for seed in range(500)])
+    assert np.abs(apart).mean() > 10 * draws.std(0).max()  # where nothing was tried, nothing is known
+
+
+def test_the_noise_is_found_where_it_is_not_given() -> None:
+    points = np.random.default_rng(1).normal(size=(200, 4))
+    losses = valley(points) + np.random.default_rng(2).normal(0, 0.05, 200)
+    assert bowl.fit(points, losses).noise == pytest.approx(0.05, rel=0.5)
+    assert bowl.fit(points, losses, 0.05).noise == pytest.approx(0.05, rel=0.5)
+
+
+def test_cliffs_are_blamed_on_what_only_the_diverged_trials_have() -> None:
+    points = np.random.default_rng(1).uniform(-2, 2, (100, 6))
+    found = cliffs.fit(points, points[:, 2] > 1)
+    assert np.argmax(found.slopes) == 2
+    at = np.zeros(6)
+    risks = []
+    for at[2] in (0.0, 0.5, 1.5, 2.0):
+        risks.append(float(found.risk(at)))
+    assert risks[1] < 0.5 < risks[2] < risks[3]
+    beyond = np.array([0.5, 0.0, 2.0, 0.0, -1.0, 0.0])
+    shortened = found.shorten(beyond, np.zeros(6), 0.2)
+    assert found.risk(shortened) <= 0.2
+    assert 0 < shortened[2] < 1.2
+    assert shortened[0] == pytest.approx(0.5, abs=0.45)
+    np.testing.assert_array_equal(cliffs.fit(points, np.zeros(100, bool)).shorten(beyond, np.zeros(6), 0.2), beyond)
+
+
+def test_the_incumbent_moves_by_more_than_the_noise_only() -> None:
+    points = np.vstack([np.zeros((4, 2)), [[0.1, 0.0]] * 4])
+    jitter = np.tile([0.01, -0.01], 4)
+    equal = look(points, 2.0 + jitter - np.where(points[:, 0] > 0, 0.003, 0.0))
+    np.testing.assert_array_equal(equal.incumbent, [0.0, 0.0])
+    better = look(points, 2.0 + jitter - np.where(points[:, 0] > 0, 0.1, 0.0))
+    np.testing.assert_array_equal(better.incumbent, [0.1, 0.0])
+    assert (equal.since, better.since) == (7, 3)
+
+
+def test_one_lucky_trial_is_not_believed() -> None:
+    points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
+    losses = valley(points) + np.random.default_rng(6).normal(0, 0.02, 60)
+    worst = int(np.argmax(losses))
+    losses[worst] = losses.min() - 0.05
+    assert not np.array_equal(look(points, losses, 0.02).incumbent, points[worst])
+
+
+def test_a_run_that_blew_up_but_ended_is_a_cliff_and_does_not_bend_the_bowl() -> None:
+    points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
+    losses = valley(points)
+    blown = points[:, 3] > 0.8
+    clean, blew = (look(points, np.where(blown, high, losses), 0.01) for high in (np.inf, 90.0))
+    assert blown.any()
+    np.testing.assert_array_equal(blew.bowl.bottom, clean.bowl.bottom)
+    assert np.argmax(blew.cliffs.slopes) == 3
+
+
+def test_the_radius_grows_with_success_and_shrinks_with_failure() -> None:
+    line = np.linspace(0, 1, 12)[:, None] * OPTIMUM
+    down, up = look(line, valley(line), 0.01), look(line[::-1], valley(line[::-1]), 0.01)
+    assert NARROWEST <= up.radius < START < down.radius <= WIDEST
+
+
+def test_divergence_shrinks_even_before_there_is_any_result() -> None:
+    points = np.random.default_rng(1).normal(0, 1, (30, 4))
+    none = look(points, np.full(30, np.inf))
+    np.testing.assert_array_equal(none.incumbent, 0.0)
+    steps = [np.abs(none.proposal(np.random.default_rng(seed))).mean() for seed in range(20)]
+    fresh = look(np.zeros((1, 4)), np.zeros(1))
+    free = [np.abs(fresh.proposal(np.random.default_rng(seed))).mean() for seed in range(20)]
+    assert np.mean(steps) < np.mean(free) / 2
+
+
+def test_proposals_keep_to_the_space_the_trust_and_this_side_of_cliffs() -> None:
+    points = np.random.default_rng(1).uniform(-2, 2, (120, 4))
+    losses = np.where(points[:, 0] > 0.5, np.inf, valley(points))
+    now = look(points, losses, 0.01)
+    proposals = np.array([now.proposal(np.random.default_rng(seed)) for seed in range(50)])
+    assert np.abs(proposals).max() <= 3
+    assert (proposals[:, 0] > 0.5).mean() < 0.1
+    assert now.cliffs.risk(proposals).max() <= max(RISK, float(now.cliffs.risk(now.incumbent))) + 1e-9
+    assert np.abs(now.promise - now.incumbent).max() <= TRUST
+    # With all known, the promise is the lowest point that does not diverge, along what has no cliff.
+    np.testing.assert_allclose(now.promise[1:], OPTIMUM[1:], atol=0.3)
+
+
+def test_it_stops_when_rounds_gain_less_than_the_noise_and_no_more_is_promised() -> None:
+    points = np.random.default_rng(1).normal(0, 1, (100, 4))
+    flat = 2.0 + np.random.default_rng(2).normal(0, 0.01, 100)
+    assert look(points, flat, 0.01).stalled()
+    assert not look(points[:20], flat[:20], 0.01).stalled()
+    falling = 2.0 - 0.5 * points[:, 0] + flat
+    assert not look(points, falling, 0.01).stalled()
+
+
+AXES = Axes(
+    {"lr": 0.01, "decay": 0.1}, {"lr": FloatDistribution(0.001, 0.1, log=True), "decay": FloatDistribution(-3, 3)}
+)
+
+
+def test_values_are_octaves_from_the_start_and_back() -> None:
+    octaves = AXES.octaves({"lr": 0.04, "decay": 1.1})
+    np.testing.assert_allclose(octaves, [2.0, 1.0])
+    assert AXES.values(octaves) == pytest.approx({"lr": 0.04, "decay": 1.1})
+    assert AXES.values(np.array([9.0, -9.0])) == {"lr": 0.1, "decay": -3.0}
+
+
+def proposed(order: list[int], seed: int = 0) -> dict[str, float]:
+    """What a sampler of its own proposes for trial 9, after trials whose results came in an order."""
+    study = optuna.create_study(sampler=TrustRegionSampler(AXES, seed))
+    began = datetime.datetime(2026, 1, 1)
+    for number in range(8):
+        x = np.random.default_rng(number).normal(0, 0.5, 2)
+        trial = optuna.trial.create_trial(
+            value=float((x**2).sum()),
+            params=AXES.values(x),
+            distributions=dict(AXES.distributions),
+            user_attrs={DIVERGED: number == 5},
+        )
+        trial.datetime_start = began
+        trial.datetime_complete = began + datetime.timedelta(seconds=order.index(number))
+        study.add_trial(trial)
+    return study.ask(dict(AXES.distributions)).params
+
+
+def test_a_proposal_is_a_function_of_the_seed_and_the_results_in_their_order() -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    order = list(range(8))
+    assert proposed(order) == proposed(order)
+    assert proposed(order) != proposed(order, seed=1)
+    assert any(
+        proposed(list(other)) != proposed(order)
+        for other in itertools.islice(itertools.permutations(order), 1, 200, 20)
+    )
+
+
+@pytest.mark.parametrize("shuffle", range(5))
+def test_any_order_of_results_leads_down(shuffle: int) -> None:
+    """Six workers, whose trials end in whatever order."""
+    chance = np.random.default_rng(shuffle)
+    axes = Axes(dict.fromkeys("abcd", 0.0), {name: FloatDistribution(-3, 3) for name in "abcd"})
+    study = optuna.create_study(sampler=TrustRegionSampler(axes, shuffle, 0.01))
+    running, best = [study.ask(dict(axes.distributions)) for _ in range(6)], np.inf
+    assert len({tuple(trial.params.values()) for trial in running}) == 6
+    for _ in range(40):
+        trial = running.pop(chance.integers(len(running)))
+        loss = float(valley(axes.octaves(trial.params)))
+        best = min(best, loss)
+        study.tell(trial, loss + chance.normal(0, 0.01))
+        running.append(study.ask(dict(axes.distributions)))
+    assert best - 3.0 < (valley(np.zeros(4)) - 3.0) / 10
+
+
+def test_the_interval_is_students() -> None:
+    assert pooled([[1.0, 3.0], [5.0], [2.0, 2.0]]) == (1.0, 2)
+    assert pooled([[1.0], [2.0]]) == (None, 0)
+    assert t95(4) == 2.776
+    assert [t95(degrees) for degrees in (9, 20, 1000)] == pytest.approx([2.2622, 2.0860, 1.9623], abs=5e-4)
+    assert interval([1.0, 3.0], 0.5, 4) == pytest.approx((2 - 2.776 * 0.5 / 2**0.5, 2 + 2.776 * 0.5 / 2**0.5))
