@@ -22,7 +22,7 @@ from leaven.recipe.shape import ModelShape
 
 @dataclass(frozen=True)
 class Case:
-    """A row as the planner is asked. ``gbs`` in sequences; ``chosen``: its micro-batch is the fastest, for it says none."""
+    """A row as the planner is asked. ``gbs`` in sequences; ``chosen``: the fastest micro-batch, for it says none."""
 
     row: Row
     shape: ModelShape

@@ -62,7 +62,7 @@ def _beyond(value: float, printed: float, slack: float) -> float:
 
 
 def flops(row: Row, verdict: Verdict) -> bool:
-    """TFLOP/s as the row prints them: from those of all GPUs, and from its own time and the FLOPs of its convention."""
+    """TFLOP/s as the row prints them: from those of all GPUs, and from its time and the FLOPs of its convention."""
     gpus, tflops, aggregate = row.whole("gpus"), row.number("tflops"), row.number("aggregate_pflops")
     if aggregate and tflops and gpus:
         slack = row.table.rounding(aggregate, "aggregate_pflops") + row.table.rounding(tflops, "tflops") * gpus / 1e3
@@ -151,7 +151,7 @@ def _tokens(row: Row, column: str) -> float:
 
 
 def _of_run(row: Row) -> str:
-    """The convention that the TFLOP/s of a run are of; where none is named, that of Megatron's papers for its runs."""
+    """The convention of the TFLOP/s of a run; where none is named, that of Megatron's papers for its runs."""
     named = convention_of(row, "tflops")
     if named is None and "megatron" not in row.table.origin.lower():
         raise Unused("the table names no convention of FLOPs for it")
