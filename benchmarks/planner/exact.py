@@ -120,7 +120,7 @@ def _tokens_per_second(row: Row) -> float | None:
 
 def days(row: Row, verdict: Verdict) -> bool:
     """Days (or GPU-days, GPU-hours) of the whole run from the row's own TFLOP/s, by the FLOPs of its convention."""
-    columns = [key for key in row.own if _DAYS.search(key) and number(row.mine(key))]
+    columns = [key for key in row.own if _DAYS.search(key) and "predict" not in key and number(row.mine(key))]
     tflops, gpus = row.number("tflops"), row.whole("gpus")
     for column in columns:
         of_gpus = "gpu" in column.lower()

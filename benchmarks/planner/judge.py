@@ -39,6 +39,9 @@ def judge(table: Table) -> Verdict:
 def _compare(row: Row, verdict: Verdict) -> None:
     """All that is measured of a row; what of it is not compared is counted with its reason."""
     told = False
+    for unclear in row.unclear if not row.ran_out else ():
+        verdict.unused[f"not compared: {unclear}"] += 1
+        told = True
     for kind, compare in _COMPARISONS.items():
         try:
             told |= compare(row, verdict)

@@ -139,6 +139,16 @@ class Row:
         return None
 
     @property
+    def unclear(self) -> list[str]:
+        """What stands in the place of a measurement and is no number: "tflops is 130-140"."""
+        given = ((name, self.get(name)) for name in _MEASURES)
+        return [
+            f"{self.spelled.get(name, name)} is {value}"
+            for name, value in given
+            if isinstance(value, str) and number(value) is None and value.strip().lower() not in _BLANK
+        ]
+
+    @property
     def ran_out(self) -> bool:
         """Whether it ran out of memory: by a field of its own that says so, or in the place of what was measured."""
         for name in ("oom", "out_of_memory", "ran_out_of_memory"):
@@ -258,8 +268,12 @@ def _known(given: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _row(given: dict[Any, Any], table: Table) -> Row:
-    own, spelled = _known(given)
-    return Row(own, table, spelled, {str(key): value for key, value in given.items()})
+    printed = {str(key): value for key, value in given.items()}
+    for short in {"mfu", "hfu"} & {*printed}:
+        if 0 < (number(printed[short]) or 0) < 1:  # a share, not a percentage
+            printed[f"{short}_pct"] = round(100 * (number(printed.pop(short)) or 0), 6)
+    own, spelled = _known(printed)
+    return Row(own, table, spelled, printed)
 
 
 def read(path: Path) -> list[Table]:

@@ -315,6 +315,15 @@ def test_no_number_is_as_if_it_was_not_there_and_json_stays_json(
     assert one(tmp_path, gpus).to_json()["time_rows"] == 1
 
 
+def test_a_measurement_that_is_no_number_is_told_and_a_share_is_a_percentage(tmp_path: Path) -> None:
+    verdict = one(tmp_path, GPT % ("range", "tflops: 130-140"))
+    assert dict(verdict.unused) == {"not compared: tflops is 130-140": 1}
+    share = GPT.replace("flops_convention: narayanan_hw", "")
+    for mfu in ("mfu: 0.474", "mfu_pct: 47.4", "mfu: 47.4"):
+        assert one(tmp_path, share % ("share", f"tflops: 148, {mfu}")).mfu == [0]  # 148 / 312
+    assert one(tmp_path, share % ("share", "tflops: 148, mfu: 0.484")).mfu == [pytest.approx(0.914, abs=1e-3)]
+
+
 def test_tables_of_one_id_stay_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tables.yaml"
     file.write_text(
