@@ -11,18 +11,25 @@ the rounding of what is printed.
 import argparse
 import json
 import sys
+from itertools import chain, count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that it runs as a script too
 
 from benchmarks.planner.judge import judge
 from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
-from benchmarks.planner.tables import read
+from benchmarks.planner.tables import Table, read
 from benchmarks.planner.verdict import Verdict
 
 from leaven.recipe.errors import InputError
 
 PUBLISHED = Path(__file__).parent / "published" / "tables.yaml"
+_TOLD = {
+    "bloom_layout_search": "BLOOM",
+    "mpt_fsdp_bf16": "MPT",
+    "ultrascale_playbook_summary": "nanotron",
+    "torchtitan_llama31_h100": "torchtitan",
+}
 _COLUMNS = (
     ("rows", "rows", "{:d}"),
     ("params", "params_err_max", "{:.2%}"),
@@ -72,27 +79,64 @@ def _notes(verdict: Verdict) -> list[str]:
     if verdict.ran_called_too_large:
         notes.append(f"ran and called too large: {len(verdict.ran_called_too_large)} of {verdict.ran}")
     notes += [f"ran out of memory and called fitting: {where}" for where in verdict.oom_called_fit]
-    notes += [f"not used: {why} ({count})" for why, count in sorted(verdict.unused.items())]
+    if verdict.chosen:
+        notes.append(f"no micro-batch said, time with the fastest that fits: {_rows(verdict.chosen)}")
+    notes += [f"{why} ({_rows(rows)})" for why, rows in sorted(verdict.unused.items())]
+    if verdict.table.unread:
+        notes.append(f"columns not read: {', '.join(verdict.table.unread)}")
     notes += [f"left out, {anomaly}" for anomaly in verdict.anomalies]
     return notes + [f"MISSED {bar}" for bar in verdict.missed()]
+
+
+def accuracy_line(verdicts: list[Verdict]) -> str:
+    """What ``leaven plan`` says of its error (ACCURACY of leaven.planning.plan): the tables of many rows."""
+
+    def told(verdict: Verdict, kind: str) -> str:
+        errors = verdict.errors(kind)
+        mean, worst = sum(map(abs, errors)) / len(errors), max(errors, key=abs)
+        return f"{mean:.0%} over {len(errors)} rows of {_TOLD[verdict.table.id]} (worst {worst:+.0%})"
+
+    many = sorted((v for v in verdicts if v.table.id in _TOLD), key=lambda v: list(_TOLD).index(v.table.id))
+    kinds = (f"{kind} {', '.join(told(v, kind) for v in many if v.errors(kind))}" for kind in ("time", "memory"))
+    return f"mean error on published runs: {'; '.join(kinds)}; see docs/planner-accuracy.md"
+
+
+def _rows(number: int) -> str:
+    return "1 row" if number == 1 else f"{number} rows"
+
+
+def _distinct(tables: list[Table]) -> list[Table]:
+    """The tables, those of an id that was there before with a number after it."""
+    taken: set[str] = set()
+    for table in tables:
+        table.id = next(
+            name for name in chain([table.id], (f"{table.id} ({n})" for n in count(2))) if name not in taken
+        )
+        taken.add(table.id)
+    return tables
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How far the planner is off on published tables.")
     parser.add_argument("tables", nargs="*", type=Path, default=[PUBLISHED], help="YAML files; default: those beside")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and its picture anew")
+    parser.add_argument("--accuracy-line", action="store_true", help="what `leaven plan` says of its error")
     parser.add_argument("--json", action="store_true", help="one JSON document: {table: {...}}")
     asked = parser.parse_args(arguments)
     try:
-        verdicts = [judge(table) for path in asked.tables for table in read(path)]
+        verdicts = [judge(table) for table in _distinct([table for path in asked.tables for table in read(path)])]
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     if asked.page:
-        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), "\n".join(lines(verdicts))), encoding="utf-8")
+        PAGE.write_text(
+            renewed(PAGE.read_text(encoding="utf-8"), "\n".join(lines(verdicts)), verdicts), encoding="utf-8"
+        )
         PICTURE.write_text(picture(verdicts), encoding="utf-8")
+    elif asked.accuracy_line:
+        print(accuracy_line(verdicts))
     elif asked.json:
-        print(json.dumps({verdict.table.id: verdict.to_json() for verdict in verdicts}, indent=1))
+        print(json.dumps({verdict.table.id: verdict.to_json() for verdict in verdicts}, indent=1, allow_nan=False))
     else:
         print("\n".join(lines(verdicts)))
     return int(any(verdict.missed() for verdict in verdicts))

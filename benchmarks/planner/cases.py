@@ -12,20 +12,24 @@ from pydantic import ValidationError
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.hardware import Cluster
 from leaven.planning.implementations import MEGATRON_DEEPSPEED_FP16
+from leaven.planning.layouts import USABLE
+from leaven.planning.memory import GIB, worst_stage
 from leaven.planning.pace import DEEPSPEED_ZERO3_PACE, MEGATRON_PACE
+from leaven.planning.timing import step_time
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row as the planner is asked. ``gbs`` in sequences."""
+    """A row as the planner is asked. ``gbs`` in sequences; ``chosen``: the fastest micro-batch, for it says none."""
 
     row: Row
     shape: ModelShape
     how: Arrangement
     cluster: Cluster
     stack: Stack
+    chosen: bool = False
 
     @property
     def gbs(self) -> int:
@@ -65,14 +69,34 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
         raise Unused(f"{shape.n_layers} layers do not fill pp {layout.pp} x {layout.stages_per_rank} stages")
     if layout.zero == 3 and stack.code.pace is MEGATRON_PACE:  # DeepSpeed's, which Megatron was compared with
         stack = replace(stack, code=replace(MEGATRON_DEEPSPEED_FP16, pace=DEEPSPEED_ZERO3_PACE))
+    cluster = Cluster(gpus, machine)
     micro_batch, accumulation = _batch(row, layout, shape.seq_len, stack)
-    return Case(row, shape, Arrangement(layout, micro_batch, accumulation), Cluster(gpus, machine), stack)
+    if micro_batch:
+        return Case(row, shape, Arrangement(layout, micro_batch, accumulation), cluster, stack)
+    if not any(row.get(name) for name in ("tp", "pp", "dp", "mp", "zero", "shard", "scheme", "layout")):
+        raise Unused("no layout")
+    return Case(row, shape, _fastest(shape, layout, accumulation, cluster, stack), cluster, stack, chosen=True)
+
+
+def fits(needed: float, cluster: Cluster) -> bool:
+    """As the search for a layout has it."""
+    return needed <= USABLE * cluster.accelerator.memory_gib * GIB
+
+
+def _fastest(shape: ModelShape, layout: Layout, sequences: int, cluster: Cluster, stack: Stack) -> Arrangement:
+    """The fastest micro-batch that fits, of the powers of two that divide a rank's sequences; 1 where none fits."""
+    sizes = (2**power for power in range(sequences.bit_length()) if sequences % 2**power == 0)
+    ways = [Arrangement(layout, size, sequences // size) for size in sizes]
+    room = [how for how in ways if fits(worst_stage(shape, how, stack.code).total, cluster)]
+    return min(room or ways[:1], key=lambda how: step_time(shape, how, cluster, stack.code).step)
 
 
 def _layout(row: Row, stack: Stack, degrees: dict[str, int], recompute: Recompute | None) -> Layout:
     shard = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}.get(str(row.get("shard")))
     said = re.search(r"zero[- ]?(\d)", f"{row.get('scheme', '')} {row.get('optimizer', '')}", re.IGNORECASE)
-    zero = next((z for z in (row.whole("zero"), shard, int(said[1]) if said else None) if z is not None), 0)
+    zero = next((z for z in (row.whole("zero"), shard, int(said[1]) if said else None) if z is not None), None)
+    if zero is None:
+        zero = 0 if re.search(r"\bddp\b", row.words, re.IGNORECASE) else stack.zero
     stages = row.whole("vpp") or (stack.stages if "interleaved" in row.words or stack.stages == 8 else 1)
     if zero == 3 and stack.split_batch and degrees["pp"] > 1:  # torchtitan keeps gradients whole in a pipeline
         zero = 1
@@ -90,19 +114,27 @@ def _layout(row: Row, stack: Stack, degrees: dict[str, int], recompute: Recomput
 
 
 def _batch(row: Row, layout: Layout, seq_len: int, stack: Stack) -> tuple[int, int]:
-    """Micro-batch and accumulation; where only memory is asked, enough micro-batches to fill the pipeline."""
+    """Micro-batch and accumulation; where only memory is asked, enough micro-batches to fill the pipeline. A
+    micro-batch of 0 and all sequences of a rank where none is said."""
     micro_batch, given = row.whole("mbs"), row.whole("gas")
     gbs, tokens, local = row.whole("gbs"), row.number("tokens_per_batch"), row.whole("batch_per_dp")
     if local:
         gbs = local * layout.dp
         micro_batch = micro_batch or 1
-    if micro_batch is None:
+    if micro_batch is None and not (gbs or tokens):
         raise Unused("no micro-batch")
-    if "lbs" in row.own and given is None and gbs is None:
+    if row.spelled.get("mbs") == "lbs" and micro_batch and given is None and gbs is None:
         parts = layout.pp if stack.split_batch else 1
         return max(1, micro_batch // parts), min(parts, micro_batch)
     if gbs is None and tokens:
         gbs = round(tokens / seq_len)
+    if micro_batch is None:
+        if given and gbs and gbs % (layout.dp * given) == 0:
+            return gbs // layout.dp // given, given
+        accumulation = (gbs or 0) // layout.dp
+        if not accumulation:
+            raise Unused("fewer sequences than dp")
+        return 0, accumulation
     accumulation = given or (gbs // layout.dp // micro_batch if gbs else layout.pp)
     if not accumulation:
         raise Unused("fewer sequences than dp x mbs")

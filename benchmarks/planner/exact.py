@@ -26,7 +26,7 @@ def identities(row: Row, verdict: Verdict) -> None:
         checks.append((node * nodes, gpus))
     if all(sequences) and get("gbs"):
         checks.append((math.prod(size or 1 for size in sequences), get("gbs")))
-    if all(sequences) and row.number("tokens_per_batch") and get("seq_len") and "batch_per_dp" not in row.own:
+    if all(sequences) and row.number("tokens_per_batch") and get("seq_len") and row.mine("batch_per_dp") is None:
         printed = row.number("tokens_per_batch") or 0
         product = math.prod(size or 1 for size in sequences) * (get("seq_len") or 0)
         rounded = not isinstance(row.get("tokens_per_batch"), int)
@@ -39,16 +39,19 @@ def identities(row: Row, verdict: Verdict) -> None:
 
 def parameters(row: Row, verdict: Verdict) -> bool:
     """Exact ``params``, ``params_b`` in thousand millions, or a ``size`` as it is written: 176B."""
-    exact, printed = row.own.get("params"), row.number("params_b")
+    exact, printed = row.mine("params"), row.number("params_b")
+    text = next((value for value in (exact, row.mine("size")) if isinstance(value, str) and number(value)), "")
+    value = printed or (number(text) or 0) / 1e9
+    whole = not isinstance(exact, str) and number(exact)
+    if not whole and not value:
+        return False
     if row.get("tflops_formula") == "old":
-        return False
-    if exact and isinstance(exact, int | float):
-        verdict.params.append(abs(shape_of(row).params / exact - 1))
+        raise Unused("layers altered to fit pp, tflops_formula old")
+    if whole:
+        verdict.params.append(abs(shape_of(row).params / whole - 1))
         return True
-    value = printed or (number(row.own.get("size")) or 0) / 1e9
-    if not value:
-        return False
-    slack = row.table.rounding(value, "params_b")
+    digits = re.search(r"\.(\d+)", text)
+    slack = 0.5 * 10.0 ** -len(digits[1]) if digits and not printed else row.table.rounding(value, "params_b")
     verdict.params.append(_beyond(shape_of(row).params / 1e9, value, slack) / value)
     return True
 
@@ -58,36 +61,52 @@ def _beyond(value: float, printed: float, slack: float) -> float:
     return max(0.0, abs(value - printed) - slack)
 
 
-def rates(row: Row, verdict: Verdict) -> bool:
-    """TFLOP/s and MFU as the row prints them, from its own time and the FLOPs of its convention."""
-    gpus, tflops, found = row.whole("gpus"), row.number("tflops"), False
-    aggregate = row.number("aggregate_pflops")
+def flops(row: Row, verdict: Verdict) -> bool:
+    """TFLOP/s as the row prints them: from those of all GPUs, and from its time and the FLOPs of its convention."""
+    gpus, tflops, aggregate = row.whole("gpus"), row.number("tflops"), row.number("aggregate_pflops")
     if aggregate and tflops and gpus:
         slack = row.table.rounding(aggregate, "aggregate_pflops") + row.table.rounding(tflops, "tflops") * gpus / 1e3
         verdict.flops.append(_beyond(tflops * gpus / 1e3, aggregate, slack) / aggregate)
-        found = True
-    if tflops and row.number("mfu_pct") and (not conventions(row) or "pct_peak" in row.own):
-        printed = row.number("mfu_pct") or 0
+    elif aggregate:
+        raise Unused("an aggregate without TFLOP/s or GPUs")
+    rate = _tokens_per_second(row)
+    if not tflops or not rate:
+        return bool(aggregate)
+    achieved = rate * _counted(row, "tflops") / 1e12
+    timed = row.number("iter_s") or row.number("tps") or 1
+    slack = row.table.rounding(tflops, "tflops") + tflops * row.table.rounding(timed, "iter_s", "tps") / timed
+    verdict.flops.append(_beyond(achieved, tflops, slack) / tflops)
+    return True
+
+
+def mfu(row: Row, verdict: Verdict) -> bool:
+    """MFU and HFU: of the row's own TFLOP/s where those are what they are a share of, or else from its own time."""
+    tflops, printed = row.number("tflops"), row.number("mfu_pct")
+    share = row.spelled.get("mfu_pct") not in {"mfu", "mfu_pct"} or not conventions(row)
+    if tflops and printed and share:
         verdict.mfu.append(_beyond(100 * tflops / peak_tflops(row), printed, row.table.rounding(printed, "mfu_pct")))
         return True
-    rate = _tokens_per_second(row)
-    if rate is None or not conventions(row) or row.get("tflops_formula") == "old":
-        return found
-    recompute = "selective" if row.number("present_s") else recompute_of(row)
-    for column, of in (("tflops", "tflops"), ("mfu_pct", "mfu"), ("hfu_pct", "hfu")):
-        printed, convention = row.number(column), convention_of(row, of)
-        if not printed or convention is None:
-            continue
-        achieved = rate * counted(shape_of(row), convention, recompute) / 1e12
-        slack = row.table.rounding(printed, column)
-        if of == "tflops":
-            timed = row.number("iter_s") or row.number("tps") or 1
-            slack += printed * row.table.rounding(timed, "iter_s", "tps") / timed
-            verdict.flops.append(_beyond(achieved, printed, slack) / printed)
-        else:
-            verdict.mfu.append(_beyond(100 * achieved / peak_tflops(row), printed, slack))
-        found = True
+    rate, found = _tokens_per_second(row), False
+    for column, of in (("mfu_pct", "mfu"), ("hfu_pct", "hfu")):
+        printed = row.number(column)
+        if printed and (rate or tflops):
+            if not rate:
+                raise Unused("a convention of FLOPs and no time")
+            achieved = 100 * rate * _counted(row, of) / 1e12 / peak_tflops(row)
+            verdict.mfu.append(_beyond(achieved, printed, row.table.rounding(printed, column)))
+            found = True
     return found
+
+
+def _counted(row: Row, of: str) -> float:
+    """FLOPs of a token as the table counts them for a column."""
+    if row.get("tflops_formula") == "old":
+        raise Unused("tflops_formula old")
+    convention = convention_of(row, of)
+    if convention is None:
+        raise Unused("the table names no convention of FLOPs for it")
+    recompute = "selective" if row.number("present_s") else recompute_of(row)
+    return counted(shape_of(row), convention, recompute)
 
 
 def _tokens_per_second(row: Row) -> float | None:
@@ -100,21 +119,40 @@ def _tokens_per_second(row: Row) -> float | None:
 
 
 def days(row: Row, verdict: Verdict) -> bool:
-    """Days of the whole run from the row's own TFLOP/s, by the FLOPs of its convention."""
-    column = next((key for key in row.own if "days" in key and row.number(key)), None)
+    """Days (or GPU-days, GPU-hours) of the whole run from the row's own TFLOP/s, by the FLOPs of its convention."""
+    columns = [key for key in row.own if _DAYS.search(key) and "predict" not in key and number(row.mine(key))]
     tflops, gpus = row.number("tflops"), row.whole("gpus")
-    if column is None or not tflops or not gpus:
-        return False
-    tokens = row.number("tokens") or row.number("train_tokens") or 1e9 * (row.number("tokens_b") or 0)
-    if not tokens:
-        said = re.search(r"(\d+(?:\.\d+)?) ?(B|billion|T|trillion)\b(?:[- ]tokens?)", f"{row.get('note', '')}")
-        inside = re.search(r"(\d+)(b|t)\b", column)
-        match = inside or said
-        if match is None:
-            raise Unused("days of no stated number of tokens")
-        tokens = float(match[1]) * (1e12 if match[2].lower().startswith("t") else 1e9)
-    named = conventions(row) or ["narayanan_hw"]
-    predicted = tokens * counted(shape_of(row), named[0]) / (gpus * tflops * 1e12) / 86_400
-    printed = row.number(column) or 0
-    verdict.days.append(_beyond(predicted, printed, row.table.rounding(printed, column)) / printed)
-    return True
+    for column in columns:
+        of_gpus = "gpu" in column.lower()
+        if not tflops or not (gpus or of_gpus):
+            raise Unused("no TFLOP/s" if not tflops else "no number of GPUs")
+        flops = _tokens(row, column) * counted(shape_of(row), _of_run(row))
+        seconds = flops / (tflops * 1e12) / (1 if of_gpus else gpus or 1)
+        printed = number(row.mine(column)) or 0
+        unit = 3600 if "hour" in column.lower() else 86_400
+        verdict.days.append(_beyond(seconds / unit, printed, row.table.rounding(printed, column)) / printed)
+    return bool(columns)
+
+
+_DAYS = re.compile(r"(?:^|_)(?:days?|gpu_?(?:days|hours))(?:_|$)", re.IGNORECASE)
+_MANY = re.compile(r"(\d+(?:\.\d+)?) ?(B|billion|T|trillion)(?:[- ]tokens?)\b", re.IGNORECASE)
+
+
+def _tokens(row: Row, column: str) -> float:
+    """Of a whole run: as the column's name has it, or the row, or the words of the table."""
+    inside = re.search(r"(\d+(?:\.\d+)?)(b|t)(?![a-z])", column, re.IGNORECASE)
+    given = row.number("tokens")
+    said = inside or (None if given else _MANY.search(str(row.get("note", ""))))
+    if said:
+        return float(said[1]) * (1e12 if said[2].lower().startswith("t") else 1e9)
+    if not given:
+        raise Unused("no stated number of tokens")
+    return given
+
+
+def _of_run(row: Row) -> str:
+    """The convention of the TFLOP/s of a run; where none is named, that of Megatron's papers for its runs."""
+    named = convention_of(row, "tflops")
+    if named is None and "megatron" not in row.table.origin.lower():
+        raise Unused("the table names no convention of FLOPs for it")
+    return named or "narayanan_hw"

@@ -2,11 +2,12 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.planner.cases import Case, case_of
-from benchmarks.planner.exact import days, identities, parameters, rates
+from benchmarks.planner.cases import Case, case_of, fits
+from benchmarks.planner.exact import days, flops, identities, mfu, parameters
 from benchmarks.planner.machines import peak_tflops
 from benchmarks.planner.stacks import Unused, convention_of
 from benchmarks.planner.tables import Row, Table
@@ -14,7 +15,6 @@ from benchmarks.planner.verdict import Point, Verdict
 
 from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.conventions import counted
-from leaven.planning.layouts import USABLE
 from leaven.planning.memory import GIB, stage_memory, worst_stage
 from leaven.planning.timing import block_time, step_time
 from leaven.recipe.layout import Recompute
@@ -26,19 +26,30 @@ def judge(table: Table) -> Verdict:
     for row in table.rows:
         if row.get("anomaly"):
             verdict.anomalies.append(f"{row.where}: {row.get('anomaly')}")
-            continue
-        identities(row, verdict)
-        used, lacks = False, "nothing measured that the planner says"
-        for compare in (parameters, days, rates, _measurements):
-            try:
-                used |= compare(row, verdict)
-            except Unused as why:
-                lacks = str(why)
-        if not used:
-            verdict.unused[lacks] += 1
+        elif row.wrong:
+            verdict.unused[f"row not used: {row.wrong}"] += 1
+        else:
+            identities(row, verdict)
+            _compare(row, verdict)
     _bubbles(verdict)
     _rankings(verdict)
     return verdict
+
+
+def _compare(row: Row, verdict: Verdict) -> None:
+    """All that is measured of a row; what of it is not compared is counted with its reason."""
+    told = False
+    for unclear in row.unclear if not row.ran_out else ():
+        verdict.unused[f"not compared: {unclear}"] += 1
+        told = True
+    for kind, compare in _COMPARISONS.items():
+        try:
+            told |= compare(row, verdict)
+        except Unused as why:
+            verdict.unused[f"{kind} not compared: {why}"] += 1
+            told = True
+    if not told:
+        verdict.unused["row not used: nothing measured that the planner says"] += 1
 
 
 def _measured_step(case: Case) -> float | None:
@@ -52,63 +63,92 @@ def _measured_step(case: Case) -> float | None:
     tflops, mfu = row.number("tflops"), row.number("mfu_pct")
     of, rate = ("tflops", tflops) if tflops else ("mfu", (mfu or 0) / 100 * peak_tflops(row))
     if rate:
-        flops = counted(case.shape, convention_of(row, of) or "leaven", case.how.layout.recompute)
-        return flops * tokens / (rate * 1e12 * gpus)
+        of_token = counted(case.shape, convention_of(row, of) or "leaven", case.how.layout.recompute)
+        return of_token * tokens / (rate * 1e12 * gpus)
     return None
 
 
-_BATCH = ("gbs", "gas", "tokens_per_batch", "batch_per_dp", "lbs")
+_BATCH = ("gbs", "gas", "tokens_per_batch", "batch_per_dp")
+_TIMED = ("iter_s", "tps", "tflops", "mfu_pct")
+_BY_RECOMPUTE: dict[str, Recompute] = {"full_recompute_s": "full", "present_s": "selective"}
 
 
-def _measurements(row: Row, verdict: Verdict) -> bool:
-    if row.number("total_ms"):
-        return _block(row, verdict)
-    times: dict[str, Recompute] = {"full_recompute_s": "full", "present_s": "selective"}
-    columns = {name: kind for name, kind in times.items() if row.number(name)}
-    if columns:
-        for name, kind in columns.items():
-            case = case_of(row, kind)
-            verdict.points.append(_time(case, row.number(name) or 0))
-        return True
-    case = case_of(row)
-    if row.get("oom"):
+def _memory(row: Row, verdict: Verdict) -> bool:
+    gb, gib = row.number("mem_gb"), row.number("mem_gib")
+    if row.ran_out:
+        case = _as_it_ran(row)
         verdict.oom += 1
-        if _fits(worst_stage(case.shape, case.how, case.stack.code).total, case):
+        if fits(worst_stage(case.shape, case.how, case.stack.code).total, case.cluster):
             verdict.oom_called_fit.append(row.where)
         return True
-    measured = _memory(case, verdict)
+    if not gb and not gib:
+        return False
+    case = _as_it_ran(row)
+    memory = worst_stage(case.shape, case.how, case.stack.code)
+    if case.stack.first_rank:
+        memory = stage_memory(case.shape, case.how, 0, case.stack.code)
+    measured = gb * case.stack.gb if gb else (gib or 0) * GIB
+    verdict.points.append(Point(row.where, "memory", memory.total, measured, case))
+    return True
+
+
+def _as_it_ran(row: Row) -> Case:
+    case = case_of(row)
+    if case.chosen:
+        raise Unused("no micro-batch")
+    return case
+
+
+def _room(row: Row, verdict: Verdict) -> bool:
+    """Whether the planner calls a row that ran too large."""
+    ran = any(row.number(name) for name in ("mem_gb", "mem_gib", *_TIMED)) and not row.ran_out
+    if ran and not any(row.number(name) for name in ("total_ms", *_BY_RECOMPUTE)):
+        try:
+            case = _as_it_ran(row)
+        except Unused:  # told of its memory or its time
+            return False
+        verdict.ran += 1
+        if not fits(worst_stage(case.shape, case.how, case.stack.code).total, case.cluster):
+            verdict.ran_called_too_large.append(row.where)
+    return False
+
+
+def _time(row: Row, verdict: Verdict) -> bool:
+    if row.number("total_ms"):
+        return _block(row, verdict)
+    columns = {name: kind for name, kind in _BY_RECOMPUTE.items() if row.number(name)}
+    for name, kind in columns.items():
+        verdict.points.append(_timed(case_of(row, kind), row.number(name) or 0))
+    if columns:
+        return True
+    if row.ran_out or not any(row.number(name) for name in _TIMED):
+        return False
     if row.get("tflops_formula") == "old":
-        return measured
-    step = _measured_step(case) if any(row.own.get(name) or row.get(name) for name in _BATCH) else None
-    if step:
-        verdict.points.append(_time(case, step))
-    return measured or bool(step)
+        raise Unused("layers altered to fit pp, tflops_formula old")
+    case = case_of(row)
+    if row.spelled.get("mbs") != "lbs" and not any(row.get(name) for name in _BATCH):
+        raise Unused("no batch")
+    step = _measured_step(case)
+    assert step  # one of _TIMED
+    verdict.chosen += case.chosen
+    verdict.points.append(_timed(case, step))
+    return True
 
 
-def _fits(needed: float, case: Case) -> bool:
-    """As the search for a layout has it."""
-    return needed <= USABLE * case.cluster.accelerator.memory_gib * GIB
-
-
-def _time(case: Case, measured: float) -> Point:
+def _timed(case: Case, measured: float) -> Point:
     predicted = step_time(case.shape, case.how, case.cluster, case.stack.code).step
     return Point(case.row.where, "time", predicted, measured, case)
 
 
-def _memory(case: Case, verdict: Verdict) -> bool:
-    row = case.row
-    gb, gib = row.number("mem_gb"), row.number("mem_gib") or row.number("peak_gib")
-    measured = gb * case.stack.gb if gb else (gib or 0) * GIB
-    verdict.ran += 1
-    memory = worst_stage(case.shape, case.how, case.stack.code)
-    if not _fits(memory.total, case):
-        verdict.ran_called_too_large.append(row.where)
-    if not measured:
-        return False
-    if case.stack.first_rank:
-        memory = stage_memory(case.shape, case.how, 0, case.stack.code)
-    verdict.points.append(Point(row.where, "memory", memory.total, measured, case))
-    return True
+_COMPARISONS: dict[str, Callable[[Row, Verdict], bool]] = {
+    "parameters": parameters,
+    "FLOPs": flops,
+    "MFU": mfu,
+    "days": days,
+    "memory": _memory,
+    "room": _room,
+    "time": _time,
+}
 
 
 def _block(row: Row, verdict: Verdict) -> bool:
@@ -147,7 +187,7 @@ def _rankings(verdict: Verdict) -> None:
     groups: dict[Any, list[Point]] = defaultdict(list)
     for point in verdict.points:
         case = point.case
-        if point.kind == "time" and case and not case.row.number("total_ms"):
+        if point.kind == "time" and case and not case.chosen and not case.row.number("total_ms"):
             groups[case.shape, case.cluster, str(case.row.get("precision")), str(case.row.get("options"))].append(
                 point
             )

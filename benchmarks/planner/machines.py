@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.planner.stacks import Unused
+from benchmarks.planner.stacks import Unused, in_fp8
 from benchmarks.planner.tables import Row
 
 from leaven.planning.accelerators import ACCELERATORS, Accelerator
@@ -35,11 +35,14 @@ def machine_of(row: Row) -> Accelerator:
     for name, pattern, unit in (
         ("node_size", r"(\d+) a node", int),
         ("memory_tb_s", r"([\d.]+) TB/s", float),
-        ("network_gb_s", r"([\d.]+) Gb/s", lambda bits: float(bits) / 8),
+        ("network_gb_s", r"([\d.]+) Gb/s(?! (?:a|per) node)", lambda bits: float(bits) / 8),
     ):
         match = re.search(pattern, said)
         if match:
             changes[name] = unit(match[1])
+    of_node = re.search(r"([\d.]+) Gb/s (?:a|per) node", said)
+    if of_node:
+        changes["network_gb_s"] = float(of_node[1]) / 8 / changes.get("node_size", found.node_size)
     held = re.search(r"(\d+) W limit", said)
     if held and found.power_w:  # a board held to less power than its kind: the rate goes with its root, as clocks do
         kind_w = max(other.power_w or 0 for other in ACCELERATORS.values() if other.peak_tflops == found.peak_tflops)
@@ -53,7 +56,18 @@ def machine_of(row: Row) -> Accelerator:
 
 
 def peak_tflops(row: Row) -> float:
-    """What an MFU of the table is a share of."""
+    """What an MFU of the table is a share of: the peak that it states, or else the row's dtype's of the machine.
+
+    Raises:
+        Unused: if products are in fp8 and the machine has no peak of it.
+    """
     given = row.number("peak_tflops")
-    per_kind = re.search(rf"([\d.]+) \({row.get('gpu', '')}\)", str(row.get("hardware", "")), re.IGNORECASE)
-    return given or (float(per_kind[1]) if per_kind and row.get("gpu") else machine_of(row).peak_tflops)
+    if given:
+        return given
+    if in_fp8(row):
+        peak = machine_of(row).peak("fp8")
+        if peak is None:
+            raise Unused("the machine has no peak in fp8")
+        return peak
+    per_kind = re.search(rf"([\d.]+) \({re.escape(str(row.get('gpu', '')))}\)", str(row.get("hardware", "")), re.I)
+    return float(per_kind[1]) if per_kind and row.get("gpu") else machine_of(row).peak_tflops

@@ -26,6 +26,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         )
     },
 }  # fmt: skip
+_LLAMA_3 = re.compile(r"^(?:meta-)?llama-?3(?:\.1)?-?")
 # GPT-3 (arXiv 2005.14165), MT-NLG (2201.11990) and the largest of Narayanan 2021, by their size in 1e9.
 _GPTS = {
     175: {"L": 96, "h": 12_288, "a": 96},
@@ -36,14 +37,15 @@ _GPTS = {
 
 def named(row: Row) -> dict[str, Any]:
     """The shape that a name stands for: "mpt-30b", "8B" (Llama 3.1), "the 22B model" of the same source's tables."""
-    name = str(row.get("model_name", "")).lower().replace(" ", "-").replace("llama-3.1-", "llama-")
+    name = _LLAMA_3.sub("llama-", re.sub(r"[\s_]+", "-", str(row.get("model_name") or "").strip().lower()))
     text = f"{row.get('note', '')} {row.get('case', '')}".lower()
     for known, shape in _MODELS.items():
         if known in (name, f"llama-{name}") or (not name and known.replace("llama-", "llama-3.1-") in text):
             return shape
-    if name or "h" in row.own:
+    of_gpt = re.search(r"\b(?:gpt-?3|mt-nlg|megatron)\b", name)
+    if (name and not of_gpt) or "h" in row.own:
         return {}
-    said = re.search(r"\b([\d.]+b)\b", text)
+    said = re.search(r"\b([\d.]+b)\b", f"{name} {text}")
     size = row.number("params_b") or (number(said[1].upper()) or 0) / 1e9 if said or row.get("params_b") else 0
     keys = ("L", "h", "a", "ffn", "kv_heads", "vocab", "tied")
     same = (other for other in row.table.siblings if size and other.own.get("params_b") == size and "h" in other.own)

@@ -5,14 +5,16 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.planner.verdict import Point, Verdict
+from benchmarks.planner.verdict import BARS, BUBBLE_BAR, Point, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner-accuracy.md"
 PICTURE = PAGE.with_suffix(".svg")
 _FENCE = re.compile(r"```\n\$ python benchmarks/planner_accuracy\.py\n.*?```", re.DOTALL)
+_BARS = re.compile(r"\| what \| bar \| result \|\n(?:\|.*\n)+")
 _COMMAND = "$ python benchmarks/planner_accuracy.py"
 # One hue a table, of equal weight on a light and on a dark page (Okabe and Ito's, the yellow darkened).
 _HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a5195", "#8c8c8c")
+_NOTHING = "no row has it: not checked on a table"
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f } .small { font-size: 11px; fill: #57606a }
 .frame { fill: none; stroke: #8c959f } .grid { stroke: #d0d7de } .even { stroke: #24292f } .band { fill: #afb8c1 }
@@ -24,9 +26,54 @@ text { fill: #e6edf3 } .small { fill: #9198a1 } .frame { stroke: #656c76 } .grid
 _SIZE, _LEFT, _TOP = 330, 62, 46
 
 
-def renewed(page: str, printed: str) -> str:
-    """The page with what the benchmark prints now in its fence."""
-    return _FENCE.sub(lambda _: f"```\n{_COMMAND}\n{printed}\n```", page)
+def renewed(page: str, printed: str, verdicts: list[Verdict]) -> str:
+    """The page with what the benchmark prints now in its fence, and what it makes of the bars in their table."""
+    page = _FENCE.sub(lambda _: f"```\n{_COMMAND}\n{printed}\n```", page)
+    return _BARS.sub(lambda _: bars(verdicts), page)
+
+
+def bars(verdicts: list[Verdict]) -> str:
+    """The table of the bars: what each is, and what the tables have of it."""
+    memory = [found for verdict in verdicts if (found := verdict.errors("memory"))]
+    time = [found for verdict in verdicts if (found := verdict.errors("time"))]
+    groups = [group for verdict in verdicts for group in verdict.groups]
+    oom, fit = sum(verdict.oom for verdict in verdicts), sum(len(verdict.oom_called_fit) for verdict in verdicts)
+    bubbles = [bubble for verdict in verdicts for bubble in verdict.bubbles]
+
+    def worst(kind: str, form: str, unit: str = "rows") -> tuple[str, float]:
+        values = [value for verdict in verdicts for value in getattr(verdict, kind)]
+        said = f"{form.format(max(values))} at worst of {len(values)} {unit}" if values else _NOTHING
+        return said, max(values, default=0.0)
+
+    def means(tables: list[list[float]]) -> tuple[str, float]:
+        found = sorted(sum(map(abs, errors)) / len(errors) for errors in tables)
+        return ", ".join(f"{mean:.1%}" for mean in found) or _NOTHING, max(found, default=0.0)
+
+    low = min((min(errors) for errors in memory), default=0.0)
+    exact = (
+        ("parameters", "the printed digits", "params_err_max", *worst("params", "{:.2%}")),
+        ("FLOPs, where the source says how it counts", "0.1%", "flops_err_max", *worst("flops", "{:.2%}")),
+        ("MFU and HFU from the row's own time or rate", "0.2 points", "mfu_err_max_points",
+         *worst("mfu", "{:.2f}", "numbers")),
+        ("days, given TFLOP/s", "2%", "days_err_max", *worst("days", "{:.1%}")),
+        ("memory, mean error of a table", "8%", "memory_err_mean", *means(memory)),
+        ("time, mean error of a table", "15%", "time_err_mean", *means(time)),
+    )  # fmt: skip
+    lines = [(what, bar, said, value <= BARS[key]) for what, bar, key, said, value in exact]
+    lines += [
+        ("memory, lowest row", "-20%", f"{low:.1%}" if memory else _NOTHING, low >= BARS["memory_worst_low"]),
+        ("rows that ran out of memory and are called fitting", "none", f"{fit} of {oom}" if oom else _NOTHING,
+         not fit),
+        ("measured best layout among the three predicted best", "in every group",
+         f"{sum(groups)} of {len(groups)}" if groups else _NOTHING, all(groups)),
+        ("the bubble", "0.5%", f"{max(bubbles):.2%} at worst" if bubbles else _NOTHING,
+         max(bubbles, default=0.0) <= BUBBLE_BAR),
+    ]  # fmt: skip
+    rows = (
+        f"| {what} | {bar} | {said if said is _NOTHING else ('met: ' if met else '**missed**: ') + said} |\n"
+        for what, bar, said, met in lines
+    )
+    return "| what | bar | result |\n|---|---|---|\n" + "".join(rows)
 
 
 def picture(verdicts: list[Verdict]) -> str:

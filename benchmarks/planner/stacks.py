@@ -29,7 +29,8 @@ class Unused(Exception):
 class Stack:
     """The code that ran a row: what it keeps, how many bytes what it calls GB is, and how it runs a pipeline.
 
-    ``stages``: on a rank where the source says "interleaved" and no number. ``split_batch``: the local batch goes
+    ``stages``: on a rank where the source says "interleaved" and no number. ``zero``: its stage where the
+    source says none. ``split_batch``: the local batch goes
     through the pipeline in as many micro-batches as there are stages. ``dropout``: of its GPTs. ``first_rank``: the
     memory printed is that of rank 0, not of the one that needs most.
     """
@@ -38,6 +39,7 @@ class Stack:
     gb: float = 1e9
     dropout: float = 0.0
     stages: int = 1
+    zero: int = 0
     split_batch: bool = False
     first_rank: bool = False
 
@@ -45,17 +47,18 @@ class Stack:
 _FLASH = replace(MEGATRON, flash_attention=True)
 _MEGATRON_2024 = replace(_FLASH, pace=MEGATRON_2024_PACE)
 # Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the
-# two ends of the 405B are 128 = 16 ranks x 8 stages.
+# two ends of the 405B are 128 = 16 ranks x 8 stages. ZeRO where nothing is said: torchtitan's and llm-foundry's FSDP
+# shares out everything, Megatron's examples (--use-distributed-optimizer) and Llama 3 the optimizer alone.
 STACKS: dict[str, Stack] = {
     "nanotron": Stack(NANOTRON, gb=GIB, first_rank=True),
-    "torchtitan": Stack(TORCHTITAN, stages=2, split_batch=True),
-    "llm-foundry": Stack(LLM_FOUNDRY),
-    "llama 3": Stack(_FLASH, stages=8),
+    "torchtitan": Stack(TORCHTITAN, stages=2, zero=3, split_batch=True),
+    "llm-foundry": Stack(LLM_FOUNDRY, zero=3),
+    "llama 3": Stack(_FLASH, stages=8, zero=1),
     "megatron-deepspeed": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
     "deepspeed and megatron": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
     "korthikanti": Stack(MEGATRON, dropout=0.1),
     "narayanan": Stack(MEGATRON_2021, dropout=0.1),
-    "megatron": Stack(_MEGATRON_2024),
+    "megatron": Stack(_MEGATRON_2024, zero=1),
 }
 
 
@@ -83,8 +86,14 @@ def recompute_of(row: Row) -> Recompute:
     return kinds.get(str(given).lower(), "none")
 
 
+def in_fp8(row: Row) -> bool:
+    """Whether its products are: by its own precision or options, or else the table's first word."""
+    of_table = str(row.table.fields.get("precision", "")).partition(" ")[0]
+    return bool(re.search(r"fp8|float8", f"{row.own.get('precision', of_table)} {row.get('options', '')}"))
+
+
 def stack_of(row: Row) -> Stack:
-    """What ran a row; fp8 products where its own precision or options say so, or else the table's first word."""
+    """What ran a row, with the dtype of its products."""
     origin = row.table.origin.lower()
     stack = next((stack for word, stack in STACKS.items() if word in origin), None)
     if stack is None:
@@ -94,8 +103,6 @@ def stack_of(row: Row) -> Stack:
     code = stack.code
     if code is MEGATRON_DEEPSPEED_FP16 and str(row.get("precision", "")).startswith("bf16"):
         code = MEGATRON_DEEPSPEED_BF16
-    of_table = str(row.table.fields.get("precision", "")).partition(" ")[0]
-    precise = f"{row.own.get('precision', of_table)} {row.get('options', '')}"
-    if re.search(r"fp8|float8", precise):
+    if in_fp8(row):
         code = replace(code, pace=replace(code.pace, products="fp8"))
     return replace(stack, code=code)

@@ -57,6 +57,7 @@ class Verdict:
     oom_called_fit: list[str] = field(default_factory=list)
     ran_called_too_large: list[str] = field(default_factory=list)
     ran: int = 0
+    chosen: int = 0
     groups: list[bool] = field(default_factory=list)
     anomalies: list[str] = field(default_factory=list)
     unused: Counter[str] = field(default_factory=Counter)

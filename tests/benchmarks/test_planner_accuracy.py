@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner.judge import judge
 from benchmarks.planner.tables import read
 from benchmarks.planner.verdict import Verdict
-from benchmarks.planner_accuracy import main
+from benchmarks.planner_accuracy import lines, main
 
 KEYS = [
     "rows",
@@ -101,7 +101,7 @@ def test_days_of_a_whole_run_are_counted_with_attention(tmp_path: Path) -> None:
 """
     verdict = one(tmp_path, text)
     assert 0 < max(verdict.days) < 0.02
-    assert not verdict.unused
+    assert not [why for why in verdict.unused if "days" in why]
     assert verdict.to_json()["days_err_max"] == max(verdict.days)
 
 
@@ -132,10 +132,223 @@ def test_a_product_that_is_not_the_gpus_is_told(tmp_path: Path) -> None:
 
 def test_a_row_that_lacks_something_is_counted_with_its_reason(tmp_path: Path) -> None:
     text = (GPT % ("short", "tflops: 148")).replace("params_b: 145.6, ", "")
-    for field, why in (("L: 80, ", "no L"), ("mbs: 2, ", "no micro-batch"), ("h: 12288, ", "no h")):
-        assert dict(one(tmp_path, text.replace(field, "")).unused) == {why: 1}
+    for field, why in (("L: 80, ", "no L"), ("gbs: 2304, mbs: 2, ", "no micro-batch"), ("h: 12288, ", "no h")):
+        assert dict(one(tmp_path, text.replace(field, "")).unused) == {f"time not compared: {why}": 1}
     nowhere = text.replace("source: somewhere", "source: nobody")
-    assert dict(one(tmp_path, nowhere).unused) == {"it is not said which code ran it": 1}
+    assert dict(one(tmp_path, nowhere).unused) == {"time not compared: it is not said which code ran it": 1}
+
+
+def test_what_is_used_of_a_row_does_not_hide_what_is_not(tmp_path: Path) -> None:
+    # parameters and the aggregate are compared; time and memory are not, and two columns are nobody's
+    text = (GPT % ("hidden", "tflops: 148, aggregate_pflops: 227.1, mem_gb: 60, flavour: 3, loss: 2.1")).replace(
+        "mbs: 2", "mbs: 4000"
+    )
+    verdict = one(tmp_path, text)
+    assert (verdict.params, verdict.flops, verdict.points) == ([0], [0], [])
+    why = "fewer sequences than dp x mbs"
+    assert dict(verdict.unused) == {f"memory not compared: {why}": 1, f"time not compared: {why}": 1}
+    printed = "\n".join(lines([verdict]))
+    assert f"time not compared: {why} (1 row)" in printed
+    assert "columns not read: flavour, loss" in printed
+
+
+def test_a_row_without_a_micro_batch_has_the_fastest_that_fits_and_that_is_told(tmp_path: Path) -> None:
+    text = (GPT % ("unsaid", "tflops: 148, mem_gb: 60")).replace("mbs: 2, ", "")
+    verdict = one(tmp_path, text)
+    assert [point.kind for point in verdict.points] == ["time"]
+    assert dict(verdict.unused) == {"memory not compared: no micro-batch": 1}
+    assert "no micro-batch said, time with the fastest that fits: 1 row" in "\n".join(lines([verdict]))
+    (chosen,) = verdict.points
+    assert chosen.case is not None
+    times = {size: one(tmp_path, text.replace("gbs: 2304", f"gbs: 2304, mbs: {size}")) for size in (1, 2, 4, 8)}
+    roomy = [v.points[-1].predicted for v in times.values() if v.points and not v.ran_called_too_large]
+    assert chosen.predicted == min(roomy)
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        ("gpus: 1536", "num_gpus: 1536"),
+        ("gbs: 2304", "global_batch_size: 2304"),
+        ("gbs: 2304", "batch_size: 2304"),
+        ("mbs: 2", "micro_batch_size: 2"),
+        ("a: 96", "num_attention_heads: 96"),
+        ("a: 96", "attention_heads: 96"),
+        ("tflops: 148", "achieved_tflops: 148"),
+        ("tflops: 148", "TFLOPs_per_GPU: 148"),
+        ("iter_s: 24.8", "step_time_s: 24.8"),
+        ("iter_s: 24.8", "iteration_time_s: 24.8"),
+        ("iter_s: 24.8", "iter_ms: 24800"),
+        ("iter_s: 24.8", "sec_per_iter: 24.8"),
+        ("pct_peak: 47", "peak_pct: 47"),
+        ("pct_peak: 47", "percent_of_peak: 47"),
+        ("pct_peak: 47", "pct_of_peak: '47%'"),
+        ("aggregate_pflops: 227.1", "aggregate_petaflops: 227.1"),
+        ("aggregate_pflops: 227.1", "agg_pflops: 227.1"),
+        ("mem_gb: 50", "max_mem_gb: 50"),
+        ("mem_gib: 50", "peak_mem_gib: 50"),
+        ("tokens: 300B, days: 13", "tokens_B: 300, days: 13"),
+        ("tokens: 300B, days: 13", "tokens_t: 0.3, days: 13"),
+        ("tokens: 300B, days: 13", "days_300B: 13"),
+        ("tokens: 300B, days: 13", "days_for_300b_tokens: 13"),
+        ("tokens: 300B, days: 13", "days_300B_tokens: 13"),
+    ],
+)
+def test_other_spellings_of_a_column_are_the_same_column(tmp_path: Path, ours: str, other: str) -> None:
+    kept = "tflops: 148, aggregate_pflops: 227.1, pct_peak: 47"
+    text = GPT % ("same", kept if ours in kept else f"{kept}, {ours}")
+    assert ours in text
+    plain, spelled = one(tmp_path, text), one(tmp_path, text.replace(ours, other))
+    for key, value in plain.to_json().items():
+        assert spelled.to_json()[key] == (value if value is None else pytest.approx(value, rel=0.01, abs=1e-3)), key
+    assert spelled.unused == plain.unused
+    assert not spelled.table.unread
+    assert plain.to_json()["mfu_err_max_points"] == 0
+
+
+def test_gpu_days_and_gpu_hours_are_days_of_one_gpu(tmp_path: Path) -> None:
+    days = one(tmp_path, GPT % ("d", "tflops: 148, tokens: 300B, days: 13.25")).days
+    assert days != [0]
+    for other in (f"gpu_days: {13.25 * 1536}", f"gpu_hours: {13.25 * 24 * 1536}"):
+        assert one(tmp_path, GPT % ("d", f"tflops: 148, tokens: 300B, {other}")).days == pytest.approx(
+            days, abs=0.005
+        )
+    llama = GPT.replace("flops_convention: narayanan_hw", "").replace("source: somewhere", "source: elsewhere")
+    verdict = one(tmp_path, llama % ("unnamed", "tflops: 148, tokens: 300B, days: 13"))
+    assert verdict.unused["days not compared: the table names no convention of FLOPs for it"] == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "out"),
+    [
+        ("oom: true", True),
+        ("oom: 'yes'", True),
+        ("oom: 'no'", False),
+        ("oom: 'false'", False),
+        ("mem_gb: OOM", True),
+        ("status: OOM", True),
+        ("tflops: OOM", True),
+        ("iter_s: oom", True),
+        ("out_of_memory: true", True),
+        ("fits: false", True),
+        ("fits: true", False),
+        ("note: out of memory", True),
+        ("note: ran out of memory at the optimizer step", True),
+        ("note: did not run out of memory", False),
+        ("note: 'a room, no OOM'", False),
+    ],
+)
+def test_out_of_memory_however_it_is_said(tmp_path: Path, said: str, out: bool) -> None:
+    verdict = one(tmp_path, GPT % ("oom", said))
+    assert (verdict.oom, verdict.ran) == (int(out), 0)
+
+
+def test_defaults_of_a_stack_are_used_where_its_table_says_nothing(tmp_path: Path) -> None:
+    text = """
+  - id: silent
+    source: %s
+    hardware: H100-SXM-80GB, 8 a node
+    seq_len: 8192
+    rows:
+      - {model: %s, gpus: 64, dp: 8, tp: 8, %s, ac: full, layout: %s, tps: 600}
+"""
+    zero = {}
+    for source, batch, layout in (
+        ("elsewhere", "lbs: 2", "2D"),
+        ("elsewhere", "lbs: 2", "DDP"),
+        ("somewhere", "gbs: 8, mbs: 1", "2D"),
+    ):
+        (point,) = one(tmp_path, text % (source, "70B", batch, layout)).points
+        assert point.case is not None
+        zero[source, layout] = point.case.how.layout.zero
+    assert zero == {("elsewhere", "2D"): 3, ("elsewhere", "DDP"): 0, ("somewhere", "2D"): 1}
+    for name in ("Llama 3 70B", "Llama3-70B", "Llama-3.1-70B", "meta_llama_3.1_70b"):
+        assert one(tmp_path, text % ("elsewhere", name, "lbs: 2", "2D")).points
+    other = one(tmp_path, text % ("elsewhere", "Llama-2-70B", "lbs: 2", "2D"))
+    assert dict(other.unused) == {"time not compared: no L": 1}
+
+
+def test_mfu_of_a_row_in_fp8_is_of_the_peak_in_fp8(tmp_path: Path) -> None:
+    text = """
+  - id: eight
+    source: somewhere
+    hardware: %s
+    flops_convention: mpt_mfu
+    seq_len: 2048
+    rows:
+      - {model: mpt-3b, gpus: 8, mbs: 32, gas: 1, gbs: 256, precision: amp_fp8, tps: 33000, mfu_pct: 29.9}
+"""
+    assert found(tmp_path, text % "H100-SXM-80GB, peak 989.4 (H100)")["mfu_err_max_points"] < 0.1
+    none = one(tmp_path, text % "A100-SXM-80GB")
+    assert none.unused["MFU not compared: the machine has no peak in fp8"] == 1
+    assert not none.mfu
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "why"),
+    [
+        ("mbs: 2", "mbs: 0", "mbs is 0"),
+        ("mbs: 2", "micro_batch: -1", "micro_batch is -1"),
+        ("tp: 8", "tp: 0", "tp is 0"),
+        ("gpus: 1536", "gpus: [8, 16]", "gpus is [8, 16]"),
+        ("gpus: 1536", "gpus: .inf", "gpus is inf"),
+        ("tflops: 148", "tflops: -3", "tflops is -3"),
+    ],
+)
+def test_a_row_with_a_size_that_no_run_has_is_not_used(tmp_path: Path, ours: str, other: str, why: str) -> None:
+    verdict = one(tmp_path, (GPT % ("odd", "tflops: 148")).replace(ours, other))
+    assert dict(verdict.unused) == {f"row not used: {why}": 1}
+    assert not verdict.points
+    assert not verdict.params
+    assert not verdict.missed()
+
+
+def test_no_number_is_as_if_it_was_not_there_and_json_stays_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tables.yaml"
+    file.write_text(SOURCES + GPT % ("blank", "tflops: .nan, params: .nan, mfu: .nan, 1: 2"))
+    assert main([str(file), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["blank"]
+    assert (values["params_err_max"], values["time_rows"], values["mfu_err_max_points"]) == (0, 0, None)
+    gpus = (GPT % ("sized", "dp: 24, tflops: 148")).replace("gpus: 1536", "gpus: .nan")
+    assert one(tmp_path, gpus).to_json()["time_rows"] == 1
+
+
+def test_a_measurement_that_is_no_number_is_told_and_a_share_is_a_percentage(tmp_path: Path) -> None:
+    verdict = one(tmp_path, GPT % ("range", "tflops: 130-140"))
+    assert dict(verdict.unused) == {"not compared: tflops is 130-140": 1}
+    share = GPT.replace("flops_convention: narayanan_hw", "")
+    for mfu in ("mfu: 0.474", "mfu_pct: 47.4", "mfu: 47.4"):
+        assert one(tmp_path, share % ("share", f"tflops: 148, {mfu}")).mfu == [0]  # 148 / 312
+    assert one(tmp_path, share % ("share", "tflops: 148, mfu: 0.484")).mfu == [pytest.approx(0.914, abs=1e-3)]
+
+
+def test_tables_of_one_id_stay_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tables.yaml"
+    file.write_text(
+        SOURCES + GPT % ("twin", "tflops: 148") + GPT % ("twin", "tflops: 140") + GPT % ("twin (2)", "tflops: 145")
+    )
+    assert main([str(file), str(file), "--json"]) == 0
+    names = list(json.loads(capsys.readouterr().out))
+    assert names == ["twin", "twin (2)", "twin (2) (2)", "twin (3)", "twin (4)", "twin (2) (3)"]
+
+
+def test_a_bubble_is_held_to_half_a_percent_where_a_layout_ran_at_three_batches(tmp_path: Path) -> None:
+    # pp 8 in 2 stages a rank has m + 7/2 slots for m micro-batches: 3 s and 0.25 s a slot
+    head, row = (GPT % ("batches", "iter_s: 1.0")).rsplit("      - ", 1)
+
+    def at(bent: float) -> Verdict:
+        rows = ""
+        for m in (16, 48, 96):
+            seconds = (3 + 0.25 * (m + 3.5)) * (bent if m == 48 else 1)
+            rows += f"      - {row}".replace("2304", str(48 * m)).replace("iter_s: 1.0", f"iter_s: {seconds}")
+        return one(tmp_path, head + rows)
+
+    assert max(at(1).bubbles) < 1e-9
+    assert not [bar for bar in at(1).missed() if "bubble" in bar]
+    assert 0.005 < max(at(1.02).bubbles) < 0.02
+    assert [bar for bar in at(1.02).missed() if "bubble" in bar]
 
 
 def test_layouts_models_and_machines_in_words(tmp_path: Path) -> None:
