@@ -42,10 +42,10 @@ _MEGATRON_FLASH = replace(MEGATRON, flash_attention=True)
 N_ALTERNATIVES = 5
 # What benchmarks/planner_accuracy.py finds: mean and worst error over every usable row of published tables.
 ACCURACY = (
-    "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT (worst "
-    "-26%), 9% over 13 rows of nanotron (worst +32%), 9% over 18 rows of torchtitan (worst -21%); memory 3% over "
-    "33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron (worst -11%), 5% over 18 rows of torchtitan "
-    "(worst -16%); see docs/planner-accuracy.md"
+    "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
+    "(worst -26%), 9% over 13 rows of nanotron (worst +32%), 8% over 18 rows of torchtitan (worst -21%); "
+    "memory 3% over 33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron (worst -11%), 5% over 18 "
+    "rows of torchtitan (worst -16%); see docs/planner-accuracy.md"
 )
 
 
