@@ -30,11 +30,16 @@ def plan(
     layout: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY=VALUE,...", help="e.g. tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full; else the best."
+            metavar="KEY=VALUE,...",
+            help="Plan this layout, e.g. tp=2,pp=4,mbs=2, not the best. "
+            "Keys: dp tp pp cp ep zero mbs dp_replicate stages_per_rank schedule recompute compile. Left out, dp is "
+            "what the others leave, mbs and compile are the recipe's, the rest 1, 0 or none; --explain has it at its "
+            "best.",
         ),
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUE,...", help="Why is it not laid out so? e.g. tp=4 or pp=8,zero=1.")
+        str | None,
+        typer.Option(metavar="KEY=VALUE,...", help="Why not so, the rest at its best? e.g. tp=4 or pp=8,zero=1."),
     ] = None,
     share: Annotated[
         float, typer.Option(metavar="SHARE", help="Of full speed, that a batch ramp is to keep from its start.")
