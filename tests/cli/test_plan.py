@@ -120,6 +120,13 @@ def test_a_budget_needs_no_recipe(leaven):
         (("RECIPE",), "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
         (("RECIPE", "--budget", "8xH100 x 2d"), "a --budget is planned without RECIPE; leave it out"),
         (("--budget", "8xH100 x 2d", "-o", "x.html"), "a --budget is planned without -o; leave it out"),
+        *(
+            (
+                ("--budget", "8xH100 x 2d", *option.split()),
+                f"a --budget is planned without {option.split()[0]}; leave",
+            )
+            for option in ("--share 0.9", "--measure", "--set data.tokens=1", "--moments muon", "--no-history")
+        ),
         (("--budget", "8xH100"), "not a cluster and a time; write for example"),
         (("RECIPE", *CLUSTER, "--mfu", "0.4"), "--mfu goes with --budget"),
         (("RECIPE", *CLUSTER, "--share", "1.4"), "--share 1.4: a share of full speed"),

@@ -66,7 +66,19 @@ def plan(
     """Will it fit, how fast, how long, for how much; the best layout if none is given. With --budget: what would."""
     if budget is not None:
         _alone(
-            "a --budget", {"RECIPE": recipe, "--gpus": gpus, "--layout": layout, "--explain": explain, "-o": report}
+            "a --budget",
+            {
+                "RECIPE": recipe,
+                "--gpus": gpus,
+                "--layout": layout,
+                "--explain": explain,
+                "-o": report,
+                "--share": None if share == SHARE else share,
+                "--moments": None if moments == "adam" else moments,
+                "--measure": measure or None,
+                "--no-history": None if history else True,
+                "--set": overrides or None,
+            },
         )
         show_budget(budget, mfu, price, json_output)
         return
