@@ -6,7 +6,7 @@ from rich.text import Text
 
 from leaven.planning.cost import Price
 from leaven.planning.explain import PARTS, Explanation
-from leaven.planning.layouts import Candidate
+from leaven.planning.layouts import EQUAL, Candidate
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, Plan
 from leaven.planning.ramp import RampChoice
@@ -101,10 +101,11 @@ def _start(choice: RampChoice) -> str:
 def _alternative(other: Candidate, found: Plan) -> Text:
     """Memory, time, and what is another than in the choice; dp and accumulation follow from the rest."""
     slower = other.time.step / found.time.step - 1
+    dye = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     mine, chosen = _choices(other), _choices(found.chosen)
     return Text.assemble(
         f"{other.memory.total / GIB:5.1f} GiB  ",
-        (f"{slower:+7.1%} time", "red" if slower > 0 else "green"),
+        (f"{slower:+7.1%} time", dye),
         f"  {', '.join(said for said in mine if said not in chosen)}",
     )
 
