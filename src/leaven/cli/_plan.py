@@ -85,10 +85,12 @@ def _ramp(found: Plan) -> list[_Part]:
     smaller = [choice for choice in ramp.choices if choice.start_tokens < ramp.chosen.start_tokens]
     if smaller:
         said.append(f"{_start(smaller[-1])}")
-    said.append(
-        f"+{format_quantity(ramp.increment_tokens)} over {format_quantity(ramp.chosen.over_tokens)}: "
-        f"{format_seconds(3600 * ramp.chosen.extra_hours)} more than the full batch"
-    )
+    if ramp.start != ramp.points[-1]:
+        said.append(
+            f"growing by {format_quantity(ramp.increment_tokens)} tokens a step of the ramp over the first "
+            f"{format_quantity(ramp.chosen.over_tokens)} tokens: "
+            f"{format_seconds(3600 * ramp.chosen.extra_hours)} more than at the full batch"
+        )
     if ramp.own is not None:
         said.append(f"the recipe's: {_start(ramp.own)}, {format_seconds(3600 * ramp.own.extra_hours)} more")
     return said
