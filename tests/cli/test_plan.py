@@ -107,6 +107,28 @@ def test_a_published_run_is_planned_by_its_id(leaven, tmp_path, monkeypatch):
     assert "<h1>bloom-176b</h1>" in page.read_text(encoding="utf-8")
 
 
+def test_the_cpu_is_no_gpu(rye, leaven):
+    shape = [f"model.{key}" for key in ("n_layers=2", "d_model=256", "n_heads=2", "n_kv_heads=2", "d_ff=512")]
+    sets = [word for override in (*shape, "batch.tokens=16384") for word in ("--set", override)]
+    code, out, _ = leaven("plan", rye, "--gpus", "cpu", "--price", "2.5", *sets)
+    assert code == 0
+    assert "memory / process  " in out
+    assert "tokens/s/process" in out
+    assert re.search(r"budget  +\d,\d{3}\.\d days · [\d,]+ process-h", out)
+    assert re.search(r"[\d,]+ \(unit of the price\) at 2\.50 a process-h", out)
+    assert "GPU" not in out
+
+
+def test_a_ramp_says_its_units_and_no_more_than_it_keeps(rye, leaven):
+    quick = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "0.5")[1]
+    text = " ".join(line[14:] for line in quick.splitlines())
+    grows = r"growing by [\d.]+ k tokens a step of the ramp over the first [\d.]+ B tokens: .* more than at the full "
+    assert re.search(grows + "batch", text)
+    full = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "1")[1]
+    assert "start at 1.05 M tokens: 100% of full speed" in full
+    assert "growing by" not in full
+
+
 def test_a_budget_needs_no_recipe(leaven):
     code, out, _ = leaven("plan", "--budget", "8xH100 x 2d", "--mfu", "0.4", "--json")
     assert code == 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from leaven.planning.cost import Price
+from leaven.planning.cost import Price, device
 from leaven.planning.explain import PARTS, Explanation
 from leaven.planning.layouts import EQUAL, Candidate
 from leaven.planning.memory import GIB
@@ -22,7 +22,7 @@ def plan_screen(found: Plan, price: Price | None = None, asked: str | None = Non
     """The layout, whether it fits, how fast, how long and for how much, where its ramp starts, and why no other."""
     facts: list[tuple[str, Sequence[_Part]]] = [
         ("layout", str(found.arrangement).split(" · ")),
-        ("memory / GPU", _memory(found)),
+        (f"memory / {device(found.cluster)}", _memory(found)),
         ("speed", _speed(found)),
         ("time", _time(found)),
         ("budget", [format_seconds(found.seconds), *found.cost(price).said, f"on {found.cluster}"]),
@@ -69,7 +69,7 @@ def _speed(found: Plan) -> list[_Part]:
         else f"{speed.tflops_per_gpu:.2g} TFLOP/s",
         f"MFU {speed.mfu:.1%} (full attention; causal {speed.mfu_causal:.1%}; HFU {speed.hfu:.1%})",
         f"{duration(speed.step_seconds)} a step",
-        f"{rate} tokens/s/GPU",
+        f"{rate} tokens/s/{device(found.cluster)}",
     ]
 
 
@@ -97,7 +97,9 @@ def _ramp(found: Plan) -> list[_Part]:
 
 
 def _start(choice: RampChoice) -> str:
-    return f"{format_quantity(choice.start_tokens)} tokens: {choice.share:.0%}"
+    """Nothing short of full speed is said to be 100% of it."""
+    share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
+    return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
 
 def _alternative(other: Candidate, found: Plan) -> Text:
