@@ -87,13 +87,15 @@ def test_what_is_asked_of_the_ramp_and_of_money_is_in_the_document(rye, leaven):
 
 def test_a_page_is_written_beside_the_screen(rye, leaven, tmp_path):
     page = tmp_path / "plan.html"
-    code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, "--set", "data.tokens=20_000_000_000", "-o", page)
+    sets = ("--set", "batch.tokens=2097152", "--set", "data.tokens=20_000_000_000")
+    code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *sets, "--moments", "muon", "--no-history", "-o", page)
     assert code == 0
     assert out.splitlines()[-1] == f"wrote {page}"
     html = page.read_text(encoding="utf-8")
     (command,) = re.findall(r"<code>(leaven plan .*?)</code>", html)
     assert command.endswith(
-        f"rye.toml --gpus 32xH100-80GB --layout {LAYOUT[1]} --share 0.7 --set data.tokens=20_000_000_000"
+        f"rye.toml --gpus 32xH100-80GB --layout {LAYOUT[1]} --share 0.7 --moments muon --no-history "
+        "--set batch.tokens=2097152 --set data.tokens=20_000_000_000"
     )
     assert "20 B tokens" in html
 

@@ -108,8 +108,9 @@ def plan(
         options = {"--gpus": gpus, "--layout": layout, "--price": price, "--share": f"{share:g}"}
         options |= {} if moments == "adam" else {"--moments": moments}
         words = [word for option, given in options.items() if given is not None for word in (option, given)]
+        switches = ["--measure"] * measure + ["--no-history"] * (not history)
         sets = [word for override in overrides or () for word in ("--set", override)]
-        write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *sets]), each)
+        write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets]), each)
     if document is not None:
         emit_json(document)
     else:
