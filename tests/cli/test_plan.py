@@ -124,11 +124,11 @@ def test_the_cpu_is_no_gpu(rye, leaven):
 def test_a_ramp_says_its_units_and_no_more_than_it_keeps(rye, leaven):
     quick = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "0.5")[1]
     text = " ".join(line[14:] for line in quick.splitlines())
-    grows = r"growing by [\d.]+ k tokens a step of the ramp over the first [\d.]+ B tokens: .* more than at the full "
-    assert re.search(grows + "batch", text)
+    grows = r"growing in steps of [\d.]+ k tokens over the first [\d.]+ B tokens: .* more than at the full batch"
+    assert re.search(grows, text)
     full = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "1")[1]
     assert "start at 1.05 M tokens: 100% of full speed" in full
-    assert "growing by" not in full
+    assert "growing" not in full
 
 
 def test_a_budget_needs_no_recipe(leaven):

@@ -87,7 +87,7 @@ def _ramp(found: Plan) -> list[_Part]:
         said.append(f"{_start(smaller[-1])}")
     if ramp.start != ramp.points[-1]:
         said.append(
-            f"growing by {format_quantity(ramp.increment_tokens)} tokens a step of the ramp over the first "
+            f"growing in steps of {format_quantity(ramp.increment_tokens)} tokens over the first "
             f"{format_quantity(ramp.chosen.over_tokens)} tokens: "
             f"{format_seconds(3600 * ramp.chosen.extra_hours)} more than at the full batch"
         )
