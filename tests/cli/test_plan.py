@@ -1,13 +1,19 @@
 """leaven plan as a person types it: its screen, its page, and what it cannot do."""
 
+import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.quoted import PAGES, renewed
+from rich.console import Console
 
 from leaven.cli import _common
+from leaven.cli._plan import plan_screen
+from leaven.planning.plan import plan_recipe
+from leaven.recipe.files import read_recipe
 
 RYE = """
 name = "rye-7b"
@@ -107,6 +113,17 @@ def test_a_published_run_is_planned_by_its_id(leaven, tmp_path, monkeypatch):
     assert code == 0
     assert "dp 8 · tp 4 · pp 12" in out
     assert "<h1>bloom-176b</h1>" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("slower", "dyed"), [(-0.05, "\x1b[32m"), (-0.005, ""), (0.005, ""), (0.05, "\x1b[31m")])
+def test_times_within_one_per_cent_are_neither_better_nor_worse(slower, dyed, rye):
+    found = plan_recipe(read_recipe(rye), CLUSTER[1], LAYOUT[1])
+    longer = found.time.compute + slower * found.time.step
+    vars(found)["alternatives"] = (replace(found.chosen, time=replace(found.time, compute=longer)),)
+    console = Console(width=120, file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
+    console.print(plan_screen(found))
+    said = re.escape(f"{slower:+.1%} time")
+    assert re.search(rf"GiB  {re.escape(dyed)} *{said}", console.file.getvalue())
 
 
 def test_the_cpu_is_no_gpu(rye, leaven):
