@@ -1,6 +1,7 @@
 """The verb that shows accelerators, and the screen of a budget."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,21 @@ def test_the_screen_of_a_budget(width: int) -> None:
     assert "20 tokens a parameter" in text
     assert "8xH100-SXM-80GB · one node · 72 h 00 · 576 GPU-h" in text
     assert "leaven new OUT.toml --params " in text
+
+
+def test_a_budget_s_layouts_are_whole_and_what_they_stand_on_is_said() -> None:
+    def screen(text: str, mfu: float | None = None) -> str:
+        console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(budget_screen(budget(text, mfu=mfu)))
+        return console.export_text()
+
+    # Of many GPUs with little memory: every key there is.
+    many = screen("512xA100-40GB x 30d")
+    assert "…" not in many
+    assert re.search(r"  dp 256 tp 2 zero 3 mbs \d+ recompute full\n", many)
+    assert re.search(r"  dp 512 in 8 zero 3 mbs \d+\n", many)
+    assert "accuracy  mean error on published runs" in many
+    assert "accuracy" not in screen("8xH100 x 3d", 0.4)  # nothing was planned
 
 
 def test_a_budget_s_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,19 @@
 """leaven plan as a person types it: its screen, its page, and what it cannot do."""
 
+import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.quoted import PAGES, renewed
+from rich.console import Console
 
 from leaven.cli import _common
+from leaven.cli._plan import plan_screen
+from leaven.planning.plan import plan_recipe
+from leaven.recipe.files import read_recipe
 
 RYE = """
 name = "rye-7b"
@@ -87,13 +93,15 @@ def test_what_is_asked_of_the_ramp_and_of_money_is_in_the_document(rye, leaven):
 
 def test_a_page_is_written_beside_the_screen(rye, leaven, tmp_path):
     page = tmp_path / "plan.html"
-    code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, "--set", "data.tokens=20_000_000_000", "-o", page)
+    sets = ("--set", "batch.tokens=2097152", "--set", "data.tokens=20_000_000_000")
+    code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *sets, "--moments", "muon", "--no-history", "-o", page)
     assert code == 0
     assert out.splitlines()[-1] == f"wrote {page}"
     html = page.read_text(encoding="utf-8")
     (command,) = re.findall(r"<code>(leaven plan .*?)</code>", html)
     assert command.endswith(
-        f"rye.toml --gpus 32xH100-80GB --layout {LAYOUT[1]} --share 0.7 --set data.tokens=20_000_000_000"
+        f"rye.toml --gpus 32xH100-80GB --layout {LAYOUT[1]} --share 0.7 --moments muon --no-history "
+        "--set batch.tokens=2097152 --set data.tokens=20_000_000_000"
     )
     assert "20 B tokens" in html
 
@@ -105,6 +113,39 @@ def test_a_published_run_is_planned_by_its_id(leaven, tmp_path, monkeypatch):
     assert code == 0
     assert "dp 8 · tp 4 · pp 12" in out
     assert "<h1>bloom-176b</h1>" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("slower", "dyed"), [(-0.05, "\x1b[32m"), (-0.005, ""), (0.005, ""), (0.05, "\x1b[31m")])
+def test_times_within_one_per_cent_are_neither_better_nor_worse(slower, dyed, rye):
+    found = plan_recipe(read_recipe(rye), CLUSTER[1], LAYOUT[1])
+    longer = found.time.compute + slower * found.time.step
+    vars(found)["alternatives"] = (replace(found.chosen, time=replace(found.time, compute=longer)),)
+    console = Console(width=120, file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
+    console.print(plan_screen(found))
+    said = re.escape(f"{slower:+.1%} time")
+    assert re.search(rf"GiB  {re.escape(dyed)} *{said}", console.file.getvalue())
+
+
+def test_the_cpu_is_no_gpu(rye, leaven):
+    shape = [f"model.{key}" for key in ("n_layers=2", "d_model=256", "n_heads=2", "n_kv_heads=2", "d_ff=512")]
+    sets = [word for override in (*shape, "batch.tokens=16384") for word in ("--set", override)]
+    code, out, _ = leaven("plan", rye, "--gpus", "cpu", "--price", "2.5", *sets)
+    assert code == 0
+    assert "memory / process  " in out
+    assert "tokens/s/process" in out
+    assert re.search(r"budget  +\d,\d{3}\.\d days · [\d,]+ process-h", out)
+    assert re.search(r"[\d,]+ \(unit of the price\) at 2\.50 a process-h", out)
+    assert "GPU" not in out
+
+
+def test_a_ramp_says_its_units_and_no_more_than_it_keeps(rye, leaven):
+    quick = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "0.5")[1]
+    text = " ".join(line[14:] for line in quick.splitlines())
+    grows = r"growing in steps of [\d.]+ k tokens over the first [\d.]+ B tokens: .* more than at the full batch"
+    assert re.search(grows, text)
+    full = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "1")[1]
+    assert "start at 1.05 M tokens: 100% of full speed" in full
+    assert "growing" not in full
 
 
 def test_a_budget_needs_no_recipe(leaven):
@@ -120,6 +161,13 @@ def test_a_budget_needs_no_recipe(leaven):
         (("RECIPE",), "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
         (("RECIPE", "--budget", "8xH100 x 2d"), "a --budget is planned without RECIPE; leave it out"),
         (("--budget", "8xH100 x 2d", "-o", "x.html"), "a --budget is planned without -o; leave it out"),
+        *(
+            (
+                ("--budget", "8xH100 x 2d", *option.split()),
+                f"a --budget is planned without {option.split()[0]}; leave",
+            )
+            for option in ("--share 0.9", "--measure", "--set data.tokens=1", "--moments muon", "--no-history")
+        ),
         (("--budget", "8xH100"), "not a cluster and a time; write for example"),
         (("RECIPE", *CLUSTER, "--mfu", "0.4"), "--mfu goes with --budget"),
         (("RECIPE", *CLUSTER, "--share", "1.4"), "--share 1.4: a share of full speed"),

@@ -15,7 +15,7 @@ def test_a_fortnight_of_64_boards_of_700_w() -> None:
     assert found.gpu_hours == 14 * 24 * 64 == 21_504
     assert found.energy_kwh == pytest.approx(21_504 * 0.7)
     assert found.money == 53_760
-    assert found.said == ["21,504 GPU-h", "15.1 MWh (boards at 700 W)", "53,760 at 2.50 a GPU-h"]
+    assert found.said == ["21,504 GPU-h", "15.1 MWh (boards at 700 W)", "53,760 (unit of the price) at 2.50 a GPU-h"]
 
 
 def test_a_building_takes_more_than_its_boards() -> None:
@@ -23,6 +23,12 @@ def test_a_building_takes_more_than_its_boards() -> None:
     assert bare.energy_kwh == pytest.approx(3.2)
     assert whole.energy_kwh == pytest.approx(3.2 * 1.3)
     assert whole.said == ["8 GPU-h", "4.16 kWh (boards at 400 W x 1.3)"]
+
+
+def test_the_cpu_is_a_process_and_a_price_has_one_form() -> None:
+    found = cost(36_000, parse_cluster("cpu"), parse_price("2.5 EUR"))
+    assert found.said[0] == "10 process-h"
+    assert found.said[-1] == "EUR 25.00 at EUR 2.50 a process-h"
 
 
 def test_what_is_not_known_is_none() -> None:
@@ -45,7 +51,9 @@ def test_what_is_not_known_is_none() -> None:
         ("2.5", Price(2.5), "25.00"),
         ("$2", Price(2.0, "$"), "$20.00"),
         (" € 2.20 ", Price(2.2, "€"), "€22.00"),
-        ("2.2 EUR", Price(2.2, "EUR "), "EUR 22.00"),
+        ("2.2 EUR", Price(2.2, "EUR"), "EUR 22.00"),
+        ("EUR2.2", Price(2.2, "EUR"), "EUR 22.00"),
+        ("US$ 2.2", Price(2.2, "US$"), "US$22.00"),
         (".9", Price(0.9), "9.00"),
     ],
 )

@@ -56,7 +56,14 @@ def test_formats(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(8.2, "8.2 s"), (99.4, "99 s"), (245, "4 min 05 s"), (48_960, "13 h 36"), (1e6, "11.6 days")],
+    [
+        (8.2, "8.2 s"),
+        (99.4, "99 s"),
+        (245, "4 min 05 s"),
+        (48_960, "13 h 36"),
+        (1e6, "11.6 days"),
+        (8.64e8, "10,000.0 days"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from rich.console import Group
 
 from leaven.cli._common import console, emit_json
+from leaven.planning.arrangement import Arrangement
 from leaven.planning.budget import Budget, Row, budget
 from leaven.planning.cost import parse_price
+from leaven.planning.plan import ACCURACY
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.report.terminal import Column, Columns, Facts
 
@@ -45,6 +47,7 @@ def budget_screen(found: Budget) -> Group:
         ("budget", (str(cluster), cluster.nodes_said, format_seconds(found.seconds), *found.cost.said, *note)),
         ("FLOPs", (f"{min(flops):.2e} .. {max(flops):.2e}, 6 N D at the speed of each size", "no ramp, no restarts")),
         *(("" if n else "does not fit", (f"{law}: {why}",)) for n, (law, why) in enumerate(found.refused)),
+        *([("accuracy", (ACCURACY,))] if any(row.speed.plan for row in found.rows) else []),
         ("next", (f"leaven new OUT.toml {sizes} --gpus {cluster}", "the middle of these")),
     ]
     return Group(Columns(_COLUMNS, [_cells(row) for row in found.rows]), Facts(facts))
@@ -58,9 +61,20 @@ def _cells(row: Row) -> tuple[str, ...]:
         format_quantity(row.tokens),
         f"{row.tokens_per_param:.3g}" if row.tokens_per_param < 1_000 else f"{row.tokens_per_param:,.0f}",
         f"{row.speed.mfu:.0%}",
-        f"L {shape.n_layers}  d {shape.d_model}",
-        str(how) if how else "not planned",
+        f"L {shape.n_layers} d {shape.d_model}",
+        _short(how) if how else "not planned",
     )
+
+
+def _short(how: Arrangement) -> str:
+    """``dp 64 zero 3 mbs 2 recompute full``: degrees of one and what follows from the rest are left out."""
+    layout = how.layout
+    replicas = f" in {layout.dp_replicate}" if layout.dp_replicate > 1 else ""
+    turns = f"x{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+    ranks = [("dp", layout.dp, replicas), ("tp", layout.tp, ""), ("pp", layout.pp, turns)]
+    said = [f"{key} {degree}{more}" for key, degree, more in ranks if degree > 1]
+    recompute = "" if layout.recompute == "none" else f" recompute {layout.recompute}"
+    return " ".join([*said, f"zero {layout.zero} mbs {how.micro_batch}{recompute}"])
 
 
 def _typed(count: float) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from leaven.planning.cost import Price
+from leaven.planning.cost import Price, device
 from leaven.planning.explain import PARTS, Explanation
-from leaven.planning.layouts import Candidate
+from leaven.planning.layouts import EQUAL, Candidate
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, Plan
 from leaven.planning.ramp import RampChoice
@@ -22,7 +22,7 @@ def plan_screen(found: Plan, price: Price | None = None, asked: str | None = Non
     """The layout, whether it fits, how fast, how long and for how much, where its ramp starts, and why no other."""
     facts: list[tuple[str, Sequence[_Part]]] = [
         ("layout", str(found.arrangement).split(" · ")),
-        ("memory / GPU", _memory(found)),
+        (f"memory / {device(found.cluster)}", _memory(found)),
         ("speed", _speed(found)),
         ("time", _time(found)),
         ("budget", [format_seconds(found.seconds), *found.cost(price).said, f"on {found.cluster}"]),
@@ -69,7 +69,7 @@ def _speed(found: Plan) -> list[_Part]:
         else f"{speed.tflops_per_gpu:.2g} TFLOP/s",
         f"MFU {speed.mfu:.1%} (full attention; causal {speed.mfu_causal:.1%}; HFU {speed.hfu:.1%})",
         f"{duration(speed.step_seconds)} a step",
-        f"{rate} tokens/s/GPU",
+        f"{rate} tokens/s/{device(found.cluster)}",
     ]
 
 
@@ -85,26 +85,31 @@ def _ramp(found: Plan) -> list[_Part]:
     smaller = [choice for choice in ramp.choices if choice.start_tokens < ramp.chosen.start_tokens]
     if smaller:
         said.append(f"{_start(smaller[-1])}")
-    said.append(
-        f"+{format_quantity(ramp.increment_tokens)} over {format_quantity(ramp.chosen.over_tokens)}: "
-        f"{format_seconds(3600 * ramp.chosen.extra_hours)} more than the full batch"
-    )
+    if ramp.start != ramp.points[-1]:
+        said.append(
+            f"growing in steps of {format_quantity(ramp.increment_tokens)} tokens over the first "
+            f"{format_quantity(ramp.chosen.over_tokens)} tokens: "
+            f"{format_seconds(3600 * ramp.chosen.extra_hours)} more than at the full batch"
+        )
     if ramp.own is not None:
         said.append(f"the recipe's: {_start(ramp.own)}, {format_seconds(3600 * ramp.own.extra_hours)} more")
     return said
 
 
 def _start(choice: RampChoice) -> str:
-    return f"{format_quantity(choice.start_tokens)} tokens: {choice.share:.0%}"
+    """Nothing short of full speed is said to be 100% of it."""
+    share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
+    return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
 
 def _alternative(other: Candidate, found: Plan) -> Text:
     """Memory, time, and what is another than in the choice; dp and accumulation follow from the rest."""
     slower = other.time.step / found.time.step - 1
+    dye = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     mine, chosen = _choices(other), _choices(found.chosen)
     return Text.assemble(
         f"{other.memory.total / GIB:5.1f} GiB  ",
-        (f"{slower:+7.1%} time", "red" if slower > 0 else "green"),
+        (f"{slower:+7.1%} time", dye),
         f"  {', '.join(said for said in mine if said not in chosen)}",
     )
 

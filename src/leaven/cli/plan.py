@@ -30,11 +30,16 @@ def plan(
     layout: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY=VALUE,...", help="e.g. tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full; else the best."
+            metavar="KEY=VALUE,...",
+            help="Plan this layout, e.g. tp=2,pp=4,mbs=2, not the best. "
+            "Keys: dp tp pp cp ep zero mbs dp_replicate stages_per_rank schedule recompute compile. Left out, dp is "
+            "what the others leave, mbs and compile are the recipe's, the rest 1, 0 or none; --explain has it at its "
+            "best.",
         ),
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUE,...", help="Why is it not laid out so? e.g. tp=4 or pp=8,zero=1.")
+        str | None,
+        typer.Option(metavar="KEY=VALUE,...", help="Why not so, the rest at its best? e.g. tp=4 or pp=8,zero=1."),
     ] = None,
     share: Annotated[
         float, typer.Option(metavar="SHARE", help="Of full speed, that a batch ramp is to keep from its start.")
@@ -61,7 +66,19 @@ def plan(
     """Will it fit, how fast, how long, for how much; the best layout if none is given. With --budget: what would."""
     if budget is not None:
         _alone(
-            "a --budget", {"RECIPE": recipe, "--gpus": gpus, "--layout": layout, "--explain": explain, "-o": report}
+            "a --budget",
+            {
+                "RECIPE": recipe,
+                "--gpus": gpus,
+                "--layout": layout,
+                "--explain": explain,
+                "-o": report,
+                "--share": None if share == SHARE else share,
+                "--moments": None if moments == "adam" else moments,
+                "--measure": measure or None,
+                "--no-history": None if history else True,
+                "--set": overrides or None,
+            },
         )
         show_budget(budget, mfu, price, json_output)
         return
@@ -91,8 +108,9 @@ def plan(
         options = {"--gpus": gpus, "--layout": layout, "--price": price, "--share": f"{share:g}"}
         options |= {} if moments == "adam" else {"--moments": moments}
         words = [word for option, given in options.items() if given is not None for word in (option, given)]
+        switches = ["--measure"] * measure + ["--no-history"] * (not history)
         sets = [word for override in overrides or () for word in ("--set", override)]
-        write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *sets]), each)
+        write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets]), each)
     if document is not None:
         emit_json(document)
     else:

@@ -16,27 +16,29 @@ _PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*
 
 @dataclass(frozen=True)
 class Price:
-    """Money for one GPU and hour; ``currency`` as it was typed, in front of the number, or none."""
+    """Money for one GPU and hour; ``currency`` as it was typed, a sign or letters, or none."""
 
     amount: float
     currency: str = ""
 
     def said(self, hours: float = 1.0) -> str:
-        """``$2,150``, ``$2.50``, ``2.50`` for so many GPU-hours."""
+        """``$2,150``, ``$2.50``, ``EUR 2.50``, ``2.50`` for so many GPU-hours."""
         money = self.amount * hours
-        return f"{self.currency}{money:,.0f}" if money >= 100 else f"{self.currency}{money:,.2f}"
+        before = f"{self.currency} " if self.currency[-1:].isalpha() else self.currency
+        return f"{before}{money:,.0f}" if money >= 100 else f"{before}{money:,.2f}"
 
 
 @dataclass(frozen=True)
 class Cost:
     """``energy_kwh`` at the boards' rated power, an upper bound for them; None where it is not known. ``money`` None
-    without a price."""
+    without a price. ``device``: what is paid by the hour, as :func:`device` names it."""
 
     seconds: float
     gpus: int
     board_power_w: float | None
     pue: float
     price: Price | None
+    device: str = "GPU"
 
     @property
     def days(self) -> float:
@@ -57,14 +59,16 @@ class Cost:
     @property
     def said(self) -> list[str]:
         """``21,504 GPU-h``, ``15.1 MWh (boards at 700 W)``, ``$53,760 at $2.50 a GPU-h``."""
-        said = [f"{self.gpu_hours:,.0f} GPU-h" if self.gpu_hours >= 10 else f"{self.gpu_hours:.2g} GPU-h"]
+        hours = f"{self.gpu_hours:,.0f}" if self.gpu_hours >= 10 else f"{self.gpu_hours:.2g}"
+        said = [f"{hours} {self.device}-h"]
         if self.energy_kwh is not None:
             unit, scale = ("MWh", 1_000) if self.energy_kwh >= 1_000 else ("kWh", 1)
             building = "" if self.pue == 1 else f" x {self.pue:g}"
             energy = format_number(self.energy_kwh / scale)
             said.append(f"{energy} {unit} (boards at {self.board_power_w:g} W{building})")
         if self.price is not None:
-            said.append(f"{self.price.said(self.gpu_hours)} at {self.price.said()} a GPU-h")
+            unit = "" if self.price.currency else " (unit of the price)"
+            said.append(f"{self.price.said(self.gpu_hours)}{unit} at {self.price.said()} a {self.device}-h")
         return said
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +88,12 @@ def cost(
 ) -> Cost:
     """What ``seconds`` of a whole cluster cost."""
     price = Price(price_per_gpu_hour) if isinstance(price_per_gpu_hour, int | float) else price_per_gpu_hour
-    return Cost(seconds, cluster.gpus, cluster.accelerator.power_w, pue, price)
+    return Cost(seconds, cluster.gpus, cluster.accelerator.power_w, pue, price, device(cluster))
+
+
+def device(cluster: Cluster) -> str:
+    """What a rank computes on, in a word: the CPU is there once, for one process."""
+    return "process" if cluster.accelerator.name == "cpu" else "GPU"
 
 
 def parse_price(text: str) -> Price:
@@ -96,4 +105,4 @@ def parse_price(text: str) -> Price:
     match = _PRICE.fullmatch(text)
     if match is None or (match[1] and match[3]):
         raise InputError(f"--price {text}: not the price of a GPU for an hour; write for example 2.50 or $2.50")
-    return Price(float(match[2]), match[1] or (match[3] and f"{match[3]} "))
+    return Price(float(match[2]), match[1] or match[3])

@@ -59,7 +59,7 @@ def _significant(value: float, digits: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as a person reads it: ``8.2 s``, ``4 min 05 s``, ``13 h 41``, ``6.3 days``."""
+    """A duration as a person reads it: ``8.2 s``, ``4 min 05 s``, ``13 h 41``, ``6.3 days``, ``3,170.2 days``."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     if seconds < 5_970:
@@ -68,4 +68,4 @@ def format_seconds(seconds: float) -> str:
     if seconds < 100 * 3_600:
         hours, rest = divmod(round(seconds / 60), 60)
         return f"{hours} h {rest:02d}"
-    return f"{seconds / 86_400:.1f} days"
+    return f"{seconds / 86_400:,.1f} days"
