@@ -153,6 +153,6 @@ def test_what_only_leaven_cannot_train_is_said_where_nothing_else_fits() -> None
     with pytest.raises(InputError, match="; leaven plans and exports, and does not train, --layout ") as raised:
         plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"))
     written = str(raised.value).rsplit("--layout ", 1)[1]
-    layout, _ = parse_layout(written, 4096)
+    layout, _ = parse_layout(written, 4096, SMALL)
     assert layout.cp > 1
     assert plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"), layout).fits

@@ -81,7 +81,7 @@ def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanat
         fixed["pp"] = 1
     refusal = _impossible(exploration, fixed)
     if refusal is not None:
-        return Explanation(asked, chosen, None, None, refusal)
+        return Explanation(asked, chosen, None, None, refusal.removeprefix(f"{asked}: "))
     seen = explore(job, fixed)
     if seen.fitting:
         found = seen.fitting[0]
@@ -89,6 +89,11 @@ def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanat
     if seen.too_large:
         return Explanation(asked, chosen, None, seen.too_large[0], _too_large(exploration, seen.too_large[0][1]))
     said = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
+    if not fixed.keys() - {"cp", "ep", "compile"}:  # of the layout at hand, where its own degrees are asked for
+        try:
+            job.arrangements(chosen.arrangement.layout)
+        except InputError as error:
+            said = str(error)
     return Explanation(asked, chosen, None, None, said)
 
 

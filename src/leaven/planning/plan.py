@@ -301,7 +301,9 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: M
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     compiled = recipe.layout.compile
-    asked, micro_batch = parse_layout(layout, cluster.gpus, compile=compiled) if layout else (None, None)
+    asked, micro_batch = (
+        parse_layout(layout, cluster.gpus, recipe.model, compile=compiled) if layout else (None, None)
+    )
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
@@ -351,7 +353,7 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
     cluster = parse_cluster(gpus)
-    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
+    asked, micro_batch = parse_layout(layout, cluster.gpus, model) if layout else (None, None)
     job = Job(
         model,
         _sequences(run.batch_tokens, seq_len) * seq_len,
