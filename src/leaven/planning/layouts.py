@@ -158,8 +158,10 @@ def layouts(
     fixed = fixed or {}
     gpus, node = cluster.gpus, cluster.accelerator.node_size
     for tp in _values(fixed, "tp", (tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node))):
-        for pp in _values(fixed, "pp", (pp for pp in _divisors(gpus, tp) if pp <= model.n_layers)):
-            for cp in _values(fixed, "cp", (cp for cp in _divisors(gpus, tp * pp) if _cuts(model.seq_len, cp))):
+        for pp in _values(fixed, "pp", _divisors(gpus, tp, model.n_layers)):
+            for cp in _values(
+                fixed, "cp", (cp for cp in _divisors(gpus, tp * pp, model.seq_len) if _cuts(model.seq_len, cp))
+            ):
                 for dp in _values(fixed, "dp", (gpus // (tp * pp * cp),)):
                     if dp * tp * pp * cp == gpus:
                         yield from _kinds(model, {"dp": dp, "tp": tp, "pp": pp, "cp": cp}, node, code, fixed)
@@ -269,10 +271,10 @@ def _values(fixed: Mapping[str, Any], key: str, free: Any) -> Iterator[Any]:
     return iter((fixed[key],) if key in fixed else free)
 
 
-def _divisors(gpus: int, taken: int) -> Iterator[int]:
-    """Degrees that divide the GPUs which others leave."""
+def _divisors(gpus: int, taken: int, most: int) -> Iterator[int]:
+    """Degrees up to a limit that divide the GPUs which others leave."""
     left = gpus // taken if taken and gpus % taken == 0 else 0
-    return (degree for degree in range(1, left + 1) if left % degree == 0)
+    return (degree for degree in range(1, min(left, most) + 1) if left % degree == 0)
 
 
 def in_a_node(tp: int, gpus: int, node: int) -> bool:
