@@ -159,6 +159,18 @@ def test_a_calibration_is_in_every_time_of_a_plan() -> None:
     assert found["calibration"]["uncalibrated_step_seconds"] == own["speed"]["step_seconds"]
 
 
+def test_a_guessed_device_is_a_caution_before_and_after_it_is_measured() -> None:
+    bare = plan_recipe(recipe(), "cpu", "mbs=8")
+    mine = took(2.0, accelerator="cpu", device=processor(), by="measurement")
+    assert (
+        "the speed of cpu is a guess, and with it time, MFU and energy; --measure calibrates the time"
+        in bare.cautions
+    )
+    measured = calibrated(bare, [mine], "bf16").cautions
+    assert "the speed of cpu is a guess, and with it MFU and energy" in measured
+    assert not any("guess" in said for said in plan_recipe(recipe(), "1xH100").cautions)
+
+
 def test_a_measurement_calibrates_alone() -> None:
     plan = calibrated(plan_recipe(recipe(), "1xH100"), [took(2.5, by="measurement")], "bf16")
     assert str(plan.calibration) == "x2.5 by a measurement on this accelerator"

@@ -214,6 +214,10 @@ class Plan:
     def cautions(self) -> tuple[str, ...]:
         """What is lacking if it does not fit, and what is allowed and against a rule of thumb."""
         found = [] if self.fits else [lacking(self.job, self.chosen)]
+        device = self.cluster.accelerator
+        if any(of.confidence == "guess" for of in device.sources):
+            rest = "MFU and energy" if self.calibration else "time, MFU and energy; --measure calibrates the time"
+            found.append(f"the speed of {device.name} is a guess, and with it {rest}")
         layout, m = self.arrangement.layout, self.arrangement.grad_accumulation
         if thin_pipeline(self.arrangement):
             found.append(
