@@ -130,12 +130,45 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     assert plan.speed.mfu == pytest.approx(bare.speed.mfu / 1.18)
     assert plan.days == pytest.approx(1.18 * bare.days)
     assert plan.cost().gpu_hours == pytest.approx(1.18 * bare.cost().gpu_hours)
-    assert (plan.time, plan.memory, plan.fits) == (bare.time, bare.memory, bare.fits)
+    assert (plan.memory, plan.fits) == (bare.memory, bare.fits)
     assert [other.arrangement for other in plan.alternatives] == [other.arrangement for other in bare.alternatives]
     said = plan.to_json()["calibration"]
     assert said["says"] == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
     assert said["uncalibrated_step_seconds"] == bare.speed.step_seconds
     assert bare.to_json()["calibration"] is None
+
+
+def test_a_calibration_is_in_every_time_of_a_plan() -> None:
+    bare = plan_recipe(recipe(), "8xH100")
+    bare.exploration  # noqa: B018  what was searched before is calibrated too
+    plan = calibrated(bare, [took(5.0)], "bf16").but(share=0.6)
+    layout = plan.arrangement.layout
+    asked = f"tp={layout.tp},pp={layout.pp},zero={layout.zero},recompute=none,mbs={plan.arrangement.micro_batch}"
+    found, own = plan.to_json(asked), bare.to_json(asked)
+    step = found["speed"]["step_seconds"]
+    assert step == pytest.approx(5 * own["speed"]["step_seconds"])
+    points = [point for point in found["pareto"] if point["layout"] == found["layout"]]
+    explained = sum(part["chosen"] for part in found["explain"]["seconds"].values())
+    same = [found["explain"]["step_seconds"], found["ramp"]["points"][-1]["step_seconds"], explained]
+    assert [*same, *(point["step_seconds"] for point in points)] == pytest.approx([step] * (3 + len(points)))
+    for mine, theirs in zip(found["alternatives"], own["alternatives"], strict=True):
+        assert mine["step_seconds"] == pytest.approx(5 * theirs["step_seconds"])
+    for mine, theirs in zip(found["ramp"]["choices"], own["ramp"]["choices"], strict=True):
+        assert mine["hours"] == pytest.approx(5 * theirs["hours"])
+    assert found["explain"]["line"] == own["explain"]["line"] == "that is the choice"
+    assert found["calibration"]["uncalibrated_step_seconds"] == own["speed"]["step_seconds"]
+
+
+def test_a_guessed_device_is_a_caution_before_and_after_it_is_measured() -> None:
+    bare = plan_recipe(recipe(), "cpu", "mbs=8")
+    mine = took(2.0, accelerator="cpu", device=processor(), by="measurement")
+    assert (
+        "the speed of cpu is a guess, and with it time, MFU and energy; --measure calibrates the time"
+        in bare.cautions
+    )
+    measured = calibrated(bare, [mine], "bf16").cautions
+    assert "the speed of cpu is a guess, and with it MFU and energy" in measured
+    assert not any("guess" in said for said in plan_recipe(recipe(), "1xH100").cautions)
 
 
 def test_a_measurement_calibrates_alone() -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.planning.shapes import LLAMA_8B, LLAMA_405B
 
 from leaven.planning.arrangement import Arrangement
+from leaven.planning.explain import PARTS
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Candidate
 from leaven.planning.plan import Plan, plan
@@ -53,6 +54,8 @@ def test_the_bubble_is_the_reason_where_it_is() -> None:
     ("asked", "message"),
     [
         ("tp=3", "do not all divide by 3; tp of 1, 2, 4 or 8 works"),
+        ("tp=3", "^[^=]* do not all divide by 3"),
+        ("mbs=3", "micro-batch 3 does not divide a rank's 8 sequences at dp 64; 1, 2, 4 or 8 does"),
         ("pp=64", "only 32 layers; at most 32 stages work"),
         ("dp=3", "64 GPUs do not divide by 3"),
         ("ep=2", "no experts to share out"),
@@ -100,13 +103,33 @@ def test_the_not_lines_name_neighbours_and_are_true() -> None:
     assert found.not_lines
     own = {key: str(getattr(found.arrangement.layout, key)) for key in ("tp", "pp", "zero", "recompute")}
     for line in found.not_lines:
-        key, value = line.split(":")[0].split()
+        key, value, *others = line.split(":")[0].split(maxsplit=2)
         assert own[key] != value
-        fastest = [one for one in found.exploration.layouts if str(getattr(one.arrangement.layout, key)) == value]
+        fitting = [one for one in found.exploration.layouts if str(getattr(one.arrangement.layout, key)) == value]
+        alike = [one for one in fitting if differ(one.arrangement.layout, found.arrangement.layout) == {key}]
         if "needs" in line:
-            assert not fastest
-        else:
-            assert fastest[0].time.step > 1.03 * found.time.step
+            assert not alike
+            continue
+        assert bool(alike) is not bool(others)
+        fastest = (alike or fitting)[0]
+        assert fastest.time.step > 1.03 * found.time.step
+        more = {part: seconds - vars(found.time)[part] for part, seconds in vars(fastest.time).items()}
+        grown = PARTS[max(more, key=more.__getitem__)]
+        assert grown in line
+
+
+def differ(one: Layout, other: Layout) -> set[str]:
+    return {key for key in ("tp", "pp", "zero", "recompute") if getattr(one, key) != getattr(other, key)}
+
+
+def test_a_not_line_changes_one_key_or_names_the_others() -> None:
+    cluster = parse_cluster("64xH100-80GB")
+    stages = plan(LLAMA_8B, 10**12, 4_194_304, cluster, Layout(dp=16, pp=4, zero=1))
+    lean = next(memory for how, memory in stages.exploration.too_large if how.layout == Layout(dp=16, pp=4))
+    assert any(line.startswith(f"zero 0: needs {lean.total / 2**30:.1f} GiB") for line in stages.not_lines)
+    sharded = plan(LLAMA_8B, 10**12, 4_194_304, cluster, Layout(dp=64, zero=3))
+    (line,) = (line for line in sharded.not_lines if line.startswith("pp 2"))
+    assert re.match(r"pp 2 \(with .*zero 1\): ", line)  # with a pipeline ZeRO 3 is not searched
 
 
 def test_a_layout_that_does_not_fit_is_told_what_would() -> None:

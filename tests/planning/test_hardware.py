@@ -59,6 +59,12 @@ def test_nodes_are_counted_and_told() -> None:
     assert parse_cluster("7xH100").nodes_said == "one node"
 
 
+@pytest.mark.parametrize("text", ["8x8x8xH100", "8x8x8x8xH100", "H100", "8x"])
+def test_what_is_no_cluster_is_told_how_one_is_written(text: str) -> None:
+    with pytest.raises(InputError, match="is not a cluster; write for example 64xH100-80GB"):
+        parse_cluster(text)
+
+
 def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
     cluster = parse_cluster("cpu")
     assert (cluster.gpus, str(cluster)) == (1, "cpu")
@@ -91,7 +97,9 @@ def test_an_unknown_accelerator_is_told_its_neighbours_and_how_to_add_it(
     with pytest.raises(InputError, match=r"table; nearest are H100-SXM-80GB, ") as refused:
         find_accelerator("H100-SXM-81GB")
     # The line it gives is what it says: put into that file, the accelerator is there.
-    path, line = re.search(r"put this line into (\S+): (.*)$", str(refused.value)).groups()  # type: ignore[union-attr]
+    path, line = re.search(
+        r"put a line like this example into (\S+), with its own numbers: (.*)$", str(refused.value)
+    ).groups()  # type: ignore[union-attr]
     assert path == str(user_file())
     written = tmp_path / "mine.toml"
     written.write_text(line)

@@ -117,6 +117,7 @@ def test_what_leaven_does_not_train_is_told_and_not_chosen() -> None:
             r"no layout of 12 layers divides a batch of 512 sequences over so many; 512 or \d+ GPUs",
         ),
         (SMALL, "26xH100", 64, r"24 or 28 GPUs would do"),
+        (SMALL, "99999999xH100", 512, r"over so many; 2,048 GPUs would do"),  # dp 512 x tp 4, and at once
         (SMALL, "16xH100", 3, r"3,072 tokens|no layout"),
     ],
 )
@@ -153,6 +154,6 @@ def test_what_only_leaven_cannot_train_is_said_where_nothing_else_fits() -> None
     with pytest.raises(InputError, match="; leaven plans and exports, and does not train, --layout ") as raised:
         plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"))
     written = str(raised.value).rsplit("--layout ", 1)[1]
-    layout, _ = parse_layout(written, 4096)
+    layout, _ = parse_layout(written, 4096, SMALL)
     assert layout.cp > 1
     assert plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"), layout).fits

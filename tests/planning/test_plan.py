@@ -24,17 +24,18 @@ from leaven.recipe.shape import Role
 
 
 def test_a_layout_as_people_write_it() -> None:
-    layout, micro_batch = parse_layout("tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full", 384)
+    layout, micro_batch = parse_layout("tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full", 384, SMALL)
     assert layout == Layout(dp=4, tp=8, pp=12, zero=1, recompute="full")
     assert micro_batch == 2
-    assert parse_layout(" tp=4 , pp=2 ", 64) == (Layout(dp=8, tp=4, pp=2), None)
+    assert parse_layout(" tp=4 , pp=2 ", 64, SMALL) == (Layout(dp=8, tp=4, pp=2), None)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("tp=8,pp=12,dp=5", r"is 480 ranks, the cluster has 384 GPUs; dp=4 would"),
-        ("tp=7", r"is 7 ranks, the cluster has 384 GPUs; tp x pp must divide 384"),
+        ("tp=7", r"is 7 ranks, the cluster has 384 GPUs; tp of 1, 2 or 4 would"),
+        ("tp=7,pp=5", r"is 35 ranks, the cluster has 384 GPUs; tp x pp must divide 384"),
         ("tpp=8", r"no such key 'tpp'; did you mean tp\?"),
         ("width=8", r"known are dp, tp, pp, cp, ep, zero, mbs, dp_replicate, stages_per_rank, recompute, schedule"),
         ("tp=eight", r"write for example tp=1"),
@@ -47,7 +48,7 @@ def test_a_layout_as_people_write_it() -> None:
 )
 def test_a_wrong_layout_is_told_what_would_work(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as raised:
-        parse_layout(text, 384)
+        parse_layout(text, 384, SMALL)
     assert "\n" not in str(raised.value)
 
 
@@ -64,6 +65,26 @@ def test_an_impossible_layout_is_told_what_would_work(layout: Layout, gpus: int,
     with pytest.raises(InputError, match=message) as raised:
         plan(SMALL, 10**9, 65_536, parse_cluster(f"{gpus}xA100"), layout)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "dp=8,mbs=3",
+            r"micro-batch 3 does not divide a rank's 8 sequences at dp 8; 1, 2, 4 or 8 does, or a batch of",
+        ),
+        ("pp=3,tp=2", r"is 6 ranks, the cluster has 8 GPUs; pp of 1, 2 or 4 would"),
+        ("tp=3", r"is 3 ranks, the cluster has 8 GPUs; tp of 1, 2 or 4 would"),
+    ],
+)
+def test_the_degrees_that_work_are_named(text: str, message: str) -> None:
+    def planned() -> None:
+        layout, micro_batch = parse_layout(text, 8, SMALL)
+        plan(SMALL, 10**9, 65_536, parse_cluster("8xA100"), layout, micro_batch=micro_batch)
+
+    with pytest.raises(InputError, match=message):
+        planned()
 
 
 def test_a_batch_of_half_sequences_is_refused() -> None:
@@ -183,12 +204,12 @@ def test_what_is_planned_for_a_ramp_can_be_trained_from_its_first_batch() -> Non
 
 
 def test_replicas_without_dp_and_words_without_a_value() -> None:
-    layout, _ = parse_layout("dp_replicate=2,zero=1,tp=2", 8)
+    layout, _ = parse_layout("dp_replicate=2,zero=1,tp=2", 8, SMALL)
     assert (layout.dp, layout.dp_replicate) == (4, 2)
     with pytest.raises(InputError, match="'schedule' has no value; write for example schedule=gpipe"):
-        parse_layout("schedule,pp=2", 8)
+        parse_layout("schedule,pp=2", 8, SMALL)
     with pytest.raises(InputError, match="pp is there twice"):
-        parse_layout("pp=2,pp=4", 8)
+        parse_layout("pp=2,pp=4", 8, SMALL)
 
 
 def test_blocks_are_compiled_in_every_layout_if_the_recipe_or_the_layout_says_so(tiny: Recipe) -> None:
@@ -205,7 +226,7 @@ def test_blocks_are_compiled_in_every_layout_if_the_recipe_or_the_layout_says_so
         found = plan_recipe(recipe, "2xH100", layout)
         assert {one.arrangement.layout.compile for one in (found.chosen, *found.candidates)} == {there}
         assert str(found.arrangement).endswith(" · compiled") is there
-        assert parse_layout(written(found.arrangement.layout), 2)[0] == found.arrangement.layout
+        assert parse_layout(written(found.arrangement.layout), 2, SMALL)[0] == found.arrangement.layout
 
 
 def test_a_published_run_with_experts_is_planned_by_its_id() -> None:

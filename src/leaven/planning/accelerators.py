@@ -298,7 +298,7 @@ def _explain(error: ValidationError) -> str:
 
 def this_machine() -> Accelerator:
     """The processors here as one accelerator. Memory and cores are the machine's own; the rest is a guess by the
-    core, of the order of a server's with AVX2: it is there to be replaced by what is measured."""
+    core, of the order of a server's with AVX2: what is measured calibrates the time of a step."""
     cores = os.cpu_count() or 1
     rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
     guess = tuple(Source(group, f"a guess for {cores} cores", "guess") for group in ("peak", "memory", "board"))
@@ -314,5 +314,5 @@ def this_machine() -> Accelerator:
         power_w=5.0 * cores,
         peaks=(("bf16", rate), ("fp32", rate)),
         sources=guess,
-        note="guessed from the number of cores; leaven plan --measure replaces it",
+        note="guessed from the number of cores; --measure calibrates the time of a step, the peak stays a guess",
     )

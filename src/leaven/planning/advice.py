@@ -1,5 +1,6 @@
 """What to say when no layout will do: how many GPUs would, and how large a model the ones there are can hold."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,9 @@ from leaven.recipe.units import format_quantity
 
 # Times the GPUs that are tried when nothing fits.
 _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
+
+# Numbers of GPUs next to one that nothing divides that are tried on either side.
+_TRIED = 64
 
 
 def no_layout(seen: Exploration) -> InputError:
@@ -130,24 +134,27 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 def _near(job: Job) -> list[int]:
     """The next lower and the next higher number of GPUs that a layout divides and the model fits."""
-    gpus, found = job.cluster.gpus, []
-    for counts in (range(gpus - 1, 0, -1), range(gpus + 1, 2 * gpus + 8)):
-        fitting = (count for count in counts if _divides(job, count))
-        near = next((n for n in fitting if possible(replace(job, cluster=_of_gpus(job.cluster, n)))), None)
-        found += [near] if near else []
-    return found
+    counts, found = sorted(_dividing(job)), []
+    own = bisect_left(counts, job.cluster.gpus)
+    for near in (counts[:own][::-1], counts[own:]):
+        some = (count for count in near[:_TRIED] if count != job.cluster.gpus)
+        found += [next((n for n in some if possible(replace(job, cluster=_of_gpus(job.cluster, n)))), None)]
+    return [count for count in found if count]
 
 
-def _divides(job: Job, gpus: int) -> bool:
-    """Whether some dp x tp x pp of so many GPUs divides the batch, the heads and the layers."""
+def _dividing(job: Job) -> set[int]:
+    """All numbers of GPUs that are dp x tp x pp of a layout that divides the batch, the heads and the layers, and
+    whose pipeline the batch fills."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)
-    return rest == 0 and any(
-        gpus // tp % pp == 0 and sequences % (gpus // tp // pp) == 0
+    return {
+        dp * tp * pp
+        for dp in range(1, 0 if rest else sequences + 1)
+        if sequences % dp == 0
+        for pp in range(1, min(model.n_layers, sequences // dp) + 1)
         for tp in tensor_degrees(model)
-        if in_a_node(tp, gpus, node)
-        for pp in range(1, min(model.n_layers, gpus // tp) + 1)
-    )
+        if in_a_node(tp, dp * tp * pp, node)
+    }
 
 
 def _most(limit: int, holds: Callable[[int], bool]) -> int:

@@ -1,7 +1,7 @@
 """One way to run a step on a cluster: layout, micro-batch and accumulation. Written form, and what is allowed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -19,6 +19,7 @@ _WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
 _SWITCHES = {"compile": {"true": True, "false": False}}
 # Of one forward on one rank, where it is free: the most of 131 published rows of MPT, 64 sequences of 1,024.
 _MOST_TOKENS = 65_536
+_LARGEST = 64
 _KEYS = (*_NUMBERS, *_WORDS, *_SWITCHES)
 
 
@@ -101,10 +102,13 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
         raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
 
 
-def parse_layout(text: str, gpus: int, *, compile: bool = False) -> tuple[Layout, int | None]:
+def parse_layout(
+    text: str, gpus: int, model: ModelShape | Blueprint, *, compile: bool = False
+) -> tuple[Layout, int | None]:
     """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
 
-    What is left out has its default, ``compile`` the one given; ``dp`` takes the GPUs that tp, pp and cp leave.
+    What is left out has its default, ``compile`` the one given; ``dp`` takes the GPUs that tp, pp and cp leave. A
+    refusal names degrees that the model has.
 
     Raises:
         InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
@@ -117,9 +121,26 @@ def parse_layout(text: str, gpus: int, *, compile: bool = False) -> tuple[Layout
     layout = layout_of(text, values)
     if layout.ranks != gpus:
         model_ranks = layout.tp * layout.pp * layout.cp
-        would = f"dp={gpus // model_ranks} would" if gpus % model_ranks == 0 else f"tp x pp must divide {gpus}"
-        raise InputError(f"layout {degrees(layout)} is {layout.ranks} ranks, the cluster has {gpus} GPUs; {would}")
+        would = f"dp={gpus // model_ranks} would" if gpus % model_ranks == 0 else _would(model, layout, gpus)
+        raise InputError(f"{_ranks(layout, gpus)}; {would}")
     return layout, micro_batch
+
+
+def _would(model: ModelShape | Blueprint, layout: Layout, gpus: int) -> str:
+    """The degrees of one kind that the model has and that divide the GPUs beside the others."""
+    said = []
+    for key, possible in (("tp", tensor_degrees(model)), ("pp", range(1, model.n_layers + 1))):
+        own = getattr(layout, key)
+        rest = layout.tp * layout.pp * layout.cp // own
+        would = [degree for degree in possible if gpus % (degree * rest) == 0]
+        if own > 1 and would:
+            said.append(f"{key} of {_listed(would)}")
+    return f"{', or '.join(said)} would" if said else f"tp x pp must divide {gpus:,}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def written(layout: Layout) -> str:
@@ -132,6 +153,11 @@ def degrees(layout: Layout) -> str:
     """What a layout's ranks are the product of, in words."""
     cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
     return f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp}"
+
+
+def _ranks(layout: Layout, gpus: int) -> str:
+    ranks, has = (f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in ((layout.ranks, "rank"), (gpus, "GPU")))
+    return f"layout {degrees(layout)} is {ranks}, the cluster has {has}"
 
 
 def tensor_degrees(model: ModelShape | Blueprint) -> list[int]:
@@ -148,10 +174,7 @@ def check_layout(model: ModelShape | Blueprint, layout: Layout, cluster: Cluster
         InputError: says which degree would work.
     """
     if layout.ranks != cluster.gpus:
-        raise InputError(
-            f"layout {degrees(layout)} is {layout.ranks} ranks, the cluster has {cluster.gpus} GPUs; "
-            f"make the product {cluster.gpus}"
-        )
+        raise InputError(f"{_ranks(layout, cluster.gpus)}; make the product {cluster.gpus}")
     refusal = shape_refusal(model, layout)
     if refusal is not None:
         raise InputError(f"layout {refusal}")
@@ -162,11 +185,7 @@ def shape_refusal(model: ModelShape | Blueprint, layout: Layout) -> str | None:
     tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
     possible = tensor_degrees(model)
     if tp not in possible:
-        *most, last = map(str, possible)
-        return (
-            f"tp={tp}: {_cut_by_tensor_ranks(model)} do not all divide by {tp}; "
-            f"tp of {', '.join(most)}{' or ' if most else ''}{last} works"
-        )
+        return f"tp={tp}: {_cut_by_tensor_ranks(model)} do not all divide by {tp}; tp of {_listed(possible)} works"
     if stages > model.n_layers:
         what = f"pp={layout.pp}" + (f" x stages_per_rank={stages // layout.pp}" if stages > layout.pp else "")
         return f"{what}: there are only {model.n_layers} layers; at most {model.n_layers} stages work"
@@ -239,14 +258,21 @@ def arrangements(
     share, rest = divmod(sequences, layout.dp)
     if rest or share % (micro_batch or 1):
         unit = layout.dp * (micro_batch or 1)
-        nearest = max(round(sequences / unit), 1) * unit * model.seq_len
+        batch = f"a batch of {max(round(sequences / unit), 1) * unit * model.seq_len:,} tokens would"
+        if not rest:
+            batch = f"{_listed(size for size in range(1, _LARGEST + 1) if share % size == 0)} does, or {batch}"
+            raise InputError(
+                f"micro-batch {micro_batch} does not divide a rank's {share:,} sequences at dp {layout.dp}; {batch}"
+            )
         raise InputError(
             f"a batch of {sequences:,} sequences does not divide over dp {layout.dp}"
             + (f" x micro-batch {micro_batch}" if micro_batch else "")
-            + f"; a batch of {nearest:,} tokens would"
+            + f"; {batch}"
         )
     most = min(share, max(1, _MOST_TOKENS // model.seq_len))
-    sizes = [micro_batch] if micro_batch else [size for size in range(1, min(most, 64) + 1) if share % size == 0]
+    sizes = (
+        [micro_batch] if micro_batch else [size for size in range(1, min(most, _LARGEST) + 1) if share % size == 0]
+    )
     refusals = [pipeline_refusal(layout, model.seq_len, smallest_tokens or batch_tokens, size) for size in sizes]
     if refusals[0] is not None:  # of the smallest
         raise InputError(f"layout {refusals[0]}")

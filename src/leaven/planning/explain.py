@@ -81,7 +81,7 @@ def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanat
         fixed["pp"] = 1
     refusal = _impossible(exploration, fixed)
     if refusal is not None:
-        return Explanation(asked, chosen, None, None, refusal)
+        return Explanation(asked, chosen, None, None, refusal.removeprefix(f"{asked}: "))
     seen = explore(job, fixed)
     if seen.fitting:
         found = seen.fitting[0]
@@ -89,29 +89,53 @@ def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanat
     if seen.too_large:
         return Explanation(asked, chosen, None, seen.too_large[0], _too_large(exploration, seen.too_large[0][1]))
     said = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
+    if not fixed.keys() - {"cp", "ep", "compile"}:  # of the layout at hand, where its own degrees are asked for
+        try:
+            job.arrangements(chosen.arrangement.layout)
+        except InputError as error:
+            said = str(error)
     return Explanation(asked, chosen, None, None, said)
 
 
 def not_lines(exploration: Exploration, chosen: Candidate) -> tuple[str, ...]:
-    """The neighbours of the choice that are slower by more than 3% or do not fit, each with its reason."""
+    """The neighbours of the choice that are slower by more than 3% or do not fit, each with its reason.
+
+    A neighbour has another value of one key, dp what is left, and the micro-batch that suits it. Where no such layout
+    is possible, what else is another is named: ``pp 2 (with zero 1)``.
+    """
     found: list[tuple[float, str]] = []
     for key in ("tp", "pp", "zero", "recompute"):
-        own = getattr(chosen.arrangement.layout, key)
-        fastest: dict[Any, Candidate] = {}
+        own = chosen.arrangement.layout
+        fitting: dict[Any, list[Candidate]] = {}
         for candidate in exploration.layouts:
-            fastest.setdefault(getattr(candidate.arrangement.layout, key), candidate)
-        leanest: dict[Any, Memory] = {}
+            fitting.setdefault(getattr(candidate.arrangement.layout, key), []).append(candidate)
+        too_large: dict[Any, list[tuple[Arrangement, Memory]]] = {}
         for how, memory in exploration.too_large:
             if how.layout.cp == how.layout.ep == 1 or not exploration.job.by_leaven:
-                leanest.setdefault(getattr(how.layout, key), memory)
-        for value in _neighbours(own, {*fastest, *leanest}):
-            if value in fastest:
-                slower = fastest[value].time.step / chosen.time.step - 1
+                too_large.setdefault(getattr(how.layout, key), []).append((how, memory))
+        for value in _neighbours(getattr(own, key), {*fitting, *too_large}):
+            alike = [each for each in fitting.get(value, []) if not _others(each.arrangement.layout, own, key)]
+            lean = [memory for how, memory in too_large.get(value, []) if not _others(how.layout, own, key)]
+            if lean and not alike:
+                found.append((float("inf"), f"{key} {value}: {_too_large(exploration, lean[0])}"))
+            elif value in fitting:
+                near = (alike or fitting[value])[0]
+                others = _others(near.arrangement.layout, own, key)
+                slower = near.time.step / chosen.time.step - 1
                 if slower > _SLOWER:
-                    found.append((slower, f"{key} {value}: {_reason(fastest[value], chosen)}"))
+                    what = f"{key} {value}" + (f" (with {', '.join(others)})" if others else "")
+                    found.append((slower, f"{what}: {_reason(near, chosen)}"))
             else:
-                found.append((float("inf"), f"{key} {value}: {_too_large(exploration, leanest[value])}"))
+                found.append((float("inf"), f"{key} {value}: {_too_large(exploration, too_large[value][0][1])}"))
     return tuple(line for _, line in sorted(found)[:_N_NOT])
+
+
+def _others(layout: Layout, own: Layout, key: str) -> list[str]:
+    """What of a layout is another than in the choice beside one key and what follows from it."""
+    follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
+    follow |= {"dp_replicate"} if layout.zero < 3 else set()
+    mine, theirs = layout.model_dump(), own.model_dump()
+    return [f"{name} {value}" for name, value in mine.items() if name not in follow and value != theirs[name]]
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:

@@ -68,7 +68,7 @@ def parse_cluster(text: str) -> Cluster:
     if text.strip().lower() in {"cpu", "1xcpu"}:
         return Cluster(1, this_machine())
     match = _CLUSTER.fullmatch(text)
-    if match is None:
+    if match is None or re.match(_COUNT, match[3]):
         raise InputError(
             f"{text!r} is not a cluster; write for example 64xH100-80GB, nodes x GPUs as in 8x8xH100-80GB, or cpu"
         )
@@ -106,7 +106,7 @@ def find_accelerator(name: str) -> Accelerator:
     word = re.sub(r"[^\w.\-]+", "-", name).strip("-") or "Z1-64GB"
     raise InputError(
         f"no accelerator {name!r} in the table; nearest are {', '.join(nearest_names(name))} (all: leaven hardware); "
-        f"to add it, put this line into {user_file()}: {word} = {EXAMPLE}"
+        f"to add it, put a line like this example into {user_file()}, with its own numbers: {word} = {EXAMPLE}"
     )
 
 

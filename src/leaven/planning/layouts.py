@@ -6,7 +6,7 @@ micro-batch needs, a multiple of it needs too, so one that does not fit speaks f
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -51,6 +51,10 @@ class Candidate:
     def fits(self, cluster: Cluster) -> bool:
         return fits(self.memory, cluster)
 
+    def times(self, factor: float) -> "Candidate":
+        """The same, slower by a factor."""
+        return replace(self, time=self.time.times(factor))
+
     @property
     def trained(self) -> bool:
         """Whether leaven's own trainer has it: context and expert parallelism are planned and exported only."""
@@ -62,7 +66,8 @@ class Job:
     """What is to be laid out: a model, its batch, a cluster, and the code that trains it.
 
     ``micro_batch`` where it is not free; ``smallest_tokens``: the batch that a ramp begins with; ``by_leaven``: only
-    what leaven's own trainer has is a choice, the rest is told; ``compile``: blocks are compiled in every layout.
+    what leaven's own trainer has is a choice, the rest is told; ``compile``: blocks are compiled in every layout;
+    ``slower``: factor on the planner's own time of every step, by what was measured.
     """
 
     model: ModelShape | Blueprint
@@ -73,10 +78,15 @@ class Job:
     code: Implementation = LEAVEN_BF16
     by_leaven: bool = True
     compile: bool = False
+    slower: float = 1.0
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """A layout with every micro-batch. Raises InputError as :func:`arrangement.arrangements`."""
         return arrangements(self.model, layout, self.batch_tokens, self.micro_batch, self.smallest_tokens)
+
+    def time(self, how: Arrangement) -> StepTime:
+        """Of a step."""
+        return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,11 @@ class Exploration:
     too_large: tuple[tuple[Arrangement, Memory], ...]
     refusal: InputError | None
     evaluations: int = field(compare=False, default=0)
+
+    def slower(self, factor: float) -> "Exploration":
+        """The same search, every step by a factor longer than the planner's own."""
+        fitting = tuple(candidate.times(factor / self.job.slower) for candidate in self.fitting)
+        return replace(self, job=replace(self.job, slower=factor), fitting=fitting)
 
     @cached_property
     def choices(self) -> tuple[Candidate, ...]:
@@ -143,8 +158,10 @@ def layouts(
     fixed = fixed or {}
     gpus, node = cluster.gpus, cluster.accelerator.node_size
     for tp in _values(fixed, "tp", (tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node))):
-        for pp in _values(fixed, "pp", (pp for pp in _divisors(gpus, tp) if pp <= model.n_layers)):
-            for cp in _values(fixed, "cp", (cp for cp in _divisors(gpus, tp * pp) if _cuts(model.seq_len, cp))):
+        for pp in _values(fixed, "pp", _divisors(gpus, tp, model.n_layers)):
+            for cp in _values(
+                fixed, "cp", (cp for cp in _divisors(gpus, tp * pp, model.seq_len) if _cuts(model.seq_len, cp))
+            ):
                 for dp in _values(fixed, "dp", (gpus // (tp * pp * cp),)):
                     if dp * tp * pp * cp == gpus:
                         yield from _kinds(model, {"dp": dp, "tp": tp, "pp": pp, "cp": cp}, node, code, fixed)
@@ -170,7 +187,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
             memory = worst_stage(job.model, how, job.code)
             evaluations += 1
             if fits(memory, job.cluster):
-                fitting.append(Candidate(how, memory, step_time(job.model, how, job.cluster, job.code)))
+                fitting.append(Candidate(how, memory, job.time(how)))
             else:
                 if not too_much:
                     too_large.append((how, memory))
@@ -254,10 +271,10 @@ def _values(fixed: Mapping[str, Any], key: str, free: Any) -> Iterator[Any]:
     return iter((fixed[key],) if key in fixed else free)
 
 
-def _divisors(gpus: int, taken: int) -> Iterator[int]:
-    """Degrees that divide the GPUs which others leave."""
+def _divisors(gpus: int, taken: int, most: int) -> Iterator[int]:
+    """Degrees up to a limit that divide the GPUs which others leave."""
     left = gpus // taken if taken and gpus % taken == 0 else 0
-    return (degree for degree in range(1, left + 1) if left % degree == 0)
+    return (degree for degree in range(1, min(left, most) + 1) if left % degree == 0)
 
 
 def in_a_node(tp: int, gpus: int, node: int) -> bool:

@@ -87,8 +87,8 @@ class Calibration:
 class Plan:
     """One arrangement on a cluster, and what there is beside it, which is computed when it is asked for.
 
-    ``calibration`` is in ``speed``, ``seconds`` and what comes of them; ``time`` and ``memory``, by which layouts are
-    compared, are the planner's own. A ramp is to keep ``share`` of the full batch's throughput from its start.
+    ``calibration`` is in every time, of the choice and of what is beside it (``job.slower``); ``memory`` is the
+    planner's own. A ramp is to keep ``share`` of the full batch's throughput from its start.
     """
 
     job: Job
@@ -98,16 +98,15 @@ class Plan:
     share: float = SHARE
     calibration: Calibration | None = None
 
-    def but(self, **changes: Any) -> "Plan":
+    def but(self, *, calibration: Calibration | None = None, share: float | None = None) -> "Plan":
         """The plan with another calibration or share."""
-        plan = replace(self, **changes)
+        calibration, share = calibration or self.calibration, self.share if share is None else share
+        slower = calibration.time if calibration else 1.0
+        job, chosen = replace(self.job, slower=slower), self.chosen.times(slower / self.job.slower)
+        plan = replace(self, job=job, chosen=chosen, calibration=calibration, share=share)
         if "exploration" in vars(self):  # not a second time
-            vars(plan)["exploration"] = self.exploration
+            vars(plan)["exploration"] = self.exploration.slower(slower)
         return plan
-
-    @property
-    def _slower(self) -> float:
-        return self.calibration.time if self.calibration else 1.0
 
     @property
     def cluster(self) -> Cluster:
@@ -134,7 +133,7 @@ class Plan:
     @cached_property
     def speed(self) -> Speed:
         """At the full batch."""
-        model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step * self._slower
+        model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step
         peak = self.cluster.accelerator.peak_tflops * 1e12
         rate = batch_tokens / step / self.cluster.gpus
         full = flops_per_token(model)
@@ -150,7 +149,7 @@ class Plan:
     @cached_property
     def seconds(self) -> float:
         """Of the run, with its ramp."""
-        return self._slower * Throughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
+        return Throughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
     @property
     def days(self) -> float:
@@ -215,6 +214,10 @@ class Plan:
     def cautions(self) -> tuple[str, ...]:
         """What is lacking if it does not fit, and what is allowed and against a rule of thumb."""
         found = [] if self.fits else [lacking(self.job, self.chosen)]
+        device = self.cluster.accelerator
+        if any(of.confidence == "guess" for of in device.sources):
+            rest = "MFU and energy" if self.calibration else "time, MFU and energy; --measure calibrates the time"
+            found.append(f"the speed of {device.name} is a guess, and with it {rest}")
         layout, m = self.arrangement.layout, self.arrangement.grad_accumulation
         if thin_pipeline(self.arrangement):
             found.append(
@@ -273,7 +276,11 @@ class Plan:
             "not": list(self.not_lines),
             "cautions": list(self.cautions),
             "calibration": self.calibration
-            and vars(self.calibration) | {"uncalibrated_step_seconds": self.time.step, "says": str(self.calibration)},
+            and vars(self.calibration)
+            | {
+                "uncalibrated_step_seconds": replace(self.job, slower=1.0).time(self.arrangement).step,
+                "says": str(self.calibration),
+            },
             **({} if asked is None else {"explain": self.explain(asked).to_json()}),
         }
 
@@ -298,7 +305,9 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: M
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     compiled = recipe.layout.compile
-    asked, micro_batch = parse_layout(layout, cluster.gpus, compile=compiled) if layout else (None, None)
+    asked, micro_batch = (
+        parse_layout(layout, cluster.gpus, recipe.model, compile=compiled) if layout else (None, None)
+    )
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
@@ -348,7 +357,7 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
     cluster = parse_cluster(gpus)
-    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
+    asked, micro_batch = parse_layout(layout, cluster.gpus, model) if layout else (None, None)
     job = Job(
         model,
         _sequences(run.batch_tokens, seq_len) * seq_len,

@@ -12,7 +12,6 @@ from typing import Any
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.flops import flops_per_token
 from leaven.planning.layouts import Job
-from leaven.planning.timing import step_time
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.batch import Ramp as BatchRamp
 
@@ -107,10 +106,7 @@ class Throughput:
         """
         if sequences not in self._steps:
             self._steps[sequences] = min(
-                (
-                    (how, step_time(self.job.model, how, self.job.cluster, self.job.code).step)
-                    for how in self._ways(sequences)
-                ),
+                ((how, self.job.time(how).step) for how in self._ways(sequences)),
                 key=lambda found: found[1],
             )
         return self._steps[sequences]

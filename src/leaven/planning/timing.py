@@ -49,6 +49,9 @@ class StepTime:
     def step(self) -> float:
         return float(sum(vars(self).values()))
 
+    def times(self, factor: float) -> "StepTime":
+        return StepTime(**{part: factor * seconds for part, seconds in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class BlockTime:

@@ -11,7 +11,7 @@ from leaven.planning.flops import CONVENTION
 from leaven.planning.layouts import USABLE, Candidate
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, Plan
-from leaven.planning.schedule import timeline
+from leaven.planning.schedule import Timeline, timeline
 from leaven.recipe.files import write_text
 from leaven.report import figures, numbers, plan_figures
 from leaven.report.chapters import Sheet
@@ -148,7 +148,13 @@ def _pipeline(made: Sheet, plan: Plan) -> None:
     how = plan.arrangement
     layout, p, v = how.layout, how.layout.pp, how.layout.stages_per_rank
     m = scheduled(layout, how.grad_accumulation)
-    step = timeline(plan.job.model, how, plan.cluster, plan.job.code)
+    own, slower = timeline(plan.job.model, how, plan.cluster, plan.job.code), plan.job.slower
+    step = Timeline(
+        tuple(
+            tuple(each._replace(start=slower * each.start, end=slower * each.end) for each in passes)
+            for passes in own.ranks
+        )
+    )
     drawn = plan_figures.window(step, v)
     kinds = {each.kind for each in step.ranks[-1]}
     slots = f"(p − 1) / (v m + p − 1) with p = {p} ranks, v = {v} on each and m = {m} micro-batches"
