@@ -237,5 +237,5 @@ def test_plan_says_what_it_cannot_do(recipe: str) -> None:
         run("plan", recipe, "--gpus", "8xTPUv4", "--set", "precision.compute=fp32")
     with pytest.raises(InputError, match="tp of 1, 2 or 4 works"):
         run("plan", recipe, "--gpus", "8xH100", "--layout", "tp=8")
-    with pytest.raises(InputError, match="divide over dp 8 x micro-batch 3"):
+    with pytest.raises(InputError, match="micro-batch 3 does not divide a rank.s 64 sequences at dp 8; 1, 2, 4"):
         run("plan", recipe, "--gpus", "8xH100", "--layout", "dp=8", "--set", "batch.micro_batch=3")
