@@ -194,3 +194,9 @@ def test_the_docs_quote_what_is_printed(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.count("$ leaven plan ") == 1
     assert renewed(text) == text, "type: make docs-plan"
+
+
+def test_a_run_that_is_not_there_is_told_its_neighbours(leaven):
+    code, out, said = leaven("plan", "bloom-175b", "--gpus", "8xH100")
+    assert (code, out) == (2, "")
+    assert "did you mean bloom-176b" in said

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from leaven.catalogue.runs import FOLDER as RUNS
 from leaven.cli._budget import show_budget
 from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
 from leaven.cli._measure import HistoryOption, MeasureOption, by_measurement
@@ -93,7 +92,7 @@ def plan(
     if not 0 < share <= 1:
         raise InputError(f"--share {share:g}: a share of full speed; give one above 0 and up to 1, for example 0.7")
     each = None if price is None else parse_price(price)
-    if (RUNS / f"{recipe}.toml").is_file() and not recipe.exists():
+    if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         _alone(f"{recipe}, a published run,", {"--set": overrides or None, "--measure": measure or None})
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
     else:
