@@ -9,33 +9,13 @@ from pathlib import Path
 import pytest
 from benchmarks.quoted import PAGES, renewed
 from rich.console import Console
+from tests.report.planned import RYE
 
 from leaven.cli import _common
 from leaven.cli._plan import plan_screen
-from leaven.planning.plan import plan_recipe
+from leaven.planning.asked import plan_recipe
 from leaven.recipe.files import read_recipe
 
-RYE = """
-name = "rye-7b"
-[model]
-n_layers = 32
-d_model = 4096
-n_heads = 32
-n_kv_heads = 32
-d_head = 128
-d_ff = 11008
-vocab_size = 32768
-seq_len = 2048
-[data]
-tokens = 140_000_000_000
-[batch]
-tokens = 1_048_576
-[hyperparameters]
-lr = 0.004
-init_std = 0.02
-[precision]
-compute = "bf16"
-"""
 CLUSTER = ("--gpus", "32xH100-80GB")
 LAYOUT = ("--layout", "tp=2,pp=4,zero=1,mbs=1")
 

@@ -2,20 +2,10 @@
 
 from typing import Any
 
+from tests.planning.shapes import SMALL
+
 from leaven.planning.history import Cost, Record
 from leaven.recipe.layout import Layout
-from leaven.recipe.shape import ModelShape
-
-SMALL = ModelShape(
-    n_layers=12,
-    d_model=768,
-    n_heads=12,
-    n_kv_heads=12,
-    d_head=64,
-    d_ff=2048,
-    vocab_size=32_768,
-    seq_len=1024,
-)
 
 
 def record(number: int = 1, **changes: Any) -> Record:

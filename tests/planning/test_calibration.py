@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import TINY
-from tests.planning.records import SMALL, record
+from tests.planning.records import record
+from tests.planning.shapes import SMALL
 
+from leaven.planning.asked import plan_recipe
 from leaven.planning.calibration import NEWEST, calibrated, calibration, weighted_median
 from leaven.planning.history import Cost, Record, predicted, processor
-from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe

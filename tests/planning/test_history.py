@@ -5,7 +5,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from tests.planning.records import SMALL, record
+from tests.planning.records import record
+from tests.planning.shapes import SMALL
 
 from leaven.planning import history as module
 from leaven.planning.history import Cost, history, predicted, processor, remember

@@ -6,9 +6,10 @@ import pytest
 from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, SMALL, gpt
 
 from leaven.planning.arrangement import Arrangement, bubble
+from leaven.planning.asked import plan_recipe
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
-from leaven.planning.plan import plan, plan_recipe
+from leaven.planning.plan import plan
 from leaven.planning.ramp import Throughput, plan_ramp
 from leaven.planning.timing import step_time
 from leaven.recipe.batch import Batch, BatchSchedule, Ramp

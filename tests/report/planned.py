@@ -1,6 +1,7 @@
 """Plans to make pages of."""
 
-from leaven.planning.plan import Plan, plan_recipe
+from leaven.planning.asked import plan_recipe
+from leaven.planning.plan import Plan
 from leaven.recipe.files import parse_recipe
 
 RYE = """

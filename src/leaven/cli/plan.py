@@ -11,8 +11,8 @@ from leaven.cli._budget import show_budget
 from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
 from leaven.cli._measure import HistoryOption, MeasureOption, by_measurement
 from leaven.cli._plan import plan_screen
+from leaven.planning.asked import plan_recipe, plan_run
 from leaven.planning.cost import parse_price
-from leaven.planning.plan import plan_recipe, plan_run
 from leaven.planning.ramp import SHARE
 from leaven.planning.states import Moments
 from leaven.recipe.errors import InputError

@@ -18,9 +18,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from leaven.planning.arrangement import Arrangement
+from leaven.planning.asked import in_precision
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB, worst_stage
-from leaven.planning.plan import in_precision
 from leaven.planning.timing import step_time
 from leaven.recipe.files import cache_folder
 from leaven.recipe.layout import Layout
