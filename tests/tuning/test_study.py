@@ -156,22 +156,19 @@ def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) ->
     assert "Traceback" not in errors
 
 
-def test_a_second_study_in_the_folder_is_refused_while_the_first_works(tiny_file: Path, tmp_path: Path) -> None:
-    study = tmp_path / "study"
-    first = subprocess.Popen(tune(tiny_file, study, 4), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    while not (study / "journal.log").exists():
-        assert first.poll() is None
-        time.sleep(0.01)
-    second = subprocess.run(tune(tiny_file, study, 4), capture_output=True, text=True, check=False)
-    assert second.returncode == 2
-    assert "is in use by another process" in second.stderr
-    out, _ = first.communicate(timeout=120)
-    assert json.loads(out)["trials"] == 4
-
-
 @pytest.fixture
 def tokens(tiny: Recipe) -> TokenSet:
     return prepare(tiny.data, tiny.model.vocab_size)
+
+
+def test_a_second_study_in_the_folder_is_refused_while_the_first_works(
+    tiny: Recipe, tokens: TokenSet, tiny_file: Path, tmp_path: Path
+) -> None:
+    short = tiny.replace({"data.tokens": 2048, "schedule.warmup_tokens": 256})
+    with Study(tmp_path / "study", short, space(short, "global"), "trust-region", tokens):
+        second = subprocess.run(tune(tiny_file, tmp_path / "study", 4), capture_output=True, text=True, check=False)
+    assert second.returncode == 2
+    assert "is in use by another process" in second.stderr
 
 
 def test_divergence_is_a_finite_result_and_no_best(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class Run:
         return speeds[len(speeds) // 2] if speeds else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Study(StudyState):
     """A search, with the recipe it began from and the best one."""
 

@@ -2,24 +2,78 @@
 
 from dataclasses import dataclass
 
+from leaven.training.outcome import Curve
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One searched value: at ``octaves`` from the start, between ``low`` and ``high`` of them."""
+
+    path: str  # of the recipe, dotted; a point of a depth profile is hyperparameters.depth.lr[2]
+    centre: float  # the value in the recipe that the search started from
+    low: float  # octaves, below 0
+    high: float
+
 
 @dataclass(frozen=True)
 class Trial:
     number: int
-    state: str  # complete | diverged | failed | running
-    loss: float | None
-    values: dict[str, float]
+    state: str  # complete | diverged | stopped | failed | running
+    loss: float | None  # nats per token; of a stopped one, what is expected of it
+    values: dict[str, float]  # by path, as the recipe has them
     seconds: float | None
     tokens_per_second: float | None
+    octaves: dict[str, float] | None = None  # by path, from the start
+    purpose: str = "search"  # search | noise (other seeds of the start) | rerun (other seeds of the best few)
+    seed: int = 0  # how far from the recipe's: trials of a search share one, and with it init and order of data
+    tokens: int = 0
+    flops: float = 0.0
+    curve: Curve = ()
+    branches: Curve = ()  # validation loss at the end of each duration, where durations are compared
+    worker: str | None = None  # host:pid
+    ended: float | None = None  # seconds since 1970
 
 
 @dataclass(frozen=True)
 class Best:
-    """The winner: its mean loss over fresh seeds with a 95% interval, in nats per token."""
+    """An answer: its mean loss over fresh seeds with a 95% interval, in nats per token."""
 
-    number: int
+    number: int  # of the trial that it is, or that it was first run as
     loss: float
     interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class SlicePoint:
+    """The landscape along one value through the best point, as all trials together have it."""
+
+    octaves: float
+    loss: float  # difference from the best point, nats per token
+    deviation: float  # standard deviation of that
+    risk: float  # chance of divergence
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """What a search found out of one value."""
+
+    path: str
+    best: float  # octaves from the start
+    flat: tuple[float, float]  # octaves: between them the loss stays within the noise of the best
+    gain: float  # nats per token that moving it from the start to the best brought, all else at the best
+    importance: float  # share, of 1
+    worth: bool  # whether tuning it paid: the gain is above the noise
+    slice: tuple[SlicePoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Front:
+    """Loss against cost: a duration at which no cheaper trial has a lower loss."""
+
+    number: int  # of the trial
+    tokens: int
+    flops: float
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -32,6 +86,14 @@ class StudyState:
     noise_floor: float | None
     best: Best | None
     trials: tuple[Trial, ...]
+    dimensions: tuple[Dimension, ...] = ()
+    noise_runs: int = 0  # how many runs the noise floor is of, other than one a point
+    radius: float | None = None  # octaves, of the trust region
+    stalled: bool = False  # it stopped of itself: rounds had gained less than the noise
+    fewest: Best | None = None  # of the points equal within noise, the one with the fewest changes
+    fewest_octaves: dict[str, float] | None = None
+    coordinates: tuple[Coordinate, ...] = ()  # the most important first
+    front: tuple[Front, ...] = ()
 
     @property
     def ended(self) -> int:
