@@ -158,8 +158,8 @@ def _repeated(points: Array, losses: Array) -> float:
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """The trials with a result, in the order of their results."""
-    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    """The trials with a result, in the order of their results; of those that were stopped, what was expected of it."""
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
     return sorted(trials, key=lambda trial: (trial.datetime_complete, trial.number))
 
 
