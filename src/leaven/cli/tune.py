@@ -40,8 +40,10 @@ def tune(
         tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
         text.notes(tokens)
     with stopping() as stop, Study(study, loaded, searched, method, tokens) as opened:
-        with TuneScreen(opened, trials) as screen:
-            state = opened.run(trials, workers or cores(), on_trial=screen.trial, on_rerun=screen.rerun, stop=stop)
+        with TuneScreen(opened.state(), trials, workers or cores()) as screen:
+            state = opened.run(
+                trials, workers or cores(), on_trial=lambda trial, _: screen.ended(trial, opened.state()), stop=stop
+            )
         interrupted = stop()
     document = opened.document(state)
     if json_output:

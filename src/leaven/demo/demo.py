@@ -208,8 +208,10 @@ class Demo:
             f"{format_quantity(proxy.data.tokens)} tokens, {self.workers} workers"
         )
         study = Study(self.folder / "study", proxy, space(proxy, ",".join(SEARCHED)), "trust-region", tokens)
-        with self._part("tune", detail), study, self.watcher.tuning(study, trials) as screen:
-            state = study.run(trials, self.workers, on_trial=screen.trial, on_rerun=screen.rerun, stop=self.stop)
+        with self._part("tune", detail), study, self.watcher.tuning(study, trials, self.workers) as screen:
+            state = study.run(
+                trials, self.workers, on_trial=lambda trial, _: screen.ended(trial, study.state()), stop=self.stop
+            )
         if state.best is None:
             raise InputError("every trial of the demo diverged; nothing can be transferred")
         self.state["proxy"] = {"study": "study"}
