@@ -281,6 +281,7 @@ class _Loop:
             losses = [loss_of(other) for other in finished(self._study)]
             loss = max(filter(math.isfinite, losses), default=NEVER_ENDED)
         if outcome.stopped:
+            self._store.set_trial_user_attr(trial_id, "expected", loss)
             # Of a pruned trial Optuna keeps the last value that it reported: what is expected of it.
             self._store.set_trial_intermediate_value(trial_id, outcome.tokens, loss)
             ended = self._study.tell(number, state=TrialState.PRUNED)

@@ -53,6 +53,11 @@ class Axes:
     start: Mapping[str, float]
     distributions: Mapping[str, FloatDistribution]
 
+    @classmethod
+    def of(cls, limits: Mapping[str, tuple[float, float]]) -> "Axes":
+        """Axes of log2 multipliers around a start at 0."""
+        return cls(dict.fromkeys(limits, 0.0), {name: FloatDistribution(*both) for name, both in limits.items()})
+
     @property
     def low(self) -> Array:
         return self.octaves({name: d.low for name, d in self.distributions.items()})
