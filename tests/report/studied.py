@@ -179,6 +179,7 @@ def _coordinates(searched: tuple[Dimension, ...], land: Landscape, best: dict[st
         slices = tuple(
             SlicePoint(o, over(o), 0.002 + 0.006 * abs(o - at), r) for o, r in zip(steps, risk, strict=True)
         )
+        width = math.hypot(at - optimum, width)
         flat = (max(d.low, optimum - width), min(d.high, optimum + width))
         share = curvature * at**2 / total
         found.append(Coordinate(d.path, at, flat, gain, share, gain > NOISE, slices))
@@ -189,10 +190,9 @@ def durations(state: StudyState) -> StudyState:
     """The same with trials of three durations each, and the front of loss against cost."""
     trials = []
     for t in state.trials:
-        if t.state == "complete" and t.loss is not None:
-            ends = tuple((TOKENS // k, t.loss + 0.12 * math.log2(k) + 0.002 * (t.number % 5) * k) for k in (4, 2, 1))
-            t = replace(t, branches=ends)
-        trials.append(t)
+        loss, late = t.loss or 0.0, 0.002 * (t.number % 5)
+        ends = tuple((TOKENS // k, loss + 0.12 * math.log2(k) + late * k) for k in (4, 2, 1))
+        trials.append(replace(t, branches=ends) if t.state == "complete" else t)
     front = []
     for i in range(3):
         least = min((t for t in trials if t.branches), key=lambda t: t.branches[i][1])

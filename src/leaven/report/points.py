@@ -57,7 +57,7 @@ def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) 
         centre = start(state)
         before = octaves(best, centre) if best is not None else {}
         moved = {path: now - before.get(path, 0.0) for path, now in octaves(trial, centre).items()}
-        return changes(moved, room) or ("nothing" if best is not None else "nothing: the start")
+        return changes(moved, room) or f"nothing: {'the best' if best is not None else 'the start'}"
     again = "the start" if trial.purpose == "noise" else f"trial {first_of(trial, state).number}"
     return cut(f"{again} again, seed +{trial.seed}", room)
 
