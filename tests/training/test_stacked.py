@@ -26,6 +26,7 @@ GPT = {
     "hyperparameters.decay_norm_and_bias": True,
     "hyperparameters.weight_decay": 0.01,
 }
+STEPS = 6
 OTHERS: list[dict[str, object]] = [
     {},
     {
@@ -99,10 +100,10 @@ def alone(recipe: Recipe, tokens: TokenSet, steps: int) -> tuple[list[float], Tr
 def test_a_stack_is_its_trials_in_float64(tiny: Recipe, tokens: TokenSet, family: dict[str, object]) -> None:
     recipes = varied(tiny, **family)
     stack = TrialStack(recipes, tokens, "cpu")
-    losses = torch.stack([stack.step() for _ in range(12)])
+    losses = torch.stack([stack.step() for _ in range(STEPS)])
     validation = stack.evaluate()
     for trial, recipe in enumerate(recipes):
-        by_itself, training = alone(recipe, tokens, 12)
+        by_itself, training = alone(recipe, tokens, STEPS)
         torch.testing.assert_close(losses[:, trial], torch.tensor(by_itself), rtol=1e-9, atol=0)
         assert validation[trial] == pytest.approx(training.evaluate(), rel=1e-9)
         stacked = dict(stack.model.named_parameters())
@@ -116,9 +117,9 @@ def test_what_diverges_is_frozen_and_touches_no_other(tiny: Recipe, tokens: Toke
     first, *_, last = varied(tiny)
     wild = first.replace({"hyperparameters.lr": 1e30, "hyperparameters.weight_decay": 0.0})
     with_it, without = TrialStack([first, wild, last], tokens, "cpu"), TrialStack([first, last], tokens, "cpu")
-    losses = torch.stack([with_it.step() for _ in range(12)])
+    losses = torch.stack([with_it.step() for _ in range(STEPS)])
     assert losses[-1, 1].isnan()
-    others = torch.stack([without.step() for _ in range(12)])
+    others = torch.stack([without.step() for _ in range(STEPS)])
     torch.testing.assert_close(losses[:, ::2], others, rtol=1e-5, atol=0)
     without_it = dict(without.model.named_parameters())
     for name, parameter in with_it.model.named_parameters():
@@ -138,10 +139,12 @@ def test_trials_that_are_left_alone_go_on_as_before(tiny: Recipe, tokens: TokenS
 
 
 def test_outcomes_are_those_of_the_trials_by_themselves(tiny: Recipe, tokens: TokenSet) -> None:
-    recipes = varied(tiny)
+    recipes = varied(tiny, **{"data.tokens": 5_120})
     recipes.insert(1, recipes[0].replace({"hyperparameters.lr": 1e30, "hyperparameters.weight_decay": 0.0}))
-    outcomes = train_stack(recipes, tokens, "cpu", [None] * 4)
-    for recipe, outcome in zip(recipes, outcomes, strict=True):
+    rival = Rival(tuple((done, 0.1) for done in range(256, 5_121, 256)), 0.1, 0.01)
+    other_run = Rival(((100, 0.1), (200, 0.1)), 0.1, 0.01)  # of another duration: no rival
+    outcomes = train_stack([*recipes, recipes[0]], tokens, "cpu", [None, None, other_run, None, rival])
+    for recipe, outcome in zip(recipes, outcomes, strict=False):
         training, course = Training(recipe, tokens, "cpu"), Course(recipe.model.vocab_size, recipe.data.tokens)
         try:
             while not training.finished:
@@ -153,31 +156,27 @@ def test_outcomes_are_those_of_the_trials_by_themselves(tiny: Recipe, tokens: To
         assert outcome.loss == pytest.approx(loss, rel=1e-4)
         assert outcome.tokens == training.progress.tokens
         assert [loss for _, loss in outcome.curve] == pytest.approx([loss for _, loss in course.curve], rel=1e-4)
-    assert [outcome.diverged for outcome in outcomes] == [False, True, False, False]
-    assert not any(outcome.stopped for outcome in outcomes)
+    assert [outcome.diverged for outcome in outcomes] == [False, True, False, False, False]
+    assert [outcome.stopped for outcome in outcomes] == [False, False, False, False, True]
+    hopeless = outcomes[-1]
+    assert hopeless.tokens == hopeless.curve[-1][0] < 5_120
+    for (_, here), (_, there) in zip(hopeless.curve, outcomes[0].curve, strict=False):
+        assert here == pytest.approx(there, rel=1e-5)
+    assert hopeless.loss == expected(hopeless.curve, rival)
 
 
-def test_a_hopeless_trial_is_given_up_and_the_others_end(tiny: Recipe, tokens: TokenSet) -> None:
-    recipes = varied(tiny)
-    whole = train_stack(recipes, tokens, "cpu", [None] * 3)
-    rival = Rival(tuple((done, 0.1) for done, _ in whole[0].curve), 0.1, 0.01)
-    other_run = Rival(((100, 0.1), (200, 0.1)), 0.1, 0.01)  # of another duration: no rival
-    outcomes = train_stack(recipes, tokens, "cpu", [None, rival, other_run])
-    assert [outcome.stopped for outcome in outcomes] == [False, True, False]
-    assert outcomes[1].tokens < tiny.data.tokens
-    assert outcomes[1].curve == whole[1].curve[: len(outcomes[1].curve)]
-    assert outcomes[1].loss == expected(outcomes[1].curve, rival)
-    for trial in (0, 2):
-        assert outcomes[trial].loss == pytest.approx(whole[trial].loss, rel=1e-4)
-    assert train_stack(recipes, tokens, "cpu", [rival] * 3)[0].stopped  # and then there is nothing left to train
+def test_when_all_are_over_nothing_is_trained(tiny: Recipe, tokens: TokenSet) -> None:
+    rival = Rival(((256, 0.1), (10_240, 0.1)), 0.1, 0.01)
+    outcomes = train_stack(varied(tiny), tokens, "cpu", [rival] * 3)
+    assert all(outcome.stopped and outcome.tokens < 5_120 for outcome in outcomes)
 
 
 def test_bf16_is_that_of_a_trial_by_itself_but_for_rounding(tiny: Recipe, tokens: TokenSet) -> None:
     recipes = varied(tiny, **{"precision.compute": "bf16"})
     stack = TrialStack(recipes, tokens, "cpu")
-    losses = torch.stack([stack.step() for _ in range(12)])
+    losses = torch.stack([stack.step() for _ in range(STEPS)])
     for trial, recipe in enumerate(recipes):
-        assert losses[:, trial].tolist() == pytest.approx(alone(recipe, tokens, 12)[0], rel=5e-3)
+        assert losses[:, trial].tolist() == pytest.approx(alone(recipe, tokens, STEPS)[0], rel=5e-3)
 
 
 def test_less_memory_means_smaller_micro_batches(

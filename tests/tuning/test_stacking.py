@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from leaven.tuning import search
 from leaven.training.outcome import Outcome
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.stacking import Stack, stack_of_trials

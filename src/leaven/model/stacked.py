@@ -80,7 +80,7 @@ class StackedTransformer(Transformer):
         that of the products."""
         lower = dtype not in {torch.float32, torch.float64}
         with torch.autocast(inputs_BT.device.type, dtype, enabled=lower):
-            hidden_KND = self.hidden(inputs_BT, documents_BT).unflatten(0, (self.trials, -1)).flatten(1, 2)
+            hidden_KND = self.hidden(inputs_BT, documents_BT).reshape(self.trials, -1, self.shape.d_model)
         compute = dtype if lower else hidden_KND.dtype
         # Of the function's arguments those that need gradients say whether to compute any.
         weight_KVD = self.readout if torch.is_grad_enabled() else self.readout.detach()
@@ -114,7 +114,8 @@ class _Linear(nn.Module):
         self.multipliers_K = multipliers_K
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        weight_KFD, bias_KF = self.weight, self.bias
+        weight_KFD: Tensor = self.weight
+        bias_KF: Tensor | None = self.bias
         if self.multipliers_K is not None:
             weight_KFD = weight_KFD * self.multipliers_K[:, None, None]
             bias_KF = bias_KF * self.multipliers_K[:, None] if bias_KF is not None else None
@@ -134,8 +135,8 @@ class _Embedding(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         trials, size = self.weight.shape[:2]
         first_K = torch.arange(0, trials * size, size, device=tokens_BT.device)
-        rows_KBT = tokens_BT.unflatten(0, (trials, -1)) + first_K[:, None, None]
-        return F.embedding(rows_KBT.flatten(0, 1), self.weight.flatten(0, 1))
+        rows_KN = tokens_BT.reshape(trials, -1) + first_K[:, None]
+        return F.embedding(rows_KN.view_as(tokens_BT), self.weight.flatten(0, 1))
 
 
 class _Norm(nn.Module):
@@ -146,13 +147,13 @@ class _Norm(nn.Module):
         super().__init__()
         own = _parameters(norm, trials)
         self.weight, self.bias = own["weight"], own.get("bias")
-        self.eps = norm.eps
+        self.eps: Any = norm.eps
         self.function = F.layer_norm if getattr(norm, "centred", isinstance(norm, nn.LayerNorm)) else F.rms_norm
         self.lowers = isinstance(norm, RMSNorm)
 
     def forward(self, x: Tensor) -> Tensor:
         gain_K = self._for(self.weight, x)
-        wide = self.function(x.to(gain_K.dtype), x.shape[-1:], eps=self.eps).unflatten(0, (len(gain_K), -1))
+        wide = self.function(x.to(gain_K.dtype), x.shape[-1:], eps=self.eps).reshape(len(gain_K), -1, *x.shape[1:])
         y = wide * gain_K if self.bias is None else torch.addcmul(self._for(self.bias, x), wide, gain_K)
         device = x.device.type
         lower = self.lowers and torch.is_autocast_enabled(device)

@@ -244,7 +244,7 @@ class TrialStack:
             try:
                 for inputs, targets, documents in self._micro_batches(windows_SBT, self._seed_K):
                     part_K = self.model.losses(inputs, targets, documents, factors_K, self.dtype)
-                    part_K.sum().backward()
+                    torch.autograd.backward(part_K.sum())
                     loss_K += part_K.detach()
                 return loss_K
             except RuntimeError as error:
@@ -263,7 +263,7 @@ class TrialStack:
         everything = torch.from_numpy(windows_SBT)
         if self.device.type == "cuda":
             everything = everything.pin_memory().to(self.device, non_blocking=True)
-        for part_SBT in everything.split(even(everything.shape[1], self._micro_batch), dim=1):
+        for part_SBT in torch.split(everything, even(everything.shape[1], self._micro_batch), dim=1):
             windows_BT = part_SBT[seed_K].flatten(0, 1)
             if self._end_of_text is None:
                 yield windows_BT[:, :-1], windows_BT[:, 1:].contiguous(), None
