@@ -10,14 +10,13 @@ from leaven.cli._common import (
     RecipeArgument,
     SetOption,
     console,
-    count_option,
     emit_json,
     errors,
     load,
     stopping,
 )
 from leaven.cli._screens import TextScreen
-from leaven.cli._tune_screen import TuneScreen, best_lines
+from leaven.cli._tune_screen import TuneScreen
 
 TRIALS = 32  # without any budget
 
@@ -90,8 +89,10 @@ def tune(
     if json_output:
         emit_json(document)
     elif not interrupted:
-        for line in best_lines(state, folder):
+        for line in opened.answer.lines:
             console.print(line)
+        if state.best is not None:
+            console.print(f"recipe     {folder / 'best.toml'} (each value with its reason under [why])")
     if interrupted:
         errors.print(f"stopped after {document['trials']} trials; the same command goes on from there")
         raise typer.Exit(75)

@@ -213,7 +213,7 @@ class Demo:
         if state.best is None:
             raise InputError("every trial of the demo diverged; nothing can be transferred")
         self.state["proxy"] = {"study": "study"}
-        return study.best_recipe(state)
+        return study.best_recipe()
 
     def _transfer(self, best: Recipe) -> Recipe:
         size = SIZES[self.size]

@@ -28,7 +28,8 @@ __all__ = ["Answer", "advice_when_all_diverged", "answer", "finalists", "front",
 Array = NDArray[np.float64]
 
 import os
-SF=float(os.environ.get('SF','1'))
+
+SF = float(os.environ.get("SF", "1"))
 SURE = 1.0  # standard deviations by which what is called equal is to be equal
 SLICE = 21  # points
 WIDE, FINE = (

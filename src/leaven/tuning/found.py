@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from optuna.trial import FrozenTrial
 
 from leaven.training.outcome import Rival
+from leaven.tuning import noise
 from leaven.tuning.ledger import FINALIST, Run, purpose, seed
-from leaven.tuning.noise import interval, pooled
 from leaven.tuning.plan import NothingFound, Plan
 from leaven.tuning.trust_region import finished, loss_of
-
-GIVEN = 10**6  # degrees of freedom of a noise that is known
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,14 @@ def found(plan: Plan, runs: Sequence[Run], now: float, stopped: bool) -> Found:
     loss = statistics.fmean(points[best])
     if not math.isfinite(loss):
         raise NothingFound("every point that was run again diverged; start from lower learning rates")
-    noise, degrees = floor(runs, plan.noise)
-    around = (-math.inf, math.inf) if noise is None else interval(points[best], noise, degrees)
+    between, degrees = floor(runs, plan.noise)
+    around = (-math.inf, math.inf) if between is None else noise.interval(points[best], between, degrees)
     searched = [run for run in runs if not plan.judges(run)]
     return Found(
         params=next(dict(run.last.params) for run in runs if tuple(run.last.params.values()) == best),
         loss=loss,
         interval=around,
-        noise=noise,
+        noise=between,
         stalled=not stopped and plan.budget.room(searched, now),
         trials=tuple(trial(ended, plan.budget.label) for ended in finished(plan.study)),
     )
@@ -78,19 +76,18 @@ def trial(ended: FrozenTrial, label: str) -> Trial:
 def floor(runs: Sequence[Run], given: float | None = None) -> tuple[float | None, int]:
     """The noise between runs of one point, and its degrees of freedom; None and 0 where no point was repeated."""
     if given is not None:
-        return given, GIVEN
-    points: dict[tuple[float, ...], list[float]] = {}
-    for run in runs:
-        if run.complete:
-            points.setdefault(tuple(run.last.params.values()), []).append(loss_of(run.last))
-    return pooled(points.values())
+        return given, noise.GIVEN
+    whole = [run.last for run in runs if run.complete]
+    return noise.floor((tuple(last.params.values()), seed(last), loss_of(last)) for last in whole)
 
 
 def rival(runs: Sequence[Run], given: float | None) -> Rival | None:
     """The best run of the search, for others to be compared with, once it is known how far seeds lie apart."""
-    noise, _ = floor(runs, given)
+    between, _ = floor(runs, given)
     curves = [run.last for run in runs if run.complete and seed(run.origin) == 0 and "curve" in run.last.user_attrs]
-    if noise is None or not curves:
+    if between is None or not curves:
         return None
     best = min(curves, key=loss_of)
-    return Rival(tuple((int(tokens), float(loss)) for tokens, loss in best.user_attrs["curve"]), loss_of(best), noise)
+    return Rival(
+        tuple((int(tokens), float(loss)) for tokens, loss in best.user_attrs["curve"]), loss_of(best), between
+    )

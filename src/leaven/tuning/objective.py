@@ -31,7 +31,7 @@ from leaven.tuning.methods import check_method, sampler
 from leaven.tuning.plan import Plan
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.stores import StoreGone, open_store
-from leaven.tuning.trust_region import Axes, finished, loss_of
+from leaven.tuning.trust_region import EXPECTED, Axes, finished, loss_of
 
 Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
 
@@ -63,6 +63,7 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     seed: int = 0,
     workers: int = 1,
     *,
+    scales: Mapping[str, float] | None = None,
     flops: float | None = None,
     hours: float | None = None,
     noise: float | None = None,
@@ -83,12 +84,13 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
 
     Args:
         objective: takes log2 multipliers by name (a :class:`leaven.tuning.proposal.Proposal`) and gives a loss, or
-            an :class:`leaven.training.outcome.Outcome`; infinite or nan is a divergence. With ``workers`` it is called
-            from so many threads.
+            an :class:`leaven.training.outcome.Outcome`; infinite or nan is a divergence. With ``workers`` it is
+            called from so many threads.
         space: the lowest and the highest log2 multiplier, by name.
         start: log2 multipliers that are right as far as one knows; 0 for those that are not given.
         trials: None where ``flops`` or ``hours`` are the budget, of which see :class:`leaven.tuning.budget.Budget`.
         method: one of ``leaven.tuning.methods.METHODS``.
+        scales: how many octaves from the start an optimum typically is; 1 for those that are not given.
         noise: the standard deviation of the loss between runs of one point, if it is known.
         stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the file of a journal; in memory without. The same call goes on with
@@ -99,12 +101,13 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
         lease_seconds: for how long another machine's process may be silent before its runs are taken over.
 
     Raises:
-        InputError: if the space, the start, the method or the budget is wrong, or the stored study is of another space.
+        InputError: if the space, the start, the method or the budget is wrong, or the stored study is of another
+            space or method.
         NothingFound: if every run diverged.
         StoreGone: if the storage went away and did not come back.
     """
     check_method(method)
-    axes = _axes(space, start or {})
+    axes = _axes(space, start or {}, scales or {})
     budget = Budget(trials, flops, hours)
     if workers < 1:
         raise InputError(f"workers = {workers}: at least 1")
@@ -125,7 +128,7 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     return found(plan, runs, time.time(), stop())
 
 
-def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float]) -> Axes:
+def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float], scales: Mapping[str, float]) -> Axes:
     if not space:
         raise InputError("the space is empty; give it at least one name with its lowest and highest log2 multiplier")
     for name, (low, high) in space.items():
@@ -138,7 +141,8 @@ def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float]) 
     for name, (low, high) in space.items():
         if not low <= begin[name] <= high:
             raise InputError(f"start of {name}: {begin[name]:g} is outside its space, {low:g} to {high:g}")
-    return Axes(begin, {name: FloatDistribution(float(low), float(high)) for name, (low, high) in space.items()})
+    distributions = {name: FloatDistribution(float(low), float(high)) for name, (low, high) in space.items()}
+    return Axes(begin, distributions, scales)
 
 
 def agree(study: optuna.Study, here: Mapping[str, Any], what: str, instead: str) -> None:
@@ -245,7 +249,7 @@ class _Loop:
             return
         best = rival(runs, self._plan.noise) if job.purpose == "search" else None
         origin = int(about.get(ledger.RETRY_OF, number))
-        proposal = Proposal(point, number, job.seed, origin, best, self._free.pop())
+        proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
         self._pending[self._pool.submit(self._objective, proposal)] = proposal
         if self._watch is not None:
             self._watch.asked(proposal)
@@ -269,6 +273,7 @@ class _Loop:
     def _tell(self, number: int, outcome: Outcome) -> None:
         about = {key: getattr(outcome, key) for key in ("tokens", "flops", "seconds", "curve", "branches", "worker")}
         about |= {ledger.DIVERGED: outcome.diverged, "stopped": outcome.stopped}
+        about |= {EXPECTED: outcome.loss} if outcome.stopped else {}
         study = self._store.get_study_id_from_name(self._study.study_name)
         trial_id = self._store.get_trial_id_from_study_id_trial_number(study, number)
         for key, value in about.items():
@@ -281,8 +286,7 @@ class _Loop:
             losses = [loss_of(other) for other in finished(self._study)]
             loss = max(filter(math.isfinite, losses), default=NEVER_ENDED)
         if outcome.stopped:
-            self._store.set_trial_user_attr(trial_id, "expected", loss)
-            # Of a pruned trial Optuna keeps the last value that it reported: what is expected of it.
+            # Of a pruned trial Optuna keeps the last value that it reported.
             self._store.set_trial_intermediate_value(trial_id, outcome.tokens, loss)
             ended = self._study.tell(number, state=TrialState.PRUNED)
         else:

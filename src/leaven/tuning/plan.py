@@ -16,8 +16,11 @@ import numpy as np
 import optuna
 
 from leaven.recipe.errors import InputError
+from leaven.training.outcome import Curve
+from leaven.training.study_file import Dimension, Trial
+from leaven.tuning.answer import finalists
 from leaven.tuning.budget import RERUNS, Budget
-from leaven.tuning.ledger import FINALIST, FINALISTS, JOB, Job, Run, seed
+from leaven.tuning.ledger import DIVERGED, ENDED, FINALIST, FINALISTS, JOB, Job, Run, purpose, seed
 from leaven.tuning.methods import grid
 from leaven.tuning.trust_region import Axes, loss_of, region_of
 
@@ -107,14 +110,46 @@ class Plan:
         Of a trust region they are what the bowl promises, and then the runs in the order of what it holds of them.
         Other methods have only the losses. What was stopped is none.
         """
-        ended = [run.last for run in runs if run.complete]
-        points = list({tuple(t.params.items()): t.params for t in sorted(ended, key=loss_of)}.values())
+        trials, by_bowl = [record(run, self.axes) for run in runs], self.method == "trust-region"
+        stopped = [trial.octaves for trial in trials if trial.state == "stopped"]
+        points = finalists(trials, self.dimensions, self.noise, by_bowl=by_bowl)
         if not points:
             raise NothingFound("every run diverged, the start's too; start from lower learning rates")
-        if self.method != "trust-region":
-            return points
-        now = region_of(self.study, self.axes, self.noise)
-        believed = now.bowl.value(np.array([self.axes.octaves(point) for point in points]))
-        ranked = [points[i] for i in np.argsort(believed, kind="stable")]
-        candidates = [self.axes.values(now.promise), self.axes.values(now.incumbent), *ranked]
-        return list({tuple(point.items()): point for point in candidates}.values())
+        return [self.axes.values(np.array(list(point.values()))) for point in points if point not in stopped]
+
+    @property
+    def dimensions(self) -> list[Dimension]:
+        axes = self.axes
+        ends = zip(axes.start, axes.low, axes.high, strict=True)
+        return [Dimension(name, 0.0, float(low), float(high), axes.scales.get(name, 1.0)) for name, low, high in ends]
+
+
+def record(run: Run, axes: Axes) -> Trial:
+    """A run as answers and reports take it; its values are the log2 multipliers."""
+    last, ran = run.last, run.last.user_attrs
+    state = "failed" if run.failed else "running"
+    if run.finished:
+        state = "diverged" if ran.get(DIVERGED) else "stopped" if ran.get("stopped") else "complete"
+    seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
+    drawn = len(last.params) == len(axes.start)
+    return Trial(
+        number=last.number,
+        state=state,
+        loss=loss_of(last) if state in {"complete", "stopped"} else None,
+        values=dict(last.params),
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+        octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
+        purpose=purpose(last),
+        seed=seed(last),
+        tokens=tokens,
+        flops=ran.get("flops", 0.0),
+        curve=_curve(ran.get("curve", ())),
+        branches=_curve(ran.get("branches", ())),
+        worker=ran.get("worker"),
+        ended=ran.get(ENDED),
+    )
+
+
+def _curve(stored: Sequence[Sequence[float]]) -> Curve:
+    return tuple((int(tokens), float(loss)) for tokens, loss in stored)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -29,16 +29,17 @@ from leaven.training.run_folder import listed
 from leaven.training.study_file import Best, StudyState, Trial
 from leaven.training.trial import branches_of, train_trial
 from leaven.training.worker import Pool
-from leaven.tuning import found, ledger
-from leaven.tuning.answer import answer, front
-from leaven.tuning.ledger import Run
+from leaven.tuning import ledger
+from leaven.tuning.answer import Answer, answer, front, why
+from leaven.tuning.found import Found
+from leaven.tuning.found import Trial as Ended
 from leaven.tuning.methods import check_method
 from leaven.tuning.objective import Lost, Released, agree, search
-from leaven.tuning.plan import NothingFound
+from leaven.tuning.plan import NothingFound, record
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.space import Space, moved
 from leaven.tuning.stores import StoreGone, open_store
-from leaven.tuning.trust_region import Axes, region_of
+from leaven.tuning.trust_region import START, Axes, finished, region_of
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # what a study that was killed as it began leaves
@@ -84,6 +85,8 @@ class Study:
         self._text, self._durations = tokens.fingerprint, tuple(durations)
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
+        self._axes = Axes.of(space.limits, {d.path: d.scale for d in space.dimensions})
+        self._found: Found | None = None
         self._screen: Screen | None = None
         self._stop: Callable[[], bool] = lambda: False
         self._check()
@@ -154,7 +157,7 @@ class Study:
             processes = _Processes([stack.enter_context(Pool(1)) for _ in range(workers)], stop)
             stack.callback(processes.leave)
             try:
-                result = search(
+                found = search(
                     partial(self._train, processes),
                     self.space.limits,
                     None,
@@ -162,6 +165,7 @@ class Study:
                     self.method,
                     self.recipe.data.seed,
                     workers,
+                    scales=self._axes.scales,
                     flops=flops,
                     hours=hours,
                     storage=self._store,
@@ -170,9 +174,10 @@ class Study:
                     watch=self,
                     lease_seconds=lease_seconds,
                 )
+                self._found = None if stop() else found
             except NothingFound:
-                return self.save()
-        return self.save(None if stop() else result)
+                self._found = None
+        return self.save()
 
     def _train(self, processes: "_Processes", proposal: Proposal) -> Outcome:
         try:
@@ -194,65 +199,58 @@ class Study:
         if self._screen is not None:
             self._screen.asked(proposal.number, f"w{proposal.worker + 1}")
 
-    def ended(self, trial: found.Trial) -> None:
+    def ended(self, trial: Ended) -> None:
         state = self.save()
         if self._screen is not None:
             self._screen.ended(next(other for other in state.trials if other.number == trial.number), state)
 
-    def state(self, result: found.Found | None = None) -> StudyState:
-        """The study as it stands; ``best`` is that of its result."""
-        runs = ledger.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
-        trials = tuple(map(self._record, runs))
-        noise, degrees = found.floor(runs)
-        more = answer(trials, self.space.dimensions, noise)
-        axes = Axes.of(self.space.limits)
-        trust = self.method == "trust-region" and any(run.finished for run in runs)
+    def state(self) -> StudyState:
+        """The study as it stands; it has a ``best`` once this command has seen it to its end."""
+        found, trials = self.answer, self._trials
         return StudyState(
             name=self.recipe.name,
             method=self.method,
             space=self.space.paths,
-            noise_floor=noise,
-            best=result and Best(_first(runs, result.params), result.loss, result.interval),
+            noise_floor=found.noise,
+            best=found.best if self._found else None,
             trials=trials,
             dimensions=self.space.dimensions,
-            noise_runs=degrees,
-            radius=region_of(self._study, axes).radius if trust else None,
-            stalled=result is not None and result.stalled,
-            fewest=more.fewest,
-            fewest_octaves=more.fewest_octaves,
-            coordinates=more.coordinates,
+            noise_runs=found.degrees,
+            radius=self._radius(),
+            stalled=self._found is not None and self._found.stalled,
+            fewest=found.fewest,
+            fewest_octaves=found.fewest_octaves,
+            coordinates=found.coordinates,
             front=front(trials),
         )
 
-    def _record(self, run: Run) -> Trial:
-        last, ran = run.last, run.last.user_attrs
-        state = "failed" if run.failed else "running"
-        if run.finished:
-            state = "diverged" if ran.get("diverged") else "stopped" if ran.get("stopped") else "complete"
-        return Trial(
-            number=last.number,
-            state=state,
-            loss=last.value if state in {"complete", "stopped"} else None,
-            values=self.space.values(last.params) if len(last.params) == len(self.space.dimensions) else {},
-            seconds=ran.get("seconds"),
-            tokens_per_second=ran["tokens"] / ran["seconds"] if ran.get("seconds") else None,
-            octaves=dict(last.params),
-            purpose=ledger.purpose(last),
-            seed=ledger.seed(last),
-            tokens=ran.get("tokens", 0),
-            flops=ran.get("flops", 0.0),
-            curve=tuple((tokens, loss) for tokens, loss in ran.get("curve", ())),
-            branches=tuple((tokens, loss) for tokens, loss in ran.get("branches", ())),
-            worker=ran.get("worker"),
-            ended=ran.get(ledger.ENDED),
-        )
+    @property
+    def answer(self) -> Answer:
+        """What the trials say; where none was run with fresh seeds, the best of the search is the best."""
+        trials, found = self._trials, self._found
+        said = answer(trials, self.space.dimensions)
+        if said.best is not None or found is None:
+            return said
+        number = min(trial.number for trial in trials if trial.octaves == found.params)
+        return replace(said, best=Best(number, found.loss, found.interval), octaves=found.params)
 
-    def save(self, result: found.Found | None = None) -> StudyState:
+    @property
+    def _trials(self) -> tuple[Trial, ...]:
+        runs = ledger.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
+        trials = [record(run, self._axes) for run in runs]
+        return tuple(replace(trial, values=self.space.values(trial.octaves or {})) for trial in trials)
+
+    def _radius(self) -> float | None:
+        if self.method != "trust-region":
+            return None
+        return region_of(self._study, self._axes).radius if finished(self._study) else START
+
+    def save(self) -> StudyState:
         """Write study.json, and best.toml once there is a best."""
-        state = self.state(result)
+        state = self.state()
         write_text(self.out / "study.json", json.dumps(asdict(state), indent=2) + "\n")
-        if result is not None:
-            write_recipe(self.best_recipe(state), self.out / "best.toml")
+        if state.best is not None:
+            write_recipe(self.best_recipe(), self.out / "best.toml")
         return state
 
     def document(self, state: StudyState) -> dict[str, Any]:
@@ -266,21 +264,15 @@ class Study:
             "noise_floor": state.noise_floor,
         }
 
-    def best_recipe(self, state: StudyState) -> Recipe:
+    def best_recipe(self) -> Recipe:
         """The winner as a recipe, with its base pinned at this scale and a reason for every searched value."""
-        assert state.best is not None
-        trial = next(trial for trial in state.trials if trial.number == state.best.number)
-        judges = sum(t.purpose == "rerun" and t.octaves == trial.octaves for t in state.trials)
-        low, high = state.best.interval
-        reason = (
-            f"study {state.name}, trial {state.best.number} of {len(state.trials)} ({state.method}); "
-            f"validation loss {state.best.loss:.4f}, 95% interval {low:.4f} to {high:.4f} over "
-            + (f"{judges} fresh seeds" if judges else "one run")
-        )
-        octaves = trial.octaves or {}
-        why = {path: f"{reason}; {2**moved_by:.2f} x the start" for path, moved_by in octaves.items()}
+        found, count = self.answer, len(self._trials)
+        reasons = {
+            path: why(path, found, self.recipe.name, count, self.method, values=self.space.values)
+            for path in self.space.paths
+        }
         base = self.recipe.base.model_dump()
-        return moved(self.recipe, octaves).replace({"scaling.base": base, "why": self.recipe.why | why})
+        return moved(self.recipe, found.octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})
 
 
 class _Processes:
@@ -307,8 +299,3 @@ class _Processes:
             return future.result()
         except BrokenProcessPool:
             raise Lost from None
-
-
-def _first(runs: Sequence[Run], params: dict[str, float]) -> int:
-    """The number under which a point was first run."""
-    return min(run.last.number for run in runs if run.last.params == params)
