@@ -6,93 +6,85 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import optuna
 import pytest
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 
+from leaven.cli import INTERRUPTED
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.training.study_file import StudyState, Trial
 from leaven.tuning.space import space
-from leaven.tuning.study import FINALISTS, SEEDS, Study
+from leaven.tuning.study import Study
 
-SHORT = ["--set", "data.tokens=2048", "--set", "schedule.warmup_tokens=256"]
-
-
-def tune(recipe: Path, study: Path, trials: int, *more: str) -> list[str]:
-    verb = [sys.executable, "-m", "leaven", "tune", str(recipe), "--study", str(study), "--trials", str(trials)]
-    return [*verb, "--workers", "2", "--json", *SHORT, *more]
+SHORT = {"data.tokens": 2048, "schedule.warmup_tokens": 256}
+LR = "hyperparameters.lr"
 
 
-def journal(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
-    return optuna.load_study(study_name=None, storage=storage).trials
+class Screen:
+    """Sees what a person would."""
+
+    def __init__(self, on_asked: Callable[[int], None] = lambda number: None) -> None:
+        self.on_asked, self.seen = on_asked, list[Trial]()
+
+    def asked(self, number: int, worker: str) -> None:
+        self.on_asked(number)
+
+    def ended(self, trial: Trial, state: StudyState) -> None:
+        assert trial in state.trials
+        self.seen.append(trial)
+
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
 
 
-def test_a_study_from_the_command_line(tiny_file: Path, tmp_path: Path) -> None:
-    done = subprocess.run(tune(tiny_file, tmp_path / "study", 5), capture_output=True, text=True, check=True)
-    document = json.loads(done.stdout)
-    assert set(document) == {"best", "trials", "failed", "noise_floor"}
-    assert document["trials"] == 5
-    low, high = document["best"]["interval"]
-    assert low < document["best"]["loss"] < high
-    assert document["noise_floor"] > 0
-    best = read_recipe(document["best"]["recipe"])
-    assert best.scaling.base == best.base
-    assert "study tiny, trial" in best.why["hyperparameters.lr"]
-    kept = json.loads((tmp_path / "study" / "study.json").read_text())
-    assert kept["trials"][0]["values"] == space(read_recipe(tiny_file), "global").centre  # the start is a trial
-    again = subprocess.run(tune(tiny_file, tmp_path / "study", 5), capture_output=True, text=True, check=True)
-    assert json.loads(again.stdout) == document
+@pytest.fixture
+def short(tiny: Recipe) -> Recipe:
+    return tiny.replace(SHORT)
 
 
-def test_killed_with_9_and_run_again_it_goes_on_where_it_was(tiny_file: Path, tmp_path: Path) -> None:
-    study = tmp_path / "study"
-    process = subprocess.Popen(tune(tiny_file, study, 8), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (study / "study.json").exists() or len(complete(study)) < 3:
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    before = {trial.number: trial for trial in complete(study)}
-    lost = [trial for trial in journal(study) if trial.state is optuna.trial.TrialState.RUNNING]
-    done = subprocess.run(tune(tiny_file, study, 8), capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["trials"] == 8
-    after = {trial.number: trial for trial in complete(study)}
-    assert len(after) == 8
-    assert all(after[number].value == trial.value for number, trial in before.items())
-    # What was running when the kill came was run again with the same values, as far as they had been drawn.
-    for trial in lost:
-        assert any(other.params.items() >= trial.params.items() for other in after.values())
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    return prepare(tiny.data, tiny.model.vocab_size)
 
 
-def complete(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    return [trial for trial in journal(folder) if trial.state is optuna.trial.TrialState.COMPLETE]
+@pytest.fixture
+def study(short: Recipe, tokens: TokenSet, tmp_path: Path) -> Callable[..., Study]:
+    def make(method: str = "random", recipe: Recipe = short, which: str = LR, **more: object) -> Study:
+        return Study(tmp_path / "study", recipe, space(recipe, which), method, tokens, **more)  # type: ignore[arg-type]
+
+    return make
 
 
-def test_a_killed_worker_costs_no_trial(tiny_file: Path, tmp_path: Path) -> None:
-    study = tmp_path / "study"
-    command = tune(tiny_file, study, 6, "--set", "data.tokens=8192")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    while not (study / "study.json").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    worker = workers_of(process.pid)[0]
-    os.kill(worker, signal.SIGKILL)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    document = json.loads(out)
-    assert (document["trials"], document["failed"]) == (6, 0)
-    assert len(complete(study)) == 6
+def tune(recipe: Path, where: Path | str, trials: int, *more: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "leaven", "tune", str(recipe), "--study", str(where), "--trials", str(trials)]
+    command += ["--workers", "2", "--json", *(f"--set={key}={value}" for key, value in SHORT.items()), *more]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def saved(folder: Path) -> list[dict[str, object]]:
+    """The trials in study.json."""
+    file = folder / "study.json"
+    return list(json.loads(file.read_text())["trials"]) if file.exists() else []
+
+
+def until(done: Callable[[], object], *processes: "subprocess.Popen[str]") -> None:
+    """Wait for a state."""
+    while not done():
+        for process in processes:
+            assert process.poll() is None, f"it ended before: {process.communicate()}"
+        time.sleep(0.02)
 
 
 def workers_of(parent: int) -> list[int]:
-    """Training processes started by a study: its children that hold torch, not multiprocessing's resource tracker."""
+    """Training processes of a study: its children that hold torch, not multiprocessing's resource tracker."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -106,20 +98,6 @@ def workers_of(parent: int) -> list[int]:
     return found
 
 
-def test_workers_go_when_the_study_is_killed(tiny_file: Path, tmp_path: Path) -> None:
-    command = tune(tiny_file, tmp_path / "study", 8, "--set", "data.tokens=10M")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (workers := workers_of(process.pid)):
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 30
-    while any(alive(worker) for worker in workers):
-        assert time.monotonic() < deadline, "a worker outlived its study"
-        time.sleep(0.1)
-
-
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
@@ -127,137 +105,191 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_ctrl_c_exits_with_75_and_says_how_to_go_on(tiny_file: Path, tmp_path: Path) -> None:
-    command = tune(tiny_file, tmp_path / "study", 50)
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    while not (tmp_path / "study" / "study.json").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
+def accounted(trials: tuple[Trial, ...], count: int) -> None:
+    """That each run is there once: the start with its seeds, the search, and the best few with theirs."""
+    assert len(trials) == count
+    assert len({trial.number for trial in trials}) == count
+    assert {trial.state for trial in trials} <= {"complete", "diverged", "stopped"}
+    assert sorted(trial.seed for trial in trials if trial.purpose == "noise") == [1, 2]
+    runs = Counter((tuple((trial.octaves or {}).values()), trial.seed) for trial in trials)
+    assert set(runs.values()) == {1}
+
+
+def test_two_commands_on_one_folder_of_which_one_is_killed(
+    tiny_file: Path, study: Callable[..., Study], tmp_path: Path
+) -> None:
+    folder = tmp_path / "study"
+    one, other = (tune(tiny_file, folder, 14, "--space", LR, "--method", "random") for _ in range(2))
+    try:
+        until(lambda: len(saved(folder)) > 3 and workers_of(one.pid) and workers_of(other.pid), one, other)
+        orphans = workers_of(one.pid)
+        os.kill(one.pid, signal.SIGKILL)
+        out, _ = other.communicate(timeout=120)
+    finally:
+        for process in (one, other):
+            process.kill()
+            process.communicate()
+    document = json.loads(out)
+    assert set(document) == {"best", "trials", "failed", "noise_floor"}
+    assert (document["trials"], document["failed"]) == (14, 0)
+    until(lambda: not any(map(alive, orphans)))
+    with study() as same:
+        accounted(same.state().trials, 14)
+        # Run again, the command has nothing to do and says the same.
+        state = same.run(14, 1)
+        assert json.loads(json.dumps(same.document(state))) == document
+    best = read_recipe(document["best"]["recipe"])
+    low, high = document["best"]["interval"]
+    assert low < document["best"]["loss"] < high
+    assert best.scaling.base == best.base
+    assert "study tiny, trial" in best.why[LR]
+
+
+def test_ctrl_c_exits_with_75_and_the_next_start_goes_on_at_once(
+    tiny_file: Path, study: Callable[..., Study], tmp_path: Path
+) -> None:
+    process = tune(tiny_file, tmp_path / "study", 8, "--space", LR, "--method", "random")
+    until(lambda: saved(tmp_path / "study"), process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert process.returncode == INTERRUPTED
     assert "the same command goes on from there" in errors
     assert "Traceback" not in errors
+    screen = Screen()
+    with study() as same:
+        before = [trial for trial in same.state().trials if trial.state == "complete"]
+        accounted(same.run(8, 2, screen=screen).trials, 8)
+    assert len(screen.seen) == 8 - len(before)
 
 
 def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) -> None:
-    command = tune(tiny_file, tmp_path / "study", 50)
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    while not workers_of(process.pid):
-        assert process.poll() is None
-        time.sleep(0.01)
+    process = tune(tiny_file, tmp_path / "study", 50)
+    until(lambda: workers_of(process.pid), process)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert process.returncode == INTERRUPTED
     assert "Traceback" not in errors
 
 
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    return prepare(tiny.data, tiny.model.vocab_size)
+def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
+    """Its trial is done again; killed a second time it has failed, and counts once."""
+
+    def kill(number: int) -> None:
+        until(lambda: workers_of(os.getpid()))
+        for worker in workers_of(os.getpid()):
+            os.kill(worker, signal.SIGKILL)
+
+    screen = Screen(lambda number: kill(number) if number in {1, 4, 5} else None)
+    with study() as opened:
+        state = opened.run(6, 1, screen=screen)
+    assert [trial.state for trial in state.trials] == ["complete"] * 3 + ["failed"] + ["complete"] * 2
+    assert [trial.number for trial in state.trials] == [0, 2, 3, 5, 6, 7]
+    assert (opened.document(state)["trials"], opened.document(state)["failed"]) == (6, 1)
 
 
-def test_a_second_study_in_the_folder_is_refused_while_the_first_works(
-    tiny: Recipe, tokens: TokenSet, tiny_file: Path, tmp_path: Path
-) -> None:
-    short = tiny.replace({"data.tokens": 2048, "schedule.warmup_tokens": 256})
-    with Study(tmp_path / "study", short, space(short, "global"), "trust-region", tokens):
-        second = subprocess.run(tune(tiny_file, tmp_path / "study", 4), capture_output=True, text=True, check=False)
-    assert second.returncode == 2
-    assert "is in use by another process" in second.stderr
+def test_all_that_is_known_is_saved(study: Callable[..., Study], tmp_path: Path) -> None:
+    screen = Screen()
+    with study("trust-region", which="global") as opened:
+        state = opened.run(None, 2, flops=14 * flops_of(opened), screen=screen)
+    assert sum(trial.flops for trial in state.trials) <= 14 * flops_of(opened) * (1 + 1e-9)
+    assert Counter(trial.purpose for trial in state.trials) == {"search": 6, "noise": 2, "rerun": 6}
+    assert sorted(screen.seen, key=lambda trial: trial.number) == list(state.trials)
+    first = state.trials[0]
+    assert first.values == space(opened.recipe, "global").centre
+    assert set(first.octaves or {}) == set(state.space)
+    assert first.curve
+    assert first.worker
+    assert state.best is not None
+    judges = [t for t in state.trials if t.purpose == "rerun" and t.octaves == opened.answer.octaves]
+    assert state.best.loss == pytest.approx(sum(t.loss or 0 for t in judges) / len(judges))
+    assert state.noise_floor is not None
+    assert state.noise_floor > 0
+    assert state.radius is not None
+    assert {each.path for each in state.coordinates} == set(state.space)
+    assert state.fewest_octaves is not None
+    assert state.front
+    assert not list((tmp_path / "study" / "checkpoints").glob("*"))
 
 
-def test_divergence_is_a_finite_result_and_no_best(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    wild = tiny.replace({"hyperparameters.lr": 1e20, "hyperparameters.weight_decay": 1e-30, "data.tokens": 2048})
-    with Study(tmp_path / "study", wild, space(wild, "hyperparameters.lr"), "random", tokens) as study:
-        state = study.run(2, 1)
-        assert [trial.state for trial in state.trials] == ["diverged", "diverged"]
-        assert all(trial.loss is not None and trial.loss < 100 for trial in state.trials)
-        assert state.best is None
-        assert study.document(state)["failed"] == 2
+def flops_of(study: Study) -> float:
+    from leaven.planning.flops import flops_per_token
+
+    return flops_per_token(study.recipe.model) * study.recipe.data.tokens
 
 
-def test_a_point_that_is_no_recipe_counts_as_diverged(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+def test_divergence_everywhere_ends_without_a_best(study: Callable[..., Study], tiny: Recipe) -> None:
+    wild = tiny.replace({LR: 1e20, "hyperparameters.weight_decay": 1e-30, "data.tokens": 2048})
+    with study(recipe=wild) as opened:
+        state = opened.run(4, 1)
+    assert [(trial.state, trial.loss) for trial in state.trials] == [("diverged", None)] * 4
+    assert state.best is None
+    assert opened.document(state)["failed"] == 4
+    assert "lr" in opened.answer.lines[0]
+
+
+def test_a_point_that_is_no_recipe_counts_as_diverged(study: Callable[..., Study], tiny: Recipe) -> None:
     """lr x weight_decay above 1 is no recipe; a search may well ask for it."""
-    edge = tiny.replace({"hyperparameters.lr": 0.9, "hyperparameters.weight_decay": 1.0, "data.tokens": 1024})
-    edge = edge.replace({"schedule.warmup_tokens": 256})
-    around = space(edge, "hyperparameters.lr")
-    wide = replace(around, dimensions=(replace(around.dimensions[0], high=3.0),))
-    with Study(tmp_path / "study", edge, wide, "random", tokens) as study:
-        state = study.run(6, 1)
-    beyond = [trial for trial in state.trials if trial.values["hyperparameters.lr"] >= 1]
+    edge = tiny.replace({LR: 0.9, "hyperparameters.weight_decay": 1.0, **SHORT, "data.tokens": 1024})
+    opened = study(recipe=edge)
+    opened.space = replace(opened.space, dimensions=(replace(opened.space.dimensions[0], high=3.0),))
+    with opened:
+        state = opened.run(7, 1)
+    beyond = [trial for trial in state.trials if (trial.octaves or {})[LR] > 0.2]
     assert beyond
     assert {trial.state for trial in beyond} == {"diverged"}
-    assert len(state.trials) == 6
+    assert len(state.trials) == 7
 
 
-def test_a_worker_killed_among_the_finalists_costs_nothing(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    short = tiny.replace({"data.tokens": 4096})
-    killed: list[int] = []
-
-    def kill_once(done: int, total: int) -> None:
-        if not killed:
-            killed.append(workers_of(os.getpid())[0])
-            os.kill(killed[0], signal.SIGKILL)
-
-    with Study(tmp_path / "study", short, space(short, "hyperparameters.lr"), "random", tokens) as study:
-        state = study.run(2, 1, on_rerun=kill_once)
-    assert killed
-    assert state.best is not None
-
-
-def test_the_winner_is_judged_on_fresh_seeds_alone(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    short = tiny.replace({"data.tokens": 2048})
-    with Study(tmp_path / "study", short, space(short, "hyperparameters.lr"), "random", tokens) as study:
-        state = study.run(3, 2)
-        seen = study.reruns
-    assert state.best is not None
-    assert len(seen) == FINALISTS * SEEDS
-    fresh = [loss for key, loss in seen.items() if key.startswith(f"{state.best.number}:")]
-    assert {key.partition(":")[2] for key in seen} == {"1", "2", "3"}  # the search itself ran with seed 0
-    assert state.best.loss == pytest.approx(sum(fresh) / SEEDS)
-    low, high = state.best.interval
-    assert (low + high) / 2 == pytest.approx(state.best.loss)
-    # Pooled over two finalists of three seeds: four degrees of freedom, t = 2.776.
-    assert state.noise_floor is not None
-    assert high - state.best.loss == pytest.approx(2.776 * state.noise_floor / 3**0.5, rel=2e-3)
-
-
-def test_a_journal_torn_by_a_full_disk_is_mended(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    short = tiny.replace({"data.tokens": 2048})
-    around = space(short, "hyperparameters.lr")
-    with Study(tmp_path / "study", short, around, "random", tokens) as study:
-        study.run(2, 1)
-    with (tmp_path / "study" / "journal.log").open("ab") as journal:
-        journal.write(b'{"op_code": 4, "worker_')
-    with Study(tmp_path / "study", short, around, "random", tokens) as study:
-        assert len(study.run(3, 1).trials) == 3
-
-
-def test_a_study_of_something_else_is_refused(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    around = space(tiny, "global")
-    with Study(tmp_path / "study", tiny, around, "random", tokens):
+def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[..., Study], tiny: Recipe) -> None:
+    wsd = tiny.replace({"schedule.decay": "wsd", **SHORT})
+    with study(recipe=wsd, durations=(1024, 2048)) as opened:
+        state = opened.run(1, 1)
+    (trial,) = state.trials
+    assert [tokens for tokens, _ in trial.branches] == [1024, 2048]
+    assert trial.loss == trial.branches[-1][1]
+    with pytest.raises(InputError, match=r"another durations: \[1024, 2048\] there, \[\] here"), study(recipe=wsd):
         pass
-    other = tiny.replace({"hyperparameters.lr": 0.02})
-    with pytest.raises(InputError, match="is of another recipe: hyperparameters.lr 0.01 there, 0.02 here"):
-        Study(tmp_path / "study", other, space(other, "global"), "random", tokens)
-    for changed in (
-        Study(tmp_path / "study", tiny, space(tiny, "hyperparameters.lr"), "random", tokens),
-        Study(tmp_path / "study", tiny, around, "tpe", tokens),
-        Study(tmp_path / "study", tiny, around, "random", replace(tokens, fingerprint="other")),
+
+
+def test_a_study_in_a_database_has_its_recipe_there(
+    short: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    url, around = f"sqlite:///{tmp_path}/study.db", space(short, LR)
+    with Study(tmp_path / "here", short, around, "random", tokens, url) as study:
+        study.run(1, 1)
+    with Study(tmp_path / "there", short, around, "random", tokens, url) as study:
+        assert len(study.run(2, 1).trials) == 2
+    assert saved(tmp_path / "there")[0] == saved(tmp_path / "here")[0]
+    other = short.replace({LR: 0.02})
+    with (
+        pytest.raises(InputError, match=r"sqlite:///.* is of another recipe: hyperparameters.lr 0.01 there, 0.02 here"),
+        Study(tmp_path / "elsewhere", other, space(other, LR), "random", tokens, url),
     ):
-        with pytest.raises(InputError, match="was begun with (space|method|text)"), changed:
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_study_of_something_else_is_refused(
+    study: Callable[..., Study], short: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    with study():
+        pass
+    with pytest.raises(InputError, match="is of another recipe: hyperparameters.lr 0.01 there, 0.02 here"):
+        study(recipe=short.replace({LR: 0.02}))
+    around = space(short, LR)
+    for changed, said in (
+        (study(which="global"), "another space: hyperparameters.init_std None there, .* here"),
+        (study("tpe"), "another method: random there, tpe here"),
+        (Study(tmp_path / "study", short, around, "random", replace(tokens, fingerprint="x")), "another text"),
+    ):
+        with pytest.raises(InputError, match=said), changed:
             pass
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     with pytest.raises(InputError, match="is not empty and holds no study"):
-        Study(tmp_path / "full", tiny, around, "random", tokens)
+        Study(tmp_path / "full", short, around, "random", tokens)
     with pytest.raises(InputError, match="a file; give a folder"):
-        Study(tmp_path / "full" / "x", tiny, around, "random", tokens)
-    with pytest.raises(InputError, match="method best: there are trust-region, random, tpe"):
-        Study(tmp_path / "new", tiny, around, "best", tokens)
+        Study(tmp_path / "full" / "x", short, around, "random", tokens)
+    with pytest.raises(InputError, match="method best: there are trust-region, random, grid, tpe"):
+        Study(tmp_path / "new", short, around, "best", tokens)
     assert not (tmp_path / "new").exists()

@@ -46,6 +46,10 @@ def tune(
         ),
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread each (one a core).")] = None,
+    stack: Annotated[
+        int | None,
+        typer.Option(min=1, help="Trials trained as one model (16 on a GPU; 1 on a processor, which gains nothing)."),
+    ] = None,
     durations: Annotated[
         str | None,
         typer.Option(metavar="COUNT,COUNT", help="Train each trial for several durations, on a common trunk (wsd)."),
@@ -56,7 +60,7 @@ def tune(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Search the hyperparameters of a small recipe. The same command again goes on where it was, also beside others."""
+    """Search the hyperparameters of a small recipe. The same command again goes on, also beside others."""
     loaded = load(recipe, overrides)
 
     from leaven.data.tokens import prepare
@@ -64,6 +68,7 @@ def tune(
     from leaven.training.machine import cores
     from leaven.tuning.answer import advice_when_all_diverged
     from leaven.tuning.space import space as space_of
+    from leaven.tuning.stacking import default_size
     from leaven.tuning.stores import StoreGone
     from leaven.tuning.study import Study
 
@@ -74,13 +79,14 @@ def tune(
     if trials is None and flops is None and hours is None:
         trials = TRIALS
     workers = workers or cores()
+    stack = stack or (1 if lengths else default_size())
     with TextScreen() as text:
         tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
         text.notes(tokens)
     try:
         with stopping() as stop, Study(folder, loaded, searched, method, tokens, url, durations=lengths) as opened:
             with TuneScreen(opened.state(), trials, workers) as screen:
-                state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop)
+                state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop, stack=stack)
             interrupted = stop()
     except StoreGone as gone:
         errors.print(str(gone))

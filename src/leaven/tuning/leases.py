@@ -1,10 +1,10 @@
 """Which of the commands that work on a study are alive, as far as another of them can tell.
 
 A command's id is ``host:boot:pid:start``, and a number where a process has made several. On its own boot of its own
-machine the kernel says whether it lives. From elsewhere it is judged by a counter that it keeps raising in the store:
-when that stood still for ``lease_seconds`` of the observer's own clock, it is taken for dead. Times of two machines
-are never compared. One that was taken for dead wrongly, because it was cut off or asleep, finds its trials closed, and
-lets go of them.
+machine the kernel says whether it lives. From elsewhere it is judged by a counter that it keeps raising in the
+store: when that stood still for ``lease_seconds`` of the observer's own clock, it is taken for dead. Times of two
+machines are never compared. One that was taken for dead wrongly, because it was cut off or asleep, finds its trials
+closed, and lets go of them.
 """
 
 import itertools
@@ -87,7 +87,7 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Which owners of running trials are dead; to be asked now and then, as the time in between is what counts."""
+        """Which owners of running trials are dead; to be asked now and then: the time in between is what counts."""
         # A pause of this process, or of the store, is not held against the others.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now

@@ -11,8 +11,8 @@ class Proposal(dict[str, float]):
     ``seed`` is 0 throughout the search, so that trials are compared with one init and one order of data, and 1, 2
     and so on in the runs that measure the noise or judge the best few. ``origin`` is the trial that a retry repeats
     (its own ``number`` otherwise): the name under which to look for a checkpoint. ``rival`` is the best trial so far
-    that has a curve, for an objective that gives up on hopeless runs; None in runs that must end. ``worker`` says which
-    thread of this command calls, from 0: no two do so at once with the same one.
+    that has a curve, for an objective that gives up on hopeless runs; None in runs that must end. ``worker`` says
+    which thread of this command calls, from 0: no two do so at once with the same one.
     """
 
     def __init__(

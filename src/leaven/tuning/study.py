@@ -5,15 +5,9 @@ centre.toml, written whole by whoever ends a trial, and checkpoints of the trial
 """
 
 import json
-import math
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,21 +18,20 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
-from leaven.training.outcome import Outcome
 from leaven.training.run_folder import listed
 from leaven.training.study_file import Best, StudyState, Trial
-from leaven.training.trial import branches_of, train_trial
-from leaven.training.worker import Pool
+from leaven.training.trial import branches_of
 from leaven.tuning import ledger
 from leaven.tuning.answer import Answer, answer, front, why
 from leaven.tuning.found import Found
 from leaven.tuning.found import Trial as Ended
 from leaven.tuning.methods import check_method
-from leaven.tuning.objective import Lost, Released, agree, search
+from leaven.tuning.objective import agree, search
 from leaven.tuning.plan import NothingFound, record
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.space import Space, moved
 from leaven.tuning.stores import StoreGone, open_store
+from leaven.tuning.trainer import Trainer
 from leaven.tuning.trust_region import START, Axes, finished, region_of
 
 CHECKPOINTS = "checkpoints"
@@ -82,7 +75,7 @@ class Study:
         check_trainable(recipe, tokens)
         branches_of(recipe, durations, tokens)
         self.out, self.recipe, self.space, self.method = out, recipe, space, method
-        self._text, self._durations = tokens.fingerprint, tuple(durations)
+        self._tokens, self._durations = tokens, tuple(durations)
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
         self._axes = Axes.of(space.limits, {d.path: d.scale for d in space.dimensions})
@@ -120,7 +113,12 @@ class Study:
         if kept is not None:
             self._same(Recipe.model_validate(kept), self._name)
         space = {path: [low, high, 0.0] for path, (low, high) in self.space.limits.items()}
-        here = {"method": self.method, "space": space, "text": self._text, "durations": list(self._durations)}
+        here = {
+            "method": self.method,
+            "space": space,
+            "text": self._tokens.fingerprint,
+            "durations": list(self._durations),
+        }
         agree(self._study, here, self._name, "give it the same, or use another --study")
         if kept is None:
             self._study.set_user_attr("recipe", self.recipe.model_dump(mode="json"))
@@ -148,23 +146,34 @@ class Study:
         hours: float | None = None,
         screen: Screen | None = None,
         stop: Callable[[], bool] = lambda: False,
+        stack: int = 1,
         lease_seconds: float = 60.0,
     ) -> StudyState:
-        """Run until the budget is used and the best few are judged, here and elsewhere, or until ``stop`` says so."""
+        """Run until the budget is used and the best few are judged, here and elsewhere, or until ``stop`` says so.
+
+        Args:
+            trials, flops, hours: see :class:`leaven.tuning.budget.Budget`.
+            workers: processes of one thread each, where trials are not stacked.
+            stack: how many trials are trained as one model.
+
+        Raises:
+            InputError: if durations are to be compared in a stack.
+            StoreGone: if the store went away and did not come back.
+        """
+        if stack > 1 and self._durations:
+            raise InputError("--stack with --durations: a stack has no branches; leave one of them out")
         self._screen, self._stop = screen, stop
-        with ExitStack() as stack:
-            # A pool breaks as a whole when a process dies, so each worker has one.
-            processes = _Processes([stack.enter_context(Pool(1)) for _ in range(workers)], stop)
-            stack.callback(processes.leave)
+        here = Trainer(self.recipe, self._tokens, self._durations, self.out / CHECKPOINTS, stop)
+        with here.stacked(stack) if stack > 1 else here.in_processes(workers) as train:
             try:
                 found = search(
-                    partial(self._train, processes),
+                    train,
                     self.space.limits,
                     None,
                     trials,
                     self.method,
                     self.recipe.data.seed,
-                    workers,
+                    max(workers, stack),
                     scales=self._axes.scales,
                     flops=flops,
                     hours=hours,
@@ -178,22 +187,6 @@ class Study:
             except NothingFound:
                 self._found = None
         return self.save()
-
-    def _train(self, processes: "_Processes", proposal: Proposal) -> Outcome:
-        try:
-            recipe = moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
-        except ValueError:  # lr x weight_decay above 1, say: no recipe, and no cost
-            return Outcome(math.inf)
-        return processes.run(
-            proposal.worker,
-            partial(
-                train_trial,
-                recipe,
-                rival=proposal.rival,
-                checkpoint=self.out / CHECKPOINTS / f"{proposal.origin:06d}",
-                durations=self._durations,
-            ),
-        )
 
     def asked(self, proposal: Proposal) -> None:
         if self._screen is not None:
@@ -273,29 +266,3 @@ class Study:
         }
         base = self.recipe.base.model_dump()
         return moved(self.recipe, found.octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})
-
-
-class _Processes:
-    """Worker processes, one for each thread of the search."""
-
-    def __init__(self, pools: list[Pool], stop: Callable[[], bool]) -> None:
-        self._pools, self._stop, self._left = pools, stop, threading.Event()
-
-    def leave(self) -> None:
-        self._left.set()
-
-    def run(self, worker: int, function: Callable[[], Outcome]) -> Outcome:
-        """Call the function in a process.
-
-        Raises:
-            Lost: if the process died.
-            Released: if it is time to stop.
-        """
-        future = self._pools[worker].submit(function)
-        while not wait([future], timeout=0.25).done:
-            if self._stop() or self._left.is_set():
-                raise Released
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            raise Lost from None

@@ -1,0 +1,93 @@
+"""The objective of a study: trains the recipe that is at a proposal."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from leaven.data.tokens import TokenSet
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Interrupted
+from leaven.training.outcome import Outcome
+from leaven.training.trial import train_trial
+from leaven.training.worker import Pool
+from leaven.tuning.objective import Lost, Released
+from leaven.tuning.proposal import Proposal
+from leaven.tuning.space import moved
+from leaven.tuning.stacking import stack_of_trials
+
+Train = Callable[[Proposal], Outcome]
+
+LOOK = 0.25  # seconds between looks at whether to stop
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What is given to train: its recipe around which the proposals are, and where checkpoints go."""
+
+    recipe: Recipe
+    tokens: TokenSet
+    durations: tuple[int, ...]
+    checkpoints: Path
+    stop: Callable[[], bool]
+
+    @contextmanager
+    def in_processes(self, workers: int) -> Iterator[Train]:
+        """Trains in so many processes of one thread each."""
+        with ExitStack() as held:
+            # A pool breaks as a whole when a process dies, so each worker has one.
+            pools = [held.enter_context(Pool(1)) for _ in range(workers)]
+            leaving = threading.Event()
+            held.callback(leaving.set)
+            yield lambda proposal: self._in_process(pools[proposal.worker], leaving, proposal)
+
+    @contextmanager
+    def stacked(self, size: int) -> Iterator[Train]:
+        """Trains so many as one model, in this process."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        stack = stack_of_trials(size, self._recipe, self.tokens, device, self.stop)
+
+        def train(proposal: Proposal) -> Outcome:
+            if not self._there(proposal):
+                return Outcome(math.inf)
+            try:
+                return stack(proposal)
+            except Interrupted:
+                raise Released from None
+
+        yield train
+
+    def _recipe(self, proposal: Proposal) -> Recipe:
+        return moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
+
+    def _there(self, proposal: Proposal) -> bool:
+        """Whether there is a recipe; lr x weight_decay above 1, say, is none, and has diverged at no cost."""
+        try:
+            self._recipe(proposal)
+        except ValueError:
+            return False
+        return True
+
+    def _in_process(self, pool: Pool, leaving: threading.Event, proposal: Proposal) -> Outcome:
+        if not self._there(proposal):
+            return Outcome(math.inf)
+        future = pool.submit(
+            train_trial,
+            self._recipe(proposal),
+            rival=proposal.rival,
+            checkpoint=self.checkpoints / f"{proposal.origin:06d}",
+            durations=self.durations,
+        )
+        while not wait([future], timeout=LOOK).done:
+            if self.stop() or leaving.is_set():
+                raise Released
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            raise Lost from None
