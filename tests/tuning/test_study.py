@@ -8,8 +8,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.study_file import StudyState, Trial
+from leaven.tuning import trainer
 from leaven.tuning.space import space
 from leaven.tuning.study import Study
 
@@ -54,6 +58,22 @@ def tokens(tiny: Recipe) -> TokenSet:
 
 
 @pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials train in threads: starting a process takes seconds."""
+
+    class Pool(nullcontext[Any]):
+        def __enter__(self) -> "Pool":
+            return self
+
+        def submit(self, function: Callable[..., Any], *arguments: object, **named: object) -> "Future[Any]":
+            future: Future[Any] = Future()
+            future.set_result(function(*arguments, **named))
+            return future
+
+    monkeypatch.setattr(trainer, "Pool", Pool)
+
+
+@pytest.fixture
 def study(short: Recipe, tokens: TokenSet, tmp_path: Path) -> Callable[..., Study]:
     def make(method: str = "random", recipe: Recipe = short, which: str = LR, **more: object) -> Study:
         return Study(tmp_path / "study", recipe, space(recipe, which), method, tokens, **more)  # type: ignore[arg-type]
@@ -63,7 +83,7 @@ def study(short: Recipe, tokens: TokenSet, tmp_path: Path) -> Callable[..., Stud
 
 def tune(recipe: Path, where: Path | str, trials: int, *more: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "leaven", "tune", str(recipe), "--study", str(where), "--trials", str(trials)]
-    command += ["--workers", "2", "--json", *(f"--set={key}={value}" for key, value in SHORT.items()), *more]
+    command += ["--workers", "1", "--json", *(f"--set={key}={value}" for key, value in SHORT.items()), *more]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -138,13 +158,11 @@ def test_two_commands_on_one_folder_of_which_one_is_killed(
         # Run again, the command has nothing to do and says the same.
         state = same.run(14, 1)
         assert json.loads(json.dumps(same.document(state))) == document
-    best = read_recipe(document["best"]["recipe"])
     low, high = document["best"]["interval"]
     assert low < document["best"]["loss"] < high
-    assert best.scaling.base == best.base
-    assert "study tiny, trial" in best.why[LR]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_ctrl_c_exits_with_75_and_the_next_start_goes_on_at_once(
     tiny_file: Path, study: Callable[..., Study], tmp_path: Path
 ) -> None:
@@ -172,43 +190,45 @@ def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) ->
 
 
 def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
-    """Its trial is done again; killed a second time it has failed, and counts once."""
-
     def kill(number: int) -> None:
-        until(lambda: workers_of(os.getpid()))
-        for worker in workers_of(os.getpid()):
-            os.kill(worker, signal.SIGKILL)
+        if number == 1:
+            until(lambda: workers_of(os.getpid()))
+            os.kill(workers_of(os.getpid())[0], signal.SIGKILL)
 
-    screen = Screen(lambda number: kill(number) if number in {1, 4, 5} else None)
     with study() as opened:
-        state = opened.run(6, 1, screen=screen)
-    assert [trial.state for trial in state.trials] == ["complete"] * 3 + ["failed"] + ["complete"] * 2
-    assert [trial.number for trial in state.trials] == [0, 2, 3, 5, 6, 7]
-    assert (opened.document(state)["trials"], opened.document(state)["failed"]) == (6, 1)
+        state = opened.run(4, 1, screen=Screen(kill))
+    assert [(trial.number, trial.seed) for trial in state.trials] == [(0, 0), (2, 1), (3, 2), (4, 0)]
+    assert (opened.document(state)["trials"], opened.document(state)["failed"]) == (4, 0)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_all_that_is_known_is_saved(study: Callable[..., Study], tmp_path: Path) -> None:
     screen = Screen()
-    with study("trust-region", which="global") as opened:
-        state = opened.run(None, 2, flops=14 * flops_of(opened), screen=screen)
-    assert sum(trial.flops for trial in state.trials) <= 14 * flops_of(opened) * (1 + 1e-9)
-    assert Counter(trial.purpose for trial in state.trials) == {"search": 6, "noise": 2, "rerun": 6}
+    with study("trust-region", which=f"{LR},hyperparameters.init_std") as opened:
+        state = opened.run(None, 2, flops=16 * flops_of(opened), screen=screen)
+    assert sum(trial.flops for trial in state.trials) == pytest.approx(16 * flops_of(opened))
+    assert Counter(trial.purpose for trial in state.trials) == {"search": 10, "noise": 2, "rerun": 4}
     assert sorted(screen.seen, key=lambda trial: trial.number) == list(state.trials)
     first = state.trials[0]
-    assert first.values == space(opened.recipe, "global").centre
-    assert set(first.octaves or {}) == set(state.space)
+    assert first.values == opened.space.centre
+    assert first.octaves == {LR: 0.0, "hyperparameters.init_std": 0.0}
     assert first.curve
     assert first.worker
     assert state.best is not None
     judges = [t for t in state.trials if t.purpose == "rerun" and t.octaves == opened.answer.octaves]
     assert state.best.loss == pytest.approx(sum(t.loss or 0 for t in judges) / len(judges))
+    low, high = state.best.interval
+    assert low < state.best.loss < high
     assert state.noise_floor is not None
     assert state.noise_floor > 0
     assert state.radius is not None
     assert {each.path for each in state.coordinates} == set(state.space)
     assert state.fewest_octaves is not None
     assert state.front
-    assert not list((tmp_path / "study" / "checkpoints").glob("*"))
+    assert not list((tmp_path / "study").glob("checkpoints/*"))
+    best = read_recipe(tmp_path / "study" / "best.toml")
+    assert best.scaling.base == best.base
+    assert "study tiny, trial" in best.why[LR]
 
 
 def flops_of(study: Study) -> float:
@@ -217,6 +237,7 @@ def flops_of(study: Study) -> float:
     return flops_per_token(study.recipe.model) * study.recipe.data.tokens
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_divergence_everywhere_ends_without_a_best(study: Callable[..., Study], tiny: Recipe) -> None:
     wild = tiny.replace({LR: 1e20, "hyperparameters.weight_decay": 1e-30, "data.tokens": 2048})
     with study(recipe=wild) as opened:
@@ -227,6 +248,7 @@ def test_divergence_everywhere_ends_without_a_best(study: Callable[..., Study], 
     assert "lr" in opened.answer.lines[0]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_point_that_is_no_recipe_counts_as_diverged(study: Callable[..., Study], tiny: Recipe) -> None:
     """lr x weight_decay above 1 is no recipe; a search may well ask for it."""
     edge = tiny.replace({LR: 0.9, "hyperparameters.weight_decay": 1.0, **SHORT, "data.tokens": 1024})
@@ -240,6 +262,7 @@ def test_a_point_that_is_no_recipe_counts_as_diverged(study: Callable[..., Study
     assert len(state.trials) == 7
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[..., Study], tiny: Recipe) -> None:
     wsd = tiny.replace({"schedule.decay": "wsd", **SHORT})
     with study(recipe=wsd, durations=(1024, 2048)) as opened:
@@ -251,6 +274,7 @@ def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[...,
         pass
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_study_in_a_database_has_its_recipe_there(
     short: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
