@@ -5,15 +5,27 @@ import math
 import subprocess
 import sys
 import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmarks._landscapes import FLOOR, landscape
+from optuna.distributions import FloatDistribution
+from optuna.storages import InMemoryStorage
+from optuna.trial import TrialState, create_trial
 
 from leaven.recipe.errors import InputError
+from leaven.training.outcome import Outcome
 from leaven.tuning import search
+from leaven.tuning.budget import Budget, busy
+from leaven.tuning.found import Found
+from leaven.tuning.ledger import Run
 from leaven.tuning.methods import METHODS
+from leaven.tuning.objective import Lost
+from leaven.tuning.proposal import Proposal
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
@@ -192,3 +204,134 @@ def test_the_trust_region_beats_random_search_on_cliffs_and_noise() -> None:
 
     regions, randoms = ([left(method, seed) for seed in range(4)] for method in ("trust-region", "random"))
     assert np.median(regions) < np.median(randoms) / 2
+
+
+class Runs:
+    """The bowl, and what it was asked."""
+
+    def __init__(self, answer: Callable[[Proposal], float | Outcome] = bowl) -> None:
+        self.answer, self.asked = answer, list[Proposal]()
+
+    def __call__(self, x: Proposal) -> float | Outcome:
+        self.asked.append(x)
+        return self.answer(x)
+
+
+def test_the_noise_first_then_the_search_with_one_seed_then_the_best_with_others() -> None:
+    runs = Runs()
+    found = search(runs, SPACE, trials=24)
+    assert [x.seed for x in runs.asked[:3]] == [0, 1, 2]
+    assert {x.seed for x in runs.asked[3:18]} == {0}
+    reruns = [t for t in found.trials if t.purpose == "rerun"]
+    assert Counter(t.finalist for t in reruns) == {0: 2, 1: 2, 2: 2}
+    runs_of = Counter((tuple(x.values()), x.seed) for x in runs.asked)
+    assert set(runs_of.values()) == {1}  # no point twice with one seed
+    assert not any(t.seed == 0 for t in reruns)
+
+
+def test_a_run_whose_process_died_is_done_once_more_and_counts_once() -> None:
+    def mortal(x: Proposal) -> float:
+        deaths[x.origin] += 1
+        if (x.origin == 4 and deaths[4] == 1) or x.origin == 7:
+            raise Lost
+        return bowl(x)
+
+    deaths: Counter[int] = Counter()
+    runs, store = Runs(mortal), InMemoryStorage()
+    found = search(runs, SPACE, trials=12, method="random", storage=store)
+    assert (deaths[4], deaths[7]) == (2, 2)
+    assert {x.origin: x for x in runs.asked}[4] == {x.number: x for x in runs.asked}[4]  # the same point again
+    assert len(found.trials) == 11  # the one that failed has no result, and no third chance
+    assert len({x.origin for x in runs.asked}) == 12
+    (study,) = store.get_all_studies()
+    retried = [t.user_attrs["retry_of"] for t in store.get_all_trials(study._study_id) if "retry_of" in t.user_attrs]
+    assert retried == [4, 7]
+
+
+def test_two_searches_at_once_share_the_work() -> None:
+    whole, store = search(bowl, SPACE, trials=40, method="random"), InMemoryStorage()
+    runs = Runs()
+    both = threading.Barrier(2)
+
+    def one(_: int) -> Found:
+        both.wait(timeout=60)
+        return search(runs, SPACE, trials=40, method="random", storage=store)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one, range(2))
+    assert first.trials == second.trials
+    assert Counter(t.purpose for t in first.trials) == Counter(t.purpose for t in whole.trials)
+    assert set(Counter((tuple(x.values()), x.seed) for x in runs.asked).values()) == {1}
+
+
+def test_what_a_strangers_process_left_is_taken_over() -> None:
+    store = InMemoryStorage()
+    search(bowl, SPACE, trials=4, method="random", storage=store)
+    (study,) = store.get_all_studies()
+    template = create_trial(
+        state=TrialState.RUNNING,
+        params={"a": 1.5, "b": 0.0},
+        distributions={name: FloatDistribution(*limits) for name, limits in SPACE.items()},
+        user_attrs={"owner": "elsewhere:another-boot:1:2:0", "purpose": "search", "seed": 0},
+    )
+    store.create_new_trial(study._study_id, template)
+    store.create_new_trial(study._study_id, create_trial(state=TrialState.RUNNING))  # and died before it said more
+    runs = Runs()
+    found = search(runs, SPACE, trials=5, method="random", storage=store, lease_seconds=0.1)
+    assert [(x.origin, dict(x)) for x in runs.asked] == [(4, {"a": 1.5, "b": 0.0})]
+    assert len(found.trials) == 5
+
+
+def test_a_budget_of_flops_keeps_back_what_judges() -> None:
+    runs = Runs(lambda x: Outcome(bowl(x), flops=2.0))
+    found = search(runs, SPACE, trials=None, flops=60.0, method="random")
+    assert len(found.trials) == 30
+    assert Counter(t.purpose for t in found.trials)["rerun"] == 6
+    with pytest.raises(InputError, match="the objective says nothing of FLOPs"):
+        search(bowl, SPACE, trials=None, flops=60.0)
+    with pytest.raises(InputError, match="a search without end: give it trials, flops or hours"):
+        search(bowl, SPACE, trials=None)
+
+
+def test_hours_are_those_in_which_something_ran() -> None:
+    def run(began: float, ended: float | None, number: int) -> Run:
+        trial = create_trial(
+            state=TrialState.RUNNING, user_attrs={"began": began} | ({"ended": ended} if ended else {})
+        )
+        trial.state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
+        return Run(trial, trial, 0)
+
+    at_once = [run(0, 3600, 0), run(1800, 5400, 1)]
+    after_a_night = [run(50_000, 51_800, 2), run(51_000, None, 3)]
+    assert busy([*at_once, *after_a_night], 52_000) == 5400 + 2000
+    budget = Budget(hours=2.0)
+    assert budget.finalists(at_once, 6000) == 0  # at three quarters of an hour a run, half an hour pays none
+    assert not budget.room(at_once, 6000)
+    assert Budget(hours=4.0).room(at_once, 6000)
+
+
+def test_stopped_runs_count_for_the_bowl_and_are_never_the_answer() -> None:
+    def impatient(x: Proposal) -> Outcome:
+        if x.rival is not None and x["a"] > 0.8:
+            return Outcome(bowl(x) - 1.0, tokens=5, stopped=True)  # as if it had promised much
+        return Outcome(bowl(x), tokens=10, curve=((10, bowl(x)),))
+
+    runs, store = Runs(impatient), InMemoryStorage()
+    found = search(runs, SPACE, trials=30, storage=store, noise=0.01)
+    (study,) = store.get_all_studies()
+    stopped = [t for t in store.get_all_trials(study._study_id) if t.state is TrialState.PRUNED]
+    assert stopped
+    assert all(t.user_attrs["stopped"] and t.value == t.user_attrs["expected"] for t in stopped)
+    assert found.params not in [t.params for t in stopped]
+    assert len(found.trials) == 30
+    assert all(x.rival is None for x in runs.asked[-6:])
+    rivals = [x.rival for x in runs.asked if x.rival is not None]
+    assert [rival.loss for rival in rivals] == sorted((rival.loss for rival in rivals), reverse=True)
+    assert {rival.noise for rival in rivals} == {0.01}
+
+
+def test_asked_to_stop_it_begins_nothing_and_goes_on_later() -> None:
+    runs, store = Runs(), InMemoryStorage()
+    found = search(runs, SPACE, trials=20, storage=store, stop=lambda: len(runs.asked) >= 7)
+    assert (len(found.trials), found.stalled) == (7, False)
+    assert len(search(runs, SPACE, trials=20, storage=store).trials) == len(runs.asked) == 20

@@ -275,9 +275,7 @@ def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[...,
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_study_in_a_database_has_its_recipe_there(
-    short: Recipe, tokens: TokenSet, tmp_path: Path
-) -> None:
+def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     url, around = f"sqlite:///{tmp_path}/study.db", space(short, LR)
     with Study(tmp_path / "here", short, around, "random", tokens, url) as study:
         study.run(1, 1)
@@ -286,7 +284,9 @@ def test_a_study_in_a_database_has_its_recipe_there(
     assert saved(tmp_path / "there")[0] == saved(tmp_path / "here")[0]
     other = short.replace({LR: 0.02})
     with (
-        pytest.raises(InputError, match=r"sqlite:///.* is of another recipe: hyperparameters.lr 0.01 there, 0.02 here"),
+        pytest.raises(
+            InputError, match=r"sqlite:///.* is of another recipe: hyperparameters.lr 0.01 there, 0.02 here"
+        ),
         Study(tmp_path / "elsewhere", other, space(other, LR), "random", tokens, url),
     ):
         pass
