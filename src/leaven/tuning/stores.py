@@ -1,7 +1,8 @@
 """Where studies are kept: an Optuna storage, on a file or a server, that waits while either is away.
 
 What was in fact done before a connection broke is not done again: a trial is created under a ticket, by which it is
-found, and one that has already ended as it was to end is right as it is. All other calls can be repeated as they are.
+found, and one that has already ended as it was to end is right as it is. Other calls can be repeated as they are, but
+for taking a trial off Optuna's queue: who did that is not on record. Leaven queues none.
 """
 
 import json
