@@ -156,6 +156,7 @@ def test_many_commands_at_once(where: str) -> None:
             study = optuna.create_study(storage=open_store(where), study_name="s", load_if_exists=True)
             for _ in range(4):
                 study.tell(study.ask({"x": FloatDistribution(0, 1)}), 1.0)
+            start.wait()
             study.enqueue_trial({"x": which / 4})
             start.wait()
             while (one := study._pop_waiting_trial_id()) is not None:

@@ -256,7 +256,7 @@ class _Waiting:
 
 _METHODS = [name for name in vars(BaseStorage) if not name.startswith("_") and name not in vars(_Waiting)]
 
-Patient: type[Any] = type(
+Patient: Callable[..., BaseStorage] = type(
     "Patient",
     (_Waiting, BaseStorage),
     {
