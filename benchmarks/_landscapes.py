@@ -37,10 +37,16 @@ class Landscape:
         """The loss without noise, in nats; infinite beyond a cliff."""
         return float("inf") if self.strain(x) > 0 else FLOOR + self._excess(x)
 
-    def trial(self, x: NDArray[np.float64], rng: np.random.Generator) -> float:
-        """One run: the loss with the noise of a seed, or infinite."""
-        jitter, noise = rng.normal(0.0, [JITTER, NOISE])
-        return float("inf") if self.strain(x) > jitter else FLOOR + self._excess(x) + noise
+    def trial(
+        self, x: NDArray[np.float64], rng: np.random.Generator, common: float = 0.0, share: float = 0.0
+    ) -> float:
+        """One run: the loss with the noise of a seed, or infinite.
+
+        ``share`` of the noise's variance is ``common``, in standard deviations, to all runs of that seed.
+        """
+        jitter, own = rng.normal(0.0, [JITTER, NOISE])
+        noise = np.sqrt(share) * NOISE * common + np.sqrt(1 - share) * own
+        return float("inf") if self.strain(x) > jitter else FLOOR + self._excess(x) + float(noise)
 
     def strain(self, x: NDArray[np.float64]) -> float:
         """How far beyond the cliffs a point is, in octaves: a soft maximum over the multipliers that have one."""

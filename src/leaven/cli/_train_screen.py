@@ -6,6 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from leaven.cli._screens import Screen
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
@@ -83,7 +85,8 @@ class TrainScreen(Screen):
         self._say_waiting()
         self._last = step
         self._noise_scale = step.noise_scale or self._noise_scale
-        self._progress.row = self._row(step, "")
+        row = Text(self._row(step, ""), style="dim")
+        self._progress.above = lambda: (row,)
         self._progress.update(self._task, completed=step.tokens, left=self._time_left(step))
         asked = self._log_every is not None and step.step % self._log_every == 0
         if asked or time.monotonic() - self._spoken > self.LONGEST_SILENCE:

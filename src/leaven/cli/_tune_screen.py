@@ -1,86 +1,229 @@
 """What a person watches while a study searches, and its answer."""
 
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import RenderableType
 from rich.text import Text
 
 from leaven.cli._screens import Screen
-from leaven.recipe.units import format_quantity
-from leaven.report.terminal import cut
+from leaven.recipe.units import format_quantity, format_seconds
+from leaven.report import points
+from leaven.report.terminal import cut, joined
+from leaven.training.study_file import StudyState, Trial
 
-if TYPE_CHECKING:
-    from leaven.training.study_file import StudyState, Trial
-    from leaven.tuning.study import Study
+EVERY = 10  # trials, after which the foot is said once where there is no terminal to see it on
+MOST_LINES = 6  # of workers below the rows
+CELL = 53  # characters of each of them
+
+
+@dataclass(frozen=True)
+class _Running:
+    number: int
+    worker: str
+    since: float  # of time.monotonic
 
 
 class TuneScreen(Screen):
-    """A row a trial."""
+    """A row a trial, those of other commands on the same study too; below them, on a terminal, who does what.
 
-    HEADER = "trial      loss  against best   tok/s  what changed against the start"
+    It may be told from several threads.
+    """
+
+    HEADER = "trial      loss  against best  tokens/s  worker  what changed against the best"
     INDENT = HEADER.index("what")
 
-    def __init__(self, study: "Study", trials: int) -> None:
+    def __init__(self, state: StudyState, trials: int, workers: int) -> None:
         super().__init__()
-        self._centre = study.space.centre
-        self._trials = trials
-        self._ended = self._already = sum(trial.state != "running" for trial in study.state().trials)
-        self._task = self._progress.add_task("trials", total=trials, completed=self._ended, left="")
-        self._best: float | None = None
-        if self._already:
-            self.row(f"  {self._already} of {trials} trials are done; going on")
+        self._state, self._trials, self._workers = state, trials, workers
+        self._shown = {trial.number for trial in _ended(state)}
+        self._running: dict[int, _Running] = {}
+        self._names: dict[str, str] = {}
+        self._rows = threading.RLock()  # the foot takes no lock: rich asks for it under its own
+        self._task = self._progress.add_task("trials", total=trials, completed=state.ended, left="")
+        self._progress.above = self._foot
+        for line in joined(headline(state), self._width):
+            self.row(line)
+        if self._shown:
+            self.row(f"  {len(self._shown)} of {trials} trials are done; going on")
+        self._best = _best(state)
+        self._headed = False
 
-    def trial(self, trial: "Trial", best: "Trial") -> None:
-        if self._best is None:
-            self.row(self.HEADER)
-        self._ended += 1
-        self._progress.update(
-            self._task, completed=self._ended, left=self._left(self._ended, self._trials, self._already)
-        )
-        said = Text.assemble(f"{trial.number:5d}  ", self._verdict(trial))
-        said.pad_right(self.INDENT - len(said))
-        self.row(said + changes(trial.values, self._centre, self._progress.console.width - self.INDENT))
-        self._best = best.loss
+    @property
+    def _width(self) -> int:
+        return self._progress.console.width
 
-    def _verdict(self, trial: "Trial") -> Text:
+    def asked(self, number: int, worker: str) -> None:
+        """A worker of this command has begun a trial."""
+        with self._rows:
+            self._running[number] = _Running(number, self._name(worker), time.monotonic())
+
+    def ended(self, trial: Trial, state: StudyState) -> None:
+        """A trial has ended; ``state`` is the study with it, and with what other commands have done meanwhile."""
+        with self._rows:
+            if state.noise_floor is not None and self._state.noise_floor is None:
+                self.row(f"  noise {state.noise_floor:.4f} nats{_seeds(state)}; what gains less is no gain")
+            self._state = state
+            new = [other for other in _ended(state) if other.number not in self._shown]
+            for other in new or [trial]:
+                self._say(other)
+            ended = len(self._shown)
+            self._progress.update(self._task, completed=ended, total=max(self._trials, ended), left="")
+            if not self._progress.console.is_terminal and ended // EVERY > (ended - len(new)) // EVERY:
+                self.row(f"  {' · '.join(self._summary())}")
+
+    def note(self, text: str) -> None:
+        self.row(f"  {text}")
+
+    def _say(self, trial: Trial) -> None:
+        if not self._headed:
+            self.row(Text(self.HEADER, style="dim"))
+            self._headed = True
+        self._shown.add(trial.number)
+        running = self._running.pop(trial.number, None)
+        worker = running.worker if running else self._name(trial.worker or "-")
+        speed = format_quantity(trial.tokens_per_second) if trial.tokens_per_second else "-"
+        said = Text.assemble(f"{trial.number:5d}  ", self._verdict(trial), f"  {speed:>8}  {worker:>6}  ")
+        room = self._width - self.INDENT
+        expected = f"{trial.loss:.4f} expected; " if trial.state == "stopped" and trial.loss is not None else ""
+        self.row(said + cut(expected + points.told(trial, self._state, room - len(expected), self._best), room))
+        if _leads(trial, self._best):
+            self._best = trial
+
+    def _verdict(self, trial: Trial) -> Text:
         if trial.state != "complete" or trial.loss is None:
-            return Text(f"{trial.state:>8}", style="red")
-        star = "*" if self._best is None or trial.loss < self._best else " "
-        delta = Text(f"{'':>12}  ")
+            style = "yellow" if trial.state == "stopped" else "red"
+            return Text(f"{trial.state} {points.share(trial, self._state)}".strip().ljust(22), style=style)
+        if trial.purpose != "search" or self._best is None or self._best.loss is None:
+            return Text(f"{trial.loss:8.4f}  {'':12}")
+        delta = trial.loss - self._best.loss
+        star = "*" if delta < 0 else " "
+        return Text.assemble(f"{trial.loss:8.4f}  ", (f"{delta:+10.4f} {star}", "green" if delta < 0 else ""))
+
+    def _name(self, worker: str) -> str:
+        """w1, w2 and so on, in the order in which they are heard of."""
+        return "-" if worker == "-" else self._names.setdefault(worker, f"w{len(self._names) + 1}")
+
+    # --- below the rows
+
+    def _foot(self) -> Iterator[RenderableType]:
+        at_work = [
+            Text.assemble(f" {job.worker:<4}", ("trial ", "dim"), f"{job.number:<5}", self._along(job))
+            for job in sorted(self._running.copy().values(), key=lambda job: job.number)
+        ]
+        at_work += [
+            Text.assemble(
+                f" {'':4}", ("trial ", "dim"), f"{trial.number:<5}", (trial.worker or "another command", "dim")
+            )
+            for trial in self._state.trials
+            if trial.state == "running" and trial.number not in self._running
+        ]
+        across = max(self._width // CELL, 1)
+        yield Text()
+        lines = [at_work[i : i + across] for i in range(0, len(at_work), across)]
+        for line in lines[:MOST_LINES]:
+            row = Text()
+            for cell in line:
+                cell.truncate(CELL - 3, overflow="ellipsis")
+                cell.pad_right(CELL - len(cell))
+                row.append_text(cell)
+            yield row
+        if len(lines) > MOST_LINES:
+            yield Text(f" and {sum(map(len, lines[MOST_LINES:]))} more at work", style="dim")
+        yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self._width)
+
+    def _along(self, job: _Running) -> Text:
+        """How long a trial has been at work, of how long they take."""
+        spent, usual = time.monotonic() - job.since, self._usual()
+        if usual is None:
+            return Text(format_seconds(spent))
+        done = min(spent / usual, 1.0)
+        bar = "━" * round(10 * done)
+        return Text.assemble(
+            (bar, "green"),
+            ("━" * (10 - len(bar)), "dim"),
+            f" {format_seconds(spent)} ",
+            (f"of {format_seconds(usual)}", "dim"),
+        )
+
+    def _usual(self) -> float | None:
+        """Seconds that a trial takes: the median of those that have ended, diverged and stopped ones with them."""
+        seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
+        return statistics.median(seconds) if seconds else None
+
+    def _time_left(self) -> str:
+        left, usual = self._trials - len(self._shown), self._usual()
+        if left <= 0:
+            return "done"
+        return f"{format_seconds(usual * left / self._workers)} left" if usual else ""
+
+    def _summary(self) -> list[str]:
+        state = self._state
+        trials = _ended(state)
+        parts = [f"{len(trials)} of {self._trials}"]
         if self._best is not None:
-            delta = Text(f"{trial.loss - self._best:+10.4f} {star}  ", style="green" if star == "*" else "red")
-        return Text.assemble(f"{trial.loss:8.4f}  ", delta, f"{format_quantity(trial.tokens_per_second or 0):>6}")
-
-    def rerun(self, done: int, total: int) -> None:
-        self._progress.update(self._task, description="other seeds", completed=done, total=total, left="")
-        if done in {0, total}:
-            self.row(f"  the best again with other seeds: {done} of {total} runs")
-
-
-def changes(values: dict[str, float], centre: dict[str, float], room: int) -> str:
-    """What a point changes, largest first, as many as there is room for: ``embedding.lr x1.41, …``."""
-    factors = {path: now / centre[path] for path, now in values.items()}
-    moved = sorted(factors.items(), key=lambda item: -abs(item[1] - 1 / item[1]))
-    names = [
-        f"{path.removeprefix('hyperparameters.').removeprefix('modules.')} x{factor:.2f}"
-        for path, factor in moved
-        if f"{factor:.2f}" != "1.00"
-    ]
-    said = ", ".join(names)
-    while len(said) > room and len(names) > 1:
-        names.pop()
-        said = ", ".join([*names, "…"])
-    return cut(said, room) or "nothing: the start"
+            parts.insert(0, f"best {self._best.loss:.4f} ({self._best.number})")
+            first = min(trials, key=lambda trial: trial.number)
+            if first.loss is not None:
+                parts.insert(1, f"start {first.loss:.4f}")
+        parts += _lost(state)
+        if state.radius is not None:
+            parts.append(f"radius {state.radius:.2f} octave")
+        parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
+        return [*parts, left] if (left := self._time_left()) else parts
 
 
-def best_lines(state: "StudyState", folder: Path) -> list[str]:
+def headline(state: StudyState) -> list[str]:
+    """What is searched, and how: ``study wheat-proxy``, ``trust-region, 31 dimensions``, radius and noise."""
+    count = len(state.space)
+    parts = [f"study {state.name}", f"{state.method}, {count} dimension{'s' if count != 1 else ''}"]
+    if state.radius is not None:
+        parts.append(f"trust region {state.radius:.2f} octave")
+    noise = state.noise_floor
+    parts.append("noise not measured yet" if noise is None else f"noise {noise:.4f} nats{_seeds(state)}")
+    return parts
+
+
+def _seeds(state: StudyState) -> str:
+    return f" ({state.noise_runs} seeds)" if state.noise_runs else ""
+
+
+def _ended(state: StudyState) -> list[Trial]:
+    trials = [trial for trial in state.trials if trial.state != "running"]
+    return sorted(trials, key=lambda trial: (trial.ended or 0.0, trial.number))
+
+
+def _lost(state: StudyState) -> list[str]:
+    """How many trials did not reach their end, by why."""
+    states = [trial.state for trial in state.trials]
+    return [f"{states.count(kind)} {kind}" for kind in ("diverged", "stopped", "failed") if kind in states]
+
+
+def _leads(trial: Trial, best: Trial | None) -> bool:
+    if trial.state != "complete" or trial.purpose != "search" or trial.loss is None:
+        return False
+    return best is None or best.loss is None or trial.loss < best.loss
+
+
+def _best(state: StudyState) -> Trial | None:
+    best: Trial | None = None
+    for trial in state.trials:
+        best = trial if _leads(trial, best) else best
+    return best
+
+
+def best_lines(state: StudyState, folder: Path) -> list[str]:
     """The answer of a study in a few lines."""
     if state.best is None or state.noise_floor is None:
         return []
     low, high = state.best.interval
-    diverged = sum(trial.state == "diverged" for trial in state.trials)
+    lost = ", ".join(_lost(state))
     return [
-        f"best      trial {state.best.number} of {len(state.trials)} ({diverged} diverged)",
+        f"best      trial {state.best.number} of {len(state.trials)}" + (f" ({lost})" if lost else ""),
         f"loss      {state.best.loss:.4f} nats per token, 95% interval {low:.4f} to {high:.4f}",
         f"noise     {state.noise_floor:.4f} nats, standard deviation between seeds (the trials share one)",
         f"recipe    {folder / 'best.toml'} (each value with its reason under [why])",

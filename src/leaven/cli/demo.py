@@ -21,8 +21,8 @@ class _Watcher:
     def text(self) -> AbstractContextManager[Any]:
         return TextScreen()
 
-    def tuning(self, study: Any, trials: int) -> AbstractContextManager[Any]:
-        return TuneScreen(study, trials)
+    def tuning(self, study: Any, trials: int, workers: int) -> AbstractContextManager[Any]:
+        return TuneScreen(study.state(), trials, workers)
 
     def training(self, runs: Mapping[str, Path], recipe: Any) -> AbstractContextManager[Any]:
         return RunsScreen(runs, recipe.data.tokens)

@@ -5,46 +5,97 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, emit_json, errors, load, stopping
+from leaven.cli._common import (
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    console,
+    emit_json,
+    errors,
+    load,
+    stopping,
+)
 from leaven.cli._screens import TextScreen
-from leaven.cli._tune_screen import TuneScreen, best_lines
+from leaven.cli._tune_screen import TuneScreen
+
+TRIALS = 32  # without any budget
 
 
 def tune(
     recipe: RecipeArgument,
-    study: Annotated[Path, typer.Option(metavar="DIR", help="The study's folder.", show_default=False)],
-    trials: Annotated[int, typer.Option(min=1, help="How many trials, those that have ended before included.")] = 32,
-    method: Annotated[str, typer.Option(help="trust-region, random, tpe, cma or gp.")] = "trust-region",
-    space: Annotated[str, typer.Option(help="global, per-module, or recipe paths with commas.")] = "global",
+    study: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR_OR_URL",
+            help="The study's folder, or a database for many machines: postgresql://USER@HOST/DATABASE, sqlite:///FILE.",
+            show_default=False,
+        ),
+    ],
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="How many trials, those that have ended before included (32).")
+    ] = None,
+    flops: Annotated[float | None, typer.Option(help="FLOPs of all trials, as in 1e18.")] = None,
+    hours: Annotated[float | None, typer.Option(help="Hours in which trials run, on all machines together.")] = None,
+    method: Annotated[str, typer.Option(help="trust-region, random, grid, tpe, cma or gp.")] = "trust-region",
+    space: Annotated[
+        str | None,
+        typer.Option(
+            help="global, per-module (some 30 values), per-module-full (some 90), or paths with commas; "
+            "[tuning] of the recipe if not given, or global.",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread each (one a core).")] = None,
+    durations: Annotated[
+        str | None,
+        typer.Option(metavar="COUNT,COUNT", help="Train each trial for several durations, on a common trunk (wsd)."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where results go if the study is a URL (studies/NAME).")
+    ] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Search the hyperparameters of a small recipe. The same command again goes on where it was."""
+    """Search the hyperparameters of a small recipe. The same command again goes on where it was, also beside others."""
     loaded = load(recipe, overrides)
 
     from leaven.data.tokens import prepare
+    from leaven.recipe.units import parse_quantity
     from leaven.training.machine import cores
+    from leaven.tuning.answer import advice_when_all_diverged
     from leaven.tuning.space import space as space_of
+    from leaven.tuning.stores import StoreGone
     from leaven.tuning.study import Study
 
     searched = space_of(loaded, space)
+    url = study if "://" in study else None
+    folder = out or Path("studies", loaded.name) if url else Path(study)
+    lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
+    if trials is None and flops is None and hours is None:
+        trials = TRIALS
+    workers = workers or cores()
     with TextScreen() as text:
         tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
         text.notes(tokens)
-    with stopping() as stop, Study(study, loaded, searched, method, tokens) as opened:
-        with TuneScreen(opened, trials) as screen:
-            state = opened.run(trials, workers or cores(), on_trial=screen.trial, on_rerun=screen.rerun, stop=stop)
-        interrupted = stop()
+    try:
+        with stopping() as stop, Study(folder, loaded, searched, method, tokens, url, durations=lengths) as opened:
+            with TuneScreen(opened.state(), trials, workers) as screen:
+                state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop)
+            interrupted = stop()
+    except StoreGone as gone:
+        errors.print(str(gone))
+        raise typer.Exit(75) from None
     document = opened.document(state)
     if json_output:
         emit_json(document)
     elif not interrupted:
-        for line in best_lines(state, study):
+        for line in opened.answer.lines:
             console.print(line)
+        if state.best is not None:
+            console.print(f"recipe     {folder / 'best.toml'} (each value with its reason under [why])")
     if interrupted:
-        errors.print(f"stopped with {document['trials']} of {trials} trials; the same command goes on from there")
+        errors.print(f"stopped after {document['trials']} trials; the same command goes on from there")
         raise typer.Exit(75)
     if state.best is None:
-        errors.print("no trial reached the end; lower hyperparameters.lr in the recipe")
+        errors.print(advice_when_all_diverged(state.trials, state.dimensions))
         raise typer.Exit(1)

@@ -28,7 +28,7 @@ from leaven.training.machine import machine
 from leaven.training.run_folder import LOCK, held
 from leaven.training.worker import Pool, run_in
 from leaven.tuning.space import space
-from leaven.tuning.study import FINALISTS, SEEDS, Study
+from leaven.tuning.study import Study
 
 PARTS = ("text", "tune", "transfer", "train", "report")
 
@@ -46,10 +46,10 @@ class Size:
 
 SIZES = {
     # About eight minutes on two cores.
-    "full": Size(trials=16),
+    "full": Size(trials=22),
     # The same way in a minute, for tests: the numbers mean nothing.
     "tiny": Size(
-        trials=4,
+        trials=6,
         changes={
             "model": {
                 "n_layers": 1,
@@ -87,7 +87,7 @@ class Watcher(Protocol):
 
     def part(self, text: str) -> None: ...
     def text(self) -> AbstractContextManager[Any]: ...
-    def tuning(self, study: Study, trials: int) -> AbstractContextManager[Any]: ...
+    def tuning(self, study: Study, trials: int, workers: int) -> AbstractContextManager[Any]: ...
     def training(self, runs: Mapping[str, Path], recipe: Recipe) -> AbstractContextManager[Any]: ...
 
 
@@ -181,7 +181,7 @@ class Demo:
         trial = proxy.data.tokens / float(self.state["proxy_tokens_per_second"])
         arm = trial * size.longer * flops_per_token(wider) / flops_per_token(proxy.model)
         arms_left = len(ARMS) - sum(arm["loss"] is not None for arm in self.state.get("arms", []))
-        trials = (size.trials + FINALISTS * SEEDS) * trial / self.workers if part == "tune" else 0.0
+        trials = size.trials * trial / self.workers if part == "tune" else 0.0
         return trials + math.ceil(arms_left / self.workers) * arm
 
     def _text(self) -> TokenSet:
@@ -208,12 +208,12 @@ class Demo:
             f"{format_quantity(proxy.data.tokens)} tokens, {self.workers} workers"
         )
         study = Study(self.folder / "study", proxy, space(proxy, ",".join(SEARCHED)), "trust-region", tokens)
-        with self._part("tune", detail), study, self.watcher.tuning(study, trials) as screen:
-            state = study.run(trials, self.workers, on_trial=screen.trial, on_rerun=screen.rerun, stop=self.stop)
+        with self._part("tune", detail), study, self.watcher.tuning(study, trials, self.workers) as screen:
+            state = study.run(trials, self.workers, screen=screen, stop=self.stop)
         if state.best is None:
             raise InputError("every trial of the demo diverged; nothing can be transferred")
         self.state["proxy"] = {"study": "study"}
-        return study.best_recipe(state)
+        return study.best_recipe()
 
     def _transfer(self, best: Recipe) -> Recipe:
         size = SIZES[self.size]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leaven.recipe.recipe import Recipe
-from leaven.report import figures, numbers, searches, tables
+from leaven.report import figures, numbers, tables
 from leaven.report.html import Html, element
 from leaven.report.network import picture
 from leaven.report.parameters import tables as resolved
@@ -19,9 +19,11 @@ class Sheet:
     charts: dict[str, Any] = field(default_factory=dict)
     sections: list[Html] = field(default_factory=list)
 
-    def chart(self, name: str, figure: Any, label: str, size: str = "wide") -> Html:
+    def chart(self, name: str, figure: Any, label: str, size: str = "wide", height: int | None = None) -> Html:
+        """The box of a chart; a ``height`` in pixels is for those that have as many rows as there is to show."""
         self.charts[name] = figure.to_plotly_json()
-        return element("div", id=f"chart-{name}", class_=f"chart {size}", role="img", aria_label=label)
+        style = f"height:{height}px" if height else None
+        return element("div", id=f"chart-{name}", class_=f"chart {size}", style=style, role="img", aria_label=label)
 
     def section(self, title: str, told: str | None, *content: Any, class_: str | None = None) -> None:
         lead = element("p", told, class_="told") if told else None
@@ -87,55 +89,6 @@ def returns(made: Sheet, run: Run) -> None:
         "events.jsonl, with the numbers."
     )
     made.section("Where the run went back", told, tables.facts(pairs))
-
-
-def searched(made: Sheet, study: Study) -> None:
-    told = f"{len(study.trials)} trials in the order they began; the line is the best so far."
-    lost, beyond = study.count("diverged") + study.count("failed"), searches.beyond(study)
-    if lost:
-        told += f" Crosses at the top edge: {lost} that diverged or failed."
-    if beyond:
-        told += f" Triangles at the top edge: {beyond} with a higher loss."
-    if study.noise_floor:
-        told += (
-            f" The band is the noise floor, ±{study.noise_floor:.4f} nats between seeds; the trials share one seed."
-        )
-    made.section(
-        "The search",
-        told,
-        made.chart("search", searches.search(study), "loss of every trial"),
-    )
-    panels = []
-    for i, path in enumerate(study.space):
-        chart = searches.by_value(study, path)
-        if chart is not None:
-            short = searches.short(path)
-            best = next(
-                (
-                    trial.values.get(path)
-                    for trial in study.trials
-                    if study.best and trial.number == study.best.number
-                ),
-                None,
-            )
-            panels.append(
-                element(
-                    "figure",
-                    element(
-                        "figcaption",
-                        element("b", short),
-                        element("span", f"best {numbers.value(best)}") if best is not None else None,
-                    ),
-                    made.chart(f"value-{i}", chart, f"loss over {short}", "small"),
-                )
-            )
-    if panels:
-        made.section(
-            "Loss over each hyperparameter",
-            "Every trial in each panel: loss in nats per token upwards, the value sideways on a logarithmic axis, "
-            "the best one marked. A valley says that the value matters, a cloud that it does not.",
-            element("div", *panels, class_="panels"),
-        )
 
 
 def parameters(made: Sheet, recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> None:

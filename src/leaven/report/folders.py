@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import finite, read_recipe
 from leaven.report.story import Arm, Corpus, Demo, Entry, Machine, Number, Part, Return, Run, Step, Story, Study
 from leaven.training.run_folder import RETURNS, RunFolder
 from leaven.training.study_file import StudyState
@@ -104,7 +104,9 @@ def _elapsed(events: list[_Event]) -> float | None:
 
 
 def read_study(folder: Path) -> Study:
-    state = _document(folder / "study.json", TypeAdapter(StudyState).validate_python)
+    state = _document(
+        folder / "study.json", lambda document: TypeAdapter(StudyState).validate_python(_known(document))
+    )
     if not state.trials:
         raise InputError(f"{folder / 'study.json'}: no trials yet; run leaven tune first")
     best = folder / "best.toml"
@@ -114,6 +116,15 @@ def read_study(folder: Path) -> Study:
         centre=read_recipe(folder / "centre.toml"),
         best_recipe=read_recipe(best) if best.exists() else None,
     )
+
+
+def _known(study: Any) -> Any:
+    """What diverged has no loss, written as null or as Infinity; in a curve such a point is none."""
+    for trial in study.get("trials", ()) if isinstance(study, dict) else ():
+        if isinstance(trial, dict):
+            trial["loss"] = finite(trial.get("loss"))
+            trial["curve"] = [point for point in trial.get("curve", ()) if finite(point[-1]) is not None]
+    return study
 
 
 class _CheckRow(Entry):

@@ -30,7 +30,6 @@ def picture(recipe: Recipe, table: ParameterTable) -> Html:
             "p",
             "Point at a block, or tap it, to read its values.",
             class_="readout",
-            id="net-readout",
             aria_live="polite",
         ),
         _legend(reach, base),

@@ -27,10 +27,15 @@
     table.querySelector(".summary").hidden = byLayer.checked;
     table.querySelector(".layers").hidden = !byLayer.checked;
   });
-  const readout = document.getElementById("net-readout");
+  for (const switched of document.querySelectorAll(".all-rows")) {
+    switched.addEventListener("change", () => {
+      switched.closest("section").querySelector("table").classList.toggle("all", switched.checked);
+    });
+  }
   for (const event of ["pointerover", "click"]) {
-    document.querySelector(".net")?.addEventListener(event, ({ target }) => {
-      if (target.dataset.told) readout.textContent = target.dataset.told;
+    addEventListener(event, ({ target }) => {
+      const told = target.closest?.("[data-told]")?.dataset.told;
+      if (told) target.closest("section").querySelector(".readout").textContent = told;
     });
   }
 

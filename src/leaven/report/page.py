@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from leaven.recipe.files import write_text
-from leaven.report import chapters, checks, figures, numbers, tables
+from leaven.report import chapters, checks, figures, numbers, study, tables
 from leaven.report.folders import CheckFile, read_story
 from leaven.report.html import Html, element, join
 from leaven.report.parameters import at_base
@@ -30,7 +30,7 @@ def page(story: Story | CheckFile) -> str:
     if isinstance(story, Demo):
         kind, head = "demo", _demo(made, story)
     elif isinstance(story, Study):
-        kind, head = "study", _study(made, story)
+        kind, head = "study", study.head(made, story)
     else:
         kind, head = "run", _run(made, story)
     name = story.title if isinstance(story, Run) else story.name
@@ -70,7 +70,7 @@ def _demo(made: chapters.Sheet, demo: Demo) -> Html:
     if runs:
         chapters.curves(made, runs)
     if demo.study:
-        chapters.searched(made, demo.study)
+        study.searched(made, demo.study)
     target = demo.target or (mine.run.recipe if mine and mine.run else None)
     if target:
         proxy = (demo.study.best_recipe if demo.study else None) or at_base(target)
@@ -96,45 +96,6 @@ def _word(gain: float | None, noise: float | None) -> str:
     if gain is None or abs(gain) <= (noise or 0.0):
         return "no more than noise"
     return "better" if gain > 0 else "worse"
-
-
-def _study(made: chapters.Sheet, study: Study) -> Html:
-    best, complete = study.best, study.count("complete")
-    first = next((trial.loss for trial in study.trials if trial.loss is not None), None)
-    gain = first - best.loss if best and first is not None else None
-    searched = f"{len(study.space)} hyperparameters" if len(study.space) != 1 else "one hyperparameter"
-    verdict = (
-        f"Trial {best.number} is the best of {len(study.trials)}: {numbers.loss(best.loss)} nats per token, "
-        f"{searched} searched by {study.method}."
-        if best
-        else f"None of {len(study.trials)} trials has completed yet; {searched} are searched."
-    )
-    interval = best.interval if best else None
-    lost = [f"{study.count(state)} {state}" for state in ("diverged", "failed", "running") if study.count(state)]
-    head = tables.four(
-        (
-            "best loss",
-            numbers.loss(best.loss if best else None),
-            f"nats per token; 95%: {numbers.loss(interval[0])} to {numbers.loss(interval[1])}"
-            if interval
-            else "nats per token",
-            "",
-        ),
-        (
-            "against the first trial",
-            numbers.delta(-gain) if gain is not None else numbers.NONE,
-            "nats",
-            tables.verdict(gain),
-        ),
-        ("trials", str(complete), f"complete; {', '.join(lost)}" if lost else "all complete", ""),
-        ("cost", numbers.seconds(study.seconds), "added up over workers", ""),
-    )
-    chapters.searched(made, study)
-    chosen = study.best_recipe or study.centre
-    chapters.parameters(made, chosen, study.centre if study.best_recipe else None, ("centre", "best"))
-    chapters.provenance(made, chosen)
-    chapters.commands(made, [chapters.tune_command(study, "centre.toml", "."), "leaven report . -o report.html"])
-    return join(element("p", verdict, class_="verdict"), head)
 
 
 def _run(made: chapters.Sheet, run: Run) -> Html:

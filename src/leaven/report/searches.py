@@ -1,33 +1,139 @@
-"""The charts of a search: trials in order, and loss over each hyperparameter that was varied."""
+"""The charts of a search: its trials in order, their curves, loss against cost, and who did what when."""
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from leaven.report import numbers
+import numpy as np
+
+from leaven.report import numbers, points
+from leaven.report.curves import smooth, thin
 from leaven.report.figures import INK, MUTED, PAPER, figure, log_axis, plotly, text
+from leaven.report.html import Html, element
 from leaven.report.story import Study
 from leaven.training.study_file import Trial
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-BEST = "var(--transferred)"
+BEST, BAD, NOISE, RERUN = "var(--transferred)", "var(--bad)", "var(--copied)", "var(--hue-5)"
+STOPPED = "var(--hue-6)"
 
 
-def short(path: str) -> str:
-    """``hyperparameters.modules.attention.query.lr`` is attention.query.lr to somebody who reads a chart."""
-    return path.removeprefix("hyperparameters.").removeprefix("modules.").replace('"', "")
+@dataclass(frozen=True)
+class Mark:
+    """How a kind of trial is drawn, and what the key above a chart calls it."""
+
+    told: str
+    symbol: str
+    colour: str
+    size: int = 8
+    line: float = 0.0
+    opacity: float = 1.0
+
+    def on(self, chart: "go.Figure", x: Sequence[float], y: Sequence[float], hover: Sequence[str]) -> None:
+        edge = {"color": self.colour if self.line else PAPER, "width": self.line or 1.0}
+        marker = {
+            "symbol": self.symbol,
+            "color": self.colour,
+            "size": self.size,
+            "opacity": self.opacity,
+            "line": edge,
+        }
+        chart.add_trace(
+            plotly().Scatter(
+                x=list(x),
+                y=[float(f"{value:.6g}") for value in y],
+                mode="markers",
+                marker=marker,
+                cliponaxis=False,
+                hovertext=list(hover),
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+
+    @property
+    def picture(self) -> Html:
+        """The same mark in a line of text."""
+        stroke = {"stroke": self.colour, "stroke_width": 1.7, "fill": "none"}
+        solid = {"fill": self.colour}
+        drawn = {
+            "circle": ("circle", {"cx": 7, "cy": 7, "r": 4} | solid),
+            "circle-open": ("circle", {"cx": 7, "cy": 7, "r": 4} | stroke),
+            "diamond": ("path", {"d": "M7 2L12 7L7 12L2 7Z"} | solid),
+            "diamond-open": ("path", {"d": "M7 2L12 7L7 12L2 7Z"} | stroke),
+            "triangle-down-open": ("path", {"d": "M2.5 4H11.5L7 11.5Z"} | stroke),
+            "triangle-up": ("path", {"d": "M2.5 11H11.5L7 3Z"} | solid),
+            "x-thin": ("path", {"d": "M3 3L11 11M11 3L3 11"} | stroke),
+            "line": ("path", {"d": "M0 7H14"} | stroke),
+        }
+        tag, attributes = drawn[self.symbol]
+        return element(
+            "svg", element(tag, **attributes), width=14, height=14, viewBox="0 0 14 14", aria_hidden="true"
+        )
+
+
+MARKS = {
+    "complete": Mark("ended", "circle", MUTED, 8, opacity=0.75),
+    "beyond": Mark("ended above the chart", "triangle-up", MUTED, 9),
+    "stopped": Mark("stopped early, at the loss expected of it", "triangle-down-open", STOPPED, 9, 1.7),
+    "diverged": Mark("diverged or failed", "x-thin", BAD, 9, 2.0),
+    "noise": Mark("the start again, other seeds", "circle-open", NOISE, 8, 1.7),
+    "rerun": Mark("the best few again, other seeds", "diamond-open", RERUN, 9, 1.7),
+    "best": Mark("best", "circle", BEST, 12),
+}
+
+
+def kind(trial: Trial, study: Study) -> str | None:
+    """Which mark a trial has; None while it runs."""
+    if trial.state in {"diverged", "failed"}:
+        return "diverged"
+    if trial.loss is None or not math.isfinite(trial.loss) or trial.state == "running":
+        return None
+    if trial.purpose != "search":
+        return trial.purpose
+    if trial.state == "stopped":
+        return "stopped"
+    if study.best and trial.number == study.best.number:
+        return "best"
+    return "beyond" if trial.loss > edge(study) else "complete"
+
+
+def by_kind(study: Study) -> dict[str, list[Trial]]:
+    """Trials by their mark, in the order in which they are drawn."""
+    found: dict[str, list[Trial]] = {name: [] for name in MARKS}
+    for trial in study.trials:
+        name = kind(trial, study)
+        if name is not None:
+            found[name].append(trial)
+    return {name: trials for name, trials in found.items() if trials}
+
+
+def key(study: Study) -> Html:
+    """What the marks and lines of the chart of trials are."""
+    entries = [(MARKS[name], len(trials)) for name, trials in by_kind(study).items() if name != "best"]
+    marks = [element("span", mark.picture, f"{mark.told} ({count})") for mark, count in entries]
+    lines = []
+    if study.best:
+        lines += [element("span", Mark("", "line", BEST).picture, "lowest so far")]
+        lines += [element("span", Mark("", "diamond", BEST).picture, "the answer, 95%")]
+    return element("p", marks, lines, class_="key")
 
 
 def window(study: Study) -> tuple[float, float]:
     """The losses a chart shows: all but the far outliers, which stand at the upper edge instead."""
-    losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
+    losses = sorted(
+        trial.loss
+        for trial in study.trials
+        if trial.state == "complete" and trial.loss is not None and math.isfinite(trial.loss)
+    )
     if not losses:
         return 0.0, 1.0
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
     high = min(losses[-1], median + 4 * max(median - low, floor, 1e-3))
-    low = min(low, low - floor)
+    low = min(low, (study.best.loss if study.best else low) - 1.5 * floor)
     return low, max(high, low + 1e-3)
 
 
@@ -37,128 +143,239 @@ def edge(study: Study) -> float:
     return high + 0.10 * (high - low)
 
 
-def beyond(study: Study) -> int:
-    """How many trials completed with a loss above the window."""
-    return sum((trial.loss or 0.0) > edge(study) for trial in _complete(study))
-
-
-def _complete(study: Study) -> list[Trial]:
-    return [trial for trial in study.trials if trial.state == "complete" and trial.loss is not None]
-
-
-def _lost(study: Study) -> list[Trial]:
-    return [trial for trial in study.trials if trial.state in {"diverged", "failed"}]
-
-
-def _hover(trial: Trial, path: str | None) -> str:
-    """What a trial says of itself: its loss, and its values or the one of a panel."""
-    loss = f"{numbers.loss(trial.loss)} nats per token" if trial.state == "complete" else trial.state
-    values = list(trial.values.items()) if path is None else [(path, trial.values[path])]
-    lines = [f"<b>trial {trial.number}</b>", loss]
-    lines += [f"{text(short(name))} {numbers.value(value)}" for name, value in values[:8]]
-    if len(values) > 8:
-        lines.append(f"and {len(values) - 8} more")
-    return "<br>".join(lines)
-
-
-def _marks(chart: "go.Figure", study: Study, x: dict[int, Any], size: int, path: str | None) -> None:
-    """Trials as dots, those above the window as triangles at its edge, diverged ones as crosses, the best last."""
-    go = plotly()
-    top = edge(study)
-    complete = [trial for trial in _complete(study) if trial.number in x]
-    best = study.best.number if study.best else None
-    kinds = (
-        (
-            [t for t in complete if (t.loss or 0) <= top and t.number != best],
-            {"color": MUTED, "size": size, "opacity": 0.75},
-        ),
-        ([t for t in complete if (t.loss or 0) > top], {"color": MUTED, "size": size + 1, "symbol": "triangle-up"}),
-        (
-            [t for t in _lost(study) if t.number in x],
-            {
-                "color": "var(--bad)",
-                "size": size + 1,
-                "symbol": "x-thin",
-                "line": {"color": "var(--bad)", "width": 2},
-            },
-        ),
-        (
-            [t for t in complete if t.number == best],
-            {"color": BEST, "size": size + 4, "line": {"color": PAPER, "width": 1.5}},
-        ),
-    )
-    for trials, marker in kinds:
-        if trials:
-            chart.add_trace(
-                go.Scatter(
-                    x=[x[trial.number] for trial in trials],
-                    y=[min(trial.loss, top) if trial.loss is not None else top for trial in trials],
-                    mode="markers",
-                    marker=marker,
-                    cliponaxis=False,
-                    hovertext=[_hover(trial, path) for trial in trials],
-                    hovertemplate="%{hovertext}<extra></extra>",
-                )
-            )
+def _hover(trial: Trial, study: Study) -> str:
+    """What a trial says of itself: its loss, and what it changes."""
+    state = f"{trial.state} {points.share(trial, study)}".strip()
+    expected = " expected" if trial.state == "stopped" else ""
+    loss = f"{numbers.loss(trial.loss)} nats per token{expected}" if trial.loss is not None else state
+    lines = [f"<b>trial {trial.number}</b>", loss, *([state] if expected else [])]
+    return "<br>".join([*lines, *(text(part) for part in points.told(trial, study, 150).split(", "))])
 
 
 def search(study: Study) -> "go.Figure":
-    """Trials in the order they were started, the best so far as a line, the noise floor as a band round the best."""
+    """Trials in the order they were started, the lowest so far as a line, the noise as a band round the answer.
+
+    The answer, a mean over fresh seeds, stands with its interval behind the last trial: it is no lucky seed.
+    """
     go = plotly()
     chart = figure("trial", "loss, nats per token")
     low, high = window(study)
     top = edge(study)
-    last = study.trials[-1].number
-    if study.best and study.noise_floor:
-        chart.add_hrect(
-            y0=study.best.loss - study.noise_floor,
-            y1=study.best.loss + study.noise_floor,
-            fillcolor="var(--band)",
-            line_width=0,
-            layer="below",
-        )
-    leaders, lowest = [], math.inf
-    for trial in _complete(study):
-        lowest = min(lowest, trial.loss or math.inf)
-        leaders.append((trial.number, lowest))
-    if leaders:
-        chart.add_trace(
-            go.Scatter(
-                x=[number for number, _ in leaders] + [last],
-                y=[min(loss, top) for _, loss in leaders] + [lowest],
-                mode="lines",
-                line={"color": BEST, "width": 2, "shape": "hv"},
-                hoverinfo="skip",
-            )
-        )
-    _marks(chart, study, {trial.number: trial.number for trial in study.trials}, 8, None)
-    first = study.trials[0].number
+    first, last = study.trials[0].number, study.trials[-1].number
     room = 0.03 * max(last - first, 1) + 0.2
+    best = study.best
+    if best and study.noise_floor:
+        at = {"y0": best.loss - study.noise_floor, "y1": best.loss + study.noise_floor}
+        chart.add_hrect(**at, fillcolor="var(--band)", line_width=0, layer="below")
+    if study.start_loss is not None and low <= study.start_loss <= top:
+        chart.add_hline(y=study.start_loss, line={"color": NOISE, "width": 1, "dash": "dot"}, layer="below")
+        place = {"x": 1, "xref": "paper", "xanchor": "right", "y": study.start_loss, "yanchor": "bottom"}
+        chart.add_annotation(**place, text="the start", showarrow=False, font={"size": 11, "color": NOISE})
+    leaders, lowest = [], math.inf
+    for trial in study.trials:
+        if kind(trial, study) in {"complete", "beyond", "best"} and (trial.loss or math.inf) < lowest:
+            lowest = trial.loss or math.inf
+            leaders.append((trial.number, lowest))
+    if leaders:
+        line = {"color": BEST, "width": 2, "shape": "hv"}
+        x, y = [number for number, _ in leaders] + [last], [loss for _, loss in leaders] + [lowest]
+        chart.add_trace(go.Scatter(x=x, y=[min(v, top) for v in y], mode="lines", line=line, hoverinfo="skip"))
+    for name, trials in by_kind(study).items():
+        y = [top if trial.loss is None or name == "diverged" else min(trial.loss, top) for trial in trials]
+        MARKS[name].on(chart, [trial.number for trial in trials], y, [_hover(trial, study) for trial in trials])
+    if best:
+        _answer(chart, study, last + 1.2 * room)
     places = [place for place in numbers.linear_ticks(first, max(last, first + 1), 10) if place == int(place)]
-    chart.update_xaxes(range=[first - room, last + room], tickvals=places)
+    chart.update_xaxes(range=[first - room, last + 2 * room], tickvals=places)
     chart.update_yaxes(range=[low - 0.06 * (high - low), top + 0.02 * (high - low)])
     return chart
 
 
+def _answer(chart: "go.Figure", study: Study, x: float) -> None:
+    assert study.best is not None
+    low, high = study.best.interval
+    bar = None
+    said = f"<b>the answer</b><br>{numbers.loss(study.best.loss)} nats per token, mean over fresh seeds"
+    if math.isfinite(high - low):
+        said += f"<br>95%: {low:.4f} to {high:.4f}"
+        up, down = [high - study.best.loss], [study.best.loss - low]
+        bar = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": BEST, "width": 4}
+    marker = {"symbol": "diamond", "size": 9, "color": BEST}
+    answer = plotly().Scatter(
+        x=[x], y=[study.best.loss], error_y=bar, mode="markers", marker=marker, hovertext=[said],
+        hovertemplate="%{hovertext}<extra></extra>", cliponaxis=False,
+    )  # fmt: skip
+    chart.add_trace(answer)
+
+
 def by_value(study: Study, path: str) -> "go.Figure | None":
     """Loss over one hyperparameter, every trial a dot; None if no trial says what value it had."""
-    chart = figure("", "", margin={"l": 44, "r": 12, "t": 8, "b": 26})
-    chart.layout.annotations = ()
+    chart = small_figure()
     low, high = window(study)
     top = edge(study)
     values = {trial.number: trial.values[path] for trial in study.trials if path in trial.values}
     if not values:
         return None
     low_value, high_value = min(values.values()), max(values.values())
-    if high_value > low_value:
+    if high_value > low_value > 0:
         log_axis(chart, "xaxis", low_value, high_value, numbers.value, most=4, pad=0.06)
     else:
         chart.update_xaxes(nticks=4)
-    _marks(chart, study, values, 7, path)
+    for name, trials in by_kind(study).items():
+        shown = [trial for trial in trials if trial.number in values]
+        y = [top if trial.loss is None or name == "diverged" else min(trial.loss, top) for trial in shown]
+        said = [f"<b>trial {trial.number}</b><br>{numbers.value(values[trial.number])}" for trial in shown]
+        if shown:
+            MARKS[name].on(chart, [values[trial.number] for trial in shown], y, said)
     if study.best and study.best.number in values:
         chart.add_vline(x=values[study.best.number], line={"color": BEST, "width": 1, "dash": "dot"}, layer="below")
     chart.update_yaxes(range=[low - 0.06 * (high - low), top + 0.03 * (high - low)], nticks=4)
-    chart.update_layout(
-        font={"color": MUTED, "size": 11}, hoverlabel={"font": {"family": "var(--sans)", "color": INK, "size": 12}}
+    return chart
+
+
+def small_figure(**layout: Any) -> "go.Figure":
+    """A chart of a panel: no titles, what they would say stands above all panels."""
+    chart = figure("", "", margin={"l": 44, "r": 12, "t": 8, "b": 26})
+    chart.layout.annotations = ()
+    hover = {"font": {"family": "var(--sans)", "color": INK, "size": 12}}
+    chart.update_layout(font={"color": MUTED, "size": 11}, hoverlabel=hover)
+    return chart.update_layout(layout)
+
+
+Curves = dict[int, list[tuple[int, float]]]  # by the trial's number
+
+
+def known_curves(study: Study) -> Curves:
+    """The curves with something to draw."""
+    curves = {
+        trial.number: [(tokens, loss) for tokens, loss in trial.curve if tokens > 0 and math.isfinite(loss)]
+        for trial in study.trials
+    }
+    return {number: curve for number, curve in curves.items() if len(curve) > 1}
+
+
+def against_best(study: Study) -> Curves:
+    """The curves less that of the best trial at the same tokens; nothing where that has none."""
+    known = known_curves(study)
+    best = known.get(study.best.number) if study.best else None
+    if best is None:
+        return {}
+    x, y = np.array(best, dtype=float).T
+    ahead = {}
+    for number, curve in known.items():
+        shared = [(tokens, loss) for tokens, loss in curve if x[0] <= tokens <= x[-1]]
+        level = np.interp(np.log([max(tokens, 1) for tokens, _ in shared]), np.log(x), y)
+        above = smooth([math.log(tokens) for tokens, _ in shared], [loss for _, loss in shared] - level, 0.15)
+        ahead[number] = [(tokens, float(loss)) for (tokens, _), loss in zip(shared, above, strict=True)]
+    return {number: curve for number, curve in ahead.items() if len(curve) > 1}
+
+
+def curves(study: Study, known: Curves, title: str) -> "go.Figure":
+    """Training loss of every trial over tokens, the best strong, stopped and diverged ones to where they came."""
+    go = plotly()
+    chart = figure("tokens consumed", title)
+    most = 60 if len(known) <= 150 else 30
+    best = study.best.number if study.best else None
+    for name, trials in by_kind(study).items():
+        drawn = [(trial, known[trial.number]) for trial in trials if trial.number in known and trial.number != best]
+        if not drawn:
+            continue
+        x, y = _joined([[curve[i] for i in thin([tokens for tokens, _ in curve], most)] for _, curve in drawn])
+        line = {"color": MARKS[name].colour, "width": 1}
+        faint = max(0.5 * min(1.0, 50 / len(drawn)), 0.12)
+        chart.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, opacity=faint, hoverinfo="skip"))
+        if name in {"stopped", "diverged"}:
+            ends = [curve[-1] for _, curve in drawn]
+            said = [_hover(trial, study) for trial, _ in drawn]
+            MARKS[name].on(chart, [tokens for tokens, _ in ends], [loss for _, loss in ends], said)
+    if best in known:
+        x, y = [tokens for tokens, _ in known[best]], [round(loss, 5) for _, loss in known[best]]
+        said = f"<b>trial {best}, the best</b><br>%{{y:.4f}} nats per token<extra></extra>"
+        chart.add_trace(go.Scatter(x=x, y=y, mode="lines", line={"color": BEST, "width": 2.5}, hovertemplate=said))
+    end = max(curve[-1][0] for curve in known.values())
+    log_axis(chart, "xaxis", min(curve[0][0] for curve in known.values()), end, numbers.tick, most=6)
+    losses = sorted(loss for curve in known.values() for tokens, loss in curve if tokens > 0.02 * end)
+    low, high = losses[int(0.005 * len(losses))], losses[min(int(0.98 * len(losses)), len(losses) - 1)]
+    room = 0.05 * (high - low) or 0.1
+    chart.update_yaxes(range=[low - room, high + room])
+    return chart
+
+
+def _joined(curves: Iterable[Iterable[tuple[int, float]]]) -> tuple[list[float | None], list[float | None]]:
+    """Many lines as one trace, with gaps between them: hundreds of traces are slow to draw."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for curve in curves:
+        for tokens, loss in curve:
+            x.append(tokens)
+            y.append(float(f"{loss:.5g}"))
+        x.append(None)
+        y.append(None)
+    return x, y
+
+
+def front(study: Study) -> "go.Figure | None":
+    """Loss against cost: every end of a trial as a dot, and those with no cheaper and better one as steps."""
+    if len(study.front) < 2:
+        return None
+    go = plotly()
+    # The number of FLOPs and that of tokens say the same as long as one model is searched.
+    cost: Callable[[Any], float] = lambda one: one.flops or one.tokens  # noqa: E731
+    name = "training FLOPs" if all(one.flops for one in study.front) else "tokens"
+    chart = figure(name, "validation loss, nats per token")
+    ends = [
+        (trial.flops * tokens / trial.tokens if trial.flops and trial.tokens else tokens, loss, trial, tokens)
+        for trial in study.trials
+        for tokens, loss in (trial.branches or ((trial.tokens, trial.loss or math.nan),))
+        if trial.state == "complete" and math.isfinite(loss) and tokens
+    ]
+    said = [f"<b>trial {trial.number}</b><br>{loss:.4f} nats per token<br>{numbers.quantity(tokens)} tokens"
+            for _, loss, trial, tokens in ends]  # fmt: skip
+    MARKS["complete"].on(chart, [end[0] for end in ends], [end[1] for end in ends], said)
+    steps = sorted(study.front, key=cost)
+    x, y = [cost(one) for one in steps], [one.loss for one in steps]
+    told = [f"<b>trial {one.number}</b><br>{one.loss:.4f} nats per token<br>{numbers.quantity(one.tokens)} tokens"
+            for one in steps]  # fmt: skip
+    marker = {"color": BEST, "size": 10, "line": {"color": PAPER, "width": 1.5}}
+    style = {"line": {"color": BEST, "width": 2, "shape": "hv"}, "marker": marker}
+    chart.add_trace(
+        go.Scatter(
+            x=x, y=y, mode="lines+markers", **style, hovertext=told, hovertemplate="%{hovertext}<extra></extra>"
+        )
     )
+    costs = [*x, *(end[0] for end in ends)]
+    log_axis(chart, "xaxis", min(costs), max(costs), numbers.tick, pad=0.06)
+    return chart
+
+
+def timeline(study: Study) -> "go.Figure | None":
+    """A row a worker, a bar a trial, from when to when it ran; None where the trials do not say."""
+    ran = [trial for trial in study.trials if trial.ended and trial.seconds and trial.worker]
+    if not ran:
+        return None
+    go = plotly()
+    names = points.workers(study)
+    begin = min((trial.ended or 0.0) - (trial.seconds or 0.0) for trial in ran)
+    span = max(trial.ended or 0.0 for trial in ran) - begin
+    unit, seconds = ("hours", 3600.0) if span > 2 * 3600 else ("minutes", 60.0) if span > 120 else ("seconds", 1.0)
+    chart = figure(f"{unit} since the first trial began", "", bargap=0.25, barmode="overlay")
+    for name, trials in by_kind(study).items():
+        shown = [trial for trial in trials if trial in ran]
+        if shown:
+            chart.add_trace(
+                go.Bar(
+                    orientation="h",
+                    y=[names[trial.worker or ""] for trial in shown],
+                    x=[round((trial.seconds or 0.0) / seconds, 3) for trial in shown],
+                    base=[
+                        round(((trial.ended or 0.0) - (trial.seconds or 0.0) - begin) / seconds, 3) for trial in shown
+                    ],
+                    marker={"color": MARKS[name].colour, "opacity": 0.65, "line": {"color": PAPER, "width": 1}},
+                    hovertext=[_hover(trial, study) for trial in shown],
+                    hovertemplate="%{hovertext}<extra></extra>",
+                )
+            )
+    rows = {"categoryorder": "array", "categoryarray": list(names.values())}
+    chart.update_yaxes(autorange="reversed", showgrid=False, type="category", nticks=None, **rows)
+    chart.update_xaxes(showgrid=True, range=[-0.01 * span / seconds, 1.01 * span / seconds])
     return chart

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from leaven.recipe.recipe import Recipe
-from leaven.training.study_file import StudyState
+from leaven.training.study_file import StudyState, Trial
 
 
 def _finite(value: Any) -> Any:
@@ -117,6 +117,18 @@ class Study(StudyState):
 
     def count(self, state: str) -> int:
         return sum(trial.state == state for trial in self.trials)
+
+    @property
+    def best_trial(self) -> Trial | None:
+        return next((trial for trial in self.trials if self.best and trial.number == self.best.number), None)
+
+    @property
+    def start_loss(self) -> float | None:
+        """Of the recipe that the search began from, over all its seeds; of the first trial where it was not run."""
+        done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
+        at_start = [trial for trial in done if trial.octaves is not None and not any(trial.octaves.values())]
+        losses = [trial.loss for trial in at_start or done[:1] if trial.loss is not None]
+        return sum(losses) / len(losses) if losses else None
 
 
 @dataclass(frozen=True)

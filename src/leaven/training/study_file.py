@@ -13,6 +13,7 @@ class Dimension:
     centre: float  # the value in the recipe that the search started from
     low: float  # octaves, below 0
     high: float
+    scale: float = 1.0  # octaves that an optimum is typically away: one of a flat value is farther
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,10 @@ class Coordinate:
     best: float  # octaves from the start
     flat: tuple[float, float]  # octaves: between them the loss stays within the noise of the best
     gain: float  # nats per token that moving it from the start to the best brought, all else at the best
-    importance: float  # share, of 1
+    importance: float  # share, of 1, of how much the loss varies along the slice over the values that were tried
     worth: bool  # whether tuning it paid: the gain is above the noise
     slice: tuple[SlicePoint, ...] = ()
+    optuna_importance: float = 0.0  # share, of 1, by PED-ANOVA: what the best tenth of the trials have in common
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,31 @@ class Bowl:
         slope, bend = self._update(self._weights)
         return np.asarray(x @ slope + x**2 @ (self.curvature + bend) / 2)
 
+    def deviation(self, x: Array, base: Array) -> Array:
+        """The posterior standard deviation of the loss at points (m, D) less that at ``base`` (D,): (m,)."""
+        apart = np.hstack([x - base, (x**2 - base**2) / 2])
+        prior = np.repeat([(self.curvature * _FAR) ** 2, self.curvature**2], len(base))
+        shared = (apart * prior) @ np.hstack([self.points, self.points**2 / 2]).T  # (m, n)
+        variance = apart**2 @ prior - np.sum(shared @ self._inverse * shared, 1)
+        return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
+
+    def along(self, base: Array, x: Array) -> tuple[Array, Array]:
+        """The loss with each multiplier alone moved to each of ``x`` (D, m), less that at ``base`` (D,).
+
+        The mean and the standard deviation, (D, m) each: what ``value`` and ``deviation`` say, for many points.
+        """
+        halves = self.points**2 / 2
+        slope, bend = self._update(self._weights)
+        first, second = (self.curvature * _FAR) ** 2, self.curvature**2
+        by_points, by_halves = self._inverse @ self.points, self._inverse @ halves
+        slopes = first - first**2 * np.sum(self.points * by_points, 0)  # the posterior covariance of b_i and h_i
+        both = -first * second * np.sum(self.points * by_halves, 0)
+        bends = second - second**2 * np.sum(halves * by_halves, 0)
+        u, w = x - base[:, None], (x**2 - base[:, None] ** 2) / 2
+        mean = slope[:, None] * u + (self.curvature + bend)[:, None] * w
+        variance = slopes[:, None] * u**2 + 2 * both[:, None] * u * w + bends[:, None] * w**2
+        return mean, np.sqrt(np.maximum(variance, 0.0))
+
     @property
     def bottom(self) -> Array:
         """Where the posterior mean is lowest, (D,)."""

@@ -1,12 +1,14 @@
 """The noise floor: how far runs of one point lie apart, and what that leaves of a mean."""
 
 import math
+import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 _Z95 = 1.959964
+GIVEN = 10**6  # degrees of freedom of a noise that is known
 
 
 def t95(degrees: int) -> float:
@@ -25,6 +27,23 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
     if not degrees:
         return None, 0
     return math.sqrt(sum(statistics.variance(group) * (len(group) - 1) for group in repeats) / degrees), degrees
+
+
+def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
+    """The noise of runs (point, seed, loss), pooled over all points that were run again, and its degrees of freedom.
+
+    What ended with the same loss at the same point from the same seed is the same run and counts once; divergences
+    count not at all. Runs of one seed share init and data, and with them a part of their noise that no number of points
+    makes better known: where several seeds were run, there are no more degrees of freedom than these have.
+    """
+    points: dict[Hashable, set[tuple[int, float]]] = {}
+    for point, seed, loss in runs:
+        if math.isfinite(loss):
+            points.setdefault(point, set()).add((seed, loss))
+    repeated = [ran for ran in points.values() if len(ran) > 1]
+    seeds = {seed for ran in repeated for seed, _ in ran}
+    noise, degrees = pooled([loss for _, loss in sorted(ran)] for ran in repeated)
+    return noise, min(degrees, len(seeds) - 1) if len(seeds) > 1 and not os.environ.get("NAIVE") else degrees
 
 
 def interval(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:

@@ -1,66 +1,78 @@
-"""A search over any Python function: `from leaven.tuning import search`. Needs no torch."""
+"""A search over any Python function: `from leaven.tuning import search`. Needs no torch.
+
+The one loop that asks and tells. All runs are trials of one Optuna study: those that measure the noise, the search,
+and those that judge the best few. What to do next follows from the trials in the store (``plan.py``), each run is
+counted once (``ledger.py``), and what a dead command left is taken over (``leases.py``); so any number of commands on
+any machines work on one study, and going on is the same as starting.
+"""
 
 import math
-import statistics
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
-import numpy as np
 import optuna
 from optuna.distributions import FloatDistribution
-from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState, create_trial
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.methods import check_method, grid, sampler
-from leaven.tuning.noise import interval, pooled
-from leaven.tuning.trust_region import DIVERGED, Axes, finished, loss_of, region_of
+from leaven.training.outcome import Outcome
+from leaven.tuning import ledger
+from leaven.tuning.budget import Budget
+from leaven.tuning.found import Found, Trial, found, rival, trial
+from leaven.tuning.leases import Leases
+from leaven.tuning.ledger import Job, Run
+from leaven.tuning.methods import check_method, sampler
+from leaven.tuning.plan import Plan
+from leaven.tuning.proposal import Proposal
+from leaven.tuning.stores import StoreGone, open_store
+from leaven.tuning.trust_region import EXPECTED, Axes, finished, loss_of
 
-Objective = Callable[[dict[str, float]], float]
+Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
 
-REPEATS = 3  # of the start, where the noise is not given
-FINALISTS, RERUNS = 3, 2  # the best few are judged by runs of their own: the lowest of many noisy losses was lucky
-FINALIST = "finalist"  # an attribute of the trials that judge the best few: of how many trials, and which it is
-GIVEN = 10**6  # degrees of freedom of a noise that is known
 NEVER_ENDED = 1e6  # what a divergence scores before there is any finite loss
+LOOK = 0.5  # seconds between looks at what other commands do
 
 
-@dataclass(frozen=True)
-class Trial:
-    number: int
-    params: dict[str, float]  # log2 multipliers
-    loss: float  # infinite where it diverged
-    finalist: int | None  # which of the best few it is a rerun of
+class Lost(Exception):
+    """Raised by an objective whose process died: the run is done once more."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """The answer of a search."""
+class Released(Exception):
+    """Raised by an objective that was made to stop: the run is for the next command to do."""
 
-    params: dict[str, float]  # log2 multipliers
-    loss: float  # the mean of the answer's reruns; of its only run where there are none
-    interval: tuple[float, float]  # of 95%, by the noise of all repeated points; infinite where none was repeated
-    noise: float | None  # between runs of one point
-    stalled: bool  # it stopped before ``trials``, having gained less than the noise for some rounds
-    trials: tuple[Trial, ...]  # in the order of their results
+
+class Watch(Protocol):
+    """Who is told what happens."""
+
+    def asked(self, proposal: Proposal, /) -> None: ...
+    def ended(self, trial: Trial, /) -> None: ...
 
 
 def search(  # noqa: PLR0917 - in the order in which one thinks of them
     objective: Objective,
     space: Mapping[str, tuple[float, float]],
     start: Mapping[str, float] | None = None,
-    trials: int = 100,
+    trials: int | None = 100,
     method: str = "trust-region",
     seed: int = 0,
     workers: int = 1,
     *,
+    scales: Mapping[str, float] | None = None,
+    flops: float | None = None,
+    hours: float | None = None,
     noise: float | None = None,
     stop_at_noise: bool = True,
     storage: BaseStorage | Path | str | None = None,
     name: str = "leaven",
+    stop: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
+    lease_seconds: float = 60.0,
 ) -> Found:
     """Search for the lowest value of ``objective`` in ``trials`` runs of it, reruns included.
 
@@ -68,58 +80,55 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
         found.params["lr"], found.interval
 
     The first runs are at the start, three of them to measure the noise where it is not given. The last are reruns
-    of the best few, which alone decide between them. Optuna's pruning and dashboards see an ordinary study.
+    of the best few, which alone decide between them. Optuna's dashboard sees an ordinary study.
 
     Args:
-        objective: takes log2 multipliers by name and gives a loss; infinite or nan is a divergence. With
-            ``workers`` it is called from so many threads.
+        objective: takes log2 multipliers by name (a :class:`leaven.tuning.proposal.Proposal`) and gives a loss, or
+            an :class:`leaven.training.outcome.Outcome`; infinite or nan is a divergence. With ``workers`` it is
+            called from so many threads.
         space: the lowest and the highest log2 multiplier, by name.
         start: log2 multipliers that are right as far as one knows; 0 for those that are not given.
+        trials: None where ``flops`` or ``hours`` are the budget, of which see :class:`leaven.tuning.budget.Budget`.
         method: one of ``leaven.tuning.methods.METHODS``.
+        scales: how many octaves from the start an optimum typically is; 1 for those that are not given.
         noise: the standard deviation of the loss between runs of one point, if it is known.
         stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the file of a journal; in memory without. The same call goes on with
-            what is there; one process at a time, for a trial that it leaves running is not told from a lost one.
+            what is there, also while others of it run.
         name: of the study in its storage.
+        stop: asked now and then; once it says so, nothing new is begun, and the answer is of what there is.
+        watch: is told of runs as this call begins and ends them, from its own thread.
+        lease_seconds: for how long another machine's process may be silent before its runs are taken over.
 
     Raises:
-        InputError: if the space, the start, the method or the number of trials is wrong, the stored study is of
-            another space, or every run diverged.
+        InputError: if the space, the start, the method or the budget is wrong, or the stored study is of another
+            space or method.
+        NothingFound: if every run diverged.
+        StoreGone: if the storage went away and did not come back.
     """
     check_method(method)
-    axes = _axes(space, start or {})
-    if trials < 1 or workers < 1:
-        raise InputError(f"trials = {trials} and workers = {workers}: at least 1 of each")
-    judged = _judged(trials)
-    points = grid(axes, trials - judged) if method == "grid" else []
+    axes = _axes(space, start or {}, scales or {})
+    budget = Budget(trials, flops, hours)
+    if workers < 1:
+        raise InputError(f"workers = {workers}: at least 1")
+    if method == "grid" and trials is None:
+        raise InputError("method grid: how fine a grid is follows from trials; give them")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    store = open_store(storage)
     study = optuna.create_study(
-        study_name=name,
-        storage=_storage(storage),
-        sampler=sampler(method, axes, seed, noise),
-        load_if_exists=True,
+        study_name=name, storage=store, sampler=sampler(method, axes, seed, noise), load_if_exists=True
     )
-    _same(study, axes, method)
-    if not study.get_trials(deepcopy=False):
-        repeats = REPEATS if noise is None else 1
-        for point in points or [dict(axes.start)] * min(repeats, trials):
-            study.enqueue_trial(point)
-    running = _Running(study, axes, objective, workers)
-
-    def stalled() -> bool:
-        return method == "trust-region" and stop_at_noise and region_of(study, axes, noise).stalled()
-
-    if not any(trial.user_attrs.get(FINALIST, [0])[0] == trials for trial in study.get_trials(deepcopy=False)):
-        running.until(trials - judged, stalled)
-        for which, params in enumerate(_finalists(study, axes, method, noise)[: judged // RERUNS]):
-            for _ in range(RERUNS):
-                study.enqueue_trial(params, user_attrs={FINALIST: [trials, which]})
-    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-    running.until(len(finished(study)) + len(waiting), lambda: False)
-    return _found(study, trials, noise)
+    plan = Plan(study, axes, method, budget, noise, stop_at_noise)
+    assert plan.first  # a grid that is too fine is refused here
+    limits = {name: [d.low, d.high, axes.start[name]] for name, d in axes.distributions.items()}
+    agree(study, {"method": method, "space": limits}, f"the stored study {name}", "give it another name")
+    with Leases(store, store.get_study_id_from_name(name), lease_seconds) as leases:
+        loop = _Loop(plan, store, leases, objective, workers, stop, watch)
+        runs = loop.run()
+    return found(plan, runs, time.time(), stop())
 
 
-def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float]) -> Axes:
+def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float], scales: Mapping[str, float]) -> Axes:
     if not space:
         raise InputError("the space is empty; give it at least one name with its lowest and highest log2 multiplier")
     for name, (low, high) in space.items():
@@ -132,106 +141,167 @@ def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float]) 
     for name, (low, high) in space.items():
         if not low <= begin[name] <= high:
             raise InputError(f"start of {name}: {begin[name]:g} is outside its space, {low:g} to {high:g}")
-    return Axes(begin, {name: FloatDistribution(float(low), float(high)) for name, (low, high) in space.items()})
+    distributions = {name: FloatDistribution(float(low), float(high)) for name, (low, high) in space.items()}
+    return Axes(begin, distributions, scales)
 
 
-def _storage(storage: BaseStorage | Path | str | None) -> BaseStorage | str | None:
-    if isinstance(storage, Path) or (isinstance(storage, str) and "://" not in storage):
-        return JournalStorage(JournalFileBackend(str(storage)))
-    return storage
-
-
-def _same(study: optuna.Study, axes: Axes, method: str) -> None:
+def agree(study: optuna.Study, here: Mapping[str, Any], what: str, instead: str) -> None:
     """Refuse a stored study of something else; say what a new one is of."""
-    limits = {name: [d.low, d.high, axes.start[name]] for name, d in axes.distributions.items()}
-    for key, here in {"method": method, "space": limits}.items():
+    for key, value in here.items():
         there = study.user_attrs.get(key)
         if there is None:
-            study.set_user_attr(key, here)
-        elif there != here:
-            difference = f"{there} there, {here} here"
+            study.set_user_attr(key, value)
+        elif there != value:
+            difference = f"{there} there, {value} here"
             if isinstance(there, dict):
-                names = [n for n in {**there, **limits} if there.get(n) != limits.get(n)]
-                difference = "; ".join(f"{n} {there.get(n)} there, {limits.get(n)} here" for n in names)
-            raise InputError(
-                f"the stored study {study.study_name} is of another {key}: {difference}; give it another name"
-            )
+                names = [n for n in {**there, **value} if there.get(n) != value.get(n)]
+                difference = "; ".join(f"{n} {there.get(n)} there, {value.get(n)} here" for n in names)
+            raise InputError(f"{what} is of another {key}: {difference}; {instead}")
 
 
-def _judged(trials: int) -> int:
-    """How many of the trials are reruns of the best few: at most a quarter."""
-    return min(FINALISTS, trials // 4 // RERUNS) * RERUNS
+class _Loop:
+    """Begins what the plan says is next, in threads, and tells the study how it ended."""
 
+    def __init__(  # noqa: PLR0917 - one of each
+        self,
+        plan: Plan,
+        store: BaseStorage,
+        leases: Leases,
+        objective: Objective,
+        workers: int,
+        stop: Callable[[], bool],
+        watch: Watch | None,
+    ) -> None:
+        self._plan, self._study, self._store, self._leases = plan, plan.study, store, leases
+        self._objective, self._stop, self._watch = objective, stop, watch
+        self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
+        self._pending: dict[Future[float | Outcome], Proposal] = {}
+        self._error: Exception | None = None  # of the objective
 
-class _Running:
-    """Runs trials in threads, and tells the study their losses in the order in which they end."""
-
-    def __init__(self, study: optuna.Study, axes: Axes, objective: Objective, workers: int) -> None:
-        self._study, self._axes, self._objective, self._workers = study, axes, objective, workers
-
-    def until(self, ended: int, enough: Callable[[], bool]) -> None:
-        """Run until so many trials have ended, or until it is ``enough``."""
-        pending: dict[Future[float], optuna.Trial] = {}
-        with ThreadPoolExecutor(self._workers) as pool:
+    def run(self) -> list[Run]:
+        """Until there is nothing to do any more, here or elsewhere, or until asked to stop."""
+        try:
             while True:
-                stopping = enough()
-                done = len(finished(self._study))
-                while not stopping and len(pending) < self._workers and done + len(pending) < ended:
-                    trial = self._study.ask(dict(self._axes.distributions))
-                    pending[pool.submit(self._objective, dict(trial.params))] = trial
-                if not pending:
-                    return
-                for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                    self._tell(pending.pop(future), future.result())
+                runs = self._runs()
+                stopping = self._error is not None or self._stop()
+                job = self._plan.next(runs, time.time()) if self._free and not stopping else None
+                if job is not None:
+                    self._begin(job, runs)
+                elif self._pending:
+                    for future in wait(self._pending, LOOK, FIRST_COMPLETED).done:
+                        self._end(self._pending.pop(future), future)
+                elif stopping or not any(run.running for run in runs):
+                    break
+                else:
+                    time.sleep(LOOK)  # others are at work
+        except BaseException as error:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            if not isinstance(error, StoreGone):
+                for proposal in self._pending.values():
+                    self._give_back(proposal)
+            raise
+        self._pool.shutdown()
+        if self._error is not None:
+            raise self._error
+        return runs
 
-    def _tell(self, trial: optuna.Trial, loss: float) -> None:
-        if not math.isfinite(loss):
+    def _runs(self) -> list[Run]:
+        """All runs, those of dead processes taken from them."""
+        trials = self._study.get_trials(deepcopy=False)
+        running = {t.number: t.user_attrs.get(ledger.OWNER) for t in trials if t.state is TrialState.RUNNING}
+        dead = self._leases.dead({owner for owner in running.values() if owner is not None})
+        taken = [number for number, owner in running.items() if owner in dead]
+        for number in taken:
+            self._close(number)
+        if taken:
+            trials = self._study.get_trials(deepcopy=False)
+        return ledger.runs(trials, len(self._plan.axes.start))
+
+    def _begin(self, job: Job, runs: list[Run]) -> None:
+        about = {
+            ledger.OWNER: self._leases.node,
+            ledger.PURPOSE: job.purpose,
+            ledger.SEED: job.seed,
+            ledger.BEGAN: time.time(),
+            **({} if job.name is None else {ledger.JOB: job.name}),
+            **dict(job.attributes),
+        }
+        limits = self._plan.axes.distributions
+        try:
+            if job.point is None:
+                asked = self._study.ask()
+                for key, value in about.items():
+                    asked.set_user_attr(key, value)
+                number = asked.number
+                point = {name: asked.suggest_float(name, d.low, d.high) for name, d in limits.items()}
+            else:
+                # All of it at once: a job is known by its name from the moment that it has a number.
+                point = job.point
+                template = create_trial(
+                    state=TrialState.RUNNING, params=point, distributions=dict(limits), user_attrs=about
+                )
+                study = self._store.get_study_id_from_name(self._study.study_name)
+                number = self._store.get_trial_number_from_id(self._store.create_new_trial(study, template))
+        except UpdateFinishedTrialError:
+            return  # taken for dead in the middle of it
+        if ledger.void(number, self._study.get_trials(deepcopy=False)):
+            self._close(number)
+            return
+        best = rival(runs, self._plan.noise) if job.purpose == "search" else None
+        origin = int(about.get(ledger.RETRY_OF, number))
+        proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
+        self._pending[self._pool.submit(self._objective, proposal)] = proposal
+        if self._watch is not None:
+            self._watch.asked(proposal)
+
+    def _end(self, proposal: Proposal, future: "Future[float | Outcome]") -> None:
+        self._free.append(proposal.worker)
+        try:
+            result = future.result()
+        except Lost:
+            self._close(proposal.number)
+        except Released:
+            self._give_back(proposal)
+        except Exception as error:
+            self._give_back(proposal)
+            self._error = error
+        else:
+            outcome = result if isinstance(result, Outcome) else Outcome(float(result))
+            with suppress(UpdateFinishedTrialError):  # it was taken for dead: the run is another's by now
+                self._tell(proposal.number, outcome)
+
+    def _tell(self, number: int, outcome: Outcome) -> None:
+        about = {key: getattr(outcome, key) for key in ("tokens", "flops", "seconds", "curve", "branches", "worker")}
+        about |= {ledger.DIVERGED: outcome.diverged, "stopped": outcome.stopped}
+        about |= {EXPECTED: outcome.loss} if outcome.stopped else {}
+        study = self._store.get_study_id_from_name(self._study.study_name)
+        trial_id = self._store.get_trial_id_from_study_id_trial_number(study, number)
+        for key, value in about.items():
+            if value:
+                self._store.set_trial_user_attr(trial_id, key, value)
+        self._store.set_trial_user_attr(trial_id, ledger.ENDED, time.time())
+        loss = outcome.loss
+        if outcome.diverged:
             # Optuna's methods want a number: the worst that did not diverge, so as not to drown the others.
             losses = [loss_of(other) for other in finished(self._study)]
-            trial.set_user_attr(DIVERGED, True)
             loss = max(filter(math.isfinite, losses), default=NEVER_ENDED)
-        self._study.tell(trial, loss)
+        if outcome.stopped:
+            # Of a pruned trial Optuna keeps the last value that it reported.
+            self._store.set_trial_intermediate_value(trial_id, outcome.tokens, loss)
+            ended = self._study.tell(number, state=TrialState.PRUNED)
+        else:
+            ended = self._study.tell(number, loss)
+        if self._watch is not None:
+            self._watch.ended(trial(ended, self._plan.budget.label))
 
+    def _close(self, number: int) -> None:
+        """End a trial without a result; another may have done so."""
+        with suppress(UpdateFinishedTrialError):
+            self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
-def _finalists(study: optuna.Study, axes: Axes, method: str, noise: float | None) -> list[dict[str, float]]:
-    """Points to choose the answer from, the likeliest first.
-
-    Of a trust region they are what the bowl promises, and then the trials in the order of what it holds of them.
-    Other methods have only the losses.
-    """
-    trials = [trial for trial in finished(study) if math.isfinite(loss_of(trial))]
-    points = {tuple(trial.params.items()): trial.params for trial in sorted(trials, key=loss_of)}
-    if not points:
-        raise InputError("every run diverged, the start's too; start from lower learning rates")
-    if method != "trust-region":
-        return list(points.values())
-    now = region_of(study, axes, noise)
-    believed = now.bowl.value(np.array([axes.octaves(params) for params in points.values()]))
-    ranked = [params for _, params in sorted(zip(believed, points.values(), strict=True), key=lambda pair: pair[0])]
-    return [axes.values(now.promise), axes.values(now.incumbent), *ranked]
-
-
-def _found(study: optuna.Study, asked: int, noise: float | None) -> Found:
-    trials = tuple(
-        Trial(trial.number, dict(trial.params), loss_of(trial), which if of == asked else None)
-        for trial in finished(study)
-        for of, which in [trial.user_attrs.get(FINALIST, (0, 0))]
-    )
-    stalled = sum(trial.finalist is None for trial in trials) < asked - _judged(asked)
-    runs: dict[tuple[float, ...], list[float]] = {}
-    judged: dict[tuple[float, ...], list[float]] = {}
-    for trial in trials:
-        point = tuple(trial.params.values())
-        runs.setdefault(point, []).append(trial.loss)
-        if trial.finalist is not None:
-            judged.setdefault(point, []).append(trial.loss)
-    # A finalist that diverges in a rerun has an infinite mean, and one that was never rerun has its only loss.
-    best = min(judged or runs, key=lambda point: statistics.fmean((judged or runs)[point]))
-    values = (judged or runs)[best]
-    if not math.isfinite(statistics.fmean(values)):
-        raise InputError("every point that was run again diverged; start from lower learning rates")
-    measured, degrees = pooled([loss for loss in losses if math.isfinite(loss)] for losses in runs.values())
-    floor, degrees = (measured, degrees) if noise is None else (noise, GIVEN)
-    around = (-math.inf, math.inf) if floor is None else interval(values, floor, degrees)
-    params = next(trial.params for trial in trials if tuple(trial.params.values()) == best)
-    return Found(params, statistics.fmean(values), around, floor, stalled, trials)
+    def _give_back(self, proposal: Proposal) -> None:
+        study = self._store.get_study_id_from_name(self._study.study_name)
+        trial_id = self._store.get_trial_id_from_study_id_trial_number(study, proposal.number)
+        with suppress(UpdateFinishedTrialError):
+            self._store.set_trial_user_attr(trial_id, ledger.RELEASED, True)
+        self._close(proposal.number)

@@ -69,6 +69,8 @@ def open_store(
     """
     if where is None:
         return InMemoryStorage()
+    if isinstance(where, Patient):
+        return where
     if isinstance(where, BaseStorage):
         return Patient(where, type(where).__name__, waited, patience_seconds)
     if isinstance(where, Path) or "://" not in where:

@@ -1,270 +1,256 @@
-"""A study: many trials of one recipe, kept in an Optuna journal, from which the best recipe is written.
+"""A study: a search over short runs of a recipe, each in a process of its own, from which the best recipe is written.
 
-This process alone asks and tells; workers only train. So a killed worker or a killed study loses no finished trial:
-on the next start, trials that were running are run again with the same values.
+What is known is in the store (``objective.py``). The folder has what is read off it: study.json, best.toml and
+centre.toml, written whole by whoever ends a trial, and checkpoints of the trials that are running.
 """
 
 import json
 import math
-import os
-import statistics
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import optuna
-from optuna.distributions import FloatDistribution
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import FrozenTrial, TrialState
 
 from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import read_recipe, write_recipe, write_text
+from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
-from leaven.training.run_folder import LOCK, held
+from leaven.training.outcome import Outcome
+from leaven.training.run_folder import listed
 from leaven.training.study_file import Best, StudyState, Trial
-from leaven.training.worker import Outcome, Pool, hopeless, run_trial
-from leaven.tuning import methods
-from leaven.tuning.methods import check_method, sampler
-from leaven.tuning.noise import interval, pooled
+from leaven.training.trial import branches_of, train_trial
+from leaven.training.worker import Pool
+from leaven.tuning import ledger
+from leaven.tuning.answer import Answer, answer, front, why
+from leaven.tuning.found import Found
+from leaven.tuning.found import Trial as Ended
+from leaven.tuning.methods import check_method
+from leaven.tuning.objective import Lost, Released, agree, search
+from leaven.tuning.plan import NothingFound, record
+from leaven.tuning.proposal import Proposal
 from leaven.tuning.space import Space, moved
-from leaven.tuning.trust_region import Axes
+from leaven.tuning.stores import StoreGone, open_store
+from leaven.tuning.trust_region import START, Axes, finished, region_of
 
-METHODS = tuple(method for method in methods.METHODS if method != "grid")  # which wants to know how many trials
-FINALISTS, SEEDS = 2, 3  # the best few are judged by the mean over fresh seeds: a winner of noisy trials is lucky
+CHECKPOINTS = "checkpoints"
+OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # what a study that was killed as it began leaves
+SAID_AFTER = 5.0  # seconds for which a store is away
 
-STUDY_NAME = "leaven"
-RETRY_OF = "retry_of"  # the trial, by number, whose values a trial repeats because its process died
+
+class Screen(Protocol):
+    """What a person watches."""
+
+    def asked(self, number: int, worker: str, /) -> None: ...
+    def ended(self, trial: Trial, state: StudyState, /) -> None: ...
+    def note(self, text: str, /) -> None: ...
 
 
 class Study:
-    """A study in a folder: journal.log (Optuna), centre.toml, best.toml, study.json. Use it in a ``with``.
+    """A study in a folder, or in a store elsewhere with a folder for what comes of it. Use it in a ``with``.
+
+    Args:
+        out: the folder.
+        store: the URL of a database; a journal in the folder without.
+        durations: in tokens, to be compared in each trial; its loss is that of the longest.
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens, or the folder is of something else, cannot be made
-            or is in use. Nothing has been written then.
+        InputError: if the recipe cannot be trained on the tokens, or the folder is of something else or cannot be
+            made; on entering, if the store is of something else or is not there. Nothing has been written then.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, space: Space, method: str, tokens: TokenSet) -> None:
-        check_method(method, METHODS)
+    def __init__(  # noqa: PLR0917 - what it is of
+        self,
+        out: Path,
+        recipe: Recipe,
+        space: Space,
+        method: str,
+        tokens: TokenSet,
+        store: str | None = None,
+        *,
+        durations: Sequence[int] = (),
+    ) -> None:
+        check_method(method)
         check_trainable(recipe, tokens)
-        self.folder, self.recipe, self.space, self.method = folder, recipe, space, method
-        self._text = tokens.fingerprint
+        branches_of(recipe, durations, tokens)
+        self.out, self.recipe, self.space, self.method = out, recipe, space, method
+        self._text, self._durations = tokens.fingerprint, tuple(durations)
+        self._where: str | Path = store or out / "journal.log"
+        self._name = f"--study {store or out}"
+        self._axes = Axes.of(space.limits, {d.path: d.scale for d in space.dimensions})
+        self._found: Found | None = None
+        self._screen: Screen | None = None
+        self._stop: Callable[[], bool] = lambda: False
         self._check()
 
+    def _check(self) -> None:
+        if self.out.exists() and not self.out.is_dir():
+            raise InputError(f"{self.out}: a file; give a folder")
+        centre = self.out / "centre.toml"
+        if centre.exists():
+            self._same(read_recipe(centre), str(self.out))
+        elif self.out.exists() and not all(any(fnmatch(e.name, own) for own in OURS) for e in self.out.iterdir()):
+            raise InputError(f"{self.out} is not empty and holds no study; use another folder")
+
+    def _same(self, there: Recipe, what: str) -> None:
+        if changes := differences(there, self.recipe):
+            raise InputError(f"{what} is of another recipe: {listed(changes)}; use another --study")
+
     def __enter__(self) -> "Study":
-        self._hold = held(self.folder, "study folder")
-        self._hold.__enter__()
-        try:
-            self._check()
-            self._open()
-        except BaseException:
-            self._hold.__exit__(None, None, None)
-            raise
+        if isinstance(self._where, Path):
+            make_folder(self.out)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._store = open_store(self._where, self._waited)
+        self._study = optuna.create_study(
+            study_name=self.recipe.name,
+            storage=self._store,
+            load_if_exists=True,
+            sampler=optuna.samplers.RandomSampler(),
+        )
+        # Other machines have no folder: what the study is of is in the store too.
+        kept = self._study.user_attrs.get("recipe")
+        if kept is not None:
+            self._same(Recipe.model_validate(kept), self._name)
+        space = {path: [low, high, 0.0] for path, (low, high) in self.space.limits.items()}
+        here = {"method": self.method, "space": space, "text": self._text, "durations": list(self._durations)}
+        agree(self._study, here, self._name, "give it the same, or use another --study")
+        if kept is None:
+            self._study.set_user_attr("recipe", self.recipe.model_dump(mode="json"))
+        make_folder(self.out)
+        if not (self.out / "centre.toml").exists():
+            write_recipe(self.recipe, self.out / "centre.toml")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._hold.__exit__(None, None, None)
+        self._store.remove_session()
 
-    def _check(self) -> None:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise InputError(f"--study {self.folder}: a file; give a folder")
-        centre = self.folder / "centre.toml"
-        if not centre.exists():
-            if self.folder.exists() and any(entry.name != LOCK for entry in self.folder.iterdir()):
-                raise InputError(f"--study {self.folder} is not empty and holds no study; use another folder")
-            return
-        changes = differences(read_recipe(centre), self.recipe)
-        if changes:
-            listed = "; ".join(f"{path} {there} there, {here} here" for path, there, here in changes)
-            raise InputError(f"--study {self.folder} is of another recipe: {listed}; use another --study")
-
-    def _open(self) -> None:
-        centre, journal = self.folder / "centre.toml", self.folder / "journal.log"
-        if not centre.exists():
-            write_recipe(self.recipe, centre)
-        _mend(journal)
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        distributions = {d.path: FloatDistribution(d.low, d.high, log=True) for d in self.space.dimensions}
-        self._study = optuna.create_study(
-            study_name=STUDY_NAME,
-            storage=JournalStorage(JournalFileBackend(str(journal))),
-            sampler=sampler(self.method, Axes(self.space.centre, distributions), self.recipe.data.seed),
-            load_if_exists=True,
-        )
-        settings = {"space": list(self.space.paths), "method": self.method, "text": self._text}
-        for key, here in settings.items():
-            there = self._study.user_attrs.get(key)
-            if there is None:
-                self._study.set_user_attr(key, here)
-            elif there != here:
-                listed = f"{key} {there if isinstance(there, str) else ','.join(there)}"
-                raise InputError(f"--study {self.folder} was begun with {listed}; give it the same, or use another")
-        if not self._study.trials:
-            self._study.enqueue_trial(self.space.centre)
+    def _waited(self, seconds: float) -> None:
+        """The store is away."""
+        if self._stop():
+            raise StoreGone("stopped while the store was away")
+        if self._screen is not None and seconds > SAID_AFTER:
+            self._screen.note(f"the store has been away for {seconds:.0f} s; waiting")
 
     def run(
         self,
-        trials: int,
+        trials: int | None,
         workers: int,
         *,
-        on_trial: Callable[[Trial, Trial], None] = lambda trial, best: None,
-        on_rerun: Callable[[int, int], None] = lambda done, total: None,
+        flops: float | None = None,
+        hours: float | None = None,
+        screen: Screen | None = None,
         stop: Callable[[], bool] = lambda: False,
+        lease_seconds: float = 60.0,
     ) -> StudyState:
-        """Run until ``trials`` have ended and the finalists are judged, or until ``stop`` says so.
-
-        ``on_trial`` gets each trial that ends and the best one so far, ``on_rerun`` counts the finalists' reruns.
-        """
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self._retry(trial)
-        with Pool(workers) as pool:
-            self._search(pool, trials, workers, on_trial, stop)
-            if not stop():
-                self._judge(pool, on_rerun, stop)
+        """Run until the budget is used and the best few are judged, here and elsewhere, or until ``stop`` says so."""
+        self._screen, self._stop = screen, stop
+        with ExitStack() as stack:
+            # A pool breaks as a whole when a process dies, so each worker has one.
+            processes = _Processes([stack.enter_context(Pool(1)) for _ in range(workers)], stop)
+            stack.callback(processes.leave)
+            try:
+                found = search(
+                    partial(self._train, processes),
+                    self.space.limits,
+                    None,
+                    trials,
+                    self.method,
+                    self.recipe.data.seed,
+                    workers,
+                    scales=self._axes.scales,
+                    flops=flops,
+                    hours=hours,
+                    storage=self._store,
+                    name=self.recipe.name,
+                    stop=stop,
+                    watch=self,
+                    lease_seconds=lease_seconds,
+                )
+                self._found = None if stop() else found
+            except NothingFound:
+                self._found = None
         return self.save()
 
-    def _search(
-        self,
-        pool: Pool,
-        trials: int,
-        workers: int,
-        on_trial: Callable[[Trial, Trial], None],
-        stop: Callable[[], bool],
-    ) -> None:
-        pending: dict[Future[Outcome], optuna.Trial] = {}
-        while not stop():
-            while len(pending) < workers and len(self._ended()) + len(pending) < trials:
-                trial = self._study.ask()
-                values = {d.path: trial.suggest_float(d.path, d.low, d.high, log=True) for d in self.space.dimensions}
-                pending[self._start(pool, values)] = trial
-            if not pending:
-                return
-            for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                trial = pending.pop(future)
-                if self._tell(trial, future):
-                    ended = {record.number: record for record in map(_record, self._ended())}
-                    on_trial(ended[trial.number], min(ended.values(), key=_rank))
-                    self.save()
-
-    def _start(self, pool: Pool, values: dict[str, float]) -> "Future[Outcome]":
-        """A trial at work. One whose values make no recipe (lr x weight_decay above 1, say) has diverged already."""
+    def _train(self, processes: "_Processes", proposal: Proposal) -> Outcome:
         try:
-            recipe = moved(self.recipe, values)
-        except ValueError:
-            future: Future[Outcome] = Future()
-            future.set_result(Outcome(hopeless(self.recipe.model.vocab_size), True, 0, 0.0, 0))
-            return future
-        return pool.submit(run_trial, recipe)
+            recipe = moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
+        except ValueError:  # lr x weight_decay above 1, say: no recipe, and no cost
+            return Outcome(math.inf)
+        return processes.run(
+            proposal.worker,
+            partial(
+                train_trial,
+                recipe,
+                rival=proposal.rival,
+                checkpoint=self.out / CHECKPOINTS / f"{proposal.origin:06d}",
+                durations=self._durations,
+            ),
+        )
 
-    def _tell(self, trial: optuna.Trial, future: "Future[Outcome]") -> bool:
-        """Record how a trial ended; False if its process died and it is to be run once more."""
-        try:
-            outcome = future.result()
-        except BrokenProcessPool:
-            if RETRY_OF not in trial.user_attrs:
-                self._retry(trial)
-                return False
-            self._study.tell(trial, state=TrialState.FAIL)
-            return True
-        for key, value in asdict(outcome).items():
-            trial.set_user_attr(key, value)
-        self._study.tell(trial, outcome.loss)
-        return True
+    def asked(self, proposal: Proposal) -> None:
+        if self._screen is not None:
+            self._screen.asked(proposal.number, f"w{proposal.worker + 1}")
 
-    def _retry(self, trial: optuna.Trial | FrozenTrial) -> None:
-        """Close a trial whose process is gone and queue its values again."""
-        self._study.tell(trial.number, state=TrialState.FAIL)
-        # A trial killed before its values were all drawn has some of them, or those it was queued with.
-        drawn = self._study.get_trials(deepcopy=False)[trial.number]
-        values = drawn.system_attrs.get("fixed_params", {}) | drawn.params
-        if values:
-            origin = trial.user_attrs.get(RETRY_OF, trial.number)
-            self._study.enqueue_trial(values, user_attrs={RETRY_OF: origin})
-
-    def _ended(self) -> list[FrozenTrial]:
-        """Trials that count, in the order of their numbers: those with a result, and those that died twice."""
-        trials = self._study.get_trials(deepcopy=False)
-        retries = {(trial.user_attrs.get(RETRY_OF), trial.number) for trial in trials if RETRY_OF in trial.user_attrs}
-        last_try = dict(sorted(retries))
-        return [
-            trial
-            for trial in trials
-            if trial.state is TrialState.COMPLETE
-            or (trial.state is TrialState.FAIL and last_try.get(trial.user_attrs.get(RETRY_OF)) == trial.number)
-        ]
-
-    def _judge(self, pool: Pool, on_rerun: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
-        """Run the finalists with fresh seeds; what is already in the journal is not run twice."""
-        seeds = range(self.recipe.data.seed + 1, self.recipe.data.seed + 1 + SEEDS)
-        jobs = {f"{trial.number}:{seed}": (trial, seed) for trial in self._finalists() for seed in seeds}
-
-        def start(key: str) -> "Future[Outcome]":
-            trial, seed = jobs[key]
-            return pool.submit(run_trial, moved(self.recipe, trial.params, seed))
-
-        pending = {start(key): key for key in jobs if key not in self.reruns}
-        died: set[str] = set()
-        on_rerun(len(jobs) - len(pending), len(jobs))
-        while pending and not stop():
-            for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                key = pending.pop(future)
-                try:
-                    self._study.set_user_attr("reruns", self.reruns | {key: future.result().loss})
-                except BrokenProcessPool:
-                    if key in died:
-                        raise InputError(
-                            "a worker process died twice on the same run; give it more memory or fewer --workers"
-                        ) from None
-                    died.add(key)
-                    pending[start(key)] = key
-                on_rerun(len(jobs) - len(pending), len(jobs))
-
-    @property
-    def reruns(self) -> dict[str, float]:
-        """Validation loss by "trial number:seed"."""
-        reruns: dict[str, float] = self._study.user_attrs.get("reruns", {})
-        return reruns
-
-    def _finalists(self) -> list[FrozenTrial]:
-        fit = [trial for trial in self._ended() if _record(trial).state == "complete"]
-        return sorted(fit, key=lambda trial: _rank(_record(trial)))[:FINALISTS]
+    def ended(self, trial: Ended) -> None:
+        state = self.save()
+        if self._screen is not None:
+            self._screen.ended(next(other for other in state.trials if other.number == trial.number), state)
 
     def state(self) -> StudyState:
-        """The study as it stands; ``best`` and ``noise_floor`` are None until the finalists are judged."""
-        # The losses by which the finalists were chosen are left out: the lowest of many is low by luck too.
-        losses = {
-            trial.number: [loss for key, loss in self.reruns.items() if key.startswith(f"{trial.number}:")]
-            for trial in self._finalists()
-        }
-        judged = {number: values for number, values in losses.items() if len(values) == SEEDS}
-        noise, best = None, None
-        if judged and len(judged) == len(losses):
-            noise, degrees = pooled(judged.values())
-            assert noise is not None
-            number = min(judged, key=lambda candidate: statistics.fmean(judged[candidate]))
-            best = Best(number, statistics.fmean(judged[number]), interval(judged[number], noise, degrees))
-        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        """The study as it stands; it has a ``best`` once this command has seen it to its end."""
+        found, trials = self.answer, self._trials
         return StudyState(
             name=self.recipe.name,
             method=self.method,
             space=self.space.paths,
-            noise_floor=noise,
-            best=best,
-            trials=tuple(_record(trial) for trial in [*self._ended(), *running]),
+            noise_floor=found.noise,
+            best=found.best if self._found else None,
+            trials=trials,
+            dimensions=self.space.dimensions,
+            noise_runs=found.degrees,
+            radius=self._radius(),
+            stalled=self._found is not None and self._found.stalled,
+            fewest=found.fewest,
+            fewest_octaves=found.fewest_octaves,
+            coordinates=found.coordinates,
+            front=front(trials),
         )
+
+    @property
+    def answer(self) -> Answer:
+        """What the trials say; where none was run with fresh seeds, the best of the search is the best."""
+        trials, found = self._trials, self._found
+        said = answer(trials, self.space.dimensions)
+        if said.best is not None or found is None:
+            return said
+        number = min(trial.number for trial in trials if trial.octaves == found.params)
+        return replace(said, best=Best(number, found.loss, found.interval), octaves=found.params)
+
+    @property
+    def _trials(self) -> tuple[Trial, ...]:
+        runs = ledger.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
+        trials = [record(run, self._axes) for run in runs]
+        return tuple(replace(trial, values=self.space.values(trial.octaves or {})) for trial in trials)
+
+    def _radius(self) -> float | None:
+        if self.method != "trust-region":
+            return None
+        return region_of(self._study, self._axes).radius if finished(self._study) else START
 
     def save(self) -> StudyState:
         """Write study.json, and best.toml once there is a best."""
         state = self.state()
-        write_text(self.folder / "study.json", json.dumps(asdict(state), indent=2) + "\n")
+        write_text(self.out / "study.json", json.dumps(asdict(state), indent=2) + "\n")
         if state.best is not None:
-            write_recipe(self.best_recipe(state), self.folder / "best.toml")
+            write_recipe(self.best_recipe(), self.out / "best.toml")
         return state
 
     def document(self, state: StudyState) -> dict[str, Any]:
@@ -272,48 +258,44 @@ class Study:
         best = state.best
         return {
             "best": best
-            and {"loss": best.loss, "interval": list(best.interval), "recipe": str(self.folder / "best.toml")},
-            "trials": sum(trial.state != "running" for trial in state.trials),
+            and {"loss": best.loss, "interval": list(best.interval), "recipe": str(self.out / "best.toml")},
+            "trials": state.ended,
             "failed": sum(trial.state in {"diverged", "failed"} for trial in state.trials),
             "noise_floor": state.noise_floor,
         }
 
-    def best_recipe(self, state: StudyState) -> Recipe:
+    def best_recipe(self) -> Recipe:
         """The winner as a recipe, with its base pinned at this scale and a reason for every searched value."""
-        assert state.best is not None
-        values = next(trial.values for trial in state.trials if trial.number == state.best.number)
-        low, high = state.best.interval
-        reason = (
-            f"study {state.name}, trial {state.best.number} of {len(state.trials)} ({state.method}); "
-            f"validation loss {state.best.loss:.4f}, 95% interval {low:.4f} to {high:.4f} over {SEEDS} fresh seeds"
-        )
-        centre = self.space.centre
-        why = {path: f"{reason}; {value / centre[path]:.2f} x the start" for path, value in values.items()}
+        found, count = self.answer, len(self._trials)
+        reasons = {
+            path: why(path, found, self.recipe.name, count, self.method, values=self.space.values)
+            for path in self.space.paths
+        }
         base = self.recipe.base.model_dump()
-        return moved(self.recipe, values).replace({"scaling.base": base, "why": self.recipe.why | why})
+        return moved(self.recipe, found.octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})
 
 
-def _mend(journal: Path) -> None:
-    """Cut off a line that a crash or a full disk left torn: Optuna would append to it and read neither."""
-    if journal.exists():
-        content = journal.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(journal, whole)
+class _Processes:
+    """Worker processes, one for each thread of the search."""
 
+    def __init__(self, pools: list[Pool], stop: Callable[[], bool]) -> None:
+        self._pools, self._stop, self._left = pools, stop, threading.Event()
 
-def _record(trial: FrozenTrial) -> Trial:
-    ran = trial.user_attrs
-    state = {TrialState.RUNNING: "running", TrialState.COMPLETE: "complete"}.get(trial.state, "failed")
-    return Trial(
-        number=trial.number,
-        state="diverged" if ran.get("diverged") else state,
-        loss=trial.value,
-        values=dict(trial.params),
-        seconds=ran.get("seconds"),
-        tokens_per_second=ran["tokens"] / ran["seconds"] if ran.get("seconds") else None,
-    )
+    def leave(self) -> None:
+        self._left.set()
 
+    def run(self, worker: int, function: Callable[[], Outcome]) -> Outcome:
+        """Call the function in a process.
 
-def _rank(trial: Trial) -> tuple[bool, float]:
-    return (trial.state != "complete", trial.loss if trial.loss is not None else math.inf)
+        Raises:
+            Lost: if the process died.
+            Released: if it is time to stop.
+        """
+        future = self._pools[worker].submit(function)
+        while not wait([future], timeout=0.25).done:
+            if self._stop() or self._left.is_set():
+                raise Released
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            raise Lost from None

@@ -13,13 +13,20 @@ ends at its floor. So:
    moves far, and proposals made at once differ.
 4. Multipliers that bring the proposal over a cliff are shortened.
 5. The radius grows when a trial is the best yet by the bowl and shrinks when not: it stands still at one in four.
+6. Until a trial ends without divergence there is no bowl, and no cliff to be seen, for nothing is on this side of it.
+   Each divergence brings the learning rates a quarter of an octave down and the proposals closer together. The first
+   trial that ends takes the place of the start.
 
-A region is a function of the finished trials in their order, and a proposal of the region, the seed and its number:
-any process can make it from the store, whoever ran the trials.
+All this is in steps, of as many octaves as the scale of a multiplier; a region takes and gives octaves.
+
+Trials of a search share one seed, and with it init and data, so differences between them are less noisy than runs of
+other seeds are (``noise``, the floor). But what is better with one seed only is no answer, so the floor remains the
+least noise that the bowl assumes, and the least gain that moves the incumbent. It costs next to nothing
+(docs/search.md).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,7 +37,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from leaven.tuning import bowl, cliffs
-from leaven.tuning.noise import pooled
+from leaven.tuning.noise import floor
 
 Array = NDArray[np.float64]
 
@@ -41,17 +48,30 @@ CHANGED = 0.5  # chance of each multiplier to move at all
 FARTHEST = 1.5  # octaves, of one multiplier in one step: draws have long tails
 RISK = 0.1  # the chance of divergence that a proposal may have
 OUTLIER = 10.0  # times the way from the median down to the lowest loss: what is that far above it fell off a cliff
+DOWN = 0.25  # octaves of learning rate for each divergence, as long as there is nothing else
+CLOSER, CLOSEST = 0.9, 0.05  # times the radius, likewise, and its least
 ROUNDS = 3  # without a gain beyond the noise, and it stops
 
-DIVERGED = "diverged"  # a trial's attribute
+# A trial's attributes. EXPECTED: the loss that is expected of a trial that was stopped early (pruned, to Optuna).
+DIVERGED, EXPECTED, SEED = "diverged", "expected", "seed"
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched values in octaves from the start; a distribution without ``log`` is of octaves itself."""
+    """The searched values in octaves from the start; a distribution without ``log`` is of octaves itself.
+
+    ``scales``: how many octaves from the start an optimum typically is, by name; 1 where not given.
+    """
 
     start: Mapping[str, float]
     distributions: Mapping[str, FloatDistribution]
+    scales: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, limits: Mapping[str, tuple[float, float]], scales: Mapping[str, float]) -> "Axes":
+        """Log2 multipliers around a start at 0."""
+        distributions = {name: FloatDistribution(*both) for name, both in limits.items()}
+        return cls(dict.fromkeys(limits, 0.0), distributions, scales)
 
     @property
     def low(self) -> Array:
@@ -83,19 +103,21 @@ class Region:
 
     incumbent: Array  # (D,)
     radius: float
-    bowl: bowl.Bowl
+    bowl: bowl.Bowl  # of steps, as the cliffs
     cliffs: cliffs.Cliffs
     since: int  # trials since the incumbent became it
     low: Array  # (D,), of the space
     high: Array
+    origin: Array  # (D,), octaves: the start, or what takes its place
+    scale: Array  # (D,), octaves of a step
 
     @property
     def promise(self) -> Array:
-        """The point that the bowl holds to be best, of those to be trusted."""
+        """The point that the bowl holds to be best, of those to be trusted, (D,)."""
         return self._within(np.zeros(len(self.incumbent)))
 
     def proposal(self, rng: np.random.Generator) -> Array:
-        """The point to try next."""
+        """The point to try next, (D,)."""
         step = np.clip(self.radius * (self.bowl.draw(rng) - self.bowl.bottom), -FARTHEST, FARTHEST)
         moves = rng.random(len(step)) < CHANGED
         moves[rng.integers(len(step))] = True
@@ -106,28 +128,75 @@ class Region:
 
         A round is half as many trials as multipliers, which is what it takes to look along them all.
         """
-        here, there = self.bowl.value(np.array([self.incumbent, self.promise]))
+        here, there = self.belief(np.array([self.incumbent, self.promise]))
         quiet = self.since >= ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.bowl.noise)
 
+    def belief(self, x: Array) -> Array:
+        """The loss that all trials together hold of points (m, D), up to a constant: (m,)."""
+        return self.bowl.value(self._steps(x))
+
+    def deviation(self, x: Array, base: Array) -> Array:
+        """The standard deviation of that, less that of ``base`` (D,)."""
+        return self.bowl.deviation(self._steps(x), self._steps(base))
+
+    def along(self, base: Array, x: Array) -> tuple[Array, Array]:
+        """The loss where each multiplier alone moves from ``base`` (D,) to each of ``x`` (D, m), less ``base``'s.
+
+        The mean and the standard deviation, (D, m) each.
+        """
+        return self.bowl.along(self._steps(base), self._steps(x.T).T)
+
+    def risk(self, x: Array) -> Array:
+        """The chance that a run at points (..., D) diverges."""
+        return self.cliffs.risk(self._steps(x))
+
+    def _steps(self, x: Array) -> Array:
+        return np.asarray((x - self.origin) / self.scale)
+
     def _within(self, step: Array) -> Array:
-        trusted = self.incumbent + np.clip(self.bowl.bottom - self.incumbent, -TRUST, TRUST)
-        return self.cliffs.shorten(np.clip(trusted + step, self.low, self.high), self.incumbent, RISK)
+        here = self._steps(self.incumbent)
+        trusted = here + np.clip(self.bowl.bottom - here, -TRUST, TRUST)
+        inside = np.clip(trusted + step, self._steps(self.low), self._steps(self.high))
+        found = self.origin + self.scale * self.cliffs.shorten(inside, here, RISK)
+        return np.asarray(np.clip(found, self.low, self.high))
 
 
-def region(points: Array, losses: Array, low: Array, high: Array, noise: float | None = None) -> Region:
+def region(
+    points: Array,
+    losses: Array,
+    low: Array,
+    high: Array,
+    noise: float | None = None,
+    *,
+    seeds: NDArray[np.int64] | None = None,
+    scale: Array | None = None,
+    rates: NDArray[np.bool_] | None = None,
+) -> Region:
     """The region after trials at ``points`` (n, D), in their order, with ``losses`` (n,) infinite for divergence.
 
-    Without ``noise`` it is estimated from trials of one point, and from what the bowl cannot follow.
+    Args:
+        noise: between seeds; without it, it is that of points that were run again, and what the bowl cannot follow.
+        seeds: (n,), of the trials; without, all have the same.
+        scale: (D,), octaves of a step; 1 without.
+        rates: (D,), which multipliers to lower as long as everything diverges.
     """
+    scale = np.ones(len(low)) if scale is None else scale
+    seeds = np.zeros(len(points), np.int64) if seeds is None else seeds
     ended = np.isfinite(_without_outliers(losses))
-    walls = cliffs.fit(points, ~ended)
     if not ended.any():
-        # Nothing is known but what diverges: as if the start had some loss.
-        shape = bowl.fit(np.zeros((1, points.shape[1])), np.zeros(1))
-        return Region(np.zeros(len(low)), max(START * SHRINK ** len(points), NARROWEST), shape, walls, 0, low, high)
-    noise = _repeated(points[ended], losses[ended]) if noise is None else noise
-    shape = bowl.fit(points[ended], losses[ended], noise)
+        lowered = np.zeros(len(low)) if rates is None else np.clip(-DOWN * len(points) * rates, low, high)
+        nothing = bowl.fit(np.zeros((1, len(low))), np.zeros(1))
+        quiet = cliffs.fit(np.zeros((1, len(low))), np.zeros(1, bool))
+        radius = max(START * CLOSER ** len(points), CLOSEST)
+        return Region(lowered, radius, nothing, quiet, 0, low, high, lowered, scale)
+    at_start = ~points.any(1)
+    left = at_start.any() and not (at_start & ended).any()
+    origin = points[np.argmax(ended)] if left else np.zeros(len(low))
+    octaves, points = points, (points - origin) / scale
+    if noise is None:
+        noise = floor(zip(map(Array.tobytes, points), seeds, losses, strict=True))[0] or 0.0
+    shape, walls = bowl.fit(points[ended], losses[ended], noise), cliffs.fit(points, ~ended)
     believed = np.where(ended, shape.value(points), np.inf)
     # A trial that got away at the edge is no place to stay.
     believed = np.where(walls.risk(points) > max(RISK, float(walls.risk(points[ended]).min())), np.inf, believed)
@@ -137,7 +206,8 @@ def region(points: Array, losses: Array, low: Array, high: Array, noise: float |
         lowest = min(lowest, value)
         if value < believed[incumbent] - shape.noise:
             incumbent = j
-    return Region(points[incumbent], radius, shape, walls, len(points) - 1 - incumbent, low, high)
+    since = len(points) - 1 - incumbent
+    return Region(octaves[incumbent], radius, shape, walls, since, low, high, origin, scale)
 
 
 def _without_outliers(losses: Array) -> Array:
@@ -149,31 +219,43 @@ def _without_outliers(losses: Array) -> Array:
     return np.where(losses > median + OUTLIER * (median - finite.min()), np.inf, losses)
 
 
-def _repeated(points: Array, losses: Array) -> float:
-    """The noise of trials of one point; 0 if there is no point with two."""
-    groups: dict[bytes, list[float]] = {}
-    for point, loss in zip(points, losses, strict=True):
-        groups.setdefault(point.tobytes(), []).append(float(loss))
-    return pooled(groups.values())[0] or 0.0
+def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
+    """Which names are the learning rate to lower: the global one, or else those of modules and of depth, (D,)."""
+    keys = [name.rpartition(".") for name in names]
+    everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
+    return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """The trials with a result, in the order of their results."""
-    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    return sorted(trials, key=lambda trial: (trial.datetime_complete, trial.number))
+    """The trials with a result, in the order of their results; those that were stopped have an expected one."""
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+    told = [trial for trial in trials if trial.state is TrialState.COMPLETE or EXPECTED in trial.user_attrs]
+    return sorted(told, key=lambda trial: (trial.datetime_complete, trial.number))
 
 
 def loss_of(trial: FrozenTrial) -> float:
     """What a trial with a result came to: infinite if it diverged, whatever it was scored."""
-    assert trial.value is not None
-    return np.inf if trial.user_attrs.get(DIVERGED) else trial.value
+    if trial.user_attrs.get(DIVERGED):
+        return np.inf
+    loss = trial.value if trial.state is TrialState.COMPLETE else trial.user_attrs[EXPECTED]
+    assert loss is not None
+    return float(loss)
 
 
 def region_of(study: Study, axes: Axes, noise: float | None = None) -> Region:
     """The region of a study as it stands."""
     trials = finished(study)
     points = np.array([axes.octaves(trial.params) for trial in trials]).reshape(-1, len(axes.start))
-    return region(points, np.array([loss_of(trial) for trial in trials]), axes.low, axes.high, noise)
+    return region(
+        points,
+        np.array([loss_of(trial) for trial in trials]),
+        axes.low,
+        axes.high,
+        noise,
+        seeds=np.array([trial.user_attrs.get(SEED, 0) for trial in trials], np.int64),
+        scale=np.array([axes.scales.get(name, 1.0) for name in axes.start]),
+        rates=learning_rates(list(axes.start)),
+    )
 
 
 class TrustRegionSampler(BaseSampler):

@@ -1,0 +1,156 @@
+"""Is what a search says of its answer true? `python -m benchmarks.answers [--quick] [--seeds 20] [--share 0.5]`.
+
+Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does: three seeds at the start, a
+trust region, reruns of four finalists with two fresh seeds; then asks `leaven.tuning.answer` and compares. Shares are of
+all searches or of all multipliers of all searches. ``--share``: of the variance of the noise, what is common to all runs
+of a seed. Landscapes from 1000 on; those below 1000 served to choose constants.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from benchmarks._landscapes import EXCESS, FLOOR, NOISE, REACH, Landscape, landscape
+
+from leaven.training.study_file import Dimension, Trial
+from leaven.tuning.answer import answer, finalists
+from leaven.tuning.trust_region import region
+
+REPEATS, FINALISTS, RERUNS = 3, 4, 2
+FIRST = 1000  # seed
+ROWS = {
+    "regret": "regret of the best, median",
+    "noise": "measured noise floor over the true, median",
+    "interval": "95% interval of the best holds its true loss",
+    "flat optimum": "flat region holds the optimum of its multiplier",
+    "flat best": "likewise, of those worth tuning",
+    "flat one": "ends of flat regions truly within the noise of the best",
+    "flat two": "within twice the noise",
+    "flat width": "width of flat regions, octaves, median",
+    "worth": "worth tuning, of all",
+    "worth true": "worth tuning, and gained more than the noise",
+    "idle true": "not worth tuning, and gained less than the noise",
+    "fewest": "fewest changes: multipliers changed, of all",
+    "fewest one": "fewest changes truly within the noise of the best",
+    "fewest two": "within twice the noise",
+    "fewest interval": "its 95% interval holds its true loss",
+    "ours": "importance: rank correlation with the truth",
+    "optuna": "PED-ANOVA: rank correlation with the truth",
+}
+MEDIANS = {"regret", "noise", "flat width"}
+
+
+def searched(truth: Landscape, trials: int, seed: int, share: float) -> tuple[list[Trial], tuple[Dimension, ...]]:
+    """A study of a landscape."""
+    d = len(truth.optimum)
+    dimensions = tuple(Dimension(f"m{i}", 1.0, -REACH, REACH) for i in range(d))
+    rng, common = np.random.default_rng([seed, trials]), np.random.default_rng([seed, 0]).normal(size=REPEATS)
+    done: list[Trial] = []
+
+    def run(x: Sequence[float], run_seed: int, purpose: str) -> None:
+        loss = truth.trial(np.array(x), rng, float(common[run_seed]), share)
+        octaves = {dimension.path: float(value) for dimension, value in zip(dimensions, x, strict=True)}
+        state, number = "complete" if math.isfinite(loss) else "diverged", len(done)
+        done.append(
+            Trial(number, state, loss, {}, None, None, octaves=octaves, purpose=purpose, seed=run_seed, ended=number)
+        )
+
+    for repeat in range(REPEATS):
+        run(np.zeros(d).tolist(), repeat, "noise" if repeat else "search")
+    reach = np.full(d, REACH)
+    while len(done) < trials - FINALISTS * RERUNS:
+        points = np.array([list((trial.octaves or {}).values()) for trial in done])
+        now = region(points, np.array([trial.loss for trial in done]), -reach, reach)
+        run(now.proposal(np.random.default_rng([seed, len(done)])).tolist(), 0, "search")
+    for finalist in finalists(done, dimensions, None)[:FINALISTS]:
+        for fresh in range(1, RERUNS + 1):
+            run(list(finalist.values()), fresh, "rerun")
+    return done, dimensions
+
+
+def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:
+    """What is true of the answer of one search, by the keys of ``ROWS``."""
+    truth = landscape(d, seed)
+    study, dimensions = searched(truth, trials, seed, share)
+    found = answer(study, dimensions)
+    assert found.best is not None
+    assert found.fewest is not None
+    assert found.fewest_octaves is not None
+    best, fewest = np.array(list(found.octaves.values())), np.array(list(found.fewest_octaves.values()))
+    loss, other = truth.loss(best), truth.loss(fewest)
+    tried = np.array([list((trial.octaves or {}).values()) for trial in study if trial.state == "complete"])
+
+    def at(i: int, x: float) -> float:
+        return truth.loss(np.where(np.arange(d) == i, x, best)) - loss
+
+    out: dict[str, list[float]] = {key: [] for key in ROWS}
+    ours, optuna, true = [], [], []
+    for each in found.coordinates:
+        i = int(each.path.removeprefix("m"))
+        low, high = each.flat
+        gain = at(i, 0.0)
+        out["flat optimum"].append(low <= truth.optimum[i] <= high)
+        out["flat width"].append(high - low)
+        out["worth"].append(each.worth)
+        out["worth true" if each.worth else "idle true"].append(bool(gain > NOISE) == each.worth)
+        if each.worth:
+            out["flat best"].append(low <= truth.optimum[i] <= high)
+        for end in each.flat:
+            out["flat one"].append(at(i, end) <= NOISE)
+            out["flat two"].append(at(i, end) <= 2 * NOISE)
+        along = np.array([at(i, x) for x in tried[:, i]])
+        true.append(float(np.std(along[np.isfinite(along)])))
+        ours.append(each.importance)
+        optuna.append(each.optuna_importance)
+    out["regret"] = [(loss - FLOOR) / EXCESS]
+    out["noise"] = [(found.noise or 0.0) / NOISE]
+    out["interval"] = [found.best.interval[0] <= loss <= found.best.interval[1]]
+    out["fewest"] = [np.count_nonzero(fewest) / d]
+    out["fewest one"] = [other - loss <= NOISE]
+    out["fewest two"] = [other - loss <= 2 * NOISE]
+    out["fewest interval"] = [found.fewest.interval[0] <= other <= found.fewest.interval[1]]
+    out["ours"], out["optuna"] = [_ranked(ours, true)], [_ranked(optuna, true)]
+    return out
+
+
+def _ranked(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's rank correlation."""
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", nargs="*", default=["30x60", "30x200", "90x60", "90x200"], metavar="MULTIPLIERSxTRIALS")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=FIRST)
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds")
+    options = parser.parse_args()
+    cells, seeds = (["6x24"], 3) if options.quick else (options.cells, options.seeds)
+    columns = []
+    for cell in cells:
+        d, trials = map(int, cell.split("x"))
+        runs = [judged(d, trials, seed, options.share) for seed in range(options.first, options.first + seeds)]
+        pooled = {key: [value for run in runs for value in run[key]] for key in ROWS}
+        columns.append(
+            {
+                key: f"{np.median(values):.2f}"
+                if key in MEDIANS
+                else f"{np.mean(values):.2f}"
+                if key in {"ours", "optuna"}
+                else f"{np.mean(values):.0%}"
+                if values
+                else ""
+                for key, values in pooled.items()
+            }
+        )
+    print("| multipliers x trials | " + " | ".join(cells) + " |")
+    print("|---" * (len(cells) + 1) + "|")
+    for key, row in ROWS.items():
+        print(f"| {row} | " + " | ".join(column[key] for column in columns) + " |")
+
+
+if __name__ == "__main__":
+    main()

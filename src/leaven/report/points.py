@@ -1,0 +1,80 @@
+"""Points of a search as a person reads them: short names, octaves from the start, what changed most."""
+
+import math
+from collections.abc import Mapping
+
+from leaven.report.terminal import cut
+from leaven.training.study_file import StudyState, Trial
+
+UNMOVED = 0.005  # octaves: what is read as x1.00
+
+
+def short(path: str) -> str:
+    """``hyperparameters.modules.attention.query.lr`` is attention.query.lr to somebody who reads a chart."""
+    return path.removeprefix("hyperparameters.").removeprefix("modules.").replace('"', "")
+
+
+def start(state: StudyState) -> dict[str, float]:
+    """The values that the search started from. A study of before it wrote them down ran them first."""
+    if state.dimensions:
+        return {dimension.path: dimension.centre for dimension in state.dimensions}
+    return dict(state.trials[0].values) if state.trials else {}
+
+
+def octaves(trial: Trial, centre: Mapping[str, float]) -> dict[str, float]:
+    """How far a trial is from the start, by path."""
+    if trial.octaves is not None:
+        return trial.octaves
+    return {
+        path: math.log2(value / centre[path])
+        for path, value in trial.values.items()
+        if value > 0 and centre.get(path, 0.0) > 0
+    }
+
+
+def changes(moved: Mapping[str, float], room: int) -> str:
+    """What a point changes, in octaves, largest first, as many as there is room for: ``embedding.lr x1.41, …``."""
+    names = [
+        f"{short(path)} x{2**distance:.2f}"
+        for path, distance in sorted(moved.items(), key=lambda item: -abs(item[1]))
+        if abs(distance) > UNMOVED
+    ]
+    said = ", ".join(names)
+    while len(said) > room and len(names) > 1:
+        names.pop()
+        said = ", ".join([*names, "…"])
+    return cut(said, room)
+
+
+def first_of(trial: Trial, state: StudyState) -> Trial:
+    """The trial whose point another runs again, or itself."""
+    return next((other for other in state.trials if other.values == trial.values), trial)
+
+
+def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) -> str:
+    """What a trial is, in one line: what it changes against ``best`` or the start, or which point it runs again."""
+    if trial.purpose == "search":
+        centre = start(state)
+        before = octaves(best, centre) if best is not None else {}
+        moved = {path: now - before.get(path, 0.0) for path, now in octaves(trial, centre).items()}
+        return changes(moved, room) or f"nothing: {'the best' if best is not None else 'the start'}"
+    again = "the start" if trial.purpose == "noise" else f"trial {first_of(trial, state).number}"
+    return cut(f"{again} again, seed +{trial.seed}", room)
+
+
+def full_tokens(state: StudyState) -> int:
+    """What a trial that ends is trained on; 0 while none has ended."""
+    return max((trial.tokens for trial in state.trials if trial.state == "complete"), default=0)
+
+
+def share(trial: Trial, state: StudyState) -> str:
+    """Where a trial broke off: ``at 18%`` of a whole run, or nothing while no run has been whole."""
+    whole = full_tokens(state)
+    return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
+
+
+def workers(state: StudyState) -> dict[str, str]:
+    """w1, w2 and so on, by host:pid, in the order in which they first ended a trial."""
+    ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
+    found = dict.fromkeys(trial.worker or "" for trial in ended)
+    return {worker: f"w{i}" for i, worker in enumerate(found, 1)}

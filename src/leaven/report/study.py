@@ -1,0 +1,262 @@
+"""The page of a study: what came out, the search, what mattered, the network it found, every trial, the cost."""
+
+import math
+
+from leaven.report import chapters, multipliers, numbers, points, searches, slices, study_tables, tables
+from leaven.report.html import Html, element, join
+from leaven.report.story import Study
+
+
+def head(made: chapters.Sheet, study: Study) -> Html:
+    """The verdict and the four numbers; the chapters go on the sheet."""
+    searched(made, study)
+    _network(made, study)
+    _changes(made, study)
+    _trained(made, study)
+    chosen = study.best_recipe or study.centre
+    chapters.parameters(made, chosen, study.centre if study.best_recipe else None, ("centre", "best"))
+    chapters.provenance(made, chosen)
+    chapters.commands(made, [chapters.tune_command(study, "centre.toml", "."), "leaven report . -o report.html"])
+    return join(element("p", verdict(study), class_="verdict"), _four(study))
+
+
+def verdict(study: Study) -> str:
+    """What came out, in a sentence or two."""
+    best, start, count = study.best, study.start_loss, len(study.trials)
+    searched = f"{len(study.space)} hyperparameters" if len(study.space) != 1 else "one hyperparameter"
+    ended = study.ended
+    if best is None:
+        if ended and study.count("diverged") == ended:
+            return (
+                f"All {ended} trials that ended diverged: the start is beyond a cliff. Begin again from lower "
+                "learning rates."
+                if ended > 1
+                else "The only trial that ended diverged: begin again from lower learning rates."
+            )
+        if not study.count("complete"):
+            return f"None of {count} trials has completed yet; {searched} are searched by {study.method}."
+        return f"{study.count('complete')} of {count} trials have ended; the best few are not judged yet."
+    against = ""
+    if start is not None and study.noise_floor:
+        gain = start - best.loss
+        times = (
+            f" and {gain / study.noise_floor:.0f} times the noise between seeds"
+            if gain > 2 * study.noise_floor
+            else ""
+        )
+        against = f", {gain:.3f} below the start{times}"
+        if gain <= study.noise_floor:
+            against = ", no better than the start by more than the noise between seeds"
+    worth = sum(coordinate.worth for coordinate in study.coordinates)
+    paid = f"; tuning paid for {worth or 'none'} of them" if study.coordinates else ""
+    stalled = " The search stopped of itself: its last rounds gained less than the noise." if study.stalled else ""
+    return (
+        f"Trial {best.number} is the best of {count}: {numbers.loss(best.loss)} nats per token{against}. "
+        f"{searched[0].upper()}{searched[1:]} {'were' if len(study.space) != 1 else 'was'} searched by "
+        f"{study.method}{paid}.{stalled}"
+    )
+
+
+def _four(study: Study) -> Html:
+    best, start = study.best, study.start_loss
+    gain = start - best.loss if best and start is not None else None
+    interval = best.interval if best else None
+    lost = [f"{study.count(state)} {state}" for state in ("diverged", "stopped", "failed", "running")]
+    lost = [told for told in lost if not told.startswith("0 ")]
+    noise = f"nats; noise between seeds {study.noise_floor:.4f}" if study.noise_floor else "nats"
+    flops = sum(trial.flops for trial in study.trials)
+    workers = len({trial.worker for trial in study.trials if trial.worker})
+    cost = f"added up over {workers} workers" if workers > 1 else "added up over workers"
+    return tables.four(
+        (
+            "best loss",
+            numbers.loss(best.loss if best else None),
+            f"nats per token; 95%: {numbers.loss(interval[0])} to {numbers.loss(interval[1])}"
+            if interval and math.isfinite(interval[1] - interval[0])
+            else "nats per token",
+            "",
+        ),
+        (
+            "against the start",
+            numbers.delta(-gain) if gain is not None else numbers.NONE,
+            noise,
+            tables.verdict(gain) if gain is not None and abs(gain) > (study.noise_floor or 0.0) else "",
+        ),
+        (
+            "trials",
+            str(study.count("complete")),
+            f"ended; {', '.join(lost)}" if lost else "all ended",
+            "",
+        ),
+        (
+            "cost",
+            numbers.seconds(study.seconds),
+            cost + (f"; {flops:.2g} FLOPs".replace("e+", "e") if flops else ""),
+            "",
+        ),
+    )
+
+
+def searched(made: chapters.Sheet, study: Study) -> None:
+    """The trials in order, and what each value did to the loss."""
+    told = f"{len(study.trials)} trials in the order they began."
+    beyond = searches.by_kind(study).get("beyond", ())
+    if study.count("diverged") + study.count("failed"):
+        told += " Crosses at the top edge have no loss."
+    if beyond:
+        told += f" Triangles at the top edge: {len(beyond)} with a higher loss."
+    if study.noise_floor:
+        runs = f", {study.noise_runs} of them measured" if study.noise_runs else ""
+        told += (
+            f" The band is the noise floor, ±{study.noise_floor:.4f} nats between seeds{runs}; the trials of the "
+            "search share one seed, so the lowest of them may be lucky. The answer stands at the right with its "
+            "interval, a mean over fresh seeds."
+        )
+    chart = made.chart("search", searches.search(study), "loss of every trial")
+    made.section("The search", told, searches.key(study), chart)
+    if study.coordinates:
+        _slices(made, study)
+    else:
+        _clouds(made, study)
+
+
+def _slices(made: chapters.Sheet, study: Study) -> None:
+    shown = [coordinate for coordinate in study.coordinates if coordinate.slice][: slices.MOST]
+    height = slices.scale(study)
+    panels = [
+        element(
+            "figure",
+            element(
+                "figcaption",
+                element("b", points.short(coordinate.path)),
+                element("span", f"best {slices.factor(coordinate.best)}"),
+            ),
+            made.chart(
+                f"slice-{i}",
+                slices.panel(study, coordinate, height),
+                f"loss over {points.short(coordinate.path)} through the best point",
+                "small",
+            ),
+        )
+        for i, coordinate in enumerate(shown)
+    ]
+    if panels:
+        many = (
+            f"The {len(panels)} most important of {len(study.coordinates)} values"
+            if len(panels) < len(study.coordinates)
+            else "Each value"
+        )
+        made.section(
+            "Slices through the best point",
+            f"{many}, all others at the best: nats above the best upwards, the same scale in all; factors of the "
+            "start sideways. The band is one standard deviation of what the trials know. Grey is flat within the noise, "
+            "the dotted line is the start. The red hill is the chance of divergence, certain at the top; crosses are "
+            "trials that diverged, faint where this value is not the likely reason; ticks below are those that ended.",
+            element("div", *panels, class_="panels"),
+        )
+    idle = [points.short(coordinate.path) for coordinate in study.coordinates if not coordinate.worth]
+    told = "The share of what the search gained that is due to each value, with all others at the best."
+    if idle:
+        told += (
+            f" {len(idle)} of {len(study.coordinates)} were not worth tuning: the start is as good within the noise."
+        )
+    made.section("What mattered", told, study_tables.values(study))
+
+
+def _clouds(made: chapters.Sheet, study: Study) -> None:
+    """Of a study that has not been made sense of, every trial over each value."""
+    panels = []
+    best = study.best_trial
+    for i, path in enumerate(study.space[: slices.MOST]):
+        chart = searches.by_value(study, path)
+        if chart is not None:
+            value = best.values.get(path) if best else None
+            caption = element(
+                "figcaption",
+                element("b", points.short(path)),
+                element("span", f"best {numbers.value(value)}") if value is not None else None,
+            )
+            box = made.chart(f"value-{i}", chart, f"loss over {points.short(path)}", "small")
+            panels.append(element("figure", caption, box))
+    if panels:
+        which = f" The first {slices.MOST} of {len(study.space)}." if len(study.space) > slices.MOST else ""
+        made.section(
+            "Loss over each hyperparameter",
+            "Every trial in each panel: loss in nats per token upwards, the value sideways on a logarithmic axis, "
+            f"the best one marked. A valley says that the value matters, a cloud that it does not.{which}",
+            element("div", *panels, class_="panels"),
+        )
+
+
+def _network(made: chapters.Sheet, study: Study) -> None:
+    """What the best recipe multiplies for each module and depth."""
+    if study.best_recipe is None or (picture := multipliers.picture(study.best_recipe, study.space)) is None:
+        return
+    made.section(
+        "What each module got",
+        "The best recipe's multipliers of its global values: a row a module in the order of the forward pass, a "
+        "column a kind, a band from the first layer to the last; pale where it was not searched. "
+        f"{multipliers.summary(study.best_recipe, study.space)}",
+        picture,
+    )
+    profile = multipliers.depth(study.best_recipe, study.space)
+    if profile is not None:
+        made.section(
+            "Over depth",
+            "The same for every module of a block; dots are the points of the profile, lines what lies between.",
+            made.chart("depth", profile, "multipliers over depth"),
+        )
+
+
+def _changes(made: chapters.Sheet, study: Study) -> None:
+    table = study_tables.changes(study)
+    if table is None or study.best_trial is None:
+        return
+    moved = points.octaves(study.best_trial, points.start(study))
+    count = sum(abs(octaves) > points.UNMOVED for octaves in moved.values())
+    told = f"The best recipe moves {count} of {len(moved)} values."
+    if study.fewest is not None and study.fewest_octaves is not None and study.best is not None:
+        few = sum(abs(octaves) > points.UNMOVED for octaves in study.fewest_octaves.values())
+        behind = study.fewest.loss - study.best.loss
+        told += (
+            f" {few} of these changes do the same within the noise ({numbers.delta(behind)} nats): of all points "
+            "that are equal so far as one can tell, this is the one nearest the start."
+        )
+    made.section("What the best recipe changes", told, table)
+
+
+def _trained(made: chapters.Sheet, study: Study) -> None:
+    """The trials as runs: curves, cost, and each in a row."""
+    front, timeline = searches.front(study), searches.timeline(study)
+    if known := searches.known_curves(study):
+        told = "Training loss of every trial, faint; the best one strong."
+        if study.count("stopped"):
+            told += " Triangles: given up where the curve of the best trial left no hope."
+        if study.count("diverged"):
+            told += " Crosses: where it diverged."
+        whole = searches.curves(study, known, "training loss, nats per token")
+        charts = [made.chart("curves", whole, "training loss of all trials", "tall")]
+        if ahead := searches.against_best(study):
+            told += " On the right the same less the loss of the best trial at the same tokens."
+            chart = searches.curves(study, ahead, "above the best trial, nats per token")
+            charts.append(made.chart("ahead", chart, "loss of all trials above the best at the same tokens", "tall"))
+        made.section("The trials as they trained", told, element("div", *charts, class_="pair"))
+    if front is not None:
+        made.section(
+            "Loss against cost",
+            "Every dot is a trial at the end of a duration; the steps join those that no cheaper trial beats.",
+            made.chart("front", front, "loss against cost"),
+        )
+    made.section(
+        "Every trial",
+        "Lowest loss first; a column's head sorts by it. The loss of a stopped trial is what was expected of it.",
+        study_tables.trials(study),
+        class_="broad",
+    )
+    workers = len(points.workers(study))
+    made.section(
+        "What it took",
+        "Each bar is a trial, in the colours of the search." if timeline else None,
+        study_tables.cost(study),
+        timeline and made.chart("timeline", timeline, "which worker ran which trial when", height=80 + 24 * workers),
+    )

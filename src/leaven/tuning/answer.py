@@ -1,0 +1,301 @@
+"""What a search found out: not only a best point, but how sure, how flat, what mattered and what did not.
+
+A pure function of the finished trials. Points are compared by the bowl of all of them (``bowl.py``), whose beliefs
+have standard deviations; runs with fresh seeds alone choose the best and make its interval. The noise floor is pooled
+over all points that were run with several seeds.
+
+What is said to be equal is said conservatively: a point stays *within the noise* of another if its expected loss and
+one standard deviation of that are above the other's by less than the noise floor.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaven.training.study_file import Best, Coordinate, Dimension, Front, SlicePoint, Trial
+from leaven.tuning import wording
+from leaven.tuning.importance import ped_anova
+from leaven.tuning.noise import GIVEN, floor, interval
+from leaven.tuning.trust_region import RISK, Region, learning_rates, region
+from leaven.tuning.wording import advice_when_all_diverged, why
+
+__all__ = ["Answer", "advice_when_all_diverged", "answer", "finalists", "front", "why"]
+
+Array = NDArray[np.float64]
+
+import os
+
+SF = float(os.environ.get("SF", "1"))
+SURE = 1.0  # standard deviations by which what is called equal is to be equal
+SLICE = 21  # points
+WIDE, FINE = (
+    2.0,
+    1 / 32,
+)  # of a flat region to either side of the best: steps at most, and how finely its ends are found
+BEYOND = 0.5  # steps of a slice beyond what was tried
+ENOUGH = 2  # reruns, for a point to be judged
+
+
+@dataclass(frozen=True)
+class Answer:
+    best: Best | None  # of the points that were run with fresh seeds; None where there are none
+    octaves: dict[str, float]  # that point; without it, the one that all trials together hold to be best
+    noise: float | None  # floor, nats per token, standard deviation between runs of one point
+    degrees: int  # of freedom of the noise: runs less points; 10^6 where it was given
+    coordinates: tuple[Coordinate, ...]  # the most important first
+    fewest: Best | None  # of the points equal to the best within noise, the nearest to the start, if it was run again
+    fewest_octaves: dict[str, float] | None  # and where it is, or would be
+    fewest_cost: float | None  # its expected loss less that of the best, nats per token
+    gain: float | None = (
+        None  # the loss at the start less that of the best, of runs with the same seeds if there are any
+    )
+    advice: str = ""  # where everything diverged: what to lower
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What to say in a terminal."""
+        return wording.lines(self)
+
+
+def answer(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None = None) -> Answer:
+    """What the finished ones of ``trials`` say; ``noise`` if it is known, for otherwise they measure it.
+
+    Importance is the standard deviation of the loss along the slice through the best point, over the values that the
+    trials tried, as a share of all values': fANOVA's first order on the bowl in the place of a forest. Optuna's own
+    (PED-ANOVA) is given beside it and not mixed in: with as many values as trials it follows the truth hardly at all
+    (docs/search.md).
+    """
+    seen = _look(trials, dimensions, noise)
+    paths = [d.path for d in dimensions]
+    if not np.isfinite(seen.losses).any():
+        advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
+        return Answer(None, {}, seen.noise, seen.degrees, (), None, None, None, advice=advice)
+    judged = _judged(seen)
+    best, point = None, seen.region.promise
+    if judged:
+        chosen = min(judged, key=lambda point: statistics.fmean(judged[point]))
+        best, point = _best(seen, chosen, judged[chosen]), np.array(chosen)
+    fewest, near = None, _fewest(seen, point)
+    if best is not None:
+        candidates = judged | _start(seen)
+
+        def changes(x: tuple[float, ...]) -> tuple[int, float]:
+            return int(np.count_nonzero(x)), float(np.abs(np.array(x) / seen.region.scale).sum())
+
+        equal = [
+            x
+            for x, losses in candidates.items()
+            if statistics.fmean(losses) <= best.loss + seen.floor and _within_noise(seen, np.array(x), point)
+        ]
+        nearest = min([*equal, chosen], key=changes)
+        fewest, near = _best(seen, nearest, candidates[nearest]), np.array(nearest)
+    return Answer(
+        best,
+        dict(zip(paths, point.tolist(), strict=True)),
+        seen.noise,
+        seen.degrees,
+        _coordinates(seen, dimensions, point),
+        fewest,
+        dict(zip(paths, near.tolist(), strict=True)),
+        _cost(seen, near, point)[0],
+        _gain(seen, point),
+    )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The trials with a result, in the order of their results."""
+
+    trials: tuple[Trial, ...]
+    points: Array  # (n, D), octaves
+    losses: Array  # (n,), infinite for a divergence
+    region: Region
+    noise: float | None
+    degrees: int
+
+    @property
+    def floor(self) -> float:
+        """The noise; where no point was run again, what the bowl cannot follow."""
+        return self.region.bowl.noise if self.noise is None else self.noise
+
+
+def _look(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None) -> _Seen:
+    ended = [trial for trial in trials if trial.state in {"complete", "diverged", "stopped"} and trial.octaves]
+    ended.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
+    losses = [math.inf if trial.state == "diverged" or trial.loss is None else trial.loss for trial in ended]
+    points = [[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in ended]
+    # A stopped run's loss is expected, not measured: it tells nothing of the noise.
+    runs = zip(map(tuple, points), ended, losses, strict=True)
+    measured, degrees = floor((point, run.seed, loss) for point, run, loss in runs if run.state == "complete")
+    if noise is not None:
+        measured, degrees = noise, GIVEN
+    now = region(
+        np.array(points).reshape(-1, len(dimensions)),
+        np.array(losses),
+        np.array([d.low for d in dimensions]),
+        np.array([d.high for d in dimensions]),
+        measured or 0.0,
+        scale=np.array([d.scale for d in dimensions]),
+        rates=learning_rates([d.path for d in dimensions]),
+    )
+    return _Seen(
+        tuple(ended), np.array(points).reshape(-1, len(dimensions)), np.array(losses), now, measured, degrees
+    )
+
+
+def _judged(seen: _Seen) -> dict[tuple[float, ...], list[float]]:
+    """The losses with fresh seeds of the points that were run again often enough, infinite for a divergence."""
+    runs: dict[tuple[float, ...], list[float]] = {}
+    for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
+        if run.purpose == "rerun":
+            runs.setdefault(tuple(x.tolist()), []).append(float(loss))
+    enough = min(ENOUGH, max(map(len, runs.values()), default=0))
+    return {x: losses for x, losses in runs.items() if len(losses) >= enough and math.isfinite(sum(losses))}
+
+
+def _start(seen: _Seen) -> dict[tuple[float, ...], list[float]]:
+    """The losses of the start, if it was run with several seeds and never diverged: none of them chose it."""
+    runs = zip(seen.trials, seen.points, seen.losses, strict=True)
+    losses = [float(loss) for run, x, loss in runs if not x.any() and run.state != "stopped"]
+    judged = len(losses) >= ENOUGH and math.isfinite(sum(losses))
+    return {(0.0,) * seen.points.shape[1]: losses} if judged else {}
+
+
+def _gain(seen: _Seen, best: Array) -> float | None:
+    """How far the best is below the start, by seeds that both were run with, or else by the means of both."""
+    runs = [(run.seed, x, loss) for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True)]
+    start = {seed: float(loss) for seed, x, loss in runs if not x.any() and math.isfinite(loss)}
+    # The seed of the search chose the best; it says how low it is with too much hope.
+    there = {seed: float(loss) for seed, x, loss in runs if np.array_equal(x, best) and seed and math.isfinite(loss)}
+    both = start.keys() & there.keys()
+    if both:
+        return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
+    return statistics.fmean(start.values()) - statistics.fmean(there.values()) if start and there else None
+
+
+def _best(seen: _Seen, point: tuple[float, ...], losses: Sequence[float]) -> Best:
+    number = min(run.number for run, x in zip(seen.trials, seen.points, strict=True) if tuple(x) == point)
+    around = (-math.inf, math.inf) if seen.noise is None else interval(losses, seen.noise, seen.degrees)
+    return Best(number, statistics.fmean(losses), around)
+
+
+def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> tuple[Coordinate, ...]:
+    tried = seen.points[np.isfinite(seen.losses)].T
+    spread = seen.region.along(best, tried)[0].std(1)
+    shares = spread / (spread.sum() or 1.0)
+    theirs = ped_anova(seen.points, seen.losses)
+    gains = seen.region.along(best, np.zeros((len(best), 1)))[0][:, 0]
+    scale, low, high = seen.region.scale[:, None], seen.region.low[:, None], seen.region.high[:, None]
+    around = best[:, None] + scale * np.arange(-WIDE, WIDE + FINE / 2, FINE)
+    mean, deviation = seen.region.along(best, around)
+    equal = (mean + SURE * deviation <= seen.floor) & (around >= low) & (around <= high)
+    equal &= _risks(seen, best, around) <= max(RISK, float(seen.region.risk(best)))
+    ends = [np.maximum(tried.min(1, keepdims=True) - BEYOND * scale, low)]
+    ends += [np.minimum(tried.max(1, keepdims=True) + BEYOND * scale, high)]
+    sliced = ends[0] + (ends[1] - ends[0]) * np.linspace(0, 1, SLICE)
+    curves = [sliced, *seen.region.along(best, sliced), _risks(seen, best, sliced)]
+    middle = around.shape[1] // 2
+    found = []
+    for i in np.argsort(-shares, kind="stable"):
+        below, above = np.flatnonzero(~equal[i, :middle]), np.flatnonzero(~equal[i, middle + 1 :])
+        first = below[-1] + 1 if len(below) else 0
+        last = middle + (above[0] if len(above) else middle)
+        points = tuple(
+            SlicePoint(*map(float, values)) for values in zip(*(curve[i] for curve in curves), strict=True)
+        )
+        found.append(
+            Coordinate(
+                path=dimensions[i].path,
+                best=float(best[i]),
+                flat=(float(around[i, first]), float(around[i, last])),
+                gain=float(gains[i]),
+                importance=float(shares[i]),
+                worth=bool(gains[i] > seen.floor),
+                slice=points,
+                optuna_importance=float(theirs[i]),
+            )
+        )
+    return tuple(found)
+
+
+def _risks(seen: _Seen, best: Array, x: Array) -> Array:
+    """The chance of divergence where each multiplier alone is moved to each of ``x`` (D, m), (D, m)."""
+    d = len(best)
+    return np.array([seen.region.risk(np.where(np.arange(d) == i, x[i][:, None], best)) for i in range(d)])
+
+
+def finalists(
+    trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None, *, by_bowl: bool = True
+) -> list[dict[str, float]]:
+    """The points to be run again with fresh seeds, in octaves by path, the likeliest first; as many as one can pay.
+
+    Of a trust region: what the bowl promises, the point of the fewest changes that is equal to it within noise, the
+    incumbent, and then the trials in the order of what the bowl holds of them. Other methods (``by_bowl`` false) have
+    only the losses. Empty if everything diverged.
+    """
+    seen = _look(trials, dimensions, noise)
+    ended = np.isfinite(seen.losses)
+    if not ended.any():
+        return []
+    points = seen.points[ended]
+    if by_bowl:
+        promise = seen.region.promise
+        ranked = points[np.argsort(seen.region.belief(points), kind="stable")]
+        points = np.vstack([promise, _fewest(seen, promise), seen.region.incumbent, ranked])
+    else:
+        points = points[np.argsort(seen.losses[ended], kind="stable")]
+    distinct = dict.fromkeys(tuple(point.tolist()) for point in points)
+    return [dict(zip([d.path for d in dimensions], point, strict=True)) for point in distinct]
+
+
+def _fewest(seen: _Seen, best: Array) -> Array:
+    """``best`` with multipliers brought back to the start, the cheapest first, as long as it stays within noise."""
+    paths = np.array(best)
+    start = np.zeros((len(best), 1))
+    costs, deviations = (part[:, 0] for part in seen.region.along(best, start))
+    for i in np.argsort(costs + SURE * deviations, kind="stable"):
+        back = np.where(np.arange(len(best)) == i, 0.0, paths)
+        if _within_noise(seen, back, best):
+            paths = back
+    return paths
+
+
+def _within_noise(seen: _Seen, x: Array, best: Array) -> bool:
+    cost, deviation = _cost(seen, x, best)
+    safe = float(seen.region.risk(x)) <= max(RISK, float(seen.region.risk(best)))
+    return safe and cost + SF * deviation <= seen.floor
+
+
+def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
+    """The expected loss at ``x`` less that at ``best``, and its standard deviation."""
+    here, there = seen.region.belief(np.array([x, best]))
+    return float(here - there), float(seen.region.deviation(x[None], best)[0])
+
+
+def front(trials: Sequence[Trial]) -> tuple[Front, ...]:
+    """Loss against cost: the points and durations at which nothing cheaper has a lower loss, the cheapest first.
+
+    A branch at ``tokens`` of a run costs its share of the run's FLOPs by tokens, as if it had been trained alone: a run
+    with branches repeats no trunk. Runs of one point (other seeds) count by their mean. Runs without a count of FLOPs
+    have no cost, and diverged and stopped ones no loss.
+    """
+    runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
+    for trial in trials:
+        if trial.state == "complete" and trial.flops and trial.tokens and trial.loss is not None:
+            point = tuple(sorted((trial.octaves or trial.values).items()))
+            for tokens, loss in trial.branches or ((trial.tokens, trial.loss),):
+                cost = trial.flops * tokens / trial.tokens
+                runs.setdefault((point, tokens), []).append((trial.number, cost, loss))
+    means = []
+    for (_, tokens), of in runs.items():
+        numbers, costs, losses = zip(*of, strict=True)
+        means.append(Front(min(numbers), tokens, statistics.fmean(costs), statistics.fmean(losses)))
+    found: list[Front] = []
+    for each in sorted(means, key=lambda front: (front.flops, front.loss)):
+        if not found or each.loss < found[-1].loss:
+            found.append(each)
+    return tuple(found)

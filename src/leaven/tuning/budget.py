@@ -1,0 +1,82 @@
+"""What a search may cost, and how much of it is kept back to judge the best few."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from leaven.recipe.errors import InputError
+from leaven.tuning.ledger import BEGAN, ENDED, Run
+
+# The best few are judged by runs of their own, with other seeds: the lowest of many noisy losses was lucky.
+FINALISTS, RERUNS = 3, 2
+KEPT = 1 / 4  # of the budget, at most
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits for all commands on a study together; the first one reached ends the search. Runs that have begun end.
+
+    Attributes:
+        trials: runs, whatever for.
+        flops: of all runs.
+        hours: in which at least one run was going on. Of a study that was interrupted the time between does not
+            count, and of several machines at once the time counts once.
+    """
+
+    trials: int | None = None
+    flops: float | None = None
+    hours: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
+        if all(limit is None for limit in given.values()):
+            raise InputError("a search without end: give it trials, flops or hours")
+        for name, limit in given.items():
+            if limit is not None and not 0 < limit < math.inf:
+                raise InputError(f"{name} = {limit}: above 0, and finite")
+
+    @property
+    def label(self) -> str:
+        """Tells the judging of one budget from that of a larger one, later."""
+        given = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
+        return ", ".join(f"{limit:g} {name}" for name, limit in given.items() if limit is not None)
+
+    def finalists(self, runs: Sequence[Run], now: float) -> int:
+        """How many of the best can be judged."""
+        affordable = min(KEPT * limit / cost for limit, _, cost in self._limits(runs, now))
+        return min(FINALISTS, int(min(affordable, FINALISTS * RERUNS) / RERUNS))
+
+    def room(self, runs: Sequence[Run], now: float) -> bool:
+        """Whether there is room for one more run of the search."""
+        reserved = self.finalists(runs, now) * RERUNS
+        return all((limit - used) / cost >= 1 + reserved for limit, used, cost in self._limits(runs, now))
+
+    def _limits(self, runs: Sequence[Run], now: float) -> Iterator[tuple[float, float, float]]:
+        """Of each limit: it, what is used of it, and what a run costs."""
+        least = 1e-300
+        if self.trials is not None:
+            yield self.trials, len(runs), 1
+        if self.flops is not None:
+            spent = [float(run.last.user_attrs.get("flops", 0.0)) for run in runs if run.finished]
+            whole = [flops for flops in spent if flops > 0]
+            if not whole and any(run.complete for run in runs):
+                raise InputError("flops as a budget: the objective says nothing of FLOPs; give trials or hours")
+            cost = max(whole, default=least)
+            yield self.flops, sum(spent) + cost * sum(run.running or run.lost for run in runs), cost
+        if self.hours is not None:
+            hours = busy(runs, now) / 3600
+            yield self.hours, hours, max(hours / max(len(runs), 1), least)
+
+
+def busy(runs: Sequence[Run], now: float) -> float:
+    """The seconds in which at least one run was going on."""
+    spans = [
+        (run.last.user_attrs[BEGAN], now if run.running else run.last.user_attrs.get(ENDED))
+        for run in runs
+        if BEGAN in run.last.user_attrs
+    ]
+    total, until = 0.0, -math.inf
+    for began, ended in sorted((began, ended) for began, ended in spans if ended is not None):
+        total += max(ended - max(began, until), 0.0)
+        until = max(until, ended)
+    return total

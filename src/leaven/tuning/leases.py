@@ -1,0 +1,112 @@
+"""Which of the commands that work on a study are alive, as far as another of them can tell.
+
+A command's id is ``host:boot:pid:start``, and a number where a process has made several. On its own boot of its own
+machine the kernel says whether it lives. From elsewhere it is judged by a counter that it keeps raising in the store:
+when that stood still for ``lease_seconds`` of the observer's own clock, it is taken for dead. Times of two machines
+are never compared. One that was taken for dead wrongly, because it was cut off or asleep, finds its trials closed, and
+lets go of them.
+"""
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from optuna.storages import BaseStorage
+
+from leaven.tuning.stores import StoreGone
+
+BEATS = 4  # in a lease
+_BEAT = "beat:"  # and the id: an attribute of the study
+
+_numbers = itertools.count()
+_here: set[str] = set()  # ids of this process that are alive
+
+
+def node(pid: int, number: int = 0) -> str:
+    """An id of a process of this machine."""
+    return f"{socket.gethostname()}:{_boot()}:{pid}:{_started(pid)}:{number}"
+
+
+def gone(owner: str) -> bool:
+    """Whether the owner of a trial is known to be gone: it was of this boot of this machine, and is not there."""
+    *_, boot, pid, start, _number = owner.split(":")
+    if boot == "" or boot != _boot():
+        return False
+    if int(pid) == os.getpid() and start == _started(int(pid)):
+        return owner not in _here
+    return _started(int(pid)) != start
+
+
+def _boot() -> str:
+    """This boot of this machine, and the container in it; empty where there is no such thing as /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks since the boot: its number alone may be of a later one. Empty if it is gone."""
+    try:
+        # Fields 3 and 22 of stat (man 5 proc), after the name, which may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in {"Z", "X"} else fields[19]
+
+
+class Leases:
+    """This command's own counter, and a view of the others'. Use it in a ``with``: the counter has a thread."""
+
+    def __init__(
+        self, store: BaseStorage, study: int, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.node = node(os.getpid(), next(_numbers))
+        self._store, self._study, self._seconds, self._clock = store, study, seconds, clock
+        self._seen: dict[str, tuple[int, float]] = {}  # by owner: the counter, and for how long it stood still
+        self._looked = clock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> "Leases":
+        _here.add(self.node)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._done.set()
+        _here.discard(self.node)
+
+    def dead(self, owners: set[str]) -> set[str]:
+        """Which owners of running trials are dead; to be asked now and then, as the time in between is what counts."""
+        # A pause of this process, or of the store, is not held against the others.
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
+        strangers = {owner for owner in owners if owner != self.node and not gone(owner)}
+        beats = self._store.get_study_system_attrs(self._study) if strangers else {}
+        seen = {}
+        for owner in strangers:
+            count = int(beats.get(_BEAT + owner, 0))
+            before, still = self._seen.get(owner, (count, -passed))
+            seen[owner] = (count, still + passed if count == before else 0.0)
+        self._seen = seen
+        silent = {owner for owner, (_, still) in seen.items() if still >= self._seconds}
+        return silent | {owner for owner in owners if owner != self.node and gone(owner)}
+
+    def _beat(self) -> None:
+        count = 0
+        # With the store gone for good the loop of the search ends too, and says so.
+        with suppress(StoreGone):
+            while not self._done.is_set():
+                count += 1
+                self._store.set_study_system_attr(self._study, _BEAT + self.node, count)
+                self._done.wait(self._seconds / BEATS)

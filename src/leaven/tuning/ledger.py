@@ -1,0 +1,128 @@
+"""What the trials in a store amount to: each run counted once, whatever was killed.
+
+A run begins with a trial that is created with all that is known of it: its owner, and its ``job``, a name for what
+it does. Nothing is ever queued: what is to be done next follows from the trials that are there, so no crash can lose
+it. Two commands may create the same job at once. The trial with the lowest number is the job, and the other one is
+void: numbers are given out in order by every Optuna store.
+
+A run whose process died is done once more, by a trial with the job ``retry:`` and the number of the one that was
+lost. If that is lost too, the run has failed. A trial that its owner gave back (Ctrl-C) is not held against the run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+# User attributes of a trial, next to the fields of an Outcome.
+PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
+OWNER, JOB, FINALISTS, RELEASED = "owner", "job", "finalists", "released"
+BEGAN, ENDED = "began", "ended"  # seconds since 1970, by the owner's clock
+LIVES = 2  # attempts of a run that may die
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be done, at a point in octaves; without one the sampler is asked."""
+
+    purpose: str  # search | noise | rerun
+    name: str | None = None  # None where there are no two alike
+    seed: int = 0
+    point: dict[str, float] | None = None
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, in one attempt or more."""
+
+    origin: FrozenTrial
+    last: FrozenTrial  # the attempt that counts
+    deaths: int
+
+    @property
+    def running(self) -> bool:
+        return self.last.state is TrialState.RUNNING
+
+    @property
+    def finished(self) -> bool:
+        """With a result, be it a divergence."""
+        return self.last.state in {TrialState.COMPLETE, TrialState.PRUNED}
+
+    @property
+    def complete(self) -> bool:
+        """With a loss of its own: neither diverged nor stopped."""
+        return self.last.state is TrialState.COMPLETE and not self.last.user_attrs.get(DIVERGED)
+
+    @property
+    def failed(self) -> bool:
+        """Its process died, and so did that of its retry."""
+        return self.last.state is TrialState.FAIL and self.deaths >= LIVES
+
+    @property
+    def lost(self) -> bool:
+        """To be done again."""
+        return self.last.state is TrialState.FAIL and self.deaths < LIVES
+
+    @property
+    def retry(self) -> Job:
+        assert self.lost
+        kept = [(FINALIST, self.origin.user_attrs[FINALIST])] if FINALIST in self.origin.user_attrs else []
+        return Job(
+            purpose=purpose(self.origin),
+            name=f"retry:{self.last.number}",
+            seed=seed(self.origin),
+            point=dict(self.origin.params),
+            attributes=((RETRY_OF, self.origin.number), *kept),
+        )
+
+
+def purpose(trial: FrozenTrial) -> str:
+    return str(trial.user_attrs.get(PURPOSE, "search"))
+
+
+def seed(trial: FrozenTrial) -> int:
+    return int(trial.user_attrs.get(SEED, 0))
+
+
+def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Run]:
+    """The runs that trials of a space of so many ``dimensions`` amount to, in the order of their first numbers.
+
+    A trial that lost its process before all its values were drawn is none, nor is one without an owner.
+    """
+    jobs = _jobs(trials)
+    found = []
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        job = trial.user_attrs.get(JOB)
+        is_one = job is None or (jobs[job] is trial and not job.startswith("retry:"))
+        drawn = len(trial.params) == dimensions or trial.state is TrialState.RUNNING
+        if is_one and drawn and OWNER in trial.user_attrs:
+            found.append(_followed(trial, jobs))
+    return found
+
+
+def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
+    """Whether another trial does what the one of this number was created for."""
+    job = trials[number].user_attrs.get(JOB)
+    return job is not None and _jobs(trials)[job].number != number
+
+
+def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    jobs: dict[str, FrozenTrial] = {}
+    for trial in trials:
+        job = trial.user_attrs.get(JOB)
+        if job is not None and (job not in jobs or trial.number < jobs[job].number):
+            jobs[job] = trial
+    return jobs
+
+
+def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Run:
+    last, deaths = origin, 0
+    while last.state is TrialState.FAIL:
+        deaths += not last.user_attrs.get(RELEASED, False)
+        following = jobs.get(f"retry:{last.number}")
+        if following is None:
+            break
+        last = following
+    return Run(origin, last, deaths)

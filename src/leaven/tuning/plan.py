@@ -1,0 +1,155 @@
+"""What a search does next: a function of the runs so far.
+
+1. What a dead process left is done again.
+2. The noise is measured by runs of the start with other seeds. The points of a grid follow, if it is one.
+3. The search goes on until only what is kept back of the budget is left, or until some rounds gained less than the
+   noise.
+4. When nothing is running any more, the best few are chosen, and run with seeds that they have not had. The first of
+   these runs has the list of them, for all commands to go by.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import optuna
+
+from leaven.recipe.errors import InputError
+from leaven.training.outcome import Curve
+from leaven.training.study_file import Dimension, Trial
+from leaven.tuning.answer import finalists
+from leaven.tuning.budget import RERUNS, Budget
+from leaven.tuning.ledger import DIVERGED, ENDED, FINALIST, FINALISTS, JOB, Job, Run, purpose, seed
+from leaven.tuning.methods import grid
+from leaven.tuning.trust_region import Axes, loss_of, region_of
+
+REPEATS = 3  # runs of the start, where the noise is not given
+
+Point = dict[str, float]
+
+
+class NothingFound(InputError):
+    """No run came to an end with a loss."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    study: optuna.Study
+    axes: Axes
+    method: str
+    budget: Budget
+    noise: float | None  # if it is given
+    stop_at_noise: bool
+
+    def next(self, runs: Sequence[Run], now: float) -> Job | None:
+        """What to do after ``runs``; None if that is nothing, as long as some are running or for good.
+
+        Raises:
+            NothingFound: if all that ended diverged.
+        """
+        for run in runs:
+            if run.lost:
+                return run.retry
+        begun = {run.origin.user_attrs.get(JOB) for run in runs}
+        for job in self.first:
+            if job.name not in begun and (self.budget.trials is None or len(runs) < self.budget.trials):
+                return job
+        points = self.chosen(runs)
+        if points is None:
+            if self.budget.room(runs, now) and not self.stalled():
+                return Job("search")
+            if any(run.running for run in runs):
+                return None
+            points = self._best(runs)[: self.budget.finalists(runs, now)]
+        return next((job for job in self._judging(runs, points) if job.name not in begun), None)
+
+    @property
+    def first(self) -> list[Job]:
+        """The runs whose points are known beforehand."""
+        repeats = REPEATS if self.noise is None else 1
+        jobs = [Job("noise" if k else "search", f"start:{k}", k, dict(self.axes.start)) for k in range(repeats)]
+        if self.method == "grid":
+            assert self.budget.trials is not None
+            kept = self.budget.finalists((), 0.0) * RERUNS
+            points = grid(self.axes, self.budget.trials - kept - repeats)
+            jobs += [Job("search", f"grid:{list(x.values())}", 0, x) for x in points if x != self.axes.start]
+        return jobs
+
+    def stalled(self) -> bool:
+        """Whether the search stops of itself."""
+        return (
+            self.method == "trust-region"
+            and self.stop_at_noise
+            and region_of(self.study, self.axes, self.noise).stalled()
+        )
+
+    def judges(self, run: Run) -> bool:
+        """Whether a run is one of those that decide between the best few of this budget."""
+        return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
+
+    def chosen(self, runs: Sequence[Run]) -> list[Point] | None:
+        """The best few, once they are chosen."""
+        lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self.judges(run))
+        return next((points for points in lists if points is not None), None)
+
+    def _judging(self, runs: Sequence[Run], points: Sequence[Point]) -> Iterator[Job]:
+        for which, point in enumerate(points):
+            # The search saw seed 0 alone, also where it promises a point that was never run.
+            had = {0} | {seed(run.origin) for run in runs if run.origin.params == point and not self.judges(run)}
+            fresh = itertools.islice((k for k in itertools.count(1) if k not in had), RERUNS)
+            for k, other in enumerate(fresh):
+                attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, which]),)
+                if which == k == 0:
+                    attributes += ((FINALISTS, list(points)),)
+                yield Job("rerun", f"rerun:{self.budget.label}:{which}:{k}", other, point, attributes)
+
+    def _best(self, runs: Sequence[Run]) -> list[Point]:
+        """Points to choose the answer from, the likeliest first.
+
+        Of a trust region they are what the bowl promises, and then the runs in the order of what it holds of them.
+        Other methods have only the losses. What was stopped is none.
+        """
+        trials, by_bowl = [record(run, self.axes) for run in runs], self.method == "trust-region"
+        stopped = [trial.octaves for trial in trials if trial.state == "stopped"]
+        points = finalists(trials, self.dimensions, self.noise, by_bowl=by_bowl)
+        if not points:
+            raise NothingFound("every run diverged, the start's too; start from lower learning rates")
+        return [self.axes.values(np.array(list(point.values()))) for point in points if point not in stopped]
+
+    @property
+    def dimensions(self) -> list[Dimension]:
+        axes = self.axes
+        ends = zip(axes.start, axes.low, axes.high, strict=True)
+        return [Dimension(name, 0.0, float(low), float(high), axes.scales.get(name, 1.0)) for name, low, high in ends]
+
+
+def record(run: Run, axes: Axes) -> Trial:
+    """A run as answers and reports take it; its values are the log2 multipliers."""
+    last, ran = run.last, run.last.user_attrs
+    state = "failed" if run.failed else "running"
+    if run.finished:
+        state = "diverged" if ran.get(DIVERGED) else "stopped" if ran.get("stopped") else "complete"
+    seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
+    drawn = len(last.params) == len(axes.start)
+    return Trial(
+        number=last.number,
+        state=state,
+        loss=loss_of(last) if state in {"complete", "stopped"} else None,
+        values=dict(last.params),
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+        octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
+        purpose=purpose(last),
+        seed=seed(last),
+        tokens=tokens,
+        flops=ran.get("flops", 0.0),
+        curve=_curve(ran.get("curve", ())),
+        branches=_curve(ran.get("branches", ())),
+        worker=ran.get("worker"),
+        ended=ran.get(ENDED),
+    )
+
+
+def _curve(stored: Sequence[Sequence[float]]) -> Curve:
+    return tuple((int(tokens), float(loss)) for tokens, loss in stored)

@@ -1,0 +1,128 @@
+"""An answer in words: for a terminal, for [why], and for a study in which everything diverged."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from leaven.recipe.units import format_number
+from leaven.training.study_file import Dimension, Trial
+from leaven.tuning import cliffs
+from leaven.tuning.noise import GIVEN
+from leaven.tuning.trust_region import DOWN, learning_rates
+
+if TYPE_CHECKING:
+    from leaven.tuning.answer import Answer
+
+ROWS, NAMED = 8, 6  # values in the table, names in a sentence
+
+Values = Callable[[Mapping[str, float]], Mapping[str, float]]  # of a recipe, at octaves from the start
+
+
+def lines(answer: "Answer") -> tuple[str, ...]:
+    """What a search found out, in aligned lines; before anything was run with fresh seeds, what is expected."""
+    if not answer.coordinates:
+        return (answer.advice,) if answer.advice else ()
+    said = []
+    if answer.best is not None:
+        low, high = answer.best.interval
+        against = "" if answer.gain is None else f", {-answer.gain:+.4f} against the start"
+        said += [f"best       {answer.best.loss:.4f} nats per token, 95% interval {low:.4f} to {high:.4f}{against}"]
+    if answer.noise is not None:
+        of = "given" if answer.degrees == GIVEN else f"{answer.degrees} degrees of freedom"
+        said += [f"noise      {answer.noise:.4f} nats, standard deviation between seeds ({of})"]
+    worth = [each for each in answer.coordinates if each.worth]
+    if worth:
+        names = [short(each.path) for each in worth[:ROWS]]
+        wide = max(len("mattered"), *map(len, names))
+        said += [f"{'mattered':{wide + 11}}  change    as good between      gain  importance"]
+        for name, each in zip(names, worth, strict=False):
+            flat = f"x{2 ** each.flat[0]:.2f} to x{2 ** each.flat[1]:.2f}"
+            said += [
+                f"{'':11}{name:{wide}}  {'x' + format(2**each.best, '.2f'):>6}  {flat:>17}  {each.gain:8.4f}  "
+                f"{each.importance:10.0%}"
+            ]
+        said += [f"{'':11}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
+    if answer.fewest_octaves is not None:
+        said += [_fewest(answer, answer.fewest_octaves)]
+    idle = [short(each.path) for each in answer.coordinates if not each.worth]
+    if idle:
+        said += [
+            f"not worth  {len(idle)} of {len(answer.coordinates)}, which gained less than the noise: {some(idle)}"
+        ]
+    return tuple(said)
+
+
+def _fewest(answer: "Answer", octaves: Mapping[str, float]) -> str:
+    moved = sorted((path for path in octaves if octaves[path]), key=lambda path: -abs(octaves[path]))
+    if not moved:
+        return "fewest     none: the start itself is equal to the best within noise"
+    measured = ""
+    if answer.fewest is not None:
+        low, high = answer.fewest.interval
+        measured = f", {answer.fewest.loss:.4f} ({low:.4f} to {high:.4f})"
+    named = some([f"{short(path)} x{2 ** octaves[path]:.2f}" for path in moved])
+    return (
+        f"fewest     {len(moved)} of {len(octaves)} values changed, {sum(map(abs, octaves.values())):.1f} octaves "
+        f"in all, are equal within noise (expected {answer.fewest_cost:+.4f}{measured}): {named}"
+    )
+
+
+def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
+    """The reason for a value of the best recipe; ``values`` are those of a recipe at octaves from the start."""
+    each = next(coordinate for coordinate in answer.coordinates if coordinate.path == path)
+    said = [f"study {study}" + (f", trial {answer.best.number} of {trials} ({method})" if answer.best else "")]
+    if answer.best is not None:
+        low, high = answer.best.interval
+        said += [f"validation loss {answer.best.loss:.4f}, 95% interval {low:.4f} to {high:.4f} over fresh seeds"]
+    if each.best == 0:
+        return "; ".join([*said, "as at the start"])
+    # What an octave does to a value is the space's matter, and 1 - beta falls where beta rises.
+    ends = sorted(values({**answer.octaves, path: octaves})[path] for octaves in each.flat)
+    said += [f"as good between {format_number(ends[0])} and {format_number(ends[1])}"]
+    said += [f"{2**each.best:.2f} x the start, " + (f"gained {each.gain:.4f}" if each.worth else "within the noise")]
+    return "; ".join(said)
+
+
+def advice_when_all_diverged(trials: Sequence[Trial], dimensions: Sequence[Dimension]) -> str:
+    """Which value to lower after trials that all diverged, in one line.
+
+    Where nothing ends, nothing tells the bad values from the good but how long a run lasted: the cliffs of the trials
+    that lasted less than half as long as the longest blame what these have and the others have not. That aside the
+    learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an octave more.
+    """
+    gone = [trial for trial in trials if trial.state == "diverged"]
+    points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in gone])
+    rates = learning_rates([d.path for d in dimensions])
+    start = "the start's too" if (~points.any(1)).any() else "but none was of the start"
+    said = f"all {len(gone)} trials diverged, {start}: "
+    if not rates.any():
+        said += "lower the learning rate of the recipe, which this study leaves alone, to half or a quarter"
+    else:
+        tried = -points[:, rates].max(1).min()
+        rate = next(d for d, is_rate in zip(dimensions, rates, strict=True) if is_rate)
+        names = short(rate.path) if rates.sum() == 1 else "the learning rates"
+        factor = 2.0 ** (max(tried, 0.0) + 1)
+        value = f", {format_number(rate.centre / factor)}" if rates.sum() == 1 else ""
+        lowered = f" (1/{2**tried:.3g} of it diverged)" if tried >= DOWN else ""
+        said += f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{lowered}"
+    lasted = np.array([trial.tokens for trial in gone])
+    blamed = cliffs.fit(points, lasted < lasted.max() / 2)
+    if blamed.slopes.any():
+        i = int(np.argmax(blamed.slopes))
+        worst = dimensions[i % len(dimensions)].path
+        if i % len(dimensions) not in np.flatnonzero(rates):
+            said += (
+                f"; runs diverged soonest where {short(worst)} was {'raised' if i < len(dimensions) else 'lowered'}"
+            )
+    return said
+
+
+def short(path: str) -> str:
+    """A path as people say it: ``embedding.lr``."""
+    return path.removeprefix("hyperparameters.").removeprefix("modules.")
+
+
+def some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

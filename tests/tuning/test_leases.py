@@ -1,0 +1,143 @@
+"""Who is alive, and what the trials of the living and the dead amount to."""
+
+import subprocess
+from typing import Any
+
+import optuna
+from hypothesis import given
+from hypothesis import strategies as st
+from optuna.distributions import FloatDistribution
+from optuna.storages import InMemoryStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from leaven.tuning import ledger
+from leaven.tuning.leases import Leases, gone, node
+
+STRANGER = "elsewhere:another-boot:1:2:0"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_stranger_is_dead_when_its_counter_stood_still_for_a_lease() -> None:
+    store, clock = InMemoryStorage(), Clock()
+    study = store.create_new_study([optuna.study.StudyDirection.MINIMIZE])
+    leases = Leases(store, study, 60.0, clock)
+
+    def look(seconds: float, beat: int | None = None) -> set[str]:
+        clock.now += seconds
+        if beat is not None:
+            store.set_study_system_attr(study, f"beat:{STRANGER}", beat)
+        return leases.dead({STRANGER, leases.node})
+
+    assert look(0, beat=7) == set()
+    assert [look(14) for _ in range(4)] == [set()] * 4  # 56 seconds
+    assert look(3, beat=8) == set()
+    # This process slept, or the store was away: that is held against nobody.
+    assert look(100_000) == set()
+    assert [look(14) for _ in range(3)] == [set()] * 3
+    assert look(14) == {STRANGER}
+
+
+def test_the_kernel_says_at_once_whether_a_neighbour_lives() -> None:
+    neighbour = subprocess.Popen(["sleep", "60"])
+    owner = node(neighbour.pid)
+    try:
+        assert not gone(owner)
+        *rest, start, number = owner.split(":")
+        assert gone(":".join([*rest, str(int(start) - 1), number]))  # an earlier process of that number
+        assert not gone(STRANGER)
+        neighbour.kill()  # and nobody has asked yet how it ended
+        while not gone(owner):
+            pass
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+    assert gone(owner)
+
+
+def test_an_earlier_search_of_this_process_is_gone() -> None:
+    store = InMemoryStorage()
+    study = store.create_new_study([optuna.study.StudyDirection.MINIMIZE])
+    with Leases(store, study, 60.0) as leases:
+        assert not gone(leases.node)
+    assert gone(leases.node)
+
+
+def trial(number: int, state: TrialState, **attributes: Any) -> FrozenTrial:
+    drawn = not attributes.pop("half", False)
+    made = create_trial(
+        state=TrialState.RUNNING,
+        params={"a": float(number)} if drawn else {},
+        distributions={"a": FloatDistribution(0, 1e9)} if drawn else {},
+        user_attrs={"owner": STRANGER, **attributes},
+    )
+    made.number, made.state = number, state
+    return made
+
+
+ACTIONS = st.sampled_from(["search", "half", "noise", "end", "stop", "die", "give back", "retry", "retry twice"])
+
+
+@given(st.lists(st.tuples(ACTIONS, st.integers(0, 50)), max_size=60))
+def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:
+    """Against a model that knows what happened, whatever dies and whoever does the same at once."""
+    trials: list[FrozenTrial] = []
+    runs: dict[int, dict[str, Any]] = {}  # by the number that a run began with
+
+    def begin(**attributes: Any) -> int:
+        trials.append(trial(len(trials), TrialState.RUNNING, **attributes))
+        return len(trials) - 1
+
+    def choose(among: list[int], which: int) -> int | None:
+        return among[which % len(among)] if among else None
+
+    for action, which in history:
+        running = [t.number for t in trials if t.state is TrialState.RUNNING]
+        lost = [n for n, run in runs.items() if run["state"] == "lost"]
+        of = {run["last"]: run for run in runs.values()}
+        chosen = choose(lost if action.startswith("retry") else running, which)
+        if action == "search":
+            number = begin()
+            runs[number] = {"last": number, "state": "running", "deaths": 0}
+        elif action == "half":
+            trials[begin(half=True)].state = TrialState.FAIL
+        elif action == "noise":
+            name = f"start:{which % 3}"
+            first = not any(t.user_attrs.get("job") == name for t in trials)
+            number = begin(job=name, purpose="noise", seed=which % 3)
+            if first:
+                runs[number] = {"last": number, "state": "running", "deaths": 0}
+        elif chosen is None:
+            continue
+        elif action.startswith("retry"):
+            again = next(run for run in ledger.runs(trials, 1) if run.origin.number == chosen).retry
+            assert dict(again.attributes)["retry_of"] == chosen
+            number = begin(job=again.name, **dict(again.attributes))
+            runs[chosen] |= {"last": number, "state": "running"}
+            if action == "retry twice":
+                twin = begin(job=again.name, **dict(again.attributes))
+                assert ledger.void(twin, trials)
+                assert not ledger.void(number, trials)
+        elif action in {"end", "stop"}:
+            trials[chosen].state = TrialState.COMPLETE if action == "end" else TrialState.PRUNED
+            if chosen in of:
+                of[chosen]["state"] = "finished"
+        else:
+            trials[chosen].state = TrialState.FAIL
+            if action == "give back":
+                trials[chosen].user_attrs["released"] = True
+            if chosen in of:
+                of[chosen]["deaths"] += action == "die"
+                of[chosen]["state"] = "failed" if of[chosen]["deaths"] == 2 else "lost"
+    counted = ledger.runs(trials, 1)
+    assert [run.origin.number for run in counted] == sorted(runs)
+    for run in counted:
+        known = runs[run.origin.number]
+        assert run.last.number == known["last"]
+        states = {name for name in ("running", "finished", "failed", "lost") if getattr(run, name)}
+        assert states == {known["state"]}
