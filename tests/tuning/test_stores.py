@@ -294,6 +294,28 @@ def test_a_locked_database_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(seen) == 3
 
 
+def test_a_trial_whose_creation_was_done_but_not_confirmed_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Optuna, which tries again by itself: so by then the database must know the ticket."""
+    store, study = begun(f"sqlite:///{tmp_path / 'study.db'}")
+    dialect = store._store._backend.engine.dialect  # type: ignore[attr-defined]
+    commit, lost = dialect.do_commit, list[object]()
+
+    def unconfirmed(connection: Any) -> None:
+        commit(connection)
+        if len(lost) < 2:
+            lost.append(connection)
+            raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(dialect, "do_commit", unconfirmed)
+    trial = store.create_new_trial(study)
+    assert [other._trial_id for other in store.get_all_trials(study)] == [trial]
+    lost.clear()
+    assert store.set_trial_state_values(trial, TrialState.COMPLETE, [1.0])
+    assert len(lost) == 2
+
+
 def is_text(path: Path) -> None:
     path.write_text("notes")
 

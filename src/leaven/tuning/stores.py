@@ -58,8 +58,8 @@ def open_store(
     """The storage at ``where``, each call of which waits while it is away.
 
     Args:
-        where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage, or
-            None for one in memory.
+        where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage (one
+            of ours keeps its own patience), or None for one in memory.
         waited: told after each failed attempt for how many seconds the store has been away; what it raises ends the
             waiting.
         patience_seconds: after so many, a call raises StoreGone.
