@@ -1,7 +1,8 @@
 """Where studies are kept: an Optuna storage, on a file or a server, that waits while either is away.
 
 What was in fact done before a connection broke is not done again: a trial is created under a ticket, by which it is
-found, and one that has already ended as it was to end is right as it is. All other calls can be repeated as they are.
+found, and one that has already ended as it was to end is right as it is. Other calls can be repeated as they are, but
+for taking a trial off Optuna's queue: who did that is not on record. Leaven queues none.
 """
 
 import json
@@ -57,8 +58,8 @@ def open_store(
     """The storage at ``where``, each call of which waits while it is away.
 
     Args:
-        where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage, or
-            None for one in memory.
+        where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage (one
+            of ours keeps its own patience), or None for one in memory.
         waited: told after each failed attempt for how many seconds the store has been away; what it raises ends the
             waiting.
         patience_seconds: after so many, a call raises StoreGone.
@@ -257,7 +258,7 @@ class _Waiting:
 
 _METHODS = [name for name in vars(BaseStorage) if not name.startswith("_") and name not in vars(_Waiting)]
 
-Patient: type[Any] = type(
+Patient: Callable[..., BaseStorage] = type(
     "Patient",
     (_Waiting, BaseStorage),
     {

@@ -1,0 +1,220 @@
+"""Studies on a PostgreSQL server, a real one in a folder of its own, which is stopped under way."""
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+from leaven.recipe.errors import InputError
+from leaven.tuning import search, stores
+from leaven.tuning.stores import StoreGone, open_store
+
+FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+PROGRAMS = FOUND[-1].parent if FOUND else Path()
+pytestmark = [
+    pytest.mark.skipif(not FOUND, reason="no PostgreSQL server (Debian: postgresql)"),
+    pytest.mark.xdist_group("postgresql"),
+]
+
+
+class Server:
+    """In a folder under /tmp: the server refuses to run as root, and another user cannot enter pytest's folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._as: list[str] = []
+        if os.getuid() == 0:
+            user = pwd.getpwnam("postgres")
+            os.chown(folder, user.pw_uid, user.pw_gid)
+            self._as = ["--reuid", str(user.pw_uid), "--regid", str(user.pw_gid), "--clear-groups"]
+        self._run(
+            "initdb", "-D", "data", "-U", "leaven", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"
+        ).wait()
+        self.start()
+
+    def _run(self, program: str, *options: str) -> "subprocess.Popen[bytes]":
+        # No server outlives the tests, however they end.
+        command = ["setpriv", "--pdeathsig", "QUIT", *self._as, str(PROGRAMS / program), *options]
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def start(self) -> None:
+        options = ["listen_addresses=", f"unix_socket_directories={self.folder}", "fsync=off"]
+        self._server = self._run("postgres", "-D", "data", *[part for option in options for part in ("-c", option)])
+        while subprocess.run([PROGRAMS / "pg_isready", "-q", "-h", self.folder], check=False).returncode:
+            assert self._server.poll() is None, (self.folder / "log").read_text()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """As pg_ctl stop -m immediate does: connections break, and the next start finds in the log what was done."""
+        self._server.send_signal(signal.SIGQUIT)
+        self._server.wait()
+
+    def database(self, name: str) -> str:
+        """The URL of a new one."""
+        subprocess.run([PROGRAMS / "createdb", "-h", self.folder, "-U", "leaven", name], check=True)
+        return f"postgresql://leaven@/{name}?host={self.folder}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    folder = Path(tempfile.mkdtemp(prefix="leaven-postgresql-", dir="/tmp"))
+    server = Server(folder)
+    try:
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder)
+
+
+def test_a_study_outlives_a_restart_of_its_database(server: Server) -> None:
+    """Which stops when four trials are under way or done, and comes back when that has been noticed."""
+    noticed: list[float] = []
+    called: list[dict[str, float]] = []
+
+    def waited(seconds: float) -> None:
+        noticed.append(seconds)
+        if len(noticed) == 3:
+            server.start()
+
+    def objective(point: dict[str, float]) -> float:
+        called.append(dict(point))
+        if len(called) == 4:
+            server.stop()
+        return (point["lr"] - 1) ** 2
+
+    url = server.database("restart")
+    limits = {"lr": (-3.0, 3.0), "beta1": (-1.0, 1.0)}
+    found = search(objective, limits, trials=10, workers=2, noise=0.01, storage=open_store(url, waited))
+    assert len(noticed) >= 3
+    trials = optuna.load_study(study_name="leaven", storage=open_store(url)).trials
+    assert [trial.number for trial in trials] == list(range(10))
+    assert {trial.state for trial in trials} == {TrialState.COMPLETE}
+    assert [trial.value for trial in trials] == [(trial.params["lr"] - 1) ** 2 for trial in trials]
+    assert sorted(map(str, called)) == sorted(str(trial.params) for trial in trials)
+    assert len(found.trials) == 10
+
+
+def test_a_server_that_stops_again_and_again_loses_nothing_and_does_nothing_twice(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it was doing: commands are under way all the time."""
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.01)
+    url, done = server.database("again"), threading.Event()
+    study = optuna.create_study(storage=open_store(url), study_name="s")
+    told: list[int] = []
+
+    def command() -> None:
+        mine = optuna.load_study(study_name="s", storage=open_store(url), sampler=optuna.samplers.RandomSampler())
+        while not done.is_set():
+            trial = mine.ask()
+            trial.set_user_attr("x", trial.suggest_float("x", 0, 1))
+            mine.tell(trial, trial.params["x"])
+            told.append(trial.number)
+
+    threads = [threading.Thread(target=command) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        before = len(told)
+        while len(told) < before + 10:
+            time.sleep(0.01)
+        server.stop()
+        server.start()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
+    assert [trial.number for trial in study.trials] == sorted(told)
+    assert all(trial.value == trial.params["x"] == trial.user_attrs["x"] for trial in study.trials)
+
+
+def test_a_database_that_stays_away(server: Server) -> None:
+    url = server.database("away")
+    store = open_store(url, patience_seconds=0.3)
+    study = store.create_new_study([StudyDirection.MINIMIZE], "s")
+    server.stop()
+    try:
+        with pytest.raises(
+            StoreGone, match="postgresql://leaven@/away has been away for 0 seconds .*No such file"
+        ) as gone:
+            store.get_all_trials(study)
+        with pytest.raises(InputError, match="postgresql://leaven@/away cannot be opened: .*No such file"):
+            open_store(url)
+    finally:
+        server.start()
+    assert "\n" not in str(gone.value)
+    assert store.get_all_trials(study) == []
+
+
+def test_a_database_that_is_not_there(server: Server) -> None:
+    with pytest.raises(InputError, match='cannot be opened: .* database "none" does not exist'):
+        open_store(f"postgresql://leaven@/none?host={server.folder}")
+
+
+def test_of_four_commands_two_are_killed_and_every_trial_is_accounted_for(
+    server: Server, tiny_file: Path, tmp_path: Path
+) -> None:
+    url, trials = server.database("kills"), 12
+    small = ["--set", "data.tokens=2048", "--set", "schedule.warmup_tokens=256", "--space", "hyperparameters.lr"]
+    verb = [sys.executable, "-m", "leaven", "tune", str(tiny_file), "--study", url, "--trials", str(trials)]
+    outs = [tmp_path / f"machine-{which}" for which in range(4)]
+    commands = [
+        subprocess.Popen(
+            [*verb, "--workers", "1", "--json", "--method", "random", "--out", str(out), *small],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for out in outs
+    ]
+    store = open_store(url)
+
+    def of(command: "subprocess.Popen[str]", *states: TrialState) -> list[optuna.trial.FrozenTrial]:
+        """The trials of a command, as its owner's id says."""
+        (study,) = store.get_all_studies()
+        trials = store.get_all_trials(study._study_id, deepcopy=False, states=states or None)
+        return [trial for trial in trials if f":{command.pid}:" in trial.user_attrs.get("owner", "")]
+
+    while not store.get_all_studies():
+        assert all(command.poll() is None for command in commands)
+        time.sleep(0.02)
+    for command in commands[:2]:
+        while not of(command, TrialState.RUNNING):
+            assert command.poll() is None, command.communicate()
+            time.sleep(0.01)
+        command.kill()
+        command.wait()
+    documents = []
+    for command in commands[2:]:
+        out, errors = command.communicate(timeout=240)
+        assert command.returncode == 0, errors
+        documents.append(json.loads(out))
+    assert documents[0]["best"]["loss"] == documents[1]["best"]["loss"]
+    assert [document["trials"] for document in documents] == [trials, trials]
+    kept = [json.loads((out / "study.json").read_text())["trials"] for out in outs[2:]]
+    assert kept[0] == kept[1]
+    assert all(trial["loss"] is not None and trial["state"] in {"complete", "stopped"} for trial in kept[0])
+    # In the store, what the killed commands had under way has ended without a value, and was done by another.
+    (study,) = store.get_all_studies()
+    stored = [trial for trial in store.get_all_trials(study._study_id) if "owner" in trial.user_attrs]
+    assert {trial.state for trial in stored} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+    ended = [trial for trial in stored if trial.state is not TrialState.FAIL]
+    origins = [trial.user_attrs.get("retry_of", trial.number) for trial in ended]
+    assert sorted(origins) == sorted(set(origins)) == sorted(trial["number"] for trial in kept[0])
+    lost = [trial for trial in stored if trial.state is TrialState.FAIL and len(trial.params) == 1]
+    assert {trial.number for trial in lost} <= set(origins)
+    assert len(ended) == trials

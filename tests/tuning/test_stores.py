@@ -1,0 +1,413 @@
+"""Stores: what is in them is what Optuna's own hold, whatever goes away meanwhile."""
+
+import errno
+import json
+import resource
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+from optuna_dashboard import wsgi
+
+from leaven.recipe.errors import InputError
+from leaven.tuning import journal, stores
+from leaven.tuning.stores import TICKET, StoreGone, open_store
+
+FILES = {"journal": "study.log", "sqlite": "sqlite:///study.db"}
+METHODS = [name for name in vars(BaseStorage) if not name.startswith("_")]
+
+
+@pytest.fixture(params=FILES.values(), ids=FILES)
+def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.0)
+
+
+def a_bit_of_everything(store: BaseStorage, queued: bool = True) -> list[Any]:
+    """A study with all that a trial can have, as read back from its store."""
+    study = optuna.create_study(storage=store, study_name="s", sampler=optuna.samplers.RandomSampler(seed=0))
+    study.set_user_attr("space", {"lr": [-3, 3]})
+    if queued:
+        study.enqueue_trial({"x": 0.25}, user_attrs={"purpose": "noise"})
+
+    def objective(trial: optuna.Trial) -> float:
+        x = trial.suggest_float("x", -3, 3) + trial.suggest_categorical("c", (0, 1))
+        trial.set_user_attr("curve", [[1, x], [2, x * x]])
+        trial.report(x, 1)
+        if trial.number == 3:
+            raise optuna.TrialPruned
+        if trial.number == 4:
+            raise ArithmeticError
+        return x * x
+
+    study.optimize(objective, n_trials=8, catch=ArithmeticError)
+    number = store.get_study_id_from_name("s")
+    last = store.get_trial_id_from_study_id_trial_number(number, 7)
+    with pytest.raises(UpdateFinishedTrialError):
+        store.set_trial_state_values(last, TrialState.COMPLETE, [0.5])
+    with pytest.raises(UpdateFinishedTrialError):
+        store.set_trial_user_attr(last, "late", 1)
+    with pytest.raises(KeyError):
+        store.get_study_id_from_name("none")
+    store.remove_session()
+    return [
+        *map(plain, study.trials),
+        plain(study.best_trial),
+        study.user_attrs,
+        store.get_study_name_from_id(number),
+        store.get_study_directions(number),
+        [store.get_n_trials(number, state) for state in TrialState],
+        [other.study_name for other in store.get_all_studies()],
+        [store.get_trial_number_from_id(last), store.get_trial_param(last, "x"), store.get_trial_params(last)],
+        store.get_trial_user_attrs(last),
+    ]
+
+
+def plain(trial: FrozenTrial) -> tuple[Any, ...]:
+    kept = {key: value for key, value in trial.system_attrs.items() if key != TICKET}
+    return (trial.number, trial.state, trial.values, trial.params, trial.user_attrs, trial.intermediate_values, kept)
+
+
+def test_a_store_holds_what_optunas_own_does(where: str) -> None:
+    assert a_bit_of_everything(open_store(where)) == a_bit_of_everything(InMemoryStorage())
+
+
+def test_every_method_waits(tmp_path: Path) -> None:
+    patient = type(open_store(tmp_path / "study.log"))
+    assert {name for name in METHODS if getattr(patient, name) is getattr(BaseStorage, name)} == set()
+
+
+def breaking(inner: BaseStorage, before: bool) -> BaseStorage:
+    """A store whose line breaks once in every call: before anything is done, or when all is, but the answer."""
+    broken: set[str] = set()
+
+    def call(self: object, name: str, *args: Any, **kwargs: Any) -> Any:
+        breaks = name not in broken
+        broken.symmetric_difference_update({name})
+        if breaks and before:
+            raise ConnectionResetError(errno.ECONNRESET, "the line broke")
+        answer = getattr(inner, name)(*args, **kwargs)
+        if breaks:
+            raise ConnectionResetError(errno.ECONNRESET, "the line broke")
+        return answer
+
+    made = type("Breaking", (BaseStorage,), {name: partialmethod(call, name) for name in METHODS})()
+    assert isinstance(made, BaseStorage)
+    return made
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_line_that_breaks_at_every_call_loses_nothing_and_does_nothing_twice(before: bool) -> None:
+    class Existing(InMemoryStorage):
+        """As it is when asked again: a study of that name is there."""
+
+        def create_new_study(self, directions: Any, study_name: str | None = None) -> int:
+            try:
+                return super().create_new_study(directions, study_name)
+            except optuna.exceptions.DuplicatedStudyError:
+                return self.get_study_id_from_name(str(study_name))
+
+    seen: list[float] = []
+    store = open_store(breaking(Existing(), before), waited=seen.append)
+    # One taken off Optuna's queue without word of it is nobody's: leaven queues none.
+    assert a_bit_of_everything(store, queued=before) == a_bit_of_everything(InMemoryStorage(), queued=before)
+    assert len(seen) > 90
+
+
+def test_what_another_has_ended_is_not_taken_for_ones_own() -> None:
+    inner = InMemoryStorage()
+    trial = inner.create_new_trial(inner.create_new_study([StudyDirection.MINIMIZE]))
+
+    def other(seconds: float) -> None:
+        if inner.get_trial(trial).state is TrialState.RUNNING:
+            inner.set_trial_state_values(trial, TrialState.FAIL)
+
+    with pytest.raises(UpdateFinishedTrialError):
+        open_store(breaking(inner, before=True), waited=other).set_trial_state_values(
+            trial, TrialState.COMPLETE, [1.0]
+        )
+
+
+def test_many_commands_at_once(where: str) -> None:
+    """Each with a store of its own, all of which find nothing there and make it."""
+    start, popped, errors = threading.Barrier(4), list[int](), list[BaseException]()
+
+    def command(which: int) -> None:
+        try:
+            start.wait()
+            study = optuna.create_study(storage=open_store(where), study_name="s", load_if_exists=True)
+            for _ in range(4):
+                study.tell(study.ask({"x": FloatDistribution(0, 1)}), 1.0)
+            start.wait()
+            study.enqueue_trial({"x": which / 4})
+            start.wait()
+            while (one := study._pop_waiting_trial_id()) is not None:
+                popped.append(one)
+        except BaseException as error:
+            errors.append(error)
+            start.abort()
+
+    threads = [threading.Thread(target=command, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    study = optuna.load_study(study_name="s", storage=open_store(where))
+    assert [trial.number for trial in study.trials] == list(range(20))
+    assert len(popped) == len(set(popped)) == 4
+
+
+def begun(where: str, **options: Any) -> tuple[BaseStorage, int]:
+    store = open_store(where, **options)
+    return store, store.create_new_study([StudyDirection.MINIMIZE], "s")
+
+
+def test_a_disk_that_goes_away_is_waited_for(tmp_path: Path) -> None:
+    """With the folder a mount point that is empty meanwhile: no second journal must begin there."""
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    disk.mkdir()
+    seen: list[float] = []
+
+    def back(seconds: float) -> None:
+        seen.append(seconds)
+        if len(seen) == 4:
+            assert list(disk.iterdir()) == []
+            disk.rmdir()
+            away.rename(disk)
+
+    store, study = begun(str(disk / "study.log"), waited=back)
+    store.create_new_trial(study)
+    disk.rename(away)
+    disk.mkdir()
+    store.create_new_trial(study)
+    assert [trial.number for trial in store.get_all_trials(study)] == [0, 1]
+    assert seen == sorted(seen)
+
+
+def test_a_disk_that_stays_away(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    store, study = begun(str(tmp_path / "disk" / "study.log"), patience_seconds=0.05)
+    (tmp_path / "disk").rename(tmp_path / "away")
+    with pytest.raises(
+        StoreGone, match="study.log has been away for 0 seconds .*No such file.*; the same command goes on"
+    ):
+        store.get_all_trials(study)
+
+
+def test_a_full_disk_is_waited_for_and_its_torn_line_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    torn: list[bytes] = []
+
+    def room(seconds: float) -> None:
+        torn.append(path.read_bytes())
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    store, study = begun(str(path), waited=room)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+    try:
+        store.create_new_trial(study)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [len(content.rpartition(b"\n")[2]) for content in torn] == [20]
+    assert len(open_store(path).get_all_trials(study)) == 1
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_last_line_torn_by_a_kill_is_cut_off_by_the_next_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    first, study = begun(str(path))
+    with path.open("ab") as file:
+        file.write(b'{"op_code":4,"worker_')
+    second = open_store(path)
+    second.create_new_trial(study)
+    first.create_new_trial(study)
+    assert len(second.get_all_trials(study)) == len(open_store(path).get_all_trials(study)) == 2
+
+
+def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, lock = tmp_path / "study.log", tmp_path / "study.log.lock"
+    store, study = begun(str(path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    if journal._process():  # where there is /proc
+        lock.write_text(f"{journal._process().rpartition(' ')[0]} {gone.pid} x")
+        store.create_new_trial(study)
+    monkeypatch.setattr(journal, "GRACE_SECONDS", 0.05)
+    lock.write_text("a process of another machine")
+    store.create_new_trial(study)
+    assert not lock.exists()
+    assert len(store.get_all_trials(study)) == 2
+
+
+def test_a_lock_that_is_held_is_waited_for(tmp_path: Path) -> None:
+    lock, order = tmp_path / "lock", []
+    with journal._locked(lock):
+        other = threading.Thread(target=lambda: _append(lock, order))
+        other.start()
+        other.join(0.1)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
+    assert not lock.exists()
+
+
+def _append(lock: Path, order: list[str]) -> None:
+    with journal._locked(lock):
+        order.append("second")
+
+
+def test_a_locked_database_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "BUSY_SECONDS", 0.01)
+    other = sqlite3.connect(tmp_path / "study.db", isolation_level=None, check_same_thread=False)
+    seen: list[float] = []
+
+    def unlock(seconds: float) -> None:
+        seen.append(seconds)
+        if len(seen) == 3:
+            other.execute("COMMIT")
+
+    store, study = begun(f"sqlite:///{tmp_path / 'study.db'}", waited=unlock)
+    other.execute("BEGIN IMMEDIATE")
+    store.set_study_user_attr(study, "method", "random")
+    other.close()
+    assert store.get_study_user_attrs(study) == {"method": "random"}
+    assert len(seen) == 3
+
+
+def test_a_trial_whose_creation_was_done_but_not_confirmed_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Optuna, which tries again by itself: so by then the database must know the ticket."""
+    store, study = begun(f"sqlite:///{tmp_path / 'study.db'}")
+    dialect = store._store._backend.engine.dialect  # type: ignore[attr-defined]
+    commit, lost = dialect.do_commit, list[object]()
+
+    def unconfirmed(connection: Any) -> None:
+        commit(connection)
+        if len(lost) < 2:
+            lost.append(connection)
+            raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(dialect, "do_commit", unconfirmed)
+    trial = store.create_new_trial(study)
+    assert [other._trial_id for other in store.get_all_trials(study)] == [trial]
+    lost.clear()
+    assert store.set_trial_state_values(trial, TrialState.COMPLETE, [1.0])
+    assert len(lost) == 2
+
+
+def is_text(path: Path) -> None:
+    path.write_text("notes")
+
+
+def is_database(path: Path) -> None:
+    sqlite3.connect(path).execute("CREATE TABLE t (x)").connection.close()
+
+
+def has_other_records(path: Path) -> None:
+    path.write_text('{"op_code":0}\n')
+
+
+def is_damaged(path: Path) -> None:
+    begun(str(path))
+    path.write_bytes(path.read_bytes() + b"\0\0\n" + path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "said"),
+    [
+        (is_text, "{}", "no journal of Optuna's"),
+        (has_other_records, "{}", "no journal of Optuna's"),
+        (is_database, "{}", "an SQLite database; give sqlite:////"),
+        (is_damaged, "{}", "line 2 is damaged; keep what is before it: head -n 1"),
+        (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
+        (None, "{}/study.log", "there is no folder"),
+        (None, "sqlite:///{}/study.db", "there is no folder"),
+        (None, "sqlite://", "no file; give sqlite:///FILE"),
+        (Path.mkdir, "sqlite:///{}", "a folder"),
+        (is_text, "sqlite:///{}", "cannot be opened: file is not a database"),
+        (None, "mysql://user:secret@host/x", "mysql://: no store of that kind; give the file of a journal, sqlite"),
+        (None, "postgresql://user:secret@host:port/x", "no URL; as in postgresql://USER@HOST:PORT/DATABASE"),
+        (
+            None,
+            "postgresql://user:secret@127.0.0.1:1/x",
+            r"postgresql://user:\*\*\*@127.0.0.1:1/x cannot be opened: ",
+        ),
+        (None, "postgresql://user@127.0.0.1:1/x?nonsense=1", "cannot be opened: .*nonsense"),
+    ],
+)
+def test_what_is_no_store_is_refused_in_a_line(
+    make: Callable[[Path], None] | None, where: str, said: str, tmp_path: Path
+) -> None:
+    if make:
+        make(tmp_path / "x")
+    with pytest.raises(InputError, match=said) as refused:
+        open_store(where.format(tmp_path / "x"))
+    assert "secret" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(InputError, match=r"pip install 'leaven\[postgresql\]'"):
+        open_store("postgresql://user@127.0.0.1:1/x")
+
+
+def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
+    begun(f"sqlite:///{tmp_path / 'study.db'}")
+    with sqlite3.connect(tmp_path / "study.db") as database:
+        database.execute("UPDATE alembic_version SET version_num = 'v9.9.9'")
+    database.close()
+    with pytest.raises(InputError, match="no longer compatible with the table schema"):
+        open_store(f"sqlite:///{tmp_path / 'study.db'}")
+
+
+def test_the_dashboard_opens_a_study_unchanged(where: str, tmp_path: Path) -> None:
+    a_bit_of_everything(open_store(where))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    app = wsgi(where)
+    (study,) = get(app, "/api/studies")["study_summaries"]
+    assert study["study_name"] == "s"
+    trials = get(app, f"/api/studies/{study['study_id']}")["trials"]
+    assert [trial["state"] for trial in trials] == ["Complete"] * 3 + ["Pruned", "Fail"] + ["Complete"] * 3
+    assert trials[0]["params"][0]["name"] == "x"
+    assert {attribute["key"] for attribute in trials[0]["user_attrs"]} == {"purpose", "curve"}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def get(app: Any, path: str) -> Any:
+    """What a WSGI application answers."""
+    status: list[str] = []
+    url, _, query = path.partition("?")
+    environment = {
+        "REQUEST_METHOD": "GET",
+        "PATH_INFO": url,
+        "QUERY_STRING": query,
+        "SERVER_NAME": "localhost",
+        "SERVER_PORT": "80",
+        "wsgi.url_scheme": "http",
+        "wsgi.errors": sys.stderr,
+    }
+    body = b"".join(app(environment, lambda line, headers, *more: status.append(line)))
+    assert status == ["200 OK"], body
+    return json.loads(body)
