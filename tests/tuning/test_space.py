@@ -1,72 +1,251 @@
-"""What can be searched, and a point of it as a recipe."""
+"""What can be searched."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
-from leaven.tuning.space import moved, space
+from leaven.recipe.files import parse_recipe, read_recipe, render
+from leaven.recipe.recipe import Recipe, differences
+from leaven.tuning.space import SETS, space
+
+LLAMA = (
+    *("embedding", "norm.attention", "norm.query", "norm.key", "attention.query", "attention.key", "attention.value"),
+    *("attention.out", "norm.mlp", "mlp.gate", "mlp.in", "mlp.out", "norm.final", "unembedding"),
+)
+GAINS = ("norm.attention", "norm.query", "norm.key", "norm.mlp", "norm.final")
 
 
-def test_spaces_lie_around_the_recipe(tiny: Recipe) -> None:
-    whole = space(tiny, "global")
-    assert whole.centre["hyperparameters.lr"] == 0.01
-    lr = whole.dimensions[0]
-    assert (lr.low, lr.high) == (0.01 / 8, 0.01 * 8)
-    modules = space(tiny, "per-module")
-    assert set(whole.paths) < set(modules.paths)
-    assert modules.centre["hyperparameters.modules.attention.query.lr"] == 1.0
-    assert len(modules.dimensions) == len(whole.dimensions) + len(tiny.model.modules)
-    listed = space(tiny, "hyperparameters.lr, hyperparameters.modules.mlp.in.init_std")
-    assert listed.paths == ("hyperparameters.lr", "hyperparameters.modules.mlp.in.init_std")
+@pytest.fixture
+def deep(tiny: Recipe) -> Recipe:
+    return tiny.replace({"model.n_layers": 5})
+
+
+def modules(*names: str, quantity: str) -> set[str]:
+    return {f"hyperparameters.modules.{name}.{quantity}" for name in names}
+
+
+def test_global_values(tiny: Recipe) -> None:
+    names = ("lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "residual")
+    around = space(tiny, "global")
+    assert set(around.paths) == {f"hyperparameters.{n}" for n in names} | {"schedule.warmup_tokens", "batch.tokens"}
+    assert around.centre["hyperparameters.lr"] == 0.01
+    assert around.limits["hyperparameters.lr"] == (-3, 3)
+    assert around.left_out == ()
+    # Steps of half an octave for lr, init and residual, of one for decay, eps and 1 - beta: twice as far.
+    wide = {dimension.path for dimension in around.dimensions if dimension.scale == 2 * around.dimensions[0].scale}
+    assert {f"hyperparameters.{n}" for n in ("weight_decay", "beta1", "beta2", "eps")} <= wide
+    assert not {f"hyperparameters.{n}" for n in ("lr", "init_std", "residual")} & wide
+
+
+def test_per_module_has_lr_init_and_residual_by_module_and_the_rest_globally(deep: Recipe) -> None:
+    weights = set(LLAMA) - set(GAINS)
+    expected = (
+        modules(*LLAMA, quantity="lr")
+        | modules(*weights, quantity="init_std")
+        | modules("attention.out", "mlp.out", quantity="residual")
+        | {"hyperparameters.depth.lr[0]", "hyperparameters.depth.lr[2]"}
+        | {f"hyperparameters.{name}" for name in ("weight_decay", "beta1", "beta2", "eps")}
+    )
+    around = space(deep, "per-module")
+    assert set(around.paths) == expected
+    assert len(around.paths) == len(expected) == 31
+    assert set(around.centre.values()) == {1.0, 0.1, 0.9, 0.95, 1e-8}
+
+
+def test_per_module_full_has_all_that_acts(deep: Recipe) -> None:
+    around = space(deep, "per-module-full")
+    weights = set(LLAMA) - set(GAINS)
+    expected = modules("attention.out", "mlp.out", quantity="residual")
+    for quantity in ("lr", "beta1", "beta2", "eps"):
+        expected |= modules(*LLAMA, quantity=quantity)
+    for quantity in ("init_std", "weight_decay"):
+        expected |= modules(*weights, quantity=quantity)
+    for quantity in ("lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "residual"):
+        expected |= {f"hyperparameters.depth.{quantity}[{point}]" for point in (0, 2)}
+    assert set(around.paths) == expected
+    assert len(around.paths) == len(expected) == 90
+    decayed = deep.replace({"hyperparameters.decay_norm_and_bias": True})
+    more = set(space(decayed, "per-module-full").paths) - expected
+    assert more == modules(*GAINS, quantity="weight_decay")
+
+
+def test_of_a_depth_profile_only_points_that_blocks_feel_are_searched(tiny: Recipe) -> None:
+    def points(recipe: Recipe) -> list[str]:
+        return [
+            path.removeprefix("hyperparameters.") for path in space(recipe, "per-module").paths if "depth" in path
+        ]
+
+    one, two = (tiny.replace({"model.n_layers": n}) for n in (1, 2))
+    assert points(one) == []  # the block's own multipliers do it
+    assert points(two) == ["depth.lr[0]"]
+    assert points(tiny.replace({"model.n_layers": 3})) == ["depth.lr[0]", "depth.lr[2]"]
+    stated = tiny.replace({"model.n_layers": 9, "hyperparameters.depth.lr": (1.0, 1.1, 1.2, 1.1, 0.9)})
+    assert points(stated) == [f"depth.lr[{i}]" for i in (0, 1, 3, 4)]
+    assert space(stated, "per-module").centre["hyperparameters.depth.lr[4]"] == 0.9
+    # Of five points three blocks feel the first, the middle one and the last.
+    assert points(stated.replace({"model.n_layers": 3})) == ["depth.lr[0]", "depth.lr[4]"]
+
+
+def test_paths_and_patterns_with_commas(deep: Recipe) -> None:
+    listed = space(deep, 'hyperparameters.lr, hyperparameters.modules."mlp.in".init_std,hyperparameters.depth.lr[1]')
+    assert listed.paths == (
+        "hyperparameters.lr",
+        "hyperparameters.modules.mlp.in.init_std",
+        "hyperparameters.depth.lr[1]",
+    )
+    assert set(space(deep, "hyperparameters.modules.*.init_std").paths) == modules(
+        *set(LLAMA) - set(GAINS), quantity="init_std"
+    )
+    assert space(deep, "hyperparameters.depth.lr[*]").paths == tuple(
+        f"hyperparameters.depth.lr[{i}]" for i in range(3)
+    )
+    assert set(space(deep, "global,batch.tokens,hyperparameters.modules.mlp.*.eps").paths) == {
+        *space(deep, "global").paths,
+        *modules("mlp.gate", "mlp.in", "mlp.out", quantity="eps"),
+    }
+
+
+@pytest.mark.parametrize("which", SETS)
+def test_a_space_is_the_same_by_its_paths(deep: Recipe, which: str) -> None:
+    """A report tells a study's command so."""
+    around = space(deep, which)
+    assert space(deep, ",".join(around.paths)) == around
 
 
 def test_a_named_init_leaves_no_init_std_to_search(tiny: Recipe) -> None:
     named = tiny.replace({"hyperparameters.init": "mitchell", "hyperparameters.init_std": None})
-    assert set(space(tiny, "global").paths) - set(space(named, "global").paths) == {"hyperparameters.init_std"}
+    around = space(named, "global")
+    assert set(space(tiny, "global").paths) - set(around.paths) == {"hyperparameters.init_std"}
+    assert [path for path, _ in around.left_out] == ["hyperparameters.init_std"]
     assert space(named, "hyperparameters.modules.mlp.in.init_std").dimensions[0].centre == 1.0
     with pytest.raises(InputError, match='init = "mitchell" sets every standard deviation itself'):
         space(named, "hyperparameters.init_std")
 
 
+def test_what_is_0_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
+    still = tiny.replace({"hyperparameters.weight_decay": 0.0, "schedule.warmup_tokens": 0})
+    said = dict(space(still, "global").left_out)
+    assert set(said) == {"hyperparameters.weight_decay", "schedule.warmup_tokens"}
+    assert "it is 0 in the recipe" in said["schedule.warmup_tokens"]
+    for path in said:
+        with pytest.raises(InputError, match=rf"--space {path}: it is 0 in the recipe, .* set it above 0"):
+            space(still, path)
+    # Nor has a multiplier of 0 anything to act on.
+    full, whole = space(still, "per-module-full"), space(tiny, "per-module-full")
+    assert {path for path, _ in full.left_out} == set(whole.paths) - set(full.paths)
+    assert all("weight_decay" in path for path, _ in full.left_out)
+    with pytest.raises(InputError, match="weight_decay is 0 in the recipe, and so is every multiple"):
+        space(still, "hyperparameters.modules.mlp.in.weight_decay")
+    with pytest.raises(InputError, match="nothing is left to search"):
+        space(still, "hyperparameters.modules.*.weight_decay")
+    off = tiny.replace({"hyperparameters.modules": {"mlp.in": {"init_std": 0.0}}})
+    assert [path for path, _ in space(off, "per-module").left_out] == ["hyperparameters.modules.mlp.in.init_std"]
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        "hyperparameters.speed",
-        "model.d_model",
-        "hyperparameters.modules.mlp.inn.lr",
-        "hyperparameters.beta1",
-        "",
+        *("hyperparameters.speed", "model.d_model", "hyperparameters.modules.lr", "hyperparameters.depth.lr", ""),
+        *("hyperparameters.depth.lr[3]", "hyperparameters.depth.speed[0]", "hyperparameters.modules.*.speed"),
+        *("hyperparameters.modules.mlp.in.speed", "schedule.min_lr_ratio", "per_module", "recipe"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(tiny: Recipe, path: str) -> None:
-    with pytest.raises(InputError, match="not a value to search; there are hyperparameters.lr"):
-        space(tiny, path)
+def test_what_cannot_be_searched_is_refused(deep: Recipe, path: str) -> None:
+    with pytest.raises(
+        InputError, match="not a value to search; there are hyperparameters.lr|has no .tuning"
+    ) as told:
+        space(deep, path)
+    assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("path", ["embedding.residual", "norm.mlp.init_std", "norm.mlp.weight_decay"])
+@pytest.mark.parametrize("path", ["embedding.residual", "norm.mlp.init_std", "norm.mlp.weight_decay", "mlp.inn.lr"])
 def test_what_multiplies_nothing_is_not_searched(tiny: Recipe, path: str) -> None:
-    with pytest.raises(InputError, match="has no|is not decayed"):
+    with pytest.raises(InputError, match="has no|is not decayed|did you mean mlp.in"):
         space(tiny, f"hyperparameters.modules.{path}")
 
 
-def test_the_betas_of_a_module_and_the_residual_of_a_branch_can_be_searched(tiny: Recipe) -> None:
-    paths = "modules.embedding.beta2", "modules.mlp.out.residual"
-    around = space(tiny, ",".join(f"hyperparameters.{path}" for path in paths))
-    assert list(around.centre.values()) == [1.0, 1.0]
-    for dimension in around.dimensions:
-        moved(tiny, {dimension.path: dimension.high}, seed=1)  # a valid recipe, at either end
-        moved(tiny, {dimension.path: dimension.low}, seed=1)
+def test_the_usual_reach_ends_where_recipes_end(tiny: Recipe) -> None:
+    """A warm-up cannot be longer than the run, lr x decay cannot reach 1."""
+    edge = tiny.replace({"schedule.warmup_tokens": 4_096, "hyperparameters.lr": 0.5})
+    limits = space(edge, "global").limits
+    assert limits["schedule.warmup_tokens"] == (-3, 1.25)  # 4096 x 2^1.25 = 9742 of 10240 tokens
+    assert limits["hyperparameters.lr"] == (-3, 3)  # 4 x 0.1
+    assert limits["hyperparameters.weight_decay"] == (-4, 4)  # 0.5 x 1.6
+    higher = space(edge.replace({"hyperparameters.weight_decay": 1.0}), "global").limits
+    assert higher["hyperparameters.lr"] == (-3, 0.875)
+    whole = edge.replace({"schedule.warmup_tokens": edge.data.tokens})
+    assert "longer than the run" in dict(space(whole, "global").left_out)["schedule.warmup_tokens"]
 
 
-def test_zero_cannot_be_searched_by_factors(tiny: Recipe) -> None:
-    with pytest.raises(InputError, match="it is 0 in the recipe"):
-        space(tiny.replace({"hyperparameters.weight_decay": 0.0}), "global")
+def with_table(recipe: Recipe, **table: Any) -> Recipe:
+    return recipe.replace({"tuning": table})
 
 
-def test_a_point_becomes_a_recipe(tiny: Recipe) -> None:
-    values = {"hyperparameters.lr": 0.02, "hyperparameters.modules.attention.query.lr": 0.5}
-    there = moved(tiny, values, seed=7)
-    assert there.hyperparameters.lr == 0.02
-    assert there.hyperparameters.modules["attention.query"].lr == 0.5
-    assert there.data.seed == 7
-    assert moved(tiny, {}) == tiny
+def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
+    far = {"hyperparameters.modules.*.lr": 1.5, "hyperparameters.modules.mlp.in.lr": [-1, 2], "hyperparameters.lr": 2}
+    recipe = with_table(deep, space="per-module", octaves=far)
+    around = space(recipe)
+    assert set(around.paths) == {*space(deep, "per-module").paths, "hyperparameters.lr"}
+    assert around.limits["hyperparameters.modules.embedding.lr"] == (-1.5, 1.5)
+    assert around.limits["hyperparameters.modules.mlp.in.lr"] == (-1, 2)  # the last that fits
+    assert around.limits["hyperparameters.modules.mlp.in.init_std"] == (-3, 3)
+    assert space(recipe, "recipe") == around
+    # --space says what, the table how far; so a study's paths give its space again.
+    assert space(recipe, "global").limits == space(deep, "global").limits | {"hyperparameters.lr": (-2, 2)}
+    assert space(recipe, ",".join(around.paths)) == around
+    assert space(with_table(deep, octaves={"batch.tokens": 1})).limits == {"batch.tokens": (-1, 1)}
+    assert space(with_table(deep, space="global, hyperparameters.depth.lr[0]")).paths[-1].endswith("lr[0]")
+    assert space(deep) == space(deep, "global")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('"hyperparameters.lrr" = 2', r"\[tuning.octaves\] hyperparameters.lrr: not a value to search; there are"),
+        ('"hyperparameters.modules.mlp.inn.lr" = 2', r"\[tuning.octaves\] .* did you mean mlp.in\?"),
+        ('"hyperparameters.lr" = [2, 1]', "2 to 1 octaves; the lowest is below 0"),
+        ('"hyperparameters.lr" = 0', "0 to 0 octaves; the lowest is below 0"),
+        ('"hyperparameters.lr" = [0, 2]', "0 to 2 octaves; the lowest is below 0"),
+        ('"hyperparameters.lr" = [-1, 1, 2]', "octaves to either side, or"),
+        ('"hyperparameters.lr" = "2"', "octaves to either side, or"),
+        ('"hyperparameters.lr" = ["a", 2]', "input should be a valid number, not 'a'"),
+        ('"hyperparameters.lr" = inf', "less than or equal to 64|finite"),
+        ("hyperparameters.lr = 2", "the path in quotes"),
+        ('"schedule.warmup_tokens" = 4', r"warmup_tokens: \+4 octaves are no recipe: warmup_tokens 16,384 is longer"),
+        ('"batch.tokens" = [-6, 1]', "-6 octaves are no recipe: a batch of 4 tokens is less than half a sequence"),
+        ('"hyperparameters.lr" = [-1, 12]', r"\+12 octaves are no recipe: .*lr x weight_decay"),
+    ],
+)
+def test_what_a_table_cannot_say(tiny_text: str, table: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as told:
+        space(parse_recipe(f"{tiny_text}\n[tuning.octaves]\n{table}\n", "tiny.toml"))
+    assert "\n" not in str(told.value)
+
+
+def test_a_table_that_says_nothing_or_something_else(tiny_text: str) -> None:
+    for table, message in (
+        ("[tuning]", "it is empty; write space"),
+        ('[tuning]\nspaces = "global"', "no such key; did you mean space"),
+        ('[tuning]\nspace = "gobal"', r"\[tuning\] space = gobal: not a value to search"),
+    ):
+        with pytest.raises(InputError, match=message):
+            space(parse_recipe(f"{tiny_text}\n{table}\n", "tiny.toml"))
+
+
+def test_a_table_is_kept_in_the_file_and_set_from_the_command_line(deep: Recipe, tmp_path: Path) -> None:
+    far = {"hyperparameters.modules.*.lr": 1.5, "hyperparameters.depth.lr[2]": [-1, 2], "hyperparameters.lr": 2}
+    recipe = with_table(deep, space="per-module", octaves=far)
+    assert parse_recipe(render(recipe), "x") == recipe
+    assert parse_recipe(render(recipe, render(deep)), "x") == recipe
+    assert parse_recipe(render(deep, render(recipe)), "x") == deep
+    path = tmp_path / "recipe.toml"
+    path.write_text(render(recipe))
+    assert '"hyperparameters.lr" = 2' in path.read_text()
+    changed = read_recipe(path, ["tuning.octaves.hyperparameters.lr=[-1, 0.5]", "tuning.space=global"])
+    assert changed.tuning is not None
+    assert changed.tuning.octaves["hyperparameters.lr"] == (-1, 0.5)
+    assert changed.tuning.space == "global"
+    # What is searched is no part of what is computed: a run folder takes the recipe with it or without.
+    assert differences(recipe, deep) == []

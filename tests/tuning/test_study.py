@@ -185,7 +185,9 @@ def test_a_point_that_is_no_recipe_counts_as_diverged(tiny: Recipe, tokens: Toke
     """lr x weight_decay above 1 is no recipe; a search may well ask for it."""
     edge = tiny.replace({"hyperparameters.lr": 0.9, "hyperparameters.weight_decay": 1.0, "data.tokens": 1024})
     edge = edge.replace({"schedule.warmup_tokens": 256})
-    with Study(tmp_path / "study", edge, space(edge, "hyperparameters.lr"), "random", tokens) as study:
+    around = space(edge, "hyperparameters.lr")
+    wide = replace(around, dimensions=(replace(around.dimensions[0], high=3.0),))
+    with Study(tmp_path / "study", edge, wide, "random", tokens) as study:
         state = study.run(6, 1)
     beyond = [trial for trial in state.trials if trial.values["hyperparameters.lr"] >= 1]
     assert beyond

@@ -144,7 +144,7 @@ _GIVEN = {
     "arch.qk_norm_width": "head",
 }
 # Parts of a recipe that tell how to go about a training, not what is trained.
-_LEAVENS_OWN = {"name", "why", "evaluation", "stability", "data", "layout", "precision"}
+_LEAVENS_OWN = {"name", "why", "tuning", "evaluation", "stability", "data", "layout", "precision"}
 
 
 def diff_in_terms(

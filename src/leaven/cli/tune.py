@@ -15,7 +15,14 @@ def tune(
     study: Annotated[Path, typer.Option(metavar="DIR", help="The study's folder.", show_default=False)],
     trials: Annotated[int, typer.Option(min=1, help="How many trials, those that have ended before included.")] = 32,
     method: Annotated[str, typer.Option(help="trust-region, random, tpe, cma or gp.")] = "trust-region",
-    space: Annotated[str, typer.Option(help="global, per-module, or recipe paths with commas.")] = "global",
+    space: Annotated[
+        str | None,
+        typer.Option(
+            help="global, per-module (some 30 values), per-module-full (some 90), or paths with commas; "
+            "[tuning] of the recipe if not given, or global.",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread each (one a core).")] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,

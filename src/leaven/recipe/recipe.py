@@ -15,6 +15,7 @@ from leaven.recipe.init_std import require_one_rule
 from leaven.recipe.layout import Layout
 from leaven.recipe.schedule import Schedule
 from leaven.recipe.shape import ModelShape
+from leaven.recipe.tuning import Tuning
 
 RuleName = Literal["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"]
 
@@ -115,6 +116,10 @@ class Evaluation(Part):
     every_tokens: int | None = Field(default=None, gt=0)
 
 
+# The parts of a recipe that no loss depends on.
+NOT_NUMBERS = {"name", "why", "layout", "tuning"}
+
+
 class Recipe(Part):
     """A run. Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` says what each parameter gets."""
 
@@ -130,6 +135,7 @@ class Recipe(Part):
     layout: Layout = Layout()
     stability: Stability = Stability()
     evaluation: Evaluation = Evaluation()
+    tuning: Tuning | None = None
     why: dict[str, str] = {}
 
     @model_validator(mode="after")
@@ -210,13 +216,15 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def split_path(path: str) -> list[str]:
-    """The keys of a dotted path; what stands between ``modules.`` and the last key is one module's name."""
+    """The keys of a dotted path; what stands between ``modules.`` and the last key is one module's name, and what
+    comes after ``why.`` and ``tuning.octaves.`` is a path itself."""
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):
         module, _, leaf = path.removeprefix(prefix).replace('"', "").rpartition(".")
         return ["hyperparameters", "modules", module, leaf] if module else ["hyperparameters", "modules", leaf]
-    if path.startswith("why."):
-        return ["why", path.removeprefix("why.").replace('"', "")]
+    for table in ("why", "tuning.octaves"):
+        if path.startswith(f"{table}."):
+            return [*table.split("."), path.removeprefix(f"{table}.").replace('"', "")]
     return path.split(".")
 
 
@@ -237,9 +245,9 @@ Difference = tuple[str, Any, Any]
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
     """Where two recipes differ in what is computed: (dotted path, value in a, value in b).
 
-    Name, reasons and layout are left out: they are not part of the numbers.
+    Name, reasons, layout and what is searched are left out: they are not part of the numbers.
     """
-    return _differences(*(recipe.model_dump(exclude={"name", "why", "layout"}) for recipe in (a, b)))
+    return _differences(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:

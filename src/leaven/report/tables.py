@@ -175,7 +175,7 @@ def verdict(gain: float | None) -> str:
 
 def provenance(recipe: Recipe) -> Html:
     """Every value of a recipe under the reason it was chosen for; those without one are folded away."""
-    document = recipe.model_dump(exclude={"why", "name"}, exclude_none=True)
+    document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     by_reason: dict[str | None, list[Html]] = {}
     for path, setting in flatten(document).items():
         neutral = path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")) and setting in (1.0, (1.0,))
@@ -202,8 +202,8 @@ def provenance(recipe: Recipe) -> Html:
 
 
 def _why(recipe: Recipe, path: str) -> str | None:
-    """The reason written for a path, or for the part that it stands in."""
-    candidates = [key for key in recipe.why if path == key or path.startswith(f"{key}.")]
+    """The reason written for a path, a point of it (``hyperparameters.depth.lr[2]``), or the part it stands in."""
+    candidates = [key for key in recipe.why if path == key.partition("[")[0] or path.startswith(f"{key}.")]
     return recipe.why[max(candidates, key=len)] if candidates else None
 
 

@@ -79,7 +79,7 @@ def transfer(
         "model": shape.model_dump(),
         "start": recipe.start.model_dump() if shape == recipe.model else {},
         "data.tokens": target_tokens,
-        "batch": _batch(recipe, target_batch, longer),
+        "batch": moved_batch(recipe, target_batch, longer),
         # An inverse square root is counted from the end of the warm-up: one that there was never vanishes.
         "schedule.warmup_tokens": max(
             round(recipe.schedule.warmup_tokens * longer), min(recipe.schedule.warmup_tokens, 1)
@@ -109,7 +109,8 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
     return scale if implied else scale | {name: getattr(shape, name) for name in ("d_ff", "d_head", "n_kv_heads")}
 
 
-def _batch(recipe: Recipe, tokens: int, longer: float) -> dict[str, Any]:
+def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
+    """``[batch]`` with batches of so many tokens, in a run so much longer; ramp and stages move along."""
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
     moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch}

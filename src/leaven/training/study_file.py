@@ -13,6 +13,7 @@ class Dimension:
     centre: float  # the value in the recipe that the search started from
     low: float  # octaves, below 0
     high: float
+    scale: float = 1.0  # octaves from the start within which its optimum is likely: the unit of a search's steps
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,68 @@
-"""What is searched: values of a recipe, each over some octaves around the centre."""
+"""What is searched: values of a recipe, each so many octaves around where the recipe has it.
 
-from collections.abc import Mapping
+``global`` has the values that hold for all modules. ``per-module`` has by module what Mlodozeniec et al. 2025 (arXiv
+2512.22382) tuned so and what matters first, lr, init_std and residual; of the lr two points over depth, which brought
+less than module types, but something; and the rest of the optimiser globally: about 30. ``per-module-full`` has every
+quantity by module and over depth, about 90. A lr of each layer and module apart brought them next to nothing.
+
+Where all modules have a multiplier, the global value times c and the multipliers over c are the same model: a valley
+without a lowest point, in which no value has an importance of its own. So the global value is not searched beside its
+multipliers; all of them together are what moves it, and a search of them starts at the best global values. For the
+same reason the middle point of a depth profile stays: the modules of the blocks set its mean, its ends do the rest.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import copysign
+from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.hyperparameters import Multipliers
+from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
+from leaven.training.study_file import Dimension
+from leaven.tuning import point
+from leaven.tuning.point import GLOBAL, QUANTITIES, moved
 
-# Octaves to either side of the centre. The landscape is flat near the optimum (half an octave of lr costs about 0.1%
-# of the loss) and falls off a cliff far above it, so the box is wide and the search starts in its middle.
-_REACH = {"lr": 3.0, "init_std": 2.0, "weight_decay": 3.0, "residual": 1.5, "eps": 6.0, "beta1": 2.0, "beta2": 2.0}
-_MODULES_ONLY = ("beta1", "beta2")  # as multipliers of 1 - beta; the betas themselves have no octaves around them
-_GLOBAL = ("lr", "init_std", "weight_decay", "residual")
+__all__ = ["SETS", "Dimension", "Space", "moved", "space"]
+
+SETS = ("global", "per-module", "per-module-full")
+_FINEST = 1 / 8  # octave: a value that cannot move so far is not searched
 
 
-@dataclass(frozen=True)
-class Dimension:
-    """One searched value, on a log scale: ``centre`` times 2 to the power of -reach to +reach."""
+class Reach(NamedTuple):
+    """How far a value is searched to either side, and in which steps, in octaves."""
 
-    path: str
-    centre: float
-    reach: float
+    octaves: float
+    scale: float  # a first step is half of it: 0.5 for lr, init and residual, 1 for decay, eps and 1 - beta
+    why: str
 
-    @property
-    def low(self) -> float:
-        return self.centre * 2**-self.reach
 
-    @property
-    def high(self) -> float:
-        return self.centre * 2**self.reach
+# "Published" is what the catalogue has (leaven recipes), "open runs" those of Step Law.
+REACH = {
+    "lr": Reach(
+        3.0, 1.0, "open runs: half an octave costs 0.1% of the loss, 1.15 octaves 0.5%; modules' cliffs lie apart"
+    ),
+    "init_std": Reach(3.0, 1.0, "published: 0.004 to 0.08, around 0.02; embeddings up to 1"),
+    "residual": Reach(3.0, 1.0, "named inits divide the branch ends by sqrt(2 n_layers): 3 octaves at 32 blocks"),
+    "weight_decay": Reach(4.0, 2.0, "published: 0.01 to 0.1, which are 3.3 octaves"),
+    "beta1": Reach(2.0, 2.0, "0.9 becomes 0.66 to 0.974; published: 0.9"),
+    "beta2": Reach(4.0, 2.0, "0.95 becomes 0.44 to 0.9968; published: 0.95 to 0.999"),
+    "eps": Reach(6.0, 2.0, "published: 1e-9 to 1e-5, mostly 1e-8; it acts only where it comes near the gradients"),
+    "warmup_tokens": Reach(3.0, 2.0, "published, where told as a share of the run: 0.5% to 1%"),
+    "tokens": Reach(2.0, 1.0, "open runs: two octaves cost 0.9% down and 1.3% up even with the lr found anew"),
+}
 
 
 @dataclass(frozen=True)
 class Space:
+    """``left_out`` are values that the space would have had: path and reason."""
+
+    recipe: Recipe
     dimensions: tuple[Dimension, ...]
+    left_out: tuple[tuple[str, str], ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -43,53 +72,142 @@ class Space:
     def centre(self) -> dict[str, float]:
         return {dimension.path: dimension.centre for dimension in self.dimensions}
 
+    @property
+    def limits(self) -> dict[str, tuple[float, float]]:
+        """Octaves, the lowest and the highest: what ``leaven.tuning.search`` takes."""
+        return {dimension.path: (dimension.low, dimension.high) for dimension in self.dimensions}
 
-def space(recipe: Recipe, which: str) -> Space:
-    """``global``, ``per-module`` (global and one lr multiplier a module), or paths with commas between them.
+    def values(self, octaves: Mapping[str, float]) -> dict[str, float]:
+        """The recipe's values at a point."""
+        return point.values(self.recipe, octaves)
+
+
+def space(recipe: Recipe, which: str | None = None) -> Space:
+    """A space around the recipe. The values that it has not, or that are 0, are left out; by name they are refused.
+
+    Args:
+        which: with commas between: one of ``SETS``, paths, patterns of paths with ``*``. ``recipe`` is what its
+            ``[tuning]`` says. Without, that, and ``global`` where there is none.
 
     Raises:
-        InputError: if a path is no searchable value of the recipe, or is 0, around which there are no octaves.
+        InputError: if a path is nothing to search, or there is no recipe as far away as it says itself.
     """
-    paths = [f"hyperparameters.{name}" for name in _GLOBAL if getattr(recipe.hyperparameters, name) is not None]
-    if which == "per-module":
-        paths += [f"hyperparameters.modules.{module}.lr" for module in recipe.model.modules]
-    elif which != "global":
-        paths = [path.strip() for path in which.split(",")]
-    return Space(tuple(_dimension(recipe, path) for path in paths))
+    tuning = recipe.tuning
+    if which is None:
+        which = "recipe" if tuning else "global"
+    if which == "recipe":
+        if tuning is None:
+            raise InputError(f"--space recipe: it has no [tuning]; write one, or take {', '.join(SETS)}")
+        asked = [("[tuning] space =", name) for name in (tuning.space or "").split(",") if tuning.space]
+        asked += [("[tuning.octaves]", pattern) for pattern in tuning.octaves]
+    else:
+        asked = [("--space", name) for name in which.split(",")]
+    known = point.searchable(recipe)
+    ends = {
+        path: both
+        for pattern, both in (tuning.octaves if tuning else {}).items()
+        for path in _paths(recipe, known, "[tuning.octaves]", pattern)
+    }
+    found: dict[str, Dimension] = {}
+    left_out: dict[str, str] = {}
+    for origin, name in ((origin, name.strip()) for origin, name in asked):
+        for path in _paths(recipe, known, origin, name):
+            if reason := _nothing(recipe, path):
+                left_out[path] = reason
+            else:
+                found[path] = _dimension(recipe, path, ends.get(path))
+            if path == name and path in left_out:
+                raise InputError(f"{origin} {path}: {left_out[path]}")
+    if not found:
+        raise InputError(f"--space {which}: nothing is left to search; {next(iter(left_out.values()))}")
+    return Space(recipe, tuple(found.values()), tuple(left_out.items()))
 
 
-def _dimension(recipe: Recipe, path: str) -> Dimension:
-    keys = split_path(path)
-    centre: float | None = None
-    if keys[:2] == ["hyperparameters", "modules"] and len(keys) == 4 and keys[2] in recipe.model.modules:
-        centre = getattr(recipe.hyperparameters.modules.get(keys[2], Multipliers()), keys[3], None)
-    elif keys[0] == "hyperparameters" and keys[-1] not in _MODULES_ONLY and len(keys) == 2:
-        centre = getattr(recipe.hyperparameters, keys[1], None)
-    reach = _REACH.get(keys[-1])
-    if path == "hyperparameters.init_std" and centre is None:
-        raise InputError(
-            f'--space {path}: init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
+def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
+    """What a name stands for: a set, a pattern, a path."""
+
+    def by_module(*quantities: str) -> list[str]:
+        modules = [path for path in known if path.startswith("hyperparameters.modules.")]
+        return [path for quantity in quantities for path in modules if path.endswith(f".{quantity}")]
+
+    def over_depth(*quantities: str) -> list[str]:
+        points = [point.depth_points(recipe, quantity) for quantity in quantities]
+        return [path for each in points for path in each if path != each[len(each) // 2]]
+
+    match name:
+        case "global":
+            return list(GLOBAL)
+        case "per-module":
+            rest = [f"hyperparameters.{quantity}" for quantity in ("weight_decay", "beta1", "beta2", "eps")]
+            return [*by_module("lr", "init_std", "residual"), *over_depth("lr"), *rest]
+        case "per-module-full":
+            return [*by_module(*QUANTITIES), *over_depth(*QUANTITIES)]
+    path = name.replace('"', "")
+    found = [one for one in known if fnmatchcase(one, path.replace("[", "[[]"))] if "*" in path else [path]
+    if not found or not set(found) <= {*known, *GLOBAL}:
+        raise InputError(f"{origin} {name}: {_refusal(recipe, path)}")
+    return found
+
+
+def _refusal(recipe: Recipe, path: str) -> str:
+    """Why a path is nothing to search in a recipe."""
+    keys, reason = split_path(path), None
+    if path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES:
+        reason = point.refusal(recipe.hyperparameters, recipe.model.roles, keys[2], keys[3])
+    points = point.depth_points(recipe, "lr")
+    return reason or (
+        f"not a value to search; there are {', '.join(GLOBAL)}, {' '.join(points).replace('.lr[', '.QUANTITY[')} "
+        f"and hyperparameters.modules.MODULE.QUANTITY with QUANTITY one of {', '.join(QUANTITIES)} "
+        f"and MODULE one of {', '.join(recipe.model.modules)}"
+    )
+
+
+def _nothing(recipe: Recipe, path: str) -> str | None:
+    """Why there are no octaves around a value."""
+    value, quantity = point.value_at(recipe, path), _quantity(path)
+    if value is None:
+        return (
+            f'init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
             "hyperparameters.modules.MODULE.init_std, or write an init_std"
         )
-    if len(keys) == 4 and centre is not None:
-        probe = {keys[2]: Multipliers.model_validate({keys[3]: 2.0})}
-        try:
-            recipe.hyperparameters.model_copy(update={"modules": probe}).require_modules(recipe.model.roles)
-        except ValueError as error:
-            raise InputError(f"--space {path}: {error}") from None
-    if centre is None or reach is None:
-        known = ", ".join(f"hyperparameters.{name}" for name in _REACH if name not in _MODULES_ONLY)
-        raise InputError(
-            f"--space {path}: not a value to search; there are {known}, and "
-            f"hyperparameters.modules.MODULE.{'|'.join(Multipliers.model_fields)} "
-            f"with MODULE one of {', '.join(recipe.model.modules)}"
-        )
-    if centre == 0:
-        raise InputError(f"--space {path}: it is 0 in the recipe, and a search goes by factors; set it above 0")
-    return Dimension(path, float(centre), reach)
+    if value == 0:
+        return "it is 0 in the recipe, and a search goes by factors; set it above 0"
+    if path not in GLOBAL and getattr(recipe.hyperparameters, quantity) == 0:
+        return f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
+    for end in (-_FINEST, _FINEST):
+        if reason := _no_recipe(recipe, path, end):
+            return f"there is no recipe {end:+g} octaves from here: {reason}"
+    return None
 
 
-def moved(recipe: Recipe, values: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """The recipe at a point of the space, and with another seed if one is given."""
-    changes: dict[str, float] = dict(values)
-    return recipe.replace(changes | ({} if seed is None else {"data.seed": seed}))
+def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
+    """One searched value: as far as the recipe says, or as far as the usual, if there is a recipe so far away."""
+    reach = REACH[_quantity(path)]
+    low, high = ends or (_reached(recipe, path, -reach.octaves), _reached(recipe, path, reach.octaves))
+    for end in ends or ():
+        if reason := _no_recipe(recipe, path, end):
+            raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves are no recipe: {reason}")
+    value = point.value_at(recipe, path)
+    assert value is not None
+    return Dimension(path, value, low, high, reach.scale)
+
+
+def _quantity(path: str) -> str:
+    return path.rpartition(".")[2].partition("[")[0]
+
+
+def _reached(recipe: Recipe, path: str, end: float) -> float:
+    """The end, or the farthest from 0 on the way to it at which there is a recipe."""
+    while end and _no_recipe(recipe, path, end):
+        end -= copysign(_FINEST, end)
+    return end
+
+
+def _no_recipe(recipe: Recipe, path: str, octaves: float) -> str | None:
+    try:
+        moved(recipe, {path: octaves})
+    except ValidationError as error:
+        return explain(error)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -90,11 +90,13 @@ class Study:
             write_recipe(self.recipe, centre)
         _mend(journal)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        distributions = {d.path: FloatDistribution(d.low, d.high, log=True) for d in self.space.dimensions}
+        distributions = {d.path: FloatDistribution(d.low, d.high) for d in self.space.dimensions}
         self._study = optuna.create_study(
             study_name=STUDY_NAME,
             storage=JournalStorage(JournalFileBackend(str(journal))),
-            sampler=sampler(self.method, Axes(self.space.centre, distributions), self.recipe.data.seed),
+            sampler=sampler(
+                self.method, Axes(dict.fromkeys(self.space.paths, 0.0), distributions), self.recipe.data.seed
+            ),
             load_if_exists=True,
         )
         settings = {"space": list(self.space.paths), "method": self.method, "text": self._text}
@@ -106,7 +108,7 @@ class Study:
                 listed = f"{key} {there if isinstance(there, str) else ','.join(there)}"
                 raise InputError(f"--study {self.folder} was begun with {listed}; give it the same, or use another")
         if not self._study.trials:
-            self._study.enqueue_trial(self.space.centre)
+            self._study.enqueue_trial(dict.fromkeys(self.space.paths, 0.0))
 
     def run(
         self,
@@ -141,21 +143,21 @@ class Study:
         while not stop():
             while len(pending) < workers and len(self._ended()) + len(pending) < trials:
                 trial = self._study.ask()
-                values = {d.path: trial.suggest_float(d.path, d.low, d.high, log=True) for d in self.space.dimensions}
-                pending[self._start(pool, values)] = trial
+                octaves = {d.path: trial.suggest_float(d.path, d.low, d.high) for d in self.space.dimensions}
+                pending[self._start(pool, octaves)] = trial
             if not pending:
                 return
             for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
                 trial = pending.pop(future)
                 if self._tell(trial, future):
-                    ended = {record.number: record for record in map(_record, self._ended())}
+                    ended = {record.number: record for record in map(self._record, self._ended())}
                     on_trial(ended[trial.number], min(ended.values(), key=_rank))
                     self.save()
 
-    def _start(self, pool: Pool, values: dict[str, float]) -> "Future[Outcome]":
+    def _start(self, pool: Pool, octaves: dict[str, float]) -> "Future[Outcome]":
         """A trial at work. One whose values make no recipe (lr x weight_decay above 1, say) has diverged already."""
         try:
-            recipe = moved(self.recipe, values)
+            recipe = moved(self.recipe, octaves)
         except ValueError:
             future: Future[Outcome] = Future()
             future.set_result(Outcome(hopeless(self.recipe.model.vocab_size), True, 0, 0.0, 0))
@@ -232,8 +234,8 @@ class Study:
         return reruns
 
     def _finalists(self) -> list[FrozenTrial]:
-        fit = [trial for trial in self._ended() if _record(trial).state == "complete"]
-        return sorted(fit, key=lambda trial: _rank(_record(trial)))[:FINALISTS]
+        fit = [trial for trial in self._ended() if self._record(trial).state == "complete"]
+        return sorted(fit, key=lambda trial: _rank(self._record(trial)))[:FINALISTS]
 
     def state(self) -> StudyState:
         """The study as it stands; ``best`` and ``noise_floor`` are None until the finalists are judged."""
@@ -256,7 +258,8 @@ class Study:
             space=self.space.paths,
             noise_floor=noise,
             best=best,
-            trials=tuple(_record(trial) for trial in [*self._ended(), *running]),
+            dimensions=self.space.dimensions,
+            trials=tuple(self._record(trial) for trial in [*self._ended(), *running]),
         )
 
     def save(self) -> StudyState:
@@ -281,16 +284,29 @@ class Study:
     def best_recipe(self, state: StudyState) -> Recipe:
         """The winner as a recipe, with its base pinned at this scale and a reason for every searched value."""
         assert state.best is not None
-        values = next(trial.values for trial in state.trials if trial.number == state.best.number)
+        trial = next(trial for trial in state.trials if trial.number == state.best.number)
         low, high = state.best.interval
         reason = (
             f"study {state.name}, trial {state.best.number} of {len(state.trials)} ({state.method}); "
             f"validation loss {state.best.loss:.4f}, 95% interval {low:.4f} to {high:.4f} over {SEEDS} fresh seeds"
         )
         centre = self.space.centre
-        why = {path: f"{reason}; {value / centre[path]:.2f} x the start" for path, value in values.items()}
+        why = {path: f"{reason}; {value / centre[path]:.2f} x the start" for path, value in trial.values.items()}
         base = self.recipe.base.model_dump()
-        return moved(self.recipe, values).replace({"scaling.base": base, "why": self.recipe.why | why})
+        return moved(self.recipe, trial.octaves or {}).replace({"scaling.base": base, "why": self.recipe.why | why})
+
+    def _record(self, trial: FrozenTrial) -> Trial:
+        ran = trial.user_attrs
+        state = {TrialState.RUNNING: "running", TrialState.COMPLETE: "complete"}.get(trial.state, "failed")
+        return Trial(
+            number=trial.number,
+            state="diverged" if ran.get("diverged") else state,
+            loss=trial.value,
+            values=self.space.values(trial.params),
+            octaves=dict(trial.params),
+            seconds=ran.get("seconds"),
+            tokens_per_second=ran["tokens"] / ran["seconds"] if ran.get("seconds") else None,
+        )
 
 
 def _mend(journal: Path) -> None:
@@ -300,19 +316,6 @@ def _mend(journal: Path) -> None:
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             os.truncate(journal, whole)
-
-
-def _record(trial: FrozenTrial) -> Trial:
-    ran = trial.user_attrs
-    state = {TrialState.RUNNING: "running", TrialState.COMPLETE: "complete"}.get(trial.state, "failed")
-    return Trial(
-        number=trial.number,
-        state="diverged" if ran.get("diverged") else state,
-        loss=trial.value,
-        values=dict(trial.params),
-        seconds=ran.get("seconds"),
-        tokens_per_second=ran["tokens"] / ran["seconds"] if ran.get("seconds") else None,
-    )
 
 
 def _rank(trial: Trial) -> tuple[bool, float]:

@@ -1,0 +1,46 @@
+"""What ``leaven tune`` searches, where the recipe says it. No part of what is trained."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from leaven.recipe.base import Part
+
+Octaves = Annotated[float, Field(ge=-64, le=64)]  # no hyperparameter spans 2^64, and floats end at 2^1024
+
+
+def _both_sides(value: Any) -> Any:
+    """A plain number is as far down as up."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = (-value, value)
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError('write "path" = 2, octaves to either side, or "path" = [-1, 3]; the path in quotes')
+    low, high = value
+    if isinstance(low, int | float) and isinstance(high, int | float) and not low < 0 < high:
+        raise ValueError(
+            f"{low:g} to {high:g} octaves; the lowest is below 0, the recipe's own value, the other above"
+        )
+    return (low, high)
+
+
+def _written(ends: tuple[float, float]) -> Any:
+    return ends[1] if ends[0] == -ends[1] else ends
+
+
+Ends = Annotated[tuple[Octaves, Octaves], BeforeValidator(_both_sides), PlainSerializer(_written)]
+
+
+class Tuning(Part):
+    """``space`` is what ``leaven tune --space`` takes. ``octaves`` has paths of the recipe, or patterns of them with
+    ``*``, and how far from the recipe's value each is searched; where several fit a path, the last holds. What it
+    names is searched besides the space. ``--space`` takes the place of both, and ``octaves`` still says how far.
+    """
+
+    space: str | None = Field(default=None, min_length=1)
+    octaves: dict[str, Ends] = {}
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Tuning":
+        if self.space is None and not self.octaves:
+            raise ValueError('it is empty; write space = "per-module", or a table octaves, or take it out')
+        return self

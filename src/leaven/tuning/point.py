@@ -1,0 +1,124 @@
+"""A point of a space as a recipe: every value so many octaves from where the recipe has it.
+
+What an octave is. Upwards a value doubles, but for
+
+- ``beta1`` and ``beta2``: ``beta ** 2^x``, half the half-life of the moment, so that beta stays within (0, 1); to
+  first order it doubles 1 - beta. The multipliers of modules and depth do the same to the rest of the table.
+- ``schedule.warmup_tokens``: whole tokens, one at least.
+- ``batch.tokens``: whole sequences; a ramp or stages keep their shares of the batch. Sequences and their order stay:
+  they are cut into other batches, and a run has fewer steps the larger they are (it ends with the batch that reaches
+  ``data.tokens``). A recipe without a base gets its own scale for one, so that the scaling rule moves lr, betas, eps
+  and decay with the batch, as :func:`leaven.scaling.transfer.transfer` does: else a batch is only as good as the lr
+  found for another. With ``rule = "standard"`` nothing moves along.
+- ``hyperparameters.depth.lr[2]``, a point of a depth profile. A profile of one point stands for three equal ones.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from leaven.recipe.hyperparameters import DepthProfile, Hyperparameters, Multipliers
+from leaven.recipe.recipe import Recipe, split_path
+from leaven.recipe.shape import Role
+from leaven.scaling.transfer import moved_batch
+
+QUANTITIES = tuple(Multipliers.model_fields)
+WARM_UP, BATCH = "schedule.warmup_tokens", "batch.tokens"
+GLOBAL = (*(f"hyperparameters.{quantity}" for quantity in QUANTITIES), WARM_UP, BATCH)
+POINTS = 3  # of a depth profile: a tilt and a bend
+
+_BETAS = {"hyperparameters.beta1", "hyperparameters.beta2"}
+_POINT = re.compile(r"hyperparameters\.depth\.(\w+)\[(\d+)\]")
+
+
+def searchable(recipe: Recipe) -> tuple[str, ...]:
+    """The paths of all values that have something to act on, in the order of quantities and of the forward pass."""
+    paths = [path for path in GLOBAL if value_at(recipe, path) is not None]
+    roles = recipe.model.roles
+    for quantity in QUANTITIES:
+        modules = (module for module in roles if refusal(recipe.hyperparameters, roles, module, quantity) is None)
+        paths += [f"hyperparameters.modules.{module}.{quantity}" for module in modules]
+    return tuple(paths + [path for quantity in QUANTITIES for path in depth_points(recipe, quantity)])
+
+
+def refusal(base: Hyperparameters, roles: Mapping[str, Role], module: str, quantity: str) -> str | None:
+    """Why a multiplier of a module has nothing to multiply; None if it has."""
+    probe = {module: Multipliers.model_validate({quantity: 2.0})}
+    try:
+        base.model_copy(update={"modules": probe}).require_modules(roles)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def depth_points(recipe: Recipe, quantity: str) -> list[str]:
+    """The points of a depth profile that some block feels: of one block only the first."""
+    n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
+    felt = []
+    for point in range(points):
+        only = tuple(2.0 if other == point else 1.0 for other in range(points))
+        if any(DepthProfile.at(only, layer, n_layers) != 1 for layer in range(n_layers)):
+            felt.append(f"hyperparameters.depth.{quantity}[{point}]")
+    return felt
+
+
+def _profile(recipe: Recipe, quantity: str) -> tuple[float, ...]:
+    stated: tuple[float, ...] = getattr(recipe.hyperparameters.depth, quantity)
+    return stated if len(stated) > 1 else stated * min(POINTS, recipe.model.n_layers)
+
+
+def value_at(recipe: Recipe, path: str) -> float | None:
+    """What the recipe has at a searchable path; None for an init_std that it has not."""
+    if point := _POINT.fullmatch(path):
+        return _profile(recipe, point[1])[int(point[2])]
+    *outer, last = split_path(path)
+    if outer[1:]:
+        value = getattr(recipe.hyperparameters.modules.get(outer[2], Multipliers()), last)
+    else:
+        value = getattr(getattr(recipe, outer[0]), last)
+    return None if value is None else float(value)
+
+
+def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, float]:
+    """The recipe's values at a point, by path; 0 octaves are the value itself, to the last bit.
+
+    Raises:
+        ValueError: below one sequence a batch.
+    """
+    return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
+
+
+def _moved_value(recipe: Recipe, path: str, octaves: float) -> float:
+    value, factor = value_at(recipe, path), math.exp2(octaves)
+    assert value is not None, f"{path} is nothing to search"
+    if path in _BETAS:
+        return math.pow(value, factor)
+    if path == WARM_UP:
+        return max(round(value * factor), 1)
+    if path == BATCH:
+        sequences = round(value * factor / recipe.model.seq_len)
+        if not sequences:
+            raise ValueError(f"a batch of {value * factor:.0f} tokens is less than half a sequence")
+        return sequences * recipe.model.seq_len
+    return value * factor
+
+
+def moved(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
+    """The recipe at a point, octaves by path, and with another seed if one is given. At 0 it is the recipe itself.
+
+    Raises:
+        ValueError: if there is no recipe: lr x weight_decay above 1, a warm-up longer than the run.
+    """
+    changes: dict[str, Any] = {} if seed is None else {"data.seed": seed}
+    for path, value in values(recipe, {path: x for path, x in octaves.items() if x != 0}).items():
+        if point := _POINT.fullmatch(path):
+            whole = f"hyperparameters.depth.{point[1]}"
+            profile = changes.get(whole, _profile(recipe, point[1]))
+            changes[whole] = tuple(value if i == int(point[2]) else old for i, old in enumerate(profile))
+        elif path == BATCH:
+            changes["batch"] = moved_batch(recipe, int(value))
+            changes["scaling.base"] = recipe.base.model_dump()
+        else:
+            changes[path] = value
+    return recipe.replace(changes)

@@ -1,0 +1,172 @@
+"""A point of a space as a recipe."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leaven.recipe.files import parse_recipe, render
+from leaven.scaling.table import ParameterTable, resolve
+from leaven.tuning.point import moved, values
+from leaven.tuning.space import space
+
+RECIPE = parse_recipe(
+    """
+name = "deep"
+data = { source = "python-stdlib", tokens = 10_240 }
+schedule = { warmup_tokens = 1_024 }
+
+[model]
+n_layers = 5
+d_model = 16
+n_heads = 2
+n_kv_heads = 1
+d_head = 8
+d_ff = 32
+vocab_size = 320
+seq_len = 32
+qk_norm = true
+
+[batch]
+tokens = 512
+ramp = { start_tokens = 128, increment_tokens = 128, over_tokens = 4_096 }
+
+[hyperparameters]
+lr = 0.1
+init_std = 0.1
+modules = { "mlp.in" = { lr = 1.3, weight_decay = 0.7 } }
+depth = { lr = [1.1] }
+
+[scaling]
+base = { width = 8, depth = 2, batch_tokens = 256, tokens = 5_120, d_head = 4 }
+""",
+    "deep.toml",
+)
+EVERYTHING = "global,per-module,per-module-full,hyperparameters.depth.*"
+AROUND = space(RECIPE, EVERYTHING)
+POINTS = st.fixed_dictionaries({}, optional={path: st.floats(*ends) for path, ends in AROUND.limits.items()})
+
+
+def column(table: ParameterTable, quantity: str) -> dict[str, float]:
+    return {row.name: getattr(row, quantity) for row in table.rows}
+
+
+def test_no_octaves_are_the_recipe_to_the_last_bit() -> None:
+    nowhere = dict.fromkeys(AROUND.paths, 0.0)
+    assert moved(RECIPE, nowhere) == moved(RECIPE, {}) == RECIPE
+    assert values(RECIPE, nowhere) == AROUND.centre == AROUND.values(nowhere)
+    other = moved(RECIPE, {}, seed=7)
+    assert other.data.seed == 7
+    assert other.replace({"data.seed": RECIPE.data.seed}) == RECIPE
+
+
+@settings(max_examples=40)
+@given(POINTS)
+def test_a_point_within_the_space_is_a_recipe_or_none(octaves: dict[str, float]) -> None:
+    stated = values(RECIPE, octaves)
+    if stated.get("hyperparameters.lr", 0.1) * stated.get("hyperparameters.weight_decay", 0.1) >= 1:
+        with pytest.raises(ValueError, match="lr x weight_decay"):
+            moved(RECIPE, octaves)
+        return
+    there = moved(RECIPE, octaves)
+    assert parse_recipe(render(there, render(RECIPE)), "x") == there
+    assert values(there, dict.fromkeys(octaves, 0.0)) == stated
+    for row in resolve(there).rows:
+        numbers = (row.lr, row.init_std, row.weight_decay, row.eps, row.multiplier)
+        assert all(math.isfinite(number) and number >= 0 for number in numbers)
+        assert 0 < row.beta1 < 1
+        assert 0 < row.beta2 < 1
+
+
+@given(st.sampled_from([d for d in AROUND.dimensions if d.path != "batch.tokens"]), st.data())
+def test_a_value_moves_as_far_as_it_says_and_nothing_else_does(dimension, data: st.DataObject) -> None:
+    octaves = data.draw(st.floats(dimension.low, dimension.high))
+    now = values(RECIPE, {dimension.path: octaves})[dimension.path]
+    if dimension.path.startswith("hyperparameters.beta"):
+        # The half-life in steps, ln 2 / -ln beta, is divided by 2^x.
+        assert math.log(dimension.centre) / math.log(now) == pytest.approx(2**-octaves)
+    elif dimension.path == "schedule.warmup_tokens":
+        assert now == pytest.approx(dimension.centre * 2**octaves, abs=0.5)
+    else:
+        assert now / dimension.centre == pytest.approx(2**octaves)
+    others = {path: 0.0 for path in AROUND.paths if path != dimension.path}
+    assert values(moved(RECIPE, {dimension.path: octaves}), others) == {path: AROUND.centre[path] for path in others}
+
+
+def test_1_minus_beta_doubles_to_first_order() -> None:
+    path = "hyperparameters.beta2"
+    recipe = RECIPE.replace({path: 0.999})
+    assert values(recipe, {path: 1.0})[path] == pytest.approx(1 - 2e-3, abs=2e-6)
+    assert values(recipe, {path: -1.0})[path] == pytest.approx(1 - 0.5e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "eps", "residual"])
+def test_a_module_moves_its_own_rows(quantity: str) -> None:
+    module, of = "mlp.out", {"residual": "multiplier"}.get(quantity, quantity)
+    there = moved(RECIPE, {f"hyperparameters.modules.{module}.{quantity}": 1.5})
+    before, after = resolve(RECIPE), resolve(there)
+    for row in after.rows:
+        factor = 2**1.5 if row.module == module else 1.0
+        assert getattr(row, of) == pytest.approx(factor * getattr(before[row.name], of), rel=1e-12), row.name
+    untouched = {"lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "multiplier"} - {of}
+    assert all(column(before, other) == column(after, other) for other in untouched)
+
+
+@pytest.mark.parametrize("beta", ["beta1", "beta2"])
+def test_a_module_has_its_own_memory(beta: str) -> None:
+    there = moved(RECIPE, {f"hyperparameters.modules.embedding.{beta}": 1.0})
+    before, after = column(resolve(RECIPE), beta), column(resolve(there), beta)
+    for name, was in before.items():
+        expected = was**2 if name == "embedding.weight" else was
+        assert after[name] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    # Blocks lie at depth 0, 1/4, 1/2, 3/4, 1; of three points the first is felt by the first half, linearly.
+    ("point", "shares"),
+    [(0, (1, 0.5, 0, 0, 0)), (1, (0, 0.5, 1, 0.5, 0)), (2, (0, 0, 0, 0.5, 1))],
+)
+def test_a_point_of_a_depth_profile_moves_the_blocks_near_it(point: int, shares: tuple[float, ...]) -> None:
+    there = moved(RECIPE, {f"hyperparameters.depth.lr[{point}]": 1.0})
+    before, after = resolve(RECIPE), resolve(there)
+    for row in after.rows:
+        factor = 1.0 if row.layer is None else 1 + shares[row.layer]  # twice the lr at the point itself
+        assert row.lr == pytest.approx(factor * before[row.name].lr, rel=1e-12), row.name
+    for other in ("init_std", "weight_decay", "beta1", "beta2", "eps", "multiplier"):
+        assert column(before, other) == column(after, other)
+
+
+def test_two_points_of_one_profile_move_together() -> None:
+    there = moved(RECIPE, {"hyperparameters.depth.lr[0]": 1.0, "hyperparameters.depth.lr[2]": -1.0})
+    assert there.hyperparameters.depth.lr == (2.2, 1.1, 0.55)
+    again = moved(there, {"hyperparameters.depth.lr[2]": 1.0})
+    assert again.hyperparameters.depth.lr == (2.2, 1.1, 1.1)
+
+
+@given(st.floats(-2, 2))
+def test_a_batch_is_whole_sequences_and_its_ramp_moves_along(octaves: float) -> None:
+    there = moved(RECIPE, {"batch.tokens": octaves})
+    batch, ramp = there.batch, there.batch.ramp
+    assert batch.tokens == round(16 * 2**octaves) * 32
+    assert there.data == RECIPE.data
+    assert there.schedule == RECIPE.schedule
+    assert ramp is not None
+    assert ramp.over_tokens == 4_096
+    # A quarter of the batch, give or take the sequences that three increments are rounded by.
+    assert abs(ramp.start_tokens - batch.tokens / 4) <= 3 * 32
+    assert [size % 32 for _, size in batch.sizes] == [0] * len(batch.sizes)
+
+
+def test_lr_and_the_rest_move_with_the_batch_by_the_rule() -> None:
+    plain = RECIPE.replace({"scaling.base": None, "scaling.rule": "complete-d-p"})
+    there = moved(plain, {"batch.tokens": 2.0})
+    before, after = resolve(plain), resolve(there)
+    assert there.batch.tokens == 4 * plain.batch.tokens
+    assert there.base == plain.base
+    for row in after.rows:
+        # Complete(d)P, Table 1: lr grows as the root of the batch, the half-life in steps falls with it.
+        assert row.lr == pytest.approx(2 * before[row.name].lr), row.name
+        assert math.log(row.beta2) == pytest.approx(4 * math.log(before[row.name].beta2))
+    common = plain.replace({"scaling.rule": "standard"})
+    assert column(resolve(moved(common, {"batch.tokens": 2.0})), "lr") == column(resolve(common), "lr")
