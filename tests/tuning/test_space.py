@@ -40,18 +40,28 @@ def test_global_values(tiny: Recipe) -> None:
 
 
 def test_per_module_has_lr_init_and_residual_by_module_and_the_rest_globally(deep: Recipe) -> None:
-    weights = set(LLAMA) - set(GAINS)
     expected = (
         modules(*LLAMA, quantity="lr")
-        | modules(*weights, quantity="init_std")
+        | modules("embedding", "mlp.gate", "unembedding", quantity="init_std")  # the others: test_valleys.py
         | modules("attention.out", "mlp.out", quantity="residual")
         | {"hyperparameters.depth.lr[0]", "hyperparameters.depth.lr[2]"}
         | {f"hyperparameters.{name}" for name in ("weight_decay", "beta1", "beta2", "eps")}
     )
     around = space(deep, "per-module")
     assert set(around.paths) == expected
-    assert len(around.paths) == len(expected) == 31
+    assert len(around.paths) == len(expected) == 25
     assert set(around.centre.values()) == {1.0, 0.1, 0.9, 0.95, 1e-8}
+    plain = deep.replace({"model.qk_norm": False})
+    without = set(space(plain, "per-module").paths) - set(around.paths)
+    assert without == modules("attention.query", "attention.key", quantity="init_std")
+    gpt = deep.replace(
+        {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.bias": True}
+    )
+    matrices = {"positions", *LLAMA} - {"mlp.gate", *GAINS}
+    assert modules(*matrices, quantity="init_std") | modules("biases", quantity="lr") < set(
+        space(gpt, "per-module").paths
+    )
+    assert len(space(gpt, "per-module").paths) == 32
 
 
 def test_per_module_full_has_all_that_acts(deep: Recipe) -> None:
@@ -141,7 +151,7 @@ def test_what_is_0_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
     with pytest.raises(InputError, match="nothing is left to search"):
         space(still, "hyperparameters.modules.*.weight_decay")
     off = tiny.replace({"hyperparameters.modules": {"mlp.in": {"init_std": 0.0}}})
-    assert [path for path, _ in space(off, "per-module").left_out] == ["hyperparameters.modules.mlp.in.init_std"]
+    assert [path for path, _ in space(off, "per-module-full").left_out] == ["hyperparameters.modules.mlp.in.init_std"]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +200,7 @@ def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
     assert set(around.paths) == {*space(deep, "per-module").paths, "hyperparameters.lr"}
     assert around.limits["hyperparameters.modules.embedding.lr"] == (-1.5, 1.5)
     assert around.limits["hyperparameters.modules.mlp.in.lr"] == (-1, 2)  # the last that fits
-    assert around.limits["hyperparameters.modules.mlp.in.init_std"] == (-3, 3)
+    assert around.limits["hyperparameters.modules.mlp.gate.init_std"] == (-3, 3)
     assert space(recipe, "recipe") == around
     # --space says what, the table how far; so a study's paths give its space again.
     assert space(recipe, "global").limits == space(deep, "global").limits | {"hyperparameters.lr": (-2, 2)}

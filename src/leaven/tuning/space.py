@@ -1,14 +1,19 @@
 """What is searched: values of a recipe, each so many octaves around where the recipe has it.
 
-``global`` has the values that hold for all modules. ``per-module`` has by module what Mlodozeniec et al. 2025 (arXiv
-2512.22382) tuned so and what matters first, lr, init_std and residual; of the lr two points over depth, which brought
-less than module types, but something; and the rest of the optimiser globally: about 30. ``per-module-full`` has every
-quantity by module and over depth, about 90. A lr of each layer and module apart brought them next to nothing.
+``global`` has the values that hold for all modules. ``per-module`` has by module what matters first of what
+Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned so, lr, init_std and residual; of the lr two points over depth, which
+brought less than module types, but something; and the rest of the optimiser globally: 25 to 35 values.
+``per-module-full`` has every quantity by module and over depth, about 90. A lr of each layer and module apart brought
+them next to nothing.
 
-Where all modules have a multiplier, the global value times c and the multipliers over c are the same model: a valley
-without a lowest point, in which no value has an importance of its own. So the global value is not searched beside its
-multipliers; all of them together are what moves it, and a search of them starts at the best global values. For the
-same reason the middle point of a depth profile stays: the modules of the blocks set its mean, its ends do the rest.
+Where some values times c and others over c are the same model, the loss has a valley without a lowest point: none of
+the values has an optimum or an importance of its own, and a search that follows each slope apart goes twice as far as
+it should. So of such values ``per-module`` searches one less than there are.
+
+- A global value beside its multipliers in all modules: the global one is not searched. All of them together move it,
+  and a search of them starts at the best global values.
+- A depth profile beside the multipliers of the blocks' modules, which set its mean: the middle point stays.
+- init_std beside lr and residual, see :func:`_scaled_by_others`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,6 +27,7 @@ from pydantic import ValidationError
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
+from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.training.study_file import Dimension
 from leaven.tuning import point
 from leaven.tuning.point import GLOBAL, QUANTITIES, moved
@@ -139,7 +145,10 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
             return list(GLOBAL)
         case "per-module":
             rest = [f"hyperparameters.{quantity}" for quantity in ("weight_decay", "beta1", "beta2", "eps")]
-            return [*by_module("lr", "init_std", "residual"), *over_depth("lr"), *rest]
+            own = [
+                path for path in by_module("init_std") if split_path(path)[2] not in _scaled_by_others(recipe.model)
+            ]
+            return [*by_module("lr"), *own, *by_module("residual"), *over_depth("lr"), *rest]
         case "per-module-full":
             return [*by_module(*QUANTITIES), *over_depth(*QUANTITIES)]
     path = name.replace('"', "")
@@ -147,6 +156,25 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
     if not found or not set(found) <= {*known, *GLOBAL}:
         raise InputError(f"{origin} {name}: {_refusal(recipe, path)}")
     return found
+
+
+def _scaled_by_others(model: ModelShape) -> set[str]:
+    """The modules whose init_std other searched values stand in for.
+
+    With Adam a matrix with init_std and lr times c stays the same matrix times c; only eps, clipping and decay see a
+    difference (``tests/tuning/test_valleys.py`` trains along these valleys). What follows undoes the factor: a norm
+    for queries and keys, and the branch's residual for its last matrix and for what goes into that linearly. What is
+    given up is to decay these modules apart from the others. Biases would have to be scaled along.
+    """
+    if model.bias:
+        return set()
+    linear = {"mlp.in"} if model.activation != "gelu" else set()  # the gated side, or homogeneous as relu is
+    return {
+        *BRANCH_ENDS,
+        "attention.value",
+        *linear,
+        *(("attention.query", "attention.key") if model.qk_norm else ()),
+    }
 
 
 def _refusal(recipe: Recipe, path: str) -> str:
