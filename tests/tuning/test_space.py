@@ -5,10 +5,16 @@ from typing import Any
 
 import pytest
 
+from leaven.catalogue.terms import diff_in_terms
+from leaven.interop.configs.targets import TARGETS
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe, read_recipe, render
+from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
 from leaven.recipe.recipe import Recipe, differences
-from leaven.tuning.space import SETS, space
+from leaven.report.tables import provenance
+from leaven.scaling.transfer import transfer
+from leaven.training.run_folder import RunFolder
+from leaven.tuning.space import SETS, moved, space
+from leaven.verification.family import RecipeTrial
 
 LLAMA = (
     *("embedding", "norm.attention", "norm.query", "norm.key", "attention.query", "attention.key", "attention.value"),
@@ -257,5 +263,24 @@ def test_a_table_is_kept_in_the_file_and_set_from_the_command_line(deep: Recipe,
     assert changed.tuning is not None
     assert changed.tuning.octaves["hyperparameters.lr"] == (-1, 0.5)
     assert changed.tuning.space == "global"
-    # What is searched is no part of what is computed: a run folder takes the recipe with it or without.
+
+
+def test_what_is_searched_is_no_part_of_what_is_computed(deep: Recipe, tmp_path: Path) -> None:
+    recipe = with_table(deep, space="per-module")
     assert differences(recipe, deep) == []
+    write_recipe(deep, tmp_path / "recipe.toml")
+    RunFolder(tmp_path).check(recipe)  # raises for another recipe
+    assert RecipeTrial(recipe).key == RecipeTrial(deep).key
+    assert str(provenance(recipe)) == str(provenance(deep))
+    assert diff_in_terms(recipe, deep) == []
+    for target in TARGETS.values():
+        assert target.export(recipe) == target.export(deep)
+    wider = transfer(recipe, width=32)
+    assert wider.tuning == recipe.tuning
+
+
+def test_a_point_of_a_profile_has_its_reason_in_a_report(deep: Recipe) -> None:
+    path = "hyperparameters.depth.lr[0]"
+    told = moved(deep, {path: 1.0}).replace({"why": {path: "as a study found it"}})
+    assert "as a study found it" in str(provenance(told))
+    assert parse_recipe(render(told), "x") == told
