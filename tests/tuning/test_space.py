@@ -221,7 +221,7 @@ def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
     [
         (
             '"hyperparameters.lrr" = 2',
-            r"\[tuning.octaves\] hyperparameters.lrr: not a value to search; did you mean hyperparameters.lr\?",
+            r"\[tuning.octaves\] hyperparameters.lrr: not a value .* mean hyperparameters.lr\?",
         ),
         ('"hyperparameters.modules.mlp.inn.lr" = 2', r"\[tuning.octaves\] .* did you mean mlp.in\?"),
         ('"hyperparameters.lr" = [2, 1]', "2 to 1 octaves; 0 is the recipe's own value"),

@@ -113,7 +113,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     ends = {
         path: both
         for pattern, both in (tuning.octaves if tuning else {}).items()
-        for path in _paths(recipe, known, "[tuning.octaves]", pattern)
+        for path in _paths(recipe, known, "[tuning.octaves]", pattern.replace('"', ""))
     }
     found: dict[str, Dimension] = {}
     left_out: dict[str, str] = {}
@@ -179,12 +179,11 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
         reason = point.refusal(recipe.hyperparameters, recipe.model.roles, keys[2], keys[3])
         if reason:
             return reason
-    close = get_close_matches(path, [*SETS, *known], 1, 0.8)
-    return "not a value to search; " + (
-        f"did you mean {close[0]}?"
-        if close
-        else f"there are {', '.join(SETS)}; {WARM_UP}, {BATCH}, and hyperparameters.Q, hyperparameters.modules.M.Q and "
-        f"hyperparameters.depth.Q[0] with Q one of {', '.join(QUANTITIES)}, M one "
+    if close := get_close_matches(path, [*SETS, *known], 1, 0.8):
+        return f"not a value to search; did you mean {close[0]}?"
+    return (
+        f"not a value to search; there are {', '.join(SETS)}; {WARM_UP}, {BATCH}, hyperparameters.Q, "
+        f"hyperparameters.modules.M.Q and hyperparameters.depth.Q[0] with Q one of {', '.join(QUANTITIES)} and M one "
         f"of {', '.join(recipe.model.modules)}"
     )
 
