@@ -5,10 +5,16 @@ from typing import Any
 
 import pytest
 
+from leaven.catalogue.terms import diff_in_terms
+from leaven.interop.configs.targets import TARGETS
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe, read_recipe, render
+from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
 from leaven.recipe.recipe import Recipe, differences
-from leaven.tuning.space import SETS, space
+from leaven.report.tables import provenance
+from leaven.scaling.transfer import transfer
+from leaven.training.run_folder import RunFolder
+from leaven.tuning.space import SETS, moved, space
+from leaven.verification.family import RecipeTrial
 
 LLAMA = (
     *("embedding", "norm.attention", "norm.query", "norm.key", "attention.query", "attention.key", "attention.value"),
@@ -40,18 +46,28 @@ def test_global_values(tiny: Recipe) -> None:
 
 
 def test_per_module_has_lr_init_and_residual_by_module_and_the_rest_globally(deep: Recipe) -> None:
-    weights = set(LLAMA) - set(GAINS)
     expected = (
         modules(*LLAMA, quantity="lr")
-        | modules(*weights, quantity="init_std")
+        | modules("embedding", "mlp.gate", "unembedding", quantity="init_std")  # the others: test_valleys.py
         | modules("attention.out", "mlp.out", quantity="residual")
         | {"hyperparameters.depth.lr[0]", "hyperparameters.depth.lr[2]"}
         | {f"hyperparameters.{name}" for name in ("weight_decay", "beta1", "beta2", "eps")}
     )
     around = space(deep, "per-module")
     assert set(around.paths) == expected
-    assert len(around.paths) == len(expected) == 31
+    assert len(around.paths) == len(expected) == 25
     assert set(around.centre.values()) == {1.0, 0.1, 0.9, 0.95, 1e-8}
+    plain = deep.replace({"model.qk_norm": False})
+    without = set(space(plain, "per-module").paths) - set(around.paths)
+    assert without == modules("attention.query", "attention.key", quantity="init_std")
+    gpt = deep.replace(
+        {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.bias": True}
+    )
+    matrices = {"positions", *LLAMA} - {"mlp.gate", *GAINS}
+    assert modules(*matrices, quantity="init_std") | modules("biases", quantity="lr") < set(
+        space(gpt, "per-module").paths
+    )
+    assert len(space(gpt, "per-module").paths) == 32
 
 
 def test_per_module_full_has_all_that_acts(deep: Recipe) -> None:
@@ -141,7 +157,7 @@ def test_what_is_0_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
     with pytest.raises(InputError, match="nothing is left to search"):
         space(still, "hyperparameters.modules.*.weight_decay")
     off = tiny.replace({"hyperparameters.modules": {"mlp.in": {"init_std": 0.0}}})
-    assert [path for path, _ in space(off, "per-module").left_out] == ["hyperparameters.modules.mlp.in.init_std"]
+    assert [path for path, _ in space(off, "per-module-full").left_out] == ["hyperparameters.modules.mlp.in.init_std"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +170,7 @@ def test_what_is_0_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
 )
 def test_what_cannot_be_searched_is_refused(deep: Recipe, path: str) -> None:
     with pytest.raises(
-        InputError, match="not a value to search; there are hyperparameters.lr|has no .tuning"
+        InputError, match="not a value to search; (there are global|did you mean)|has no .tuning"
     ) as told:
         space(deep, path)
     assert "\n" not in str(told.value)
@@ -190,7 +206,7 @@ def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
     assert set(around.paths) == {*space(deep, "per-module").paths, "hyperparameters.lr"}
     assert around.limits["hyperparameters.modules.embedding.lr"] == (-1.5, 1.5)
     assert around.limits["hyperparameters.modules.mlp.in.lr"] == (-1, 2)  # the last that fits
-    assert around.limits["hyperparameters.modules.mlp.in.init_std"] == (-3, 3)
+    assert around.limits["hyperparameters.modules.mlp.gate.init_std"] == (-3, 3)
     assert space(recipe, "recipe") == around
     # --space says what, the table how far; so a study's paths give its space again.
     assert space(recipe, "global").limits == space(deep, "global").limits | {"hyperparameters.lr": (-2, 2)}
@@ -203,11 +219,14 @@ def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ('"hyperparameters.lrr" = 2', r"\[tuning.octaves\] hyperparameters.lrr: not a value to search; there are"),
+        (
+            '"hyperparameters.lrr" = 2',
+            r"\[tuning.octaves\] hyperparameters.lrr: not a value .* mean hyperparameters.lr\?",
+        ),
         ('"hyperparameters.modules.mlp.inn.lr" = 2', r"\[tuning.octaves\] .* did you mean mlp.in\?"),
-        ('"hyperparameters.lr" = [2, 1]', "2 to 1 octaves; the lowest is below 0"),
-        ('"hyperparameters.lr" = 0', "0 to 0 octaves; the lowest is below 0"),
-        ('"hyperparameters.lr" = [0, 2]', "0 to 2 octaves; the lowest is below 0"),
+        ('"hyperparameters.lr" = [2, 1]', "2 to 1 octaves; 0 is the recipe's own value"),
+        ('"hyperparameters.lr" = 0', "0 to 0 octaves; 0 is the recipe's own value"),
+        ('"hyperparameters.lr" = [0, 2]', "0 to 2 octaves; 0 is the recipe's own value"),
         ('"hyperparameters.lr" = [-1, 1, 2]', "octaves to either side, or"),
         ('"hyperparameters.lr" = "2"', "octaves to either side, or"),
         ('"hyperparameters.lr" = ["a", 2]', "input should be a valid number, not 'a'"),
@@ -228,7 +247,7 @@ def test_a_table_that_says_nothing_or_something_else(tiny_text: str) -> None:
     for table, message in (
         ("[tuning]", "it is empty; write space"),
         ('[tuning]\nspaces = "global"', "no such key; did you mean space"),
-        ('[tuning]\nspace = "gobal"', r"\[tuning\] space = gobal: not a value to search"),
+        ('[tuning]\nspace = "gobal"', r"\[tuning\] space = gobal: not a value to search; did you mean global"),
     ):
         with pytest.raises(InputError, match=message):
             space(parse_recipe(f"{tiny_text}\n{table}\n", "tiny.toml"))
@@ -247,5 +266,24 @@ def test_a_table_is_kept_in_the_file_and_set_from_the_command_line(deep: Recipe,
     assert changed.tuning is not None
     assert changed.tuning.octaves["hyperparameters.lr"] == (-1, 0.5)
     assert changed.tuning.space == "global"
-    # What is searched is no part of what is computed: a run folder takes the recipe with it or without.
+
+
+def test_what_is_searched_is_no_part_of_what_is_computed(deep: Recipe, tmp_path: Path) -> None:
+    recipe = with_table(deep, space="per-module")
     assert differences(recipe, deep) == []
+    write_recipe(deep, tmp_path / "recipe.toml")
+    RunFolder(tmp_path).check(recipe)  # raises for another recipe
+    assert RecipeTrial(recipe).key == RecipeTrial(deep).key
+    assert str(provenance(recipe)) == str(provenance(deep))
+    assert diff_in_terms(recipe, deep) == []
+    for target in TARGETS.values():
+        assert target.export(recipe) == target.export(deep)
+    wider = transfer(recipe, width=32)
+    assert wider.tuning == recipe.tuning
+
+
+def test_a_point_of_a_profile_has_its_reason_in_a_report(deep: Recipe) -> None:
+    path = "hyperparameters.depth.lr[0]"
+    told = moved(deep, {path: 1.0}).replace({"why": {path: "as a study found it"}})
+    assert "as a study found it" in str(provenance(told))
+    assert parse_recipe(render(told), "x") == told

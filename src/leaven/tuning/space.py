@@ -1,18 +1,24 @@
 """What is searched: values of a recipe, each so many octaves around where the recipe has it.
 
-``global`` has the values that hold for all modules. ``per-module`` has by module what Mlodozeniec et al. 2025 (arXiv
-2512.22382) tuned so and what matters first, lr, init_std and residual; of the lr two points over depth, which brought
-less than module types, but something; and the rest of the optimiser globally: about 30. ``per-module-full`` has every
-quantity by module and over depth, about 90. A lr of each layer and module apart brought them next to nothing.
+``global`` has the values that hold for all modules. ``per-module`` has by module what matters first of what
+Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned so, lr, init_std and residual; of the lr two points over depth, which
+brought less than module types, but something; and the rest of the optimiser globally: 25 to 35 values.
+``per-module-full`` has every quantity by module and over depth, about 90. A lr of each layer and module apart brought
+them next to nothing.
 
-Where all modules have a multiplier, the global value times c and the multipliers over c are the same model: a valley
-without a lowest point, in which no value has an importance of its own. So the global value is not searched beside its
-multipliers; all of them together are what moves it, and a search of them starts at the best global values. For the
-same reason the middle point of a depth profile stays: the modules of the blocks set its mean, its ends do the rest.
+Where some values times c and others over c are the same model, the loss has a valley without a lowest point: none of
+the values has an optimum or an importance of its own, and a search that follows each slope apart goes twice as far as
+it should. So of such values ``per-module`` searches one less than there are.
+
+- A global value beside its multipliers in all modules: the global one is not searched. All of them together move it,
+  and a search of them starts at the best global values.
+- A depth profile beside the multipliers of the blocks' modules, which set its mean: the middle point stays.
+- init_std beside lr and residual, see :func:`_scaled_by_others`.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import copysign
 from typing import NamedTuple
@@ -22,9 +28,10 @@ from pydantic import ValidationError
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
+from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.training.study_file import Dimension
 from leaven.tuning import point
-from leaven.tuning.point import GLOBAL, QUANTITIES, moved
+from leaven.tuning.point import BATCH, GLOBAL, QUANTITIES, WARM_UP, moved
 
 __all__ = ["SETS", "Dimension", "Space", "moved", "space"]
 
@@ -90,7 +97,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             ``[tuning]`` says. Without, that, and ``global`` where there is none.
 
     Raises:
-        InputError: if a path is nothing to search, or there is no recipe as far away as it says itself.
+        InputError: if a path is nothing to search, or there is no recipe as far away as ``[tuning]`` says.
     """
     tuning = recipe.tuning
     if which is None:
@@ -106,11 +113,11 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     ends = {
         path: both
         for pattern, both in (tuning.octaves if tuning else {}).items()
-        for path in _paths(recipe, known, "[tuning.octaves]", pattern)
+        for path in _paths(recipe, known, "[tuning.octaves]", pattern.replace('"', ""))
     }
     found: dict[str, Dimension] = {}
     left_out: dict[str, str] = {}
-    for origin, name in ((origin, name.strip()) for origin, name in asked):
+    for origin, name in ((origin, name.strip().replace('"', "")) for origin, name in asked):
         for path in _paths(recipe, known, origin, name):
             if reason := _nothing(recipe, path):
                 left_out[path] = reason
@@ -139,26 +146,45 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
             return list(GLOBAL)
         case "per-module":
             rest = [f"hyperparameters.{quantity}" for quantity in ("weight_decay", "beta1", "beta2", "eps")]
-            return [*by_module("lr", "init_std", "residual"), *over_depth("lr"), *rest]
+            others = _scaled_by_others(recipe.model)
+            own = [path for path in by_module("init_std") if split_path(path)[2] not in others]
+            return [*by_module("lr"), *own, *by_module("residual"), *over_depth("lr"), *rest]
         case "per-module-full":
             return [*by_module(*QUANTITIES), *over_depth(*QUANTITIES)]
-    path = name.replace('"', "")
-    found = [one for one in known if fnmatchcase(one, path.replace("[", "[[]"))] if "*" in path else [path]
+    found = [path for path in known if fnmatchcase(path, name.replace("[", "[[]"))] if "*" in name else [name]
     if not found or not set(found) <= {*known, *GLOBAL}:
-        raise InputError(f"{origin} {name}: {_refusal(recipe, path)}")
+        raise InputError(f"{origin} {name}: {_refusal(recipe, known, name)}")
     return found
 
 
-def _refusal(recipe: Recipe, path: str) -> str:
+def _scaled_by_others(model: ModelShape) -> set[str]:
+    """The modules whose init_std other searched values stand in for.
+
+    With Adam a matrix with init_std and lr times c stays the same matrix times c; only eps, clipping and decay see a
+    difference (``tests/tuning/test_valleys.py`` trains along these valleys). What follows undoes the factor: a norm
+    for queries and keys, and the branch's residual for its last matrix and for what goes into that linearly. What is
+    given up is to decay these modules apart from the others. Biases would have to be scaled along.
+    """
+    if model.bias:
+        return set()
+    linear = {"mlp.in"} if model.activation != "gelu" else set()  # the gated side, or homogeneous as relu is
+    normed = {"attention.query", "attention.key"} if model.qk_norm else set()
+    return {*BRANCH_ENDS, "attention.value"} | linear | normed
+
+
+def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
     """Why a path is nothing to search in a recipe."""
-    keys, reason = split_path(path), None
+    keys = split_path(path)
     if path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES:
         reason = point.refusal(recipe.hyperparameters, recipe.model.roles, keys[2], keys[3])
-    points = point.depth_points(recipe, "lr")
-    return reason or (
-        f"not a value to search; there are {', '.join(GLOBAL)}, {' '.join(points).replace('.lr[', '.QUANTITY[')} "
-        f"and hyperparameters.modules.MODULE.QUANTITY with QUANTITY one of {', '.join(QUANTITIES)} "
-        f"and MODULE one of {', '.join(recipe.model.modules)}"
+        if reason:
+            return reason
+    if close := get_close_matches(path, [*SETS, *known], 1, 0.8):
+        return f"not a value to search; did you mean {close[0]}?"
+    return (
+        f"not a value to search; there are {', '.join(SETS)}; {WARM_UP}, {BATCH}, hyperparameters.Q, "
+        f"hyperparameters.modules.M.Q and hyperparameters.depth.Q[0] with Q one of {', '.join(QUANTITIES)} and M one "
+        f"of {', '.join(recipe.model.modules)}"
     )
 
 

@@ -1,0 +1,64 @@
+"""What docs/spaces.md says of directions in which a model does not change at all."""
+
+import pytest
+
+from leaven.data.tokens import prepare
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Training
+from leaven.tuning.point import moved
+
+# Without what breaks the symmetries a little: decay goes with the lr, clipping and eps with the gradients.
+EXACT = {"weight_decay": 0.0, "grad_clip": 0.0, "eps": 1e-20}
+STEPS = 6
+
+
+def along(*octaves: tuple[str, float]) -> dict[str, float]:
+    return {f"hyperparameters.modules.{path}": x for path, x in octaves}
+
+
+@pytest.fixture
+def exact(tiny: Recipe) -> Recipe:
+    return tiny.replace({f"hyperparameters.{name}": value for name, value in EXACT.items()})
+
+
+def losses(recipe: Recipe) -> list[float]:
+    training = Training(recipe, prepare(recipe.data, recipe.model.vocab_size), "cpu")
+    return [training.step().loss for _ in range(STEPS)]
+
+
+VALLEYS = {
+    "a query's norm": along(("attention.query.init_std", 1), ("attention.query.lr", 1)),
+    "a key's norm": along(("attention.key.init_std", 1), ("attention.key.lr", 1)),
+    "residual against mlp.out": along(("mlp.out.residual", 1), ("mlp.out.init_std", -1), ("mlp.out.lr", -1)),
+    "residual against attention.out": along(
+        ("attention.out.residual", 1), ("attention.out.init_std", -1), ("attention.out.lr", -1)
+    ),
+    "residual against value": along(
+        ("attention.out.residual", 1), ("attention.value.init_std", -1), ("attention.value.lr", -1)
+    ),
+    "residual against in": along(("mlp.out.residual", 1), ("mlp.in.init_std", -1), ("mlp.in.lr", -1)),
+    "the whole stream": along(
+        *(("embedding.init_std", 1), ("embedding.lr", 1)), ("attention.out.residual", 1), ("mlp.out.residual", 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("valley", VALLEYS)
+def test_along_a_valley_training_is_the_same(exact: Recipe, valley: str) -> None:
+    way = VALLEYS[valley]
+    start = losses(exact)
+    assert losses(moved(exact, way)) == pytest.approx(start, abs=1e-5)
+    # And not for want of an effect.
+    assert losses(moved(exact, dict([*way.items()][:-1])))[-1] != pytest.approx(start[-1], abs=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["relu", "squared_relu"])
+def test_relus_are_homogeneous(exact: Recipe, activation: str) -> None:
+    relu, power = exact.replace({"model.activation": activation}), 2 if "squared" in activation else 1
+    way = along(("mlp.out.residual", power), ("mlp.in.init_std", -1), ("mlp.in.lr", -1))
+    assert losses(moved(relu, way)) == pytest.approx(losses(relu), abs=1e-5)
+
+
+def test_with_a_global_value_beside_all_its_multipliers_there_would_be_one(exact: Recipe) -> None:
+    every = along(*((f"{module}.lr", -1.0) for module in exact.model.modules))
+    assert losses(moved(exact, {"hyperparameters.lr": 1.0} | every)) == losses(exact)
