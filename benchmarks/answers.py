@@ -1,9 +1,9 @@
 """Is what a search says of its answer true? `python -m benchmarks.answers [--quick] [--seeds 20] [--share 0.5]`.
 
-Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does: three seeds at the start, a
-trust region, reruns of four finalists with two fresh seeds; then asks `leaven.tuning.answer` and compares. Shares are of
-all searches or of all multipliers of all searches. ``--share``: of the variance of the noise, what is common to all runs
-of a seed. Landscapes from 1000 on; those below 1000 served to choose constants.
+Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does: three seeds at the start,
+a trust region, reruns of four finalists with two fresh seeds; then asks `leaven.tuning.answer` and compares. Shares
+are of all searches or of all multipliers of all searches. ``--share``: of the variance of the noise, what is common
+to all runs of a seed. Landscapes from 1000 on; those below 1000 served to choose constants.
 """
 
 import argparse
@@ -28,10 +28,13 @@ ROWS = {
     "flat one": "ends of flat regions truly within the noise of the best",
     "flat two": "within twice the noise",
     "flat width": "width of flat regions, octaves, median",
-    "worth": "worth tuning, of all",
-    "worth true": "worth tuning, and gained more than the noise",
-    "idle true": "not worth tuning, and gained less than the noise",
+    "worth": "said to have gained more than the noise, of all",
+    "worth true": "and did",
+    "small true": "said to have gained less, and did",
+    "idle": "together not worth tuning, of all",
+    "idle one": "together truly within the noise",
     "fewest": "fewest changes: multipliers changed, of all",
+    "fewest less": "fewer than the best's",
     "fewest one": "fewest changes truly within the noise of the best",
     "fewest two": "within twice the noise",
     "fewest interval": "its 95% interval holds its true loss",
@@ -93,7 +96,7 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
         out["flat optimum"].append(low <= truth.optimum[i] <= high)
         out["flat width"].append(high - low)
         out["worth"].append(each.worth)
-        out["worth true" if each.worth else "idle true"].append(bool(gain > NOISE) == each.worth)
+        out["worth true" if each.worth else "small true"].append(bool(gain > NOISE) == each.worth)
         if each.worth:
             out["flat best"].append(low <= truth.optimum[i] <= high)
         for end in each.flat:
@@ -106,6 +109,10 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
     out["regret"] = [(loss - FLOOR) / EXCESS]
     out["noise"] = [(found.noise or 0.0) / NOISE]
     out["interval"] = [found.best.interval[0] <= loss <= found.best.interval[1]]
+    idle = np.array([dimension.path in found.idle for dimension in dimensions])
+    out["idle"] = idle.tolist()
+    out["idle one"] = [truth.loss(np.where(idle, 0.0, best)) - loss <= NOISE]
+    out["fewest less"] = [np.count_nonzero(fewest) < np.count_nonzero(best)]
     out["fewest"] = [np.count_nonzero(fewest) / d]
     out["fewest one"] = [other - loss <= NOISE]
     out["fewest two"] = [other - loss <= 2 * NOISE]
@@ -122,7 +129,9 @@ def _ranked(a: Sequence[float], b: Sequence[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", nargs="*", default=["30x60", "30x200", "90x60", "90x200"], metavar="MULTIPLIERSxTRIALS")
+    parser.add_argument(
+        "--cells", nargs="*", default=["30x60", "30x200", "90x60", "90x200"], metavar="MULTIPLIERSxTRIALS"
+    )
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--share", type=float, default=0.5)
