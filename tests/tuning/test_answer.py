@@ -169,7 +169,10 @@ def test_the_fewest_changes_are_measured() -> None:
     assert found.fewest.loss - found.best.loss == pytest.approx(0.0675)
     assert found.fewest_cost == pytest.approx(0.0675, abs=0.01)
     assert found.idle == (PATHS[1], PATHS[3])  # the second costs 0.0625, and the two together less than the noise
-    assert "fewest     2 of 4 values changed, 1.5 octaves in all" in "\n".join(found.lines)
+    assert (
+        "fewest     2 of 4 changed, 1.5 octaves in all, equal to the best within noise; expected +0.06"
+        in "\n".join(found.lines)
+    )
     # Where its runs say otherwise, they are believed.
     worse = [dataclasses.replace(run, loss=(run.loss or 0) + 0.1) if run.number >= 65 else run for run in trials]
     assert answer(worse, DIMENSIONS, 0.1).fewest_octaves == found.octaves
@@ -207,7 +210,11 @@ def test_the_lines_are_aligned_and_say_all() -> None:
     assert len({len(row) for row in rows}) == 1
     assert {row.split()[0] for row in rows[1:]} == {"lr", "embedding.lr", "beta1"}
     assert ["lr", "x2.00"] in [row.split()[:2] for row in rows]
-    assert text[-1] == "not worth  1 of 4 values, which at the start cost less than the noise together: eps"
+    assert text[-3:] == (
+        "fewest     no point with fewer changes was found to be equal to the best within noise",
+        "not worth  1 of 4, at the start less than the noise together",
+        "           eps",
+    )
 
 
 def test_why_says_the_study_the_interval_and_how_far_it_may_be_moved() -> None:

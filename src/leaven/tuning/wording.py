@@ -45,35 +45,35 @@ def lines(answer: "Answer") -> tuple[str, ...]:
                 f"{each.gain:7.4f} +-{each.gain_deviation:.4f}  {each.importance:10.0%}"
             ]
         said += [f"{'':11}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
-    said += [f"fewest     {_fewest(answer)}"]
+    said += _fewest(answer)
     if answer.idle:
         said += [
-            f"not worth  {len(answer.idle)} of {len(answer.coordinates)} values, which at the start cost less than "
-            f"the noise together: {some([short(path) for path in answer.idle])}"
+            f"not worth  {len(answer.idle)} of {len(answer.coordinates)}, at the start less than the noise together"
         ]
+        said += [f"{'':11}{some([short(path) for path in answer.idle])}"]
     small = [each.gain for each in answer.coordinates if not each.worth and each.path not in answer.idle]
     if small:
-        said += [f"small      {len(small)} values gained less than the noise each, {sum(small):.4f} together"]
+        said += [f"small      {len(small)} gained less than the noise each, {sum(small):.4f} together"]
     return tuple(said)
 
 
-def _fewest(answer: "Answer") -> str:
+def _fewest(answer: "Answer") -> list[str]:
     assert answer.fewest_octaves is not None
     if answer.fewest_octaves == answer.octaves:
-        return "no point with fewer changes was found to be equal to the best within noise"
+        return ["fewest     no point with fewer changes was found to be equal to the best within noise"]
     moved = {path: octaves for path, octaves in answer.fewest_octaves.items() if octaves}
-    measured = ""
+    far = sum(map(abs, moved.values()))
+    said = [f"fewest     {len(moved)} of {len(answer.octaves)} changed, {far:.1f} octaves in all"]
+    if not moved:
+        said = ["fewest     none changed: the start"]
+    said[0] += f", equal to the best within noise; expected {answer.fewest_cost:+.4f}"
     if answer.fewest is not None:
         low, high = answer.fewest.interval
-        measured = f"loss {answer.fewest.loss:.4f}, 95% interval {low:.4f} to {high:.4f}; "
-    if not moved:
-        return f"none: the start is equal to the best within noise ({measured}expected {answer.fewest_cost:+.4f})"
-    far = sum(map(abs, moved.values()))
-    named = some([f"{short(path)} x{2**x:.2f}" for path, x in sorted(moved.items(), key=lambda item: -abs(item[1]))])
-    return (
-        f"{len(moved)} of {len(answer.octaves)} values changed, {far:.1f} octaves in all, are equal to the best "
-        f"within noise ({measured}expected {answer.fewest_cost:+.4f}): {named}"
-    )
+        said += [f"{'':11}measured {answer.fewest.loss:.4f}, 95% interval {low:.4f} to {high:.4f}"]
+    if moved:
+        ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
+        said += [f"{'':11}" + some([f"{short(path)} x{2**x:.2f}" for path, x in ordered])]
+    return said
 
 
 def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
