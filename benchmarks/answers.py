@@ -22,6 +22,7 @@ FIRST = 1000  # seed
 ROWS = {
     "regret": "regret of the best, median",
     "noise": "measured noise floor over the true, median",
+    "beyond": "best beyond a cliff (left out below)",
     "interval": "95% interval of the best holds its true loss",
     "flat optimum": "flat region holds the optimum of its multiplier",
     "flat best": "likewise, of those said to have gained more than the noise",
@@ -83,11 +84,16 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
     best, fewest = np.array(list(found.octaves.values())), np.array(list(found.fewest_octaves.values()))
     loss, other = truth.loss(best), truth.loss(fewest)
     tried = np.array([list((trial.octaves or {}).values()) for trial in study if trial.state == "complete"])
+    out: dict[str, list[float]] = {key: [] for key in ROWS}
+    out["regret"] = [(loss - FLOOR) / EXCESS]
+    out["noise"] = [(found.noise or 0.0) / NOISE]
+    out["beyond"] = [math.isinf(loss)]
+    if math.isinf(loss):
+        return out
 
     def at(i: int, x: float) -> float:
         return truth.loss(np.where(np.arange(d) == i, x, best)) - loss
 
-    out: dict[str, list[float]] = {key: [] for key in ROWS}
     ours, optuna, true = [], [], []
     for each in found.coordinates:
         i = int(each.path.removeprefix("m"))
@@ -106,8 +112,6 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
         true.append(float(np.std(along[np.isfinite(along)])))
         ours.append(each.importance)
         optuna.append(each.optuna_importance)
-    out["regret"] = [(loss - FLOOR) / EXCESS]
-    out["noise"] = [(found.noise or 0.0) / NOISE]
     out["interval"] = [found.best.interval[0] <= loss <= found.best.interval[1]]
     idle = np.array([dimension.path in found.idle for dimension in dimensions])
     out["idle"] = idle.tolist()

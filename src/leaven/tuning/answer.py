@@ -5,8 +5,8 @@ have standard deviations; runs with fresh seeds alone choose the best and make i
 over all points that were run with several seeds.
 
 What is said to be equal is said conservatively: a point that was not run stays *within the noise* of another if its
-expected loss and one standard deviation of that are above the other's by less than the noise floor; one that was, if
-both its runs and the bowl have it so.
+expected loss and one standard deviation of that (two, where many multipliers move) are above the other's by less than
+the noise floor; one that was, if both its runs and the bowl have it so.
 """
 
 import math
@@ -29,6 +29,7 @@ __all__ = ["Answer", "advice_when_all_diverged", "answer", "finalists", "front",
 Array = NDArray[np.float64]
 
 SURE = 1.0  # standard deviations by which what is called equal is to be equal
+TOGETHER = 2.0  # likewise, of many multipliers at once: what the bowl has wrong, it has wrong of them all
 SLICE = 21  # points
 WIDE, FINE = (
     2.0,
@@ -271,7 +272,7 @@ def _fewest(seen: _Seen, best: Array) -> Array:
 def _within_noise(seen: _Seen, x: Array, best: Array) -> bool:
     cost, deviation = _cost(seen, x, best)
     safe = float(seen.region.risk(x)) <= max(RISK, float(seen.region.risk(best)))
-    return safe and cost + SURE * deviation <= seen.floor
+    return safe and cost + TOGETHER * deviation <= seen.floor
 
 
 def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
