@@ -1,9 +1,9 @@
 """Is what a search says of its answer true? `python -m benchmarks.answers [--quick] [--seeds 20] [--share 0.5]`.
 
-Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does: three seeds at the start, a
-trust region, reruns of four finalists with two fresh seeds; then asks `leaven.tuning.answer` and compares. Shares are of
-all searches or of all multipliers of all searches. ``--share``: of the variance of the noise, what is common to all runs
-of a seed. Landscapes from 1000 on; those below 1000 served to choose constants.
+Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does: three seeds at the start,
+a trust region, reruns of four finalists with two fresh seeds; then asks `leaven.tuning.answer` and compares. Shares
+are of all searches or of all multipliers of all searches. ``--share``: of the variance of the noise, what is common
+to all runs of a seed. Landscapes from 1000 on; those below 1000 served to choose constants.
 """
 
 import argparse
@@ -22,16 +22,20 @@ FIRST = 1000  # seed
 ROWS = {
     "regret": "regret of the best, median",
     "noise": "measured noise floor over the true, median",
+    "beyond": "best beyond a cliff (left out below)",
     "interval": "95% interval of the best holds its true loss",
     "flat optimum": "flat region holds the optimum of its multiplier",
-    "flat best": "likewise, of those worth tuning",
+    "flat best": "likewise, of those said to have gained more than the noise",
     "flat one": "ends of flat regions truly within the noise of the best",
     "flat two": "within twice the noise",
     "flat width": "width of flat regions, octaves, median",
-    "worth": "worth tuning, of all",
-    "worth true": "worth tuning, and gained more than the noise",
-    "idle true": "not worth tuning, and gained less than the noise",
+    "worth": "said to have gained more than the noise, all else at the best",
+    "worth true": "and did",
+    "small true": "said to have gained less, and did",
+    "idle": "together not worth tuning, of all",
+    "idle one": "together truly within the noise",
     "fewest": "fewest changes: multipliers changed, of all",
+    "fewest less": "fewer than the best's",
     "fewest one": "fewest changes truly within the noise of the best",
     "fewest two": "within twice the noise",
     "fewest interval": "its 95% interval holds its true loss",
@@ -80,11 +84,16 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
     best, fewest = np.array(list(found.octaves.values())), np.array(list(found.fewest_octaves.values()))
     loss, other = truth.loss(best), truth.loss(fewest)
     tried = np.array([list((trial.octaves or {}).values()) for trial in study if trial.state == "complete"])
+    out: dict[str, list[float]] = {key: [] for key in ROWS}
+    out["regret"] = [(loss - FLOOR) / EXCESS]
+    out["noise"] = [(found.noise or 0.0) / NOISE]
+    out["beyond"] = [math.isinf(loss)]
+    if math.isinf(loss):
+        return out
 
     def at(i: int, x: float) -> float:
         return truth.loss(np.where(np.arange(d) == i, x, best)) - loss
 
-    out: dict[str, list[float]] = {key: [] for key in ROWS}
     ours, optuna, true = [], [], []
     for each in found.coordinates:
         i = int(each.path.removeprefix("m"))
@@ -93,7 +102,7 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
         out["flat optimum"].append(low <= truth.optimum[i] <= high)
         out["flat width"].append(high - low)
         out["worth"].append(each.worth)
-        out["worth true" if each.worth else "idle true"].append(bool(gain > NOISE) == each.worth)
+        out["worth true" if each.worth else "small true"].append(bool(gain > NOISE) == each.worth)
         if each.worth:
             out["flat best"].append(low <= truth.optimum[i] <= high)
         for end in each.flat:
@@ -103,9 +112,11 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
         true.append(float(np.std(along[np.isfinite(along)])))
         ours.append(each.importance)
         optuna.append(each.optuna_importance)
-    out["regret"] = [(loss - FLOOR) / EXCESS]
-    out["noise"] = [(found.noise or 0.0) / NOISE]
     out["interval"] = [found.best.interval[0] <= loss <= found.best.interval[1]]
+    idle = np.array([dimension.path in found.idle for dimension in dimensions])
+    out["idle"] = idle.tolist()
+    out["idle one"] = [truth.loss(np.where(idle, 0.0, best)) - loss <= NOISE]
+    out["fewest less"] = [np.count_nonzero(fewest) < np.count_nonzero(best)]
     out["fewest"] = [np.count_nonzero(fewest) / d]
     out["fewest one"] = [other - loss <= NOISE]
     out["fewest two"] = [other - loss <= 2 * NOISE]
@@ -122,7 +133,9 @@ def _ranked(a: Sequence[float], b: Sequence[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", nargs="*", default=["30x60", "30x200", "90x60", "90x200"], metavar="MULTIPLIERSxTRIALS")
+    parser.add_argument(
+        "--cells", nargs="*", default=["30x60", "30x200", "90x60", "90x200"], metavar="MULTIPLIERSxTRIALS"
+    )
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--share", type=float, default=0.5)

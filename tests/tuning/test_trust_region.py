@@ -6,7 +6,9 @@ import itertools
 import numpy as np
 import optuna
 import pytest
+from benchmarks._landscapes import EXCESS, KINDS, landscape
 from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState
 
 from leaven.tuning import bowl, cliffs
 from leaven.tuning.noise import interval, pooled, t95
@@ -20,6 +22,9 @@ from leaven.tuning.trust_region import (
     Axes,
     Region,
     TrustRegionSampler,
+    finished,
+    learning_rates,
+    loss_of,
     region,
 )
 
@@ -51,6 +56,25 @@ def test_the_posterior_is_that_of_the_normal_equations() -> None:
     there = np.random.default_rng(3).normal(size=(5, 4))
     np.testing.assert_allclose(found.value(there), np.hstack([there, there**2 / 2]) @ weights, rtol=1e-9)
     np.testing.assert_allclose(found.bottom, -weights[:4] / weights[4:], rtol=1e-9)
+
+
+def test_the_doubt_is_that_of_the_normal_equations() -> None:
+    """The standard deviation of a difference against the posterior covariance of the 8 weights, by its inverse."""
+    points = np.random.default_rng(1).normal(size=(30, 4))
+    found = bowl.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.1, 30), 0.1)
+    features = np.hstack([points, points**2 / 2])
+    features -= features.mean(0)
+    covariance = np.linalg.inv(features.T @ features / found.noise**2 + np.eye(8) / found.curvature**2)
+    there, base = np.random.default_rng(3).normal(size=(5, 4)), np.random.default_rng(4).normal(size=4)
+    apart = np.hstack([there - base, (there**2 - base**2) / 2])
+    expected = np.sqrt(np.einsum("ij,jk,ik->i", apart, covariance, apart))
+    np.testing.assert_allclose(found.deviation(there, base), expected, rtol=1e-9)
+    mean, deviation = found.along(base, there.T)
+    for i in range(4):
+        moved = np.where(np.arange(4) == i, there, base)
+        np.testing.assert_allclose(mean[i], found.value(moved) - found.value(base[None]), rtol=1e-9)
+        np.testing.assert_allclose(deviation[i], found.deviation(moved, base), rtol=1e-7)
+    assert found.deviation(base[None], base) == 0
 
 
 def test_drawn_bottoms_lie_as_the_posterior_does() -> None:
@@ -131,6 +155,83 @@ def test_divergence_shrinks_even_before_there_is_any_result() -> None:
     fresh = look(np.zeros((1, 4)), np.zeros(1))
     free = [np.abs(fresh.proposal(np.random.default_rng(seed))).mean() for seed in range(20)]
     assert np.mean(steps) < np.mean(free) / 2
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("dimensions", [12, 30])
+def test_a_start_beyond_the_cliff_is_left_downwards(dimensions: int, workers: int) -> None:
+    """The start is 1.5 octaves of learning rate beyond the cliffs: there is ground within 20 trials, and a way on."""
+    truth, chance = landscape(dimensions, dimensions), np.random.default_rng(workers)
+    names = [f"m{i}.lr" if i % KINDS == 0 else f"m{i}.init_std" for i in range(dimensions)]
+    rates, edge = learning_rates(names), np.full(dimensions, 3.0)
+    beyond = rates * (1.5 - truth.strain(np.zeros(dimensions)))
+    points, losses = [np.zeros(dimensions)], [truth.trial(beyond, chance)]
+    assert losses == [np.inf]
+    while len(points) < 40:
+        now = region(np.array(points), np.array(losses), -edge, edge, rates=rates)
+        # So many are asked for at once, before any of their results.
+        proposals = [now.proposal(np.random.default_rng(len(points) + k)) for k in range(workers)]
+        points += proposals
+        losses += [truth.trial(x + beyond, chance) for x in proposals]
+    first = int(np.argmax(np.isfinite(losses)))
+    assert 0 < first < 20
+    assert np.isfinite(losses[first:]).mean() > 0.6
+    assert truth.loss(now.incumbent + beyond) < losses[first] - EXCESS / 10
+
+
+def test_the_learning_rate_to_lower_is_the_global_one_or_else_all() -> None:
+    names = [
+        "hyperparameters.lr",
+        "hyperparameters.modules.embedding.lr",
+        "hyperparameters.depth.lr[1]",
+        "a.init_std",
+    ]
+    assert learning_rates(names).tolist() == [True, False, False, False]
+    assert learning_rates(names[1:]).tolist() == [True, True, False]
+    assert learning_rates(["a", "lr"]).tolist() == [False, True]
+
+
+def test_a_coordinate_of_a_larger_scale_takes_larger_steps_and_is_otherwise_the_same() -> None:
+    points = np.random.default_rng(1).normal(0, 0.5, (40, 4))
+    losses = np.where(points[:, 0] > 0.6, np.inf, valley(points))
+    scale, edge = np.array([2.0, 0.5, 1.0, 4.0]), np.full(4, 3.0)
+    plain = region(points, losses, -edge, edge, 0.01)
+    scaled = region(points * scale, losses, -edge * scale, edge * scale, 0.01, scale=scale)
+    for ours, theirs in ((plain.promise, scaled.promise), (plain.incumbent, scaled.incumbent)):
+        np.testing.assert_allclose(ours * scale, theirs, rtol=1e-9)
+    ours, theirs = plain.proposal(np.random.default_rng(0)), scaled.proposal(np.random.default_rng(0))
+    np.testing.assert_allclose(ours * scale, theirs, rtol=1e-9)
+    np.testing.assert_allclose(plain.belief(points), scaled.belief(points * scale), rtol=1e-9)
+    np.testing.assert_allclose(plain.risk(points), scaled.risk(points * scale), rtol=1e-9)
+    there = (points[:5], points * scale)
+    np.testing.assert_allclose(
+        plain.deviation(there[0], points[7]), scaled.deviation(there[1][:5], there[1][7]), rtol=1e-9
+    )
+
+
+def test_stopped_trials_are_what_is_expected_of_them() -> None:
+    study = optuna.create_study()
+    began = datetime.datetime(2026, 1, 1)
+
+    def add(value: float | None, state: TrialState, minute: int, **attributes: object) -> None:
+        trial = optuna.trial.create_trial(
+            state=state,
+            value=value,
+            params={"lr": 0.02, "decay": 0.1},
+            distributions=dict(AXES.distributions),
+            user_attrs=attributes,
+        )
+        trial.datetime_start, trial.datetime_complete = began, began + datetime.timedelta(minutes=minute)
+        study.add_trial(trial)
+
+    add(2.0, TrialState.COMPLETE, 3, seed=0)
+    add(None, TrialState.PRUNED, 2, expected=2.5)
+    add(None, TrialState.PRUNED, 1)  # by somebody else, who expects nothing
+    add(None, TrialState.FAIL, 1)
+    add(7.0, TrialState.COMPLETE, 4, diverged=True)
+    add(2.0, TrialState.COMPLETE, 5, seed=0)  # the same run again
+    add(2.4, TrialState.COMPLETE, 6, seed=1)
+    assert [loss_of(trial) for trial in finished(study)] == [2.5, 2.0, np.inf, 2.0, 2.4]
 
 
 def test_proposals_keep_to_the_space_the_trust_and_this_side_of_cliffs() -> None:

@@ -65,6 +65,7 @@ class Coordinate:
     importance: float  # share, of 1, of how much the loss varies along the slice over the values that were tried
     worth: bool  # whether tuning it paid: the gain is above the noise
     slice: tuple[SlicePoint, ...] = ()
+    gain_deviation: float = 0.0  # standard deviation of the gain, nats per token
     optuna_importance: float = 0.0  # share, of 1, by PED-ANOVA: what the best tenth of the trials have in common
 
 

@@ -4,8 +4,9 @@ A pure function of the finished trials. Points are compared by the bowl of all o
 have standard deviations; runs with fresh seeds alone choose the best and make its interval. The noise floor is pooled
 over all points that were run with several seeds.
 
-What is said to be equal is said conservatively: a point stays *within the noise* of another if its expected loss and
-one standard deviation of that are above the other's by less than the noise floor.
+What is said to be equal is said conservatively: a point that was not run stays *within the noise* of another if its
+expected loss and one standard deviation of that (two, where many multipliers move) are above the other's by less than
+the noise floor; one that was, if both its runs and the bowl have it so.
 """
 
 import math
@@ -27,10 +28,8 @@ __all__ = ["Answer", "advice_when_all_diverged", "answer", "finalists", "front",
 
 Array = NDArray[np.float64]
 
-import os
-
-SF = float(os.environ.get("SF", "1"))
 SURE = 1.0  # standard deviations by which what is called equal is to be equal
+TOGETHER = 2.0  # likewise, of many multipliers at once: what the bowl has wrong, it has wrong of them all
 SLICE = 21  # points
 WIDE, FINE = (
     2.0,
@@ -50,6 +49,9 @@ class Answer:
     fewest: Best | None  # of the points equal to the best within noise, the nearest to the start, if it was run again
     fewest_octaves: dict[str, float] | None  # and where it is, or would be
     fewest_cost: float | None  # its expected loss less that of the best, nats per token
+    idle: tuple[
+        str, ...
+    ] = ()  # paths that were not worth tuning: all at the start, they cost less than the noise together
     gain: float | None = (
         None  # the loss at the start less that of the best, of runs with the same seeds if there are any
     )
@@ -79,7 +81,8 @@ def answer(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: floa
     if judged:
         chosen = min(judged, key=lambda point: statistics.fmean(judged[point]))
         best, point = _best(seen, chosen, judged[chosen]), np.array(chosen)
-    fewest, near = None, _fewest(seen, point)
+    fewer = _fewest(seen, point)
+    fewest, near = None, fewer
     if best is not None:
         candidates = judged | _start(seen)
 
@@ -89,7 +92,7 @@ def answer(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: floa
         equal = [
             x
             for x, losses in candidates.items()
-            if statistics.fmean(losses) <= best.loss + seen.floor and _within_noise(seen, np.array(x), point)
+            if statistics.fmean(losses) <= best.loss + seen.floor and _cost(seen, np.array(x), point)[0] <= seen.floor
         ]
         nearest = min([*equal, chosen], key=changes)
         fewest, near = _best(seen, nearest, candidates[nearest]), np.array(nearest)
@@ -102,6 +105,7 @@ def answer(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: floa
         fewest,
         dict(zip(paths, near.tolist(), strict=True)),
         _cost(seen, near, point)[0],
+        tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0),
         _gain(seen, point),
     )
 
@@ -188,7 +192,7 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> t
     spread = seen.region.along(best, tried)[0].std(1)
     shares = spread / (spread.sum() or 1.0)
     theirs = ped_anova(seen.points, seen.losses)
-    gains = seen.region.along(best, np.zeros((len(best), 1)))[0][:, 0]
+    gains, doubts = (part[:, 0] for part in seen.region.along(best, np.zeros((len(best), 1))))
     scale, low, high = seen.region.scale[:, None], seen.region.low[:, None], seen.region.high[:, None]
     around = best[:, None] + scale * np.arange(-WIDE, WIDE + FINE / 2, FINE)
     mean, deviation = seen.region.along(best, around)
@@ -213,6 +217,7 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> t
                 best=float(best[i]),
                 flat=(float(around[i, first]), float(around[i, last])),
                 gain=float(gains[i]),
+                gain_deviation=float(doubts[i]),
                 importance=float(shares[i]),
                 worth=bool(gains[i] > seen.floor),
                 slice=points,
@@ -267,7 +272,7 @@ def _fewest(seen: _Seen, best: Array) -> Array:
 def _within_noise(seen: _Seen, x: Array, best: Array) -> bool:
     cost, deviation = _cost(seen, x, best)
     safe = float(seen.region.risk(x)) <= max(RISK, float(seen.region.risk(best)))
-    return safe and cost + SF * deviation <= seen.floor
+    return safe and cost + TOGETHER * deviation <= seen.floor
 
 
 def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
@@ -279,9 +284,9 @@ def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
 def front(trials: Sequence[Trial]) -> tuple[Front, ...]:
     """Loss against cost: the points and durations at which nothing cheaper has a lower loss, the cheapest first.
 
-    A branch at ``tokens`` of a run costs its share of the run's FLOPs by tokens, as if it had been trained alone: a run
-    with branches repeats no trunk. Runs of one point (other seeds) count by their mean. Runs without a count of FLOPs
-    have no cost, and diverged and stopped ones no loss.
+    A branch at ``tokens`` of a run costs its share of the run's FLOPs by tokens, as if it had been trained alone: a
+    run with branches repeats no trunk. Runs of one point (other seeds) count by their mean. Runs without a count of
+    FLOPs have no cost, and diverged and stopped ones no loss.
     """
     runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:

@@ -1,7 +1,6 @@
 """The noise floor: how far runs of one point lie apart, and what that leaves of a mean."""
 
 import math
-import os
 import statistics
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -33,8 +32,8 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
     """The noise of runs (point, seed, loss), pooled over all points that were run again, and its degrees of freedom.
 
     What ended with the same loss at the same point from the same seed is the same run and counts once; divergences
-    count not at all. Runs of one seed share init and data, and with them a part of their noise that no number of points
-    makes better known: where several seeds were run, there are no more degrees of freedom than these have.
+    count not at all. Runs of one seed share init and data, and with them a part of their noise that no number of
+    points makes better known: where several seeds were run, there are no more degrees of freedom than these have.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in runs:
@@ -43,7 +42,7 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
     repeated = [ran for ran in points.values() if len(ran) > 1]
     seeds = {seed for ran in repeated for seed, _ in ran}
     noise, degrees = pooled([loss for _, loss in sorted(ran)] for ran in repeated)
-    return noise, min(degrees, len(seeds) - 1) if len(seeds) > 1 and not os.environ.get("NAIVE") else degrees
+    return noise, min(degrees, len(seeds) - 1) if len(seeds) > 1 else degrees
 
 
 def interval(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:

@@ -35,37 +35,45 @@ def lines(answer: "Answer") -> tuple[str, ...]:
     if worth:
         names = [short(each.path) for each in worth[:ROWS]]
         wide = max(len("mattered"), *map(len, names))
-        said += [f"{'mattered':{wide + 11}}  change    as good between      gain  importance"]
+        said += [
+            f"{'mattered':{wide + 11}}  {'change':>6}  {'as good between':>17}  {'gain':>16}  {'importance':>10}"
+        ]
         for name, each in zip(names, worth, strict=False):
             flat = f"x{2 ** each.flat[0]:.2f} to x{2 ** each.flat[1]:.2f}"
             said += [
-                f"{'':11}{name:{wide}}  {'x' + format(2**each.best, '.2f'):>6}  {flat:>17}  {each.gain:8.4f}  "
-                f"{each.importance:10.0%}"
+                f"{'':11}{name:{wide}}  {'x' + format(2**each.best, '.2f'):>6}  {flat:>17}  "
+                f"{each.gain:7.4f} +-{each.gain_deviation:.4f}  {each.importance:10.0%}"
             ]
         said += [f"{'':11}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
-    if answer.fewest_octaves is not None:
-        said += [_fewest(answer, answer.fewest_octaves)]
-    idle = [short(each.path) for each in answer.coordinates if not each.worth]
-    if idle:
+    said += _fewest(answer)
+    if answer.idle:
         said += [
-            f"not worth  {len(idle)} of {len(answer.coordinates)}, which gained less than the noise: {some(idle)}"
+            f"not worth  {len(answer.idle)} of {len(answer.coordinates)}, at the start less than the noise together"
         ]
+        said += [f"{'':11}{some([short(path) for path in answer.idle])}"]
+    small = [each.gain for each in answer.coordinates if not each.worth and each.path not in answer.idle]
+    if small:
+        said += [f"small      {len(small)} gained less than the noise each, {sum(small):.4f} together"]
     return tuple(said)
 
 
-def _fewest(answer: "Answer", octaves: Mapping[str, float]) -> str:
-    moved = sorted((path for path in octaves if octaves[path]), key=lambda path: -abs(octaves[path]))
+def _fewest(answer: "Answer") -> list[str]:
+    assert answer.fewest_octaves is not None
+    if answer.fewest_octaves == answer.octaves:
+        return ["fewest     no point with fewer changes was found to be equal to the best within noise"]
+    moved = {path: octaves for path, octaves in answer.fewest_octaves.items() if octaves}
+    far = sum(map(abs, moved.values()))
+    said = [f"fewest     {len(moved)} of {len(answer.octaves)} changed, {far:.1f} octaves in all"]
     if not moved:
-        return "fewest     none: the start itself is equal to the best within noise"
-    measured = ""
+        said = ["fewest     none changed: the start"]
+    said[0] += f", equal to the best within noise; expected {answer.fewest_cost:+.4f}"
     if answer.fewest is not None:
         low, high = answer.fewest.interval
-        measured = f", {answer.fewest.loss:.4f} ({low:.4f} to {high:.4f})"
-    named = some([f"{short(path)} x{2 ** octaves[path]:.2f}" for path in moved])
-    return (
-        f"fewest     {len(moved)} of {len(octaves)} values changed, {sum(map(abs, octaves.values())):.1f} octaves "
-        f"in all, are equal within noise (expected {answer.fewest_cost:+.4f}{measured}): {named}"
-    )
+        said += [f"{'':11}measured {answer.fewest.loss:.4f}, 95% interval {low:.4f} to {high:.4f}"]
+    if moved:
+        ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
+        said += [f"{'':11}" + some([f"{short(path)} x{2**x:.2f}" for path, x in ordered])]
+    return said
 
 
 def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
@@ -80,7 +88,8 @@ def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, va
     # What an octave does to a value is the space's matter, and 1 - beta falls where beta rises.
     ends = sorted(values({**answer.octaves, path: octaves})[path] for octaves in each.flat)
     said += [f"as good between {format_number(ends[0])} and {format_number(ends[1])}"]
-    said += [f"{2**each.best:.2f} x the start, " + (f"gained {each.gain:.4f}" if each.worth else "within the noise")]
+    start = format_number(values({**answer.octaves, path: 0.0})[path])
+    said += [f"{start} at the start costs {each.gain:.4f}" + ("" if each.worth else ", within the noise")]
     return "; ".join(said)
 
 
