@@ -182,7 +182,7 @@ def test_bf16_is_that_of_a_trial_by_itself_but_for_rounding(tiny: Recipe, tokens
 def test_less_memory_means_smaller_micro_batches(
     tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipes = varied(tiny, **{"batch.micro_batch": 24})  # of all three, in the cache of a processor
+    recipes = varied(tiny)
     stack, full = TrialStack(recipes, tokens, "cpu"), TrialStack(recipes, tokens, "cpu")
     losses, sizes = stack.model.losses, list[int]()
 

@@ -187,11 +187,7 @@ class TrialStack:
         skips = [recipe.stability.on_spike == "off" for recipe in recipes]  # a step without a gradient, and goes on
         self._skips_K = torch.tensor(skips, device=self.device)
         self._alive_K = torch.ones(len(recipes), dtype=torch.bool, device=self.device)
-        # A processor keeps the activations of one forward in its cache; a GPU has room for those of all trials, or
-        # says that it has not.
-        self._micro_batch = rule_of_thumb(first, self.device.type)
-        if self.device.type == "cpu":
-            self._micro_batch = max(1, self._micro_batch // len(recipes))
+        self._micro_batch = rule_of_thumb(first, self.device.type)  # halved when memory is full
 
     @property
     def finished(self) -> bool:
