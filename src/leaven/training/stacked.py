@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,12 +72,10 @@ def train_stack(
         InputError: if they cannot be trained.
         Interrupted: if ``stop`` says so, which is asked between steps.
     """
-    stack, trials = (
-        TrialStack(recipes, tokens, device),
-        [_Trial.of(*pair) for pair in zip(recipes, rivals, strict=True)],
-    )
-    running = list(range(len(recipes)))  # which trials the stack's are
     began = time.perf_counter()
+    stack = TrialStack(recipes, tokens, device)
+    trials = [_Trial(recipe, rival) for recipe, rival in zip(recipes, rivals, strict=True)]
+    running = list(range(len(trials)))  # which of them the stack's are
 
     def share() -> None:
         nonlocal began
@@ -110,32 +107,21 @@ def train_stack(
     return [trial.outcome() for trial in trials]
 
 
-@dataclass
 class _Trial:
-    recipe: Recipe
-    rival: Rival | None
-    course: Course
-    loss: float = math.inf
-    diverged: bool = False
-    stopped: bool = False
-    seconds: float = 0.0
+    """One trial of a stack, as :func:`leaven.training.trial.train_trial` would judge it."""
 
-    @classmethod
-    def of(cls, recipe: Recipe, rival: Rival | None) -> "_Trial":
-        tokens = recipe.data.tokens
-        return cls(
-            recipe,
-            rival if rival is not None and comparable(rival, tokens) else None,
-            Course(recipe.model.vocab_size, tokens),
-        )
+    def __init__(self, recipe: Recipe, rival: Rival | None) -> None:
+        self.recipe, self.course = recipe, Course(recipe.model.vocab_size, recipe.data.tokens)
+        self.rival = rival if rival is not None and comparable(rival, recipe.data.tokens) else None
+        self.loss, self.seconds = math.inf, 0.0
+        self.diverged = self.stopped = False
 
     @property
     def over(self) -> bool:
         return self.diverged or self.stopped
 
     def take_in(self, loss: float, batch_tokens: int) -> None:
-        """A step, as :func:`leaven.training.trial.train_trial` judges it; nothing counts that was done after the
-        end."""
+        """A step; nothing counts that was done after the end."""
         if self.over:
             return
         points = len(self.course.curve)
