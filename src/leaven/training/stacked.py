@@ -66,12 +66,33 @@ def train_stack(
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
     """Train recipes of one :func:`stack_key` as one model, each as far as it takes to see that it diverges or is out
-    of reach of its rival.
+    of reach of its rival; as two, one after the other, where memory does not do for one.
 
     Raises:
         InputError: if they cannot be trained.
         Interrupted: if ``stop`` says so, which is asked between steps.
     """
+    try:
+        return _train(recipes, tokens, device, rivals, stop)
+    except RuntimeError as error:
+        if not out_of_memory(error) or len(recipes) == 1:
+            raise
+    torch.cuda.empty_cache()
+    half = (len(recipes) + 1) // 2
+    return [
+        outcome
+        for part in (slice(half), slice(half, None))
+        for outcome in train_stack(recipes[part], tokens, device, rivals[part], stop)
+    ]
+
+
+def _train(
+    recipes: Sequence[Recipe],
+    tokens: "TokenSet",
+    device: str,
+    rivals: Sequence[Rival | None],
+    stop: Callable[[], bool],
+) -> list[Outcome]:
     began = time.perf_counter()
     stack = TrialStack(recipes, tokens, device)
     trials = [_Trial(recipe, rival) for recipe, rival in zip(recipes, rivals, strict=True)]
