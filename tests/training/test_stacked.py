@@ -8,6 +8,7 @@ import torch
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.recipe import Recipe
+from leaven.training import stacked
 from leaven.training.course import Course
 from leaven.training.engine import Diverged, Interrupted, Training
 from leaven.training.outcome import Rival
@@ -106,11 +107,11 @@ def test_a_stack_is_its_trials_in_float64(tiny: Recipe, tokens: TokenSet, family
         by_itself, training = alone(recipe, tokens, STEPS)
         torch.testing.assert_close(losses[:, trial], torch.tensor(by_itself), rtol=1e-9, atol=0)
         assert validation[trial] == pytest.approx(training.evaluate(), rel=1e-9)
-        stacked = dict(stack.model.named_parameters())
+        parameters = dict(stack.model.named_parameters())
         for name, parameter in training.model.named_parameters():
             if name.endswith("key.bias") and not recipe.model.qk_norm:
                 continue  # adds the same to all scores of a query: its gradient is rounding, which Adam makes large
-            torch.testing.assert_close(stacked[name][trial], parameter, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(parameters[name][trial], parameter, rtol=1e-6, atol=1e-9)
 
 
 def test_what_diverges_is_frozen_and_touches_no_other(tiny: Recipe, tokens: TokenSet) -> None:
@@ -182,7 +183,7 @@ def test_bf16_is_that_of_a_trial_by_itself_but_for_rounding(tiny: Recipe, tokens
 def test_less_memory_means_smaller_micro_batches(
     tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipes = varied(tiny, **{"batch.micro_batch": 24})  # of all three, in the cache of a processor
+    recipes = varied(tiny)
     stack, full = TrialStack(recipes, tokens, "cpu"), TrialStack(recipes, tokens, "cpu")
     losses, sizes = stack.model.losses, list[int]()
 
@@ -196,6 +197,22 @@ def test_less_memory_means_smaller_micro_batches(
     torch.testing.assert_close(stack.step(), full.step(), rtol=1e-5, atol=0)
     torch.testing.assert_close(stack.step(), full.step(), rtol=1e-5, atol=0)
     assert sizes == [24, 12, *[6] * 8]
+
+
+def test_no_memory_for_a_stack_means_two(tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes, sizes = varied(tiny, **{"data.tokens": 2_560}), list[int]()
+
+    def cramped(recipes: list[Recipe], *others: object) -> TrialStack:
+        sizes.append(len(recipes))
+        if len(recipes) > 2:
+            raise torch.OutOfMemoryError
+        return TrialStack(recipes, *others)  # type: ignore[arg-type]
+
+    whole = train_stack(recipes, tokens, "cpu", [None] * 3)
+    monkeypatch.setattr(stacked, "TrialStack", cramped)
+    outcomes = train_stack(recipes, tokens, "cpu", [None] * 3)
+    assert sizes == [3, 2, 1]
+    assert [outcome.loss for outcome in outcomes] == pytest.approx([outcome.loss for outcome in whole], rel=1e-4)
 
 
 def test_a_stack_stops_when_it_is_asked_to(tiny: Recipe, tokens: TokenSet) -> None:

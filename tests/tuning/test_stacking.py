@@ -1,22 +1,29 @@
 """Who is trained with whom, and who gets what of it."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from leaven.data.tokens import prepare
+from leaven.recipe.recipe import Recipe
+from leaven.training import stacked
 from leaven.training.outcome import Outcome
+from leaven.training.stacked import train_stack
+from leaven.training.trial import train_trial
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.stacking import Stack, stack_of_trials
 
 
-def ask(stack: Stack, points: Sequence[float]) -> list[float | str]:
+def ask(stack: Stack, points: Sequence[float], name: str = "x") -> list[float | str]:
     """A thread for each point; the losses, or what was raised."""
 
     def one(number: int) -> float | str:
         try:
-            return stack(Proposal({"x": points[number]}, number)).loss
+            return stack(Proposal({name: points[number]}, number)).loss
         except ValueError as error:
             return str(error)
 
@@ -69,7 +76,7 @@ def test_what_comes_while_a_stack_trains_is_the_next_one() -> None:
         assert began.wait(60)
         others = [pool.submit(stack, Proposal({"x": x}, x)) for x in (2, 3)]
         while len(stack._waiting) < 2:
-            pass
+            time.sleep(0.001)
         go_on.set()
         assert [future.result().loss for future in (first, *others)] == [1, 2, 3]
     assert sizes == [1, 2]
@@ -82,3 +89,26 @@ def test_a_point_without_a_recipe_is_told_to_its_own_thread() -> None:
     stack = stack_of_trials(2, recipe_of, None, "cpu", lambda: False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no recipe"):
         stack(Proposal({"x": 0}, 0))
+
+
+def test_trials_of_one_shape_are_one_stack_and_the_others_are_by_themselves(
+    tiny: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, sizes = tiny.replace({"data.tokens": 1_280, "schedule.warmup_tokens": 0}), list[int]()
+
+    def recipe_of(proposal: Proposal) -> Recipe:
+        changes = {"hyperparameters.lr": 0.01 * 2 ** proposal["lr"], "data.seed": proposal.seed}
+        return recipe.replace(changes | ({"model.dropout": 0.1} if proposal["lr"] == 0 else {}))
+
+    def seen(recipes: Sequence[Recipe], *others: Any) -> list[Outcome]:
+        sizes.append(len(recipes))
+        return train_stack(recipes, *others)
+
+    monkeypatch.setattr(stacked, "train_stack", seen)
+    tokens = prepare(tiny.data, tiny.model.vocab_size)
+    stack = stack_of_trials(3, recipe_of, tokens, "cpu", lambda: False)
+    losses = ask(stack, [0, 1, 2], "lr")
+    assert sizes == [2]
+    assert losses == pytest.approx(
+        [train_trial(recipe_of(Proposal({"lr": lr}, 0))).loss for lr in (0, 1, 2)], rel=1e-4
+    )

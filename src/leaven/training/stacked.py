@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,18 +66,37 @@ def train_stack(
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
     """Train recipes of one :func:`stack_key` as one model, each as far as it takes to see that it diverges or is out
-    of reach of its rival.
+    of reach of its rival; as two, one after the other, where memory does not do for one.
 
     Raises:
         InputError: if they cannot be trained.
         Interrupted: if ``stop`` says so, which is asked between steps.
     """
-    stack, trials = (
-        TrialStack(recipes, tokens, device),
-        [_Trial.of(*pair) for pair in zip(recipes, rivals, strict=True)],
-    )
-    running = list(range(len(recipes)))  # which trials the stack's are
+    try:
+        return _train(recipes, tokens, device, rivals, stop)
+    except RuntimeError as error:
+        if not out_of_memory(error) or len(recipes) == 1:
+            raise
+    torch.cuda.empty_cache()
+    half = (len(recipes) + 1) // 2
+    return [
+        outcome
+        for part in (slice(half), slice(half, None))
+        for outcome in train_stack(recipes[part], tokens, device, rivals[part], stop)
+    ]
+
+
+def _train(
+    recipes: Sequence[Recipe],
+    tokens: "TokenSet",
+    device: str,
+    rivals: Sequence[Rival | None],
+    stop: Callable[[], bool],
+) -> list[Outcome]:
     began = time.perf_counter()
+    stack = TrialStack(recipes, tokens, device)
+    trials = [_Trial(recipe, rival) for recipe, rival in zip(recipes, rivals, strict=True)]
+    running = list(range(len(trials)))  # which of them the stack's are
 
     def share() -> None:
         nonlocal began
@@ -110,32 +128,21 @@ def train_stack(
     return [trial.outcome() for trial in trials]
 
 
-@dataclass
 class _Trial:
-    recipe: Recipe
-    rival: Rival | None
-    course: Course
-    loss: float = math.inf
-    diverged: bool = False
-    stopped: bool = False
-    seconds: float = 0.0
+    """One trial of a stack, as :func:`leaven.training.trial.train_trial` would judge it."""
 
-    @classmethod
-    def of(cls, recipe: Recipe, rival: Rival | None) -> "_Trial":
-        tokens = recipe.data.tokens
-        return cls(
-            recipe,
-            rival if rival is not None and comparable(rival, tokens) else None,
-            Course(recipe.model.vocab_size, tokens),
-        )
+    def __init__(self, recipe: Recipe, rival: Rival | None) -> None:
+        self.recipe, self.course = recipe, Course(recipe.model.vocab_size, recipe.data.tokens)
+        self.rival = rival if rival is not None and comparable(rival, recipe.data.tokens) else None
+        self.loss, self.seconds = math.inf, 0.0
+        self.diverged = self.stopped = False
 
     @property
     def over(self) -> bool:
         return self.diverged or self.stopped
 
     def take_in(self, loss: float, batch_tokens: int) -> None:
-        """A step, as :func:`leaven.training.trial.train_trial` judges it; nothing counts that was done after the
-        end."""
+        """A step; nothing counts that was done after the end."""
         if self.over:
             return
         points = len(self.course.curve)
@@ -187,11 +194,7 @@ class TrialStack:
         skips = [recipe.stability.on_spike == "off" for recipe in recipes]  # a step without a gradient, and goes on
         self._skips_K = torch.tensor(skips, device=self.device)
         self._alive_K = torch.ones(len(recipes), dtype=torch.bool, device=self.device)
-        # A processor keeps the activations of one forward in its cache; a GPU has room for those of all trials, or
-        # says that it has not.
-        self._micro_batch = rule_of_thumb(first, self.device.type)
-        if self.device.type == "cpu":
-            self._micro_batch = max(1, self._micro_batch // len(recipes))
+        self._micro_batch = rule_of_thumb(first, self.device.type)  # halved when memory is full
 
     @property
     def finished(self) -> bool:

@@ -36,10 +36,10 @@ class Shape:
             tensor.index_select(1, index) for tensor in (self.values, self.grads, self.mean, self.square)
         )
 
-    def of(self, table_RK: Tensor) -> Tensor:
-        """The numbers of its rows, to be broadcast over the entries."""
-        own_nK = table_RK[self.first : self.last].to(self.values.dtype)
-        return own_nK[(..., *(None,) * (self.values.dim() - 2))]
+    def of(self, tables_CRK: Tensor) -> tuple[Tensor, ...]:
+        """The numbers of its rows by table, to be broadcast over the entries."""
+        own_CnK = tables_CRK[:, self.first : self.last].to(self.values.dtype)
+        return own_CnK[(..., *(None,) * (self.values.dim() - 2))].unbind()
 
 
 class StackedParameters:
@@ -146,21 +146,31 @@ class StackedAdam:
         """One update at ``schedule`` times the peak lr with gradients times ``factors``; none at all of trials that
         it is not ``applied`` to, whatever their gradients are."""
         self._steps_K = self._steps_K + applied_K
-        steps_K = self._steps_K.clamp(min=1)
-        lr_RK = (self._lr * schedule_K).masked_fill(~applied_K, 0)
-        keep1_RK = self._beta1.masked_fill(~applied_K, 1)
-        keep2_RK = self._beta2.masked_fill(~applied_K, 1)
-        size_RK = lr_RK / (1 - self._beta1**steps_K)
+        steps_K, off_K = self._steps_K.clamp(min=1), ~applied_K
+        lr_RK = (self._lr * schedule_K).masked_fill(off_K, 0)
         root_RK = (1 - self._beta2**steps_K).sqrt()
+        # lr / (1 - b1^t) mean / (sqrt(square / (1 - b2^t)) + eps), with the root of 1 - b2^t on both sides
+        numbers_CRK = torch.stack(
+            (
+                factors_RK,
+                1 - lr_RK * self._decay if self._decoupled else self._decay,
+                (1 - self._beta1).masked_fill(off_K, 0),
+                self._beta2.masked_fill(off_K, 1),
+                (1 - self._beta2).masked_fill(off_K, 0),
+                self._eps * root_RK,
+                -lr_RK * root_RK / (1 - self._beta1**steps_K),
+            )
+        )
         for shape in self._parameters.shapes:
             values, grads, mean, square = shape.values, shape.grads, shape.mean, shape.square
-            grads.mul_(shape.of(factors_RK))
+            factor, decay, new1, old2, new2, eps, size = shape.of(numbers_CRK)
+            grads.mul_(factor)
             if self._decoupled:
-                values.mul_(shape.of(1 - lr_RK * self._decay))
+                values.mul_(decay)
             else:
-                grads.addcmul_(values, shape.of(self._decay))
-            grads.masked_fill_(~applied_K[(..., *(None,) * (grads.dim() - 2))], 0)
-            mean.lerp_(grads, shape.of(1 - keep1_RK))
-            square.mul_(shape.of(keep2_RK)).addcmul_(grads, grads * shape.of(1 - keep2_RK))
-            update = square.sqrt().div_(shape.of(root_RK)).add_(shape.of(self._eps))
-            values.addcmul_(torch.div(mean, update, out=update), shape.of(-size_RK))
+                grads.addcmul_(values, decay)
+            grads.masked_fill_(off_K[(..., *(None,) * (grads.dim() - 2))], 0)
+            mean.lerp_(grads, new1)
+            square.mul_(old2).addcmul_(grads, grads * new2)
+            update = square.sqrt().add_(eps)
+            values.addcmul_(torch.div(mean, update, out=update), size)
