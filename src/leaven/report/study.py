@@ -2,7 +2,7 @@
 
 import math
 
-from leaven.report import chapters, multipliers, numbers, points, searches, slices, study_tables, tables
+from leaven.report import chapters, multipliers, numbers, points, searches, slices, study_tables, tables, trial_marks
 from leaven.report.html import Html, element, join
 from leaven.report.story import Study
 
@@ -99,8 +99,11 @@ def _four(study: Study) -> Html:
 
 def searched(made: chapters.Sheet, study: Study) -> None:
     """The trials in order, and what each value did to the loss."""
-    told = f"{len(study.trials)} trials in the order they began."
-    beyond = searches.by_kind(study).get("beyond", ())
+    kinds = trial_marks.by_kind(study)
+    if not kinds:
+        return  # no trial has ended
+    told = "The trials in the order they began."
+    beyond = kinds.get("beyond", ())
     if study.count("diverged") + study.count("failed"):
         told += " Crosses at the top edge have no loss."
     if beyond:
@@ -113,10 +116,10 @@ def searched(made: chapters.Sheet, study: Study) -> None:
             "interval, a mean over fresh seeds."
         )
     chart = made.chart("search", searches.search(study), "loss of every trial")
-    made.section("The search", told, searches.key(study), chart)
+    made.section("The search", told, trial_marks.key(study), chart)
     if study.coordinates:
         _slices(made, study)
-    else:
+    elif study.start_loss is not None:
         _clouds(made, study)
 
 
@@ -149,17 +152,16 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
         made.section(
             "Slices through the best point",
             f"{many}, all others at the best: nats above the best upwards, the same scale in all; factors of the "
-            "start sideways. The band is one standard deviation of what the trials know. Grey is flat within the noise, "
-            "the dotted line is the start. The red hill is the chance of divergence, certain at the top; crosses are "
-            "trials that diverged, faint where this value is not the likely reason; ticks below are those that ended.",
+            "start sideways. The band is one standard deviation of what the trials know. Grey is flat within the "
+            "noise, the dotted line is the start. The red hill is the chance of divergence, certain at the top; "
+            "crosses are trials that diverged, faint where this value is hardly the reason; ticks are the others.",
             element("div", *panels, class_="panels"),
         )
     idle = [points.short(coordinate.path) for coordinate in study.coordinates if not coordinate.worth]
     told = "The share of what the search gained that is due to each value, with all others at the best."
     if idle:
-        told += (
-            f" {len(idle)} of {len(study.coordinates)} were not worth tuning: the start is as good within the noise."
-        )
+        were = "was" if len(idle) == 1 else "were"
+        told += f" {len(idle)} of {len(study.coordinates)} {were} not worth tuning: left alone they do as well."
     made.section("What mattered", told, study_tables.values(study))
 
 
