@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import studied
 from chromium import BINARY, Browser
 from planned import WAYS, planned
 from written import HOSTILE, slopes_check, write_demo, write_losses_check
@@ -33,10 +34,16 @@ CLIPPED = """[...document.querySelectorAll(".chart")].flatMap(c => {
 
 
 @pytest.fixture(scope="module")
-def pages(demo_folder, real_demo, tmp_path_factory):
+def pages(demo_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
+    modules = studied.study()
+    searches = {"modules": modules, "durations": studied.durations(studied.study(4, 30, 1)),
+                "lost": studied.all_diverged(modules)}  # fmt: skip
     return {
-        "real": real_demo / "report.html",  # as leaven demo left it
+        **{
+            name: write_page(studied.write(folder / name, study), folder / f"{name}.html")
+            for name, study in searches.items()
+        },
         "demo": write_page(demo_folder, folder / "demo.html"),
         "study": write_page(demo_folder / "proxy", folder / "study.html"),
         "run": write_page(demo_folder / "runs/copied", folder / "run.html"),
@@ -55,17 +62,23 @@ def browser(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "width"),
     [
-        ("real", 1280),
-        ("real", 390),
         *(
             (kind, width)
-            for kind in ("demo", "study", "run", "catalogue", "check of slopes", "check of runs")
+            for kind in ("demo", "study", "modules", "run", "catalogue", "check of slopes", "check of runs")
             for width in (1600, 390)
         ),
+        ("durations", 390),
+        ("lost", 390),
     ],
 )
 def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[str, Path], kind: str, width: int):
     draws_and_stays_inside(browser, pages[kind], width)
+
+
+@pytest.mark.xdist_group("demo")  # one worker runs it, for all tests that look at it
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_demo_as_it_was_left_draws(browser: Browser, real_demo: Path, width: int):
+    draws_and_stays_inside(browser, real_demo / "report.html", width)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +134,21 @@ def test_tables_sort_and_runs_can_be_hidden(browser: Browser, pages: dict[str, P
     all_dots = browser.evaluate(dots)
     browser.evaluate("document.querySelector('.legend button').click()")
     browser.until(f"{dots} < {all_dots}")
+
+
+def test_a_study_tells_its_first_trials_and_all_on_request(browser: Browser, pages: dict[str, Path]):
+    browser.window(1280)
+    browser.open(pages["modules"])
+    shown = "[...document.querySelectorAll('.trials tbody tr')].filter(r => r.getClientRects().length)"
+    numbers = f"{shown}.map(r => +r.cells[0].textContent)"
+    assert len(browser.evaluate(numbers)) == 30
+    browser.evaluate("document.querySelector('.trials th button').click()")
+    assert browser.evaluate(numbers) == list(range(30))  # the first in the new order
+    browser.evaluate("document.querySelector('.all-rows').click()")
+    assert browser.evaluate(numbers) == list(range(64))
+    told = "document.querySelector('.multipliers').closest('section').querySelector('.readout').textContent"
+    browser.evaluate("document.querySelector('.multipliers svg').dispatchEvent(new Event('click', {bubbles: true}))")
+    assert browser.evaluate(told).startswith("every block, peak lr, layer by layer: ")
 
 
 def test_hostile_words_are_only_words(browser: Browser, tmp_path: Path):

@@ -23,19 +23,17 @@ def head(made: chapters.Sheet, study: Study) -> Html:
 def verdict(study: Study) -> str:
     """What came out, in a sentence or two."""
     best, start, count = study.best, study.start_loss, len(study.trials)
-    searched = f"{len(study.space)} hyperparameters" if len(study.space) != 1 else "one hyperparameter"
-    ended = study.ended
+    one = len(study.space) == 1
+    searched, are, were = ("one value", "is", "was") if one else (f"{len(study.space)} values", "are", "were")
     if best is None:
-        if ended and study.count("diverged") == ended:
-            return (
-                f"All {ended} trials that ended diverged: the start is beyond a cliff. Begin again from lower "
-                "learning rates."
-                if ended > 1
-                else "The only trial that ended diverged: begin again from lower learning rates."
-            )
-        if not study.count("complete"):
-            return f"None of {count} trials has completed yet; {searched} are searched by {study.method}."
-        return f"{study.count('complete')} of {count} trials have ended; the best few are not judged yet."
+        complete, diverged = study.count("complete"), study.count("diverged")
+        if complete:
+            return f"{complete} of {count} trials reached their end; the best few are not judged yet."
+        if diverged == count:
+            every = f"All {count} trials" if count > 1 else "The only trial"
+            return f"{every} diverged: the start is beyond a cliff. Begin again from lower learning rates."
+        none = f"None of {count} trials has" if count > 1 else "The first trial has not"
+        return f"{none} completed yet; {searched} {are} searched by {study.method}."
     against = ""
     if start is not None and study.noise_floor:
         gain = start - best.loss
@@ -52,8 +50,7 @@ def verdict(study: Study) -> str:
     stalled = " The search stopped of itself: its last rounds gained less than the noise." if study.stalled else ""
     return (
         f"Trial {best.number} is the best of {count}: {numbers.loss(best.loss)} nats per token{against}. "
-        f"{searched[0].upper()}{searched[1:]} {'were' if len(study.space) != 1 else 'was'} searched by "
-        f"{study.method}{paid}.{stalled}"
+        f"{searched.capitalize()} {were} searched by {study.method}{paid}.{stalled}"
     )
 
 
