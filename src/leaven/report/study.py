@@ -236,7 +236,7 @@ def _trained(made: chapters.Sheet, study: Study) -> None:
         whole = searches.curves(study, known, "training loss, nats per token")
         charts = [made.chart("curves", whole, "training loss of all trials", "tall")]
         if ahead := searches.against_best(study):
-            told += " On the right the same less the loss of the best trial at the same tokens."
+            told += " The second chart: the same less the loss of the best trial at the same tokens."
             chart = searches.curves(study, ahead, "above the best trial, nats per token")
             charts.append(made.chart("ahead", chart, "loss of all trials above the best at the same tokens", "tall"))
         made.section("The trials as they trained", told, element("div", *charts, class_="pair"))
