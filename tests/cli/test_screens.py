@@ -17,7 +17,6 @@ from leaven.catalogue.law_table import LAWS
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.cli import _common, _screens, main
 from leaven.cli._train_screen import TrainScreen
-from leaven.cli._tune_screen import TuneScreen, changes
 from leaven.recipe.files import read_recipe
 from leaven.recipe.init_std import COMPARED
 from leaven.report.terminal import Column, Columns, Facts, at_point
@@ -340,37 +339,6 @@ def test_on_a_terminal_every_step_is_seen(monkeypatch: pytest.MonkeyPatch, tiny_
             assert f"    {256 * number}   {6 - number}.000  " in screen_text.getvalue()
     lines = [line for line in screen_text.getvalue().split("\n") if "tokens" in line]
     assert len(lines) == 1
-
-
-def test_a_trial_is_a_line_however_much_it_changes(seen: Console) -> None:
-    centre = {f"hyperparameters.modules.attention.query{n}.lr": 1.0 for n in range(9)}
-    study: Any = SimpleNamespace(
-        space=SimpleNamespace(centre=centre), state=lambda: SimpleNamespace(trials=()), folder=Path()
-    )
-    first: Any = SimpleNamespace(number=0, state="complete", loss=2.4241, values=centre, tokens_per_second=182e3)
-    moved = SimpleNamespace(**vars(first) | {"number": 1, "values": {path: 1.5 for path in centre}, "loss": 2.4139})
-    broken = SimpleNamespace(**vars(moved) | {"number": 2, "state": "diverged", "loss": None})
-    with TuneScreen(study, 3) as screen:
-        for trial in (first, moved, broken):
-            screen.trial(trial, first)
-    head, *rows = seen.export_text().splitlines()
-    start = head.index("what changed")
-    assert [row[:start].split() for row in rows] == [
-        ["0", "2.4241", "182", "k"],
-        ["1", "2.4139", "-0.0102", "*", "182", "k"],
-        ["2", "diverged"],
-    ]
-    assert rows[0][start:] == "nothing: the start"
-    assert rows[1][start:] == rows[2][start:] == "attention.query0.lr x1.50, …"
-    assert all(len(row) <= 80 for row in rows)
-
-
-def test_changes_are_whole_as_long_as_one_fits() -> None:
-    centre = {"hyperparameters.lr": 1.0, "hyperparameters.init_std": 1.0}
-    values = {"hyperparameters.lr": 2.0, "hyperparameters.init_std": 0.84}
-    assert changes(values, centre, 40) == "lr x2.00, init_std x0.84"
-    assert changes(values, centre, 20) == "lr x2.00, …"
-    assert changes(values, centre, 6) == "lr x2…"
 
 
 def _printed(renderable: Any, width: int) -> list[str]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import studied
 from chromium import BINARY, Browser
 from planned import WAYS, planned
 from written import HOSTILE, slopes_check, write_demo, write_losses_check
@@ -21,6 +22,9 @@ OVERFLOWING = """[...document.querySelectorAll("main *")].filter(e => {
 }).map(e => e.tagName + "." + e.getAttribute("class"))"""
 MARKS = """Object.fromEntries([...document.querySelectorAll(".chart")].map(c =>
   [c.id, c.querySelectorAll(".scatterlayer .point, .scatterlayer path.js-line, .barlayer .point").length]))"""
+# Charts are drawn anew, a little later, when the window changes.
+FITTED = """[...document.querySelectorAll(".chart")].every(c =>
+  Math.abs(c.querySelector(".main-svg")?.getBoundingClientRect().width - c.clientWidth) <= 1)"""
 # Axis and tick labels that stick out of their chart.
 CLIPPED = """[...document.querySelectorAll(".chart")].flatMap(c => {
   const box = c.getBoundingClientRect();
@@ -33,10 +37,16 @@ CLIPPED = """[...document.querySelectorAll(".chart")].flatMap(c => {
 
 
 @pytest.fixture(scope="module")
-def pages(demo_folder, real_demo, tmp_path_factory):
+def pages(demo_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
+    modules = studied.study()
+    searches = {"modules": modules, "durations": studied.durations(studied.study(4, 30, 1)),
+                "lost": studied.all_diverged(modules)}  # fmt: skip
     return {
-        "real": real_demo / "report.html",  # as leaven demo left it
+        **{
+            name: write_page(studied.write(folder / name, study), folder / f"{name}.html")
+            for name, study in searches.items()
+        },
         "demo": write_page(demo_folder, folder / "demo.html"),
         "study": write_page(demo_folder / "proxy", folder / "study.html"),
         "run": write_page(demo_folder / "runs/copied", folder / "run.html"),
@@ -53,19 +63,25 @@ def browser(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "width"),
+    ("kind", "widths"),
     [
-        ("real", 1280),
-        ("real", 390),
         *(
-            (kind, width)
-            for kind in ("demo", "study", "run", "catalogue", "check of slopes", "check of runs")
-            for width in (1600, 390)
+            (kind, (390, 1600))
+            for kind in ("demo", "study", "modules", "run", "catalogue", "check of slopes", "check of runs")
         ),
+        ("durations", (390,)),
+        ("lost", (390,)),
     ],
 )
-def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[str, Path], kind: str, width: int):
-    draws_and_stays_inside(browser, pages[kind], width)
+def test_a_page_draws_and_stays_inside_its_window(
+    browser: Browser, pages: dict[str, Path], kind: str, widths: tuple[int, ...]
+):
+    draws_and_stays_inside(browser, pages[kind], *widths)
+
+
+@pytest.mark.xdist_group("demo")  # one worker runs it, for all tests that look at it
+def test_a_demo_as_it_was_left_draws(browser: Browser, real_demo: Path):
+    draws_and_stays_inside(browser, real_demo / "report.html", 390, 1280)
 
 
 @pytest.fixture(scope="module")
@@ -74,23 +90,27 @@ def plans(tmp_path_factory):
     return {way: write_plan(folder / f"{way}.html", planned(way), "rye", "leaven plan rye.toml") for way in WAYS}
 
 
-@pytest.mark.parametrize(("way", "width"), [*((way, 390) for way in WAYS), ("1f1b", 1280), ("alone", 1280)])
-def test_a_plan_draws_and_stays_inside_its_window(browser: Browser, plans: dict[str, Path], way: str, width: int):
-    draws_and_stays_inside(browser, plans[way], width)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_plan_draws_and_stays_inside_its_window(browser: Browser, plans: dict[str, Path], way: str):
+    draws_and_stays_inside(browser, plans[way], 390, *((1280,) if way in {"1f1b", "alone"} else ()))
 
 
-def draws_and_stays_inside(browser: Browser, page: Path, width: int) -> None:
-    browser.window(width)
+def draws_and_stays_inside(browser: Browser, page: Path, *widths: int) -> None:
+    """A page that is opened in a window of the first width, which then gets the others."""
+    browser.window(widths[0])
     browser.open(page)
-    assert browser.complaints == []
-    assert browser.requests == [page.resolve().as_uri()]
-    assert browser.evaluate("document.documentElement.dataset.charts") == "drawn"
-    marks = browser.evaluate(MARKS)
-    assert marks
-    assert all(marks.values()), marks
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    assert browser.evaluate(OVERFLOWING) == []
-    assert browser.evaluate(CLIPPED) == []
+    for width in widths:
+        browser.window(width)
+        browser.until(FITTED)
+        assert browser.complaints == []
+        assert browser.requests == [page.resolve().as_uri()]
+        assert browser.evaluate("document.documentElement.dataset.charts") == "drawn"
+        marks = browser.evaluate(MARKS)
+        assert marks
+        assert all(marks.values()), marks
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.evaluate(OVERFLOWING) == []
+        assert browser.evaluate(CLIPPED) == []
 
 
 def test_charts_follow_the_theme_and_paper_is_light(browser: Browser, pages: dict[str, Path]):
@@ -121,6 +141,21 @@ def test_tables_sort_and_runs_can_be_hidden(browser: Browser, pages: dict[str, P
     all_dots = browser.evaluate(dots)
     browser.evaluate("document.querySelector('.legend button').click()")
     browser.until(f"{dots} < {all_dots}")
+
+
+def test_a_study_tells_its_first_trials_and_all_on_request(browser: Browser, pages: dict[str, Path]):
+    browser.window(1280)
+    browser.open(pages["modules"])
+    shown = "[...document.querySelectorAll('.trials tbody tr')].filter(r => r.getClientRects().length)"
+    numbers = f"{shown}.map(r => +r.cells[0].textContent)"
+    assert len(browser.evaluate(numbers)) == 30
+    browser.evaluate("document.querySelector('.trials th button').click()")
+    assert browser.evaluate(numbers) == list(range(30))  # the first in the new order
+    browser.evaluate("document.querySelector('.all-rows').click()")
+    assert browser.evaluate(numbers) == list(range(64))
+    told = "document.querySelector('.multipliers').closest('section').querySelector('.readout').textContent"
+    browser.evaluate("document.querySelector('.multipliers svg').dispatchEvent(new Event('click', {bubbles: true}))")
+    assert browser.evaluate(told).startswith("every block, peak lr, layer by layer: ")
 
 
 def test_hostile_words_are_only_words(browser: Browser, tmp_path: Path):

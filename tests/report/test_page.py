@@ -130,25 +130,6 @@ def test_a_study_without_a_completed_trial_has_a_page(demo_folder, tmp_path):
     assert "None of 2 trials has completed yet" in Reader(write_page(folder, tmp_path / "report.html")).text
 
 
-def test_a_long_search_of_many_dimensions_stays_a_page_one_can_send(demo_folder, tmp_path):
-    folder = Path(shutil.copytree(demo_folder / "proxy", tmp_path / "study"))
-    document = json.loads((folder / "study.json").read_text())
-    space = [f"hyperparameters.modules.attention.query.part_{i}" for i in range(31)]
-    trials = [
-        {
-            "number": i,
-            "state": "complete",
-            "loss": 3.4 + (i % 37) / 100,
-            "values": {p: 0.01 * (1 + i % 83) for p in space},
-            "seconds": 1.0,
-            "tokens_per_second": 1e5,
-        }
-        for i in range(300)
-    ]
-    (folder / "study.json").write_text(json.dumps(document | {"trials": trials, "space": space}))
-    assert write_page(folder, tmp_path / "report.html").stat().st_size < 5_000_000
-
-
 def test_without_plotly_it_says_what_to_install(demo_folder, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)

@@ -157,9 +157,7 @@ class TuneScreen(Screen):
 
     def _time_left(self) -> str:
         left, usual = self._trials - len(self._shown), self._usual()
-        if left <= 0:
-            return "done"
-        return f"{format_seconds(usual * left / self._workers)} left" if usual else ""
+        return f"{format_seconds(usual * left / self._workers)} left" if usual and left > 0 else ""
 
     def _summary(self) -> list[str]:
         state = self._state

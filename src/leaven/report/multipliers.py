@@ -84,29 +84,27 @@ def picture(recipe: Recipe, space: tuple[str, ...]) -> Html | None:
     ]
     rows = []
     if over_depth:
-        bands = [_band(DEPTH, kind, over_depth.get(kind), None, reach, "depth") for kind in columns]
+        bands = [_band(f"{DEPTH}, {HEADERS[kind]}", over_depth.get(kind), reach, "", "depth") for kind in columns]
         rows += [element("span", DEPTH, class_="net-name quiet"), *bands]
     for module in recipe.model.modules:
-        own = recipe.hyperparameters.modules.get(module, Multipliers())
         rows.append(element("span", module, class_="net-name"))
-        searched = {kind for kind in columns if f"hyperparameters.modules.{module}.{kind}" in space}
+        own = recipe.hyperparameters.modules.get(module, Multipliers())
         for kind in columns:
-            state = "searched" if kind in searched else "left"
-            rows.append(_band(module, kind, shown.get((module, kind)), getattr(own, kind), reach, state))
+            state = "searched" if f"hyperparameters.modules.{module}.{kind}" in space else "left"
+            name, number = f"{module}, {HEADERS[kind]}", numbers.ratio(getattr(own, kind))
+            rows.append(_band(name, shown.get((module, kind)), reach, number, state))
     grid = element("div", *head, *rows, class_="multipliers", style=f"--kinds:{len(columns)}")
     readout = element("p", "Point at a band, or tap it, to read its layers.", class_="readout", aria_live="polite")
     return element("div", scroll(grid, "multipliers of every module"), readout, _legend(reach), class_="told-by")
 
 
-def _band(module: str, kind: str, factors: list[float] | None, own: float | None, reach: int, state: str) -> Html:
-    """``own`` is the module's multiplier, without that of the depth; None of a depth profile, which has a range."""
+def _band(name: str, factors: list[float] | None, reach: int, number: str, state: str) -> Html:
+    """One multiplier over the layers, and beside it ``number``: that of the module, without that of the depth."""
     if factors is None:
         return element("span", class_="band none")
-    told = f"{module}, {HEADERS[kind]}: " + (
-        "layer by layer " + ", ".join(numbers.ratio(factor) for factor in factors)
-        if len(set(factors)) > 1
-        else numbers.ratio(factors[0])
-    )
+    told = f"{name}: {numbers.ratio(factors[0])}"
+    if len(set(factors)) > 1:
+        told = f"{name}, layer by layer: {', '.join(map(numbers.ratio, factors))}"
     if state == "left":
         told += "; not searched"
     svg = element(
@@ -121,7 +119,6 @@ def _band(module: str, kind: str, factors: list[float] | None, own: float | None
         aria_label=told,
         data_told=told,
     )
-    number = numbers.ratio(own) if own is not None else ""
     return element("span", svg, element("small", number), class_=f"band {state}")
 
 

@@ -1,155 +1,19 @@
 """The charts of a search: its trials in order, their curves, loss against cost, and who did what when."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from leaven.report import numbers, points
 from leaven.report.curves import smooth, thin
-from leaven.report.figures import INK, MUTED, PAPER, figure, log_axis, plotly, text
-from leaven.report.html import Html, element
+from leaven.report.figures import INK, MUTED, PAPER, figure, log_axis, plotly
 from leaven.report.story import Study
-from leaven.training.study_file import Trial
+from leaven.report.trial_marks import BEST, MARKS, NOISE, by_kind, edge, hover, window
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-BEST, BAD, NOISE, RERUN = "var(--transferred)", "var(--bad)", "var(--copied)", "var(--hue-5)"
-STOPPED = "var(--hue-6)"
-
-
-@dataclass(frozen=True)
-class Mark:
-    """How a kind of trial is drawn, and what the key above a chart calls it."""
-
-    told: str
-    symbol: str
-    colour: str
-    size: int = 8
-    line: float = 0.0
-    opacity: float = 1.0
-
-    def on(self, chart: "go.Figure", x: Sequence[float], y: Sequence[float], hover: Sequence[str]) -> None:
-        edge = {"color": self.colour if self.line else PAPER, "width": self.line or 1.0}
-        marker = {
-            "symbol": self.symbol,
-            "color": self.colour,
-            "size": self.size,
-            "opacity": self.opacity,
-            "line": edge,
-        }
-        chart.add_trace(
-            plotly().Scatter(
-                x=list(x),
-                y=[float(f"{value:.6g}") for value in y],
-                mode="markers",
-                marker=marker,
-                cliponaxis=False,
-                hovertext=list(hover),
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
-        )
-
-    @property
-    def picture(self) -> Html:
-        """The same mark in a line of text."""
-        stroke = {"stroke": self.colour, "stroke_width": 1.7, "fill": "none"}
-        solid = {"fill": self.colour}
-        drawn = {
-            "circle": ("circle", {"cx": 7, "cy": 7, "r": 4} | solid),
-            "circle-open": ("circle", {"cx": 7, "cy": 7, "r": 4} | stroke),
-            "diamond": ("path", {"d": "M7 2L12 7L7 12L2 7Z"} | solid),
-            "diamond-open": ("path", {"d": "M7 2L12 7L7 12L2 7Z"} | stroke),
-            "triangle-down-open": ("path", {"d": "M2.5 4H11.5L7 11.5Z"} | stroke),
-            "triangle-up": ("path", {"d": "M2.5 11H11.5L7 3Z"} | solid),
-            "x-thin": ("path", {"d": "M3 3L11 11M11 3L3 11"} | stroke),
-            "line": ("path", {"d": "M0 7H14"} | stroke),
-        }
-        tag, attributes = drawn[self.symbol]
-        return element(
-            "svg", element(tag, **attributes), width=14, height=14, viewBox="0 0 14 14", aria_hidden="true"
-        )
-
-
-MARKS = {
-    "complete": Mark("ended", "circle", MUTED, 8, opacity=0.75),
-    "beyond": Mark("ended above the chart", "triangle-up", MUTED, 9),
-    "stopped": Mark("stopped early, at the loss expected of it", "triangle-down-open", STOPPED, 9, 1.7),
-    "diverged": Mark("diverged or failed", "x-thin", BAD, 9, 2.0),
-    "noise": Mark("the start again, other seeds", "circle-open", NOISE, 8, 1.7),
-    "rerun": Mark("the best few again, other seeds", "diamond-open", RERUN, 9, 1.7),
-    "best": Mark("best", "circle", BEST, 12),
-}
-
-
-def kind(trial: Trial, study: Study) -> str | None:
-    """Which mark a trial has; None while it runs."""
-    if trial.state in {"diverged", "failed"}:
-        return "diverged"
-    if trial.loss is None or not math.isfinite(trial.loss) or trial.state == "running":
-        return None
-    if trial.purpose != "search":
-        return trial.purpose
-    if trial.state == "stopped":
-        return "stopped"
-    if study.best and trial.number == study.best.number:
-        return "best"
-    return "beyond" if trial.loss > edge(study) else "complete"
-
-
-def by_kind(study: Study) -> dict[str, list[Trial]]:
-    """Trials by their mark, in the order in which they are drawn."""
-    found: dict[str, list[Trial]] = {name: [] for name in MARKS}
-    for trial in study.trials:
-        name = kind(trial, study)
-        if name is not None:
-            found[name].append(trial)
-    return {name: trials for name, trials in found.items() if trials}
-
-
-def key(study: Study) -> Html:
-    """What the marks and lines of the chart of trials are."""
-    entries = [(MARKS[name], len(trials)) for name, trials in by_kind(study).items() if name != "best"]
-    marks = [element("span", mark.picture, f"{mark.told} ({count})") for mark, count in entries]
-    lines = []
-    if study.best:
-        lines += [element("span", Mark("", "line", BEST).picture, "lowest so far")]
-        lines += [element("span", Mark("", "diamond", BEST).picture, "the answer, 95%")]
-    return element("p", marks, lines, class_="key")
-
-
-def window(study: Study) -> tuple[float, float]:
-    """The losses a chart shows: all but the far outliers, which stand at the upper edge instead."""
-    losses = sorted(
-        trial.loss
-        for trial in study.trials
-        if trial.state == "complete" and trial.loss is not None and math.isfinite(trial.loss)
-    )
-    if not losses:
-        return 0.0, 1.0
-    low, median = losses[0], losses[len(losses) // 2]
-    floor = study.noise_floor or 0.0
-    high = min(losses[-1], median + 4 * max(median - low, floor, 1e-3))
-    low = min(low, (study.best.loss if study.best else low) - 1.5 * floor)
-    return low, max(high, low + 1e-3)
-
-
-def edge(study: Study) -> float:
-    """The loss at which diverged trials and those above the window are drawn."""
-    low, high = window(study)
-    return high + 0.10 * (high - low)
-
-
-def _hover(trial: Trial, study: Study) -> str:
-    """What a trial says of itself: its loss, and what it changes."""
-    state = f"{trial.state} {points.share(trial, study)}".strip()
-    expected = " expected" if trial.state == "stopped" else ""
-    loss = f"{numbers.loss(trial.loss)} nats per token{expected}" if trial.loss is not None else state
-    lines = [f"<b>trial {trial.number}</b>", loss, *([state] if expected else [])]
-    return "<br>".join([*lines, *(text(part) for part in points.told(trial, study, 150).split(", "))])
 
 
 def search(study: Study) -> "go.Figure":
@@ -173,7 +37,7 @@ def search(study: Study) -> "go.Figure":
         chart.add_annotation(**place, text="the start", showarrow=False, font={"size": 11, "color": NOISE})
     leaders, lowest = [], math.inf
     for trial in study.trials:
-        if kind(trial, study) in {"complete", "beyond", "best"} and (trial.loss or math.inf) < lowest:
+        if trial.state == "complete" and trial.purpose == "search" and (trial.loss or math.inf) < lowest:
             lowest = trial.loss or math.inf
             leaders.append((trial.number, lowest))
     if leaders:
@@ -182,12 +46,14 @@ def search(study: Study) -> "go.Figure":
         chart.add_trace(go.Scatter(x=x, y=[min(v, top) for v in y], mode="lines", line=line, hoverinfo="skip"))
     for name, trials in by_kind(study).items():
         y = [top if trial.loss is None or name == "diverged" else min(trial.loss, top) for trial in trials]
-        MARKS[name].on(chart, [trial.number for trial in trials], y, [_hover(trial, study) for trial in trials])
+        MARKS[name].on(chart, [trial.number for trial in trials], y, [hover(trial, study) for trial in trials])
     if best:
         _answer(chart, study, last + 1.2 * room)
     places = [place for place in numbers.linear_ticks(first, max(last, first + 1), 10) if place == int(place)]
     chart.update_xaxes(range=[first - room, last + 2 * room], tickvals=places)
     chart.update_yaxes(range=[low - 0.06 * (high - low), top + 0.02 * (high - low)])
+    if study.start_loss is None:  # nothing but divergences: there is no scale to read
+        chart.update_yaxes(showticklabels=False, showgrid=False)
     return chart
 
 
@@ -286,12 +152,13 @@ def curves(study: Study, known: Curves, title: str) -> "go.Figure":
         chart.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, opacity=faint, hoverinfo="skip"))
         if name in {"stopped", "diverged"}:
             ends = [curve[-1] for _, curve in drawn]
-            said = [_hover(trial, study) for trial, _ in drawn]
+            said = [hover(trial, study) for trial, _ in drawn]
             MARKS[name].on(chart, [tokens for tokens, _ in ends], [loss for _, loss in ends], said)
     if best in known:
         x, y = [tokens for tokens, _ in known[best]], [round(loss, 5) for _, loss in known[best]]
-        said = f"<b>trial {best}, the best</b><br>%{{y:.4f}} nats per token<extra></extra>"
-        chart.add_trace(go.Scatter(x=x, y=y, mode="lines", line={"color": BEST, "width": 2.5}, hovertemplate=said))
+        strong = {"color": BEST, "width": 2.5}
+        whose = f"<b>trial {best}, the best</b><br>%{{y:.4f}} nats per token<extra></extra>"
+        chart.add_trace(go.Scatter(x=x, y=y, mode="lines", line=strong, hovertemplate=whose))
     end = max(curve[-1][0] for curve in known.values())
     log_axis(chart, "xaxis", min(curve[0][0] for curve in known.values()), end, numbers.tick, most=6)
     losses = sorted(loss for curve in known.values() for tokens, loss in curve if tokens > 0.02 * end)
@@ -318,63 +185,60 @@ def front(study: Study) -> "go.Figure | None":
     """Loss against cost: every end of a trial as a dot, and those with no cheaper and better one as steps."""
     if len(study.front) < 2:
         return None
-    go = plotly()
-    # The number of FLOPs and that of tokens say the same as long as one model is searched.
-    cost: Callable[[Any], float] = lambda one: one.flops or one.tokens  # noqa: E731
-    name = "training FLOPs" if all(one.flops for one in study.front) else "tokens"
-    chart = figure(name, "validation loss, nats per token")
+    counted = all(one.flops for one in study.front)
+    chart = figure("training FLOPs" if counted else "tokens", "validation loss, nats per token")
+
+    def told(number: int, loss: float, tokens: int) -> str:
+        return f"<b>trial {number}</b><br>{loss:.4f} nats per token<br>{numbers.quantity(tokens)} tokens"
+
     ends = [
-        (trial.flops * tokens / trial.tokens if trial.flops and trial.tokens else tokens, loss, trial, tokens)
+        (trial.flops * tokens / trial.tokens if counted else tokens, loss, told(trial.number, loss, tokens))
         for trial in study.trials
-        for tokens, loss in (trial.branches or ((trial.tokens, trial.loss or math.nan),))
-        if trial.state == "complete" and math.isfinite(loss) and tokens
+        for tokens, loss in trial.branches or ((trial.tokens, trial.loss),)
+        if trial.state == "complete" and trial.tokens and loss is not None
     ]
-    said = [f"<b>trial {trial.number}</b><br>{loss:.4f} nats per token<br>{numbers.quantity(tokens)} tokens"
-            for _, loss, trial, tokens in ends]  # fmt: skip
-    MARKS["complete"].on(chart, [end[0] for end in ends], [end[1] for end in ends], said)
-    steps = sorted(study.front, key=cost)
-    x, y = [cost(one) for one in steps], [one.loss for one in steps]
-    told = [f"<b>trial {one.number}</b><br>{one.loss:.4f} nats per token<br>{numbers.quantity(one.tokens)} tokens"
-            for one in steps]  # fmt: skip
+    MARKS["complete"].on(chart, *zip(*ends, strict=True))
+    steps = sorted((one.flops if counted else one.tokens, one.loss, one) for one in study.front)
+    x, y = [cost for cost, _, _ in steps], [loss for _, loss, _ in steps]
     marker = {"color": BEST, "size": 10, "line": {"color": PAPER, "width": 1.5}}
-    style = {"line": {"color": BEST, "width": 2, "shape": "hv"}, "marker": marker}
-    chart.add_trace(
-        go.Scatter(
-            x=x, y=y, mode="lines+markers", **style, hovertext=told, hovertemplate="%{hovertext}<extra></extra>"
-        )
-    )
-    costs = [*x, *(end[0] for end in ends)]
-    log_axis(chart, "xaxis", min(costs), max(costs), numbers.tick, pad=0.06)
+    line = {"color": BEST, "width": 2, "shape": "hv"}
+    said = [told(one.number, one.loss, one.tokens) for _, _, one in steps]
+    style = {"mode": "lines+markers", "marker": marker, "line": line}
+    hovered = {"hovertext": said, "hovertemplate": "%{hovertext}<extra></extra>"}
+    chart.add_trace(plotly().Scatter(x=x, y=y, **style, **hovered))
+    costs = [*x, *(cost for cost, _, _ in ends)]
+    log_axis(chart, "xaxis", min(costs), max(costs), numbers.value if counted else numbers.tick, pad=0.06)
     return chart
 
 
 def timeline(study: Study) -> "go.Figure | None":
     """A row a worker, a bar a trial, from when to when it ran; None where the trials do not say."""
-    ran = [trial for trial in study.trials if trial.ended and trial.seconds and trial.worker]
+    ran = {
+        trial.number: (trial.ended - trial.seconds, trial.ended)
+        for trial in study.trials
+        if trial.ended and trial.seconds and trial.worker
+    }
     if not ran:
         return None
-    go = plotly()
     names = points.workers(study)
-    begin = min((trial.ended or 0.0) - (trial.seconds or 0.0) for trial in ran)
-    span = max(trial.ended or 0.0 for trial in ran) - begin
+    begin, end = min(begun for begun, _ in ran.values()), max(ended for _, ended in ran.values())
+    span = end - begin
     unit, seconds = ("hours", 3600.0) if span > 2 * 3600 else ("minutes", 60.0) if span > 120 else ("seconds", 1.0)
     chart = figure(f"{unit} since the first trial began", "", bargap=0.25, barmode="overlay")
     for name, trials in by_kind(study).items():
-        shown = [trial for trial in trials if trial in ran]
+        shown = [trial for trial in trials if trial.number in ran]
         if shown:
-            chart.add_trace(
-                go.Bar(
-                    orientation="h",
-                    y=[names[trial.worker or ""] for trial in shown],
-                    x=[round((trial.seconds or 0.0) / seconds, 3) for trial in shown],
-                    base=[
-                        round(((trial.ended or 0.0) - (trial.seconds or 0.0) - begin) / seconds, 3) for trial in shown
-                    ],
-                    marker={"color": MARKS[name].colour, "opacity": 0.65, "line": {"color": PAPER, "width": 1}},
-                    hovertext=[_hover(trial, study) for trial in shown],
-                    hovertemplate="%{hovertext}<extra></extra>",
-                )
+            times = [ran[trial.number] for trial in shown]
+            bars = plotly().Bar(
+                orientation="h",
+                y=[names[trial.worker or ""] for trial in shown],
+                x=[round((ended - begun) / seconds, 3) for begun, ended in times],
+                base=[round((begun - begin) / seconds, 3) for begun, _ in times],
+                marker={"color": MARKS[name].colour, "opacity": 0.65, "line": {"color": PAPER, "width": 1}},
+                hovertext=[hover(trial, study) for trial in shown],
+                hovertemplate="%{hovertext}<extra></extra>",
             )
+            chart.add_trace(bars)
     rows = {"categoryorder": "array", "categoryarray": list(names.values())}
     chart.update_yaxes(autorange="reversed", showgrid=False, type="category", nticks=None, **rows)
     chart.update_xaxes(showgrid=True, range=[-0.01 * span / seconds, 1.01 * span / seconds])

@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -11,12 +12,16 @@ from leaven.report.html import Html, element, join, script_json
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def document(title: str, body: Html, charts: dict[str, Any]) -> str:
-    """A whole page: what is in ``body``, and the charts that its boxes name."""
+@cache
+def _library() -> str:
+    """plotly.js, packed: plain it is nearly 5 MB. No time stamp, so that the same folder makes the same file."""
     from plotly.offline import get_plotlyjs
 
-    # Plain, plotly.js alone is nearly 5 MB; no time stamp, so that the same folder makes the same file.
-    library = base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+
+
+def document(title: str, body: Html, charts: dict[str, Any]) -> str:
+    """A whole page: what is in ``body``, and the charts that its boxes name."""
     ours = files("leaven.report")
     css, script = (Html(ours.joinpath(name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     head = element(
@@ -32,7 +37,7 @@ def document(title: str, body: Html, charts: dict[str, Any]) -> str:
             "noscript", element("p", "The charts need JavaScript; texts, tables and numbers do not.", class_="told")
         ),
         element("script", script_json(charts), type="application/json", id="charts"),
-        element("script", Html(library), type="text/plain", id="plotly"),
+        element("script", Html(_library()), type="text/plain", id="plotly"),
         element("script", script),
     )
     return f"<!doctype html>\n{element('html', head, element('body', body, tail), lang='en')}\n"

@@ -8,8 +8,9 @@ import numpy as np
 from leaven.report import numbers, points
 from leaven.report.figures import MUTED, PAPER, plotly
 from leaven.report.html import Html, element
-from leaven.report.searches import BAD, BEST, small_figure
+from leaven.report.searches import small_figure
 from leaven.report.story import Study
+from leaven.report.trial_marks import BAD, BEST
 from leaven.training.study_file import Coordinate, Dimension
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, height: fl
     Crosses are faint where this value is not held to be the reason.
     """
     centre = points.start(study)
-    risk = [(point.octaves, point.risk) for point in coordinate.slice]
+    places, risk = [p.octaves for p in coordinate.slice], [p.risk for p in coordinate.slice]
     path = coordinate.path
 
     def draw(places: set[float], y: float, marker: dict[str, Any]) -> None:
@@ -113,7 +114,7 @@ def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, height: fl
 
     draw(where("complete"), -0.15 * height, {"symbol": "line-ns-open", "size": 7, "color": MUTED, "opacity": 0.5})
     lost = where("diverged")
-    blamed = {at for at in lost if risk and np.interp(at, *zip(*risk, strict=True)) > BLAMED}
+    blamed = {at for at in lost if risk and np.interp(at, places, risk) > BLAMED}
     cross = {"symbol": "x-thin", "size": 7, "line": {"color": BAD, "width": 1.6}}
     draw(lost - blamed, height, cross | {"opacity": 0.3})
     draw(blamed, height, cross)

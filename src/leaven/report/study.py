@@ -2,7 +2,7 @@
 
 import math
 
-from leaven.report import chapters, multipliers, numbers, points, searches, slices, study_tables, tables
+from leaven.report import chapters, multipliers, numbers, points, searches, slices, study_tables, tables, trial_marks
 from leaven.report.html import Html, element, join
 from leaven.report.story import Study
 
@@ -23,19 +23,17 @@ def head(made: chapters.Sheet, study: Study) -> Html:
 def verdict(study: Study) -> str:
     """What came out, in a sentence or two."""
     best, start, count = study.best, study.start_loss, len(study.trials)
-    searched = f"{len(study.space)} hyperparameters" if len(study.space) != 1 else "one hyperparameter"
-    ended = study.ended
+    one = len(study.space) == 1
+    searched, are, were = ("one value", "is", "was") if one else (f"{len(study.space)} values", "are", "were")
     if best is None:
-        if ended and study.count("diverged") == ended:
-            return (
-                f"All {ended} trials that ended diverged: the start is beyond a cliff. Begin again from lower "
-                "learning rates."
-                if ended > 1
-                else "The only trial that ended diverged: begin again from lower learning rates."
-            )
-        if not study.count("complete"):
-            return f"None of {count} trials has completed yet; {searched} are searched by {study.method}."
-        return f"{study.count('complete')} of {count} trials have ended; the best few are not judged yet."
+        complete, diverged = study.count("complete"), study.count("diverged")
+        if complete:
+            return f"{complete} of {count} trials reached their end; the best few are not judged yet."
+        if diverged == count:
+            every = f"All {count} trials" if count > 1 else "The only trial"
+            return f"{every} diverged: the start is beyond a cliff. Begin again from lower learning rates."
+        none = f"None of {count} trials has" if count > 1 else "The first trial has not"
+        return f"{none} completed yet; {searched} {are} searched by {study.method}."
     against = ""
     if start is not None and study.noise_floor:
         gain = start - best.loss
@@ -52,8 +50,7 @@ def verdict(study: Study) -> str:
     stalled = " The search stopped of itself: its last rounds gained less than the noise." if study.stalled else ""
     return (
         f"Trial {best.number} is the best of {count}: {numbers.loss(best.loss)} nats per token{against}. "
-        f"{searched[0].upper()}{searched[1:]} {'were' if len(study.space) != 1 else 'was'} searched by "
-        f"{study.method}{paid}.{stalled}"
+        f"{searched.capitalize()} {were} searched by {study.method}{paid}.{stalled}"
     )
 
 
@@ -99,8 +96,11 @@ def _four(study: Study) -> Html:
 
 def searched(made: chapters.Sheet, study: Study) -> None:
     """The trials in order, and what each value did to the loss."""
-    told = f"{len(study.trials)} trials in the order they began."
-    beyond = searches.by_kind(study).get("beyond", ())
+    kinds = trial_marks.by_kind(study)
+    if not kinds:
+        return  # no trial has ended
+    told = "The trials in the order they began."
+    beyond = kinds.get("beyond", ())
     if study.count("diverged") + study.count("failed"):
         told += " Crosses at the top edge have no loss."
     if beyond:
@@ -113,10 +113,10 @@ def searched(made: chapters.Sheet, study: Study) -> None:
             "interval, a mean over fresh seeds."
         )
     chart = made.chart("search", searches.search(study), "loss of every trial")
-    made.section("The search", told, searches.key(study), chart)
+    made.section("The search", told, trial_marks.key(study), chart)
     if study.coordinates:
         _slices(made, study)
-    else:
+    elif study.start_loss is not None:
         _clouds(made, study)
 
 
@@ -149,17 +149,16 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
         made.section(
             "Slices through the best point",
             f"{many}, all others at the best: nats above the best upwards, the same scale in all; factors of the "
-            "start sideways. The band is one standard deviation of what the trials know. Grey is flat within the noise, "
-            "the dotted line is the start. The red hill is the chance of divergence, certain at the top; crosses are "
-            "trials that diverged, faint where this value is not the likely reason; ticks below are those that ended.",
+            "start sideways. The band is one standard deviation of what the trials know. Grey is flat within the "
+            "noise, the dotted line is the start. The red hill is the chance of divergence, certain at the top; "
+            "crosses are trials that diverged, faint where this value is hardly the reason; ticks are the others.",
             element("div", *panels, class_="panels"),
         )
     idle = [points.short(coordinate.path) for coordinate in study.coordinates if not coordinate.worth]
     told = "The share of what the search gained that is due to each value, with all others at the best."
     if idle:
-        told += (
-            f" {len(idle)} of {len(study.coordinates)} were not worth tuning: the start is as good within the noise."
-        )
+        were = "was" if len(idle) == 1 else "were"
+        told += f" {len(idle)} of {len(study.coordinates)} {were} not worth tuning: left alone they do as well."
     made.section("What mattered", told, study_tables.values(study))
 
 
@@ -237,7 +236,7 @@ def _trained(made: chapters.Sheet, study: Study) -> None:
         whole = searches.curves(study, known, "training loss, nats per token")
         charts = [made.chart("curves", whole, "training loss of all trials", "tall")]
         if ahead := searches.against_best(study):
-            told += " On the right the same less the loss of the best trial at the same tokens."
+            told += " The second chart: the same less the loss of the best trial at the same tokens."
             chart = searches.curves(study, ahead, "above the best trial, nats per token")
             charts.append(made.chart("ahead", chart, "loss of all trials above the best at the same tokens", "tall"))
         made.section("The trials as they trained", told, element("div", *charts, class_="pair"))

@@ -31,7 +31,7 @@ def values(study: Study) -> Html:
             element("td", numbers.delta(-coordinate.gain), class_="number"),
             element("td", element("div", bar, class_="bar"), class_="share"),
             element("td", f"{coordinate.importance:.0%}", class_="number"),
-            element("td", "worth it" if coordinate.worth else "left alone is as good", class_="quiet"),
+            element("td", "worth it" if coordinate.worth else "not worth it", class_="quiet"),
             class_=None if coordinate.worth else "idle",
         )
 

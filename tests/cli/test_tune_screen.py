@@ -1,0 +1,145 @@
+"""What a person reads while a study searches."""
+
+import math
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from leaven.cli import _screens
+from leaven.cli._tune_screen import TuneScreen, headline
+from leaven.report.points import changes
+from leaven.training.study_file import Dimension, StudyState, Trial
+
+PATHS = tuple(f"hyperparameters.modules.attention.query{n}.lr" for n in range(9))
+NEW = StudyState(
+    "wheat", "trust-region", PATHS, None, None, (), tuple(Dimension(path, 1.0, -3.0, 3.0) for path in PATHS)
+)
+
+
+def trial(number: int, octaves: float = 0.0, loss: float | None = None, **changes: object) -> Trial:
+    fields = {
+        "state": "complete" if loss is not None else "diverged",
+        "values": dict.fromkeys(PATHS, 2**octaves),
+        "seconds": 60.0,
+        "tokens_per_second": 182e3,
+        "octaves": dict.fromkeys(PATHS, octaves),
+        "tokens": 1000,
+        "worker": f"node:{number % 2}",
+        "ended": 1e9 + number,
+    }
+    return Trial(number=number, loss=loss, **fields | changes)  # type: ignore[arg-type]
+
+
+TRIALS = (
+    trial(0, loss=2.4241),
+    trial(1, loss=2.4260, purpose="noise", seed=1),
+    trial(2, octaves=0.585, loss=2.4139),
+    trial(3, octaves=2.0, tokens=180),
+    trial(4, octaves=-1.0, loss=2.6, state="stopped", tokens=400),
+    trial(5, octaves=0.585, loss=2.4155, purpose="rerun", seed=1),
+)
+
+
+def after(count: int) -> StudyState:
+    noise = 0.0031 if count > 1 else None
+    return replace(NEW, trials=TRIALS[:count], noise_floor=noise, noise_runs=2 if count > 1 else 0)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> StringIO:
+    """What goes into a file or a pipe."""
+    written = StringIO()
+    monkeypatch.setattr(_screens, "errors", Console(width=80, file=written, soft_wrap=True, highlight=False))
+    return written
+
+
+def test_a_trial_is_a_line_however_much_it_changes(plain: StringIO) -> None:
+    with TuneScreen(after(0), 6, 2) as screen:
+        for number in range(6):
+            screen.asked(number, f"thread {number % 2}")
+            screen.ended(TRIALS[number], after(number + 1))
+    assert "\x1b" not in plain.getvalue()
+    title, head, *rows = plain.getvalue().splitlines()
+    assert title == "study wheat · trust-region, 9 dimensions · noise not measured yet"
+    start = head.index("what changed")
+    assert [row[:start].split() for row in rows] == [
+        ["0", "2.4241", "182", "k", "w1"],
+        ["noise", "0.0031", "nats", "(2", "seeds);", "what", "gains", "less", "is"],
+        ["1", "2.4260", "182", "k", "w2"],
+        ["2", "2.4139", "-0.0102", "*", "182", "k", "w1"],
+        ["3", "diverged", "at", "18%", "182", "k", "w2"],
+        ["4", "stopped", "at", "40%", "182", "k", "w1"],
+        ["5", "2.4155", "182", "k", "w2"],
+    ]
+    assert [row[start:] for row in rows if not row.startswith("  noise")] == [
+        "nothing: the start",
+        "the start again, seed +1",
+        "attention.query0.lr x1.50, …",
+        "attention.query0.lr x2.67, …",
+        "2.6000 expected; attention.que…",
+        "trial 2 again, seed +1",
+    ]
+    assert all(len(row) <= 80 for row in rows)
+
+
+def test_trials_of_other_commands_are_seen_too_and_none_twice(plain: StringIO) -> None:
+    with TuneScreen(after(1), 6, 1) as screen:
+        screen.asked(2, "mine")
+        screen.ended(TRIALS[2], after(4))  # 1 and 3 are of another command
+        screen.ended(TRIALS[4], after(5))
+    rows = plain.getvalue().splitlines()
+    assert "  1 of 6 trials are done; going on" in rows
+    assert [row.split()[0] for row in rows if row[:5].strip().isdigit() and row[5:7] == "  "] == ["1", "2", "3", "4"]
+    workers = {row.split()[0]: row[43:49].strip() for row in rows if row[:5].strip().isdigit() and row[5:7] == "  "}
+    assert workers == {"1": "w2", "2": "w1", "3": "w2", "4": "w3"}
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_below_the_rows_stands_who_does_what_and_how_long_it_takes(monkeypatch, width: int) -> None:
+    console = Console(width=width, file=StringIO(), force_terminal=True, soft_wrap=True, record=True)
+    monkeypatch.setattr(_screens, "errors", console)
+    at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
+    screen = TuneScreen(after(0), 8, 2)
+    screen.asked(6, "a")
+    screen.ended(TRIALS[5], replace(after(6), trials=(*TRIALS, at_work), radius=0.42))
+    console.export_text()
+    for renderable in screen._progress.get_renderables():
+        console.print(renderable)
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= width for line in lines)
+    said = " ".join(lines)
+    assert "w1  trial 6" in said
+    assert "of 60 s" in said
+    assert "other:99" in said
+    # Two trials are left, of a minute each, on two workers.
+    for part in ("best 2.4139 (2)", "start 2.4241", "6 of 8", "1 diverged", "1 stopped", "radius 0.42 octave",
+                 "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
+        assert part in said
+
+
+def test_without_a_terminal_the_state_is_told_now_and_then(plain: StringIO) -> None:
+    many = tuple(trial(n, octaves=n / 10, loss=2.5 - n / 1000) for n in range(12))
+    with TuneScreen(NEW, 40, 1) as screen:
+        for n in range(12):
+            screen.ended(many[n], replace(NEW, trials=many[: n + 1]))
+    told = [row for row in plain.getvalue().splitlines() if row.startswith("  best")]
+    assert told == ["  best 2.4910 (9) · start 2.5000 · 10 of 40 · 1 worker · 30 min 00 s left"]
+
+
+def test_the_headline_says_what_is_known() -> None:
+    assert headline(replace(after(2), radius=0.5, space=PATHS[:1])) == [
+        "study wheat",
+        "trust-region, 1 dimension",
+        "trust region 0.50 octave",
+        "noise 0.0031 nats (2 seeds)",
+    ]
+
+
+def test_changes_are_whole_as_long_as_one_fits() -> None:
+    moved = {"hyperparameters.init_std": math.log2(0.84), "hyperparameters.lr": 1.0, "hyperparameters.eps": 0.001}
+    assert changes(moved, 40) == "lr x2.00, init_std x0.84"
+    assert changes(moved, 20) == "lr x2.00, …"
+    assert changes(moved, 6) == "lr x2…"
+    assert changes({}, 20) == ""

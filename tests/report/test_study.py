@@ -1,0 +1,186 @@
+"""The page of a study: what it says of one that went well, and of one that did not."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import studied
+from test_page import Reader
+
+from leaven.recipe.hyperparameters import Multipliers
+from leaven.report import multipliers, points, searches, slices, study_tables, trial_marks
+from leaven.report.folders import read_study
+from leaven.report.page import write_page
+from leaven.scaling.table import resolve
+
+
+@pytest.fixture(scope="module")
+def state():
+    return studied.study()
+
+
+@pytest.fixture(scope="module")
+def study(state, tmp_path_factory):
+    return read_study(studied.write(tmp_path_factory.mktemp("studies") / "modules", state))
+
+
+def test_what_is_written_is_read(state, study):
+    assert {name: getattr(study, name) for name in vars(state)} == vars(state)
+
+
+def test_the_page_says_what_came_out_first(study, state, tmp_path):
+    page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
+    text = Reader(page).text
+    start = sum(trial.loss for trial in state.trials[:5]) / 5
+    worth = sum(coordinate.worth for coordinate in state.coordinates)
+    assert f"{start - state.best.loss:.3f} below the start" in text
+    assert f"tuning paid for {worth} of them" in text
+    assert "stopped of itself" in text
+    for chapter in ("Slices through", "What mattered", "What each module got", "changes", "as they trained", "took"):
+        assert chapter in text
+
+
+def test_each_kind_of_trial_has_a_mark_of_its_own(study):
+    kinds = trial_marks.by_kind(study)
+    assert {name: len(trials) for name, trials in kinds.items()} == {
+        "complete": 39, "stopped": 5, "diverged": 9, "noise": 4, "rerun": 6, "best": 1,
+    }  # fmt: skip
+    chart = searches.search(study)
+    marks = {trace.marker.symbol: list(trace.x) for trace in chart.data if trace.mode == "markers"}
+    assert marks["diamond-open"] == [58, 59, 60, 61, 62, 63]
+    line = next(trace for trace in chart.data if trace.mode == "lines")
+    # The lowest so far is of the search alone: a lucky rerun does not count.
+    assert line.y[-1] == min(trial.loss for trial in kinds["complete"] + kinds["best"])
+    answer = next(trace for trace in chart.data if trace.error_y.array is not None)
+    low, high = study.best.interval
+    assert (answer.y[0] - answer.error_y.arrayminus[0], answer.y[0] + answer.error_y.array[0]) == (low, high)
+
+
+def test_a_slice_shows_its_cliff_its_flat_part_and_one_scale_for_all(study):
+    height = slices.scale(study)
+    charts = {c.path: slices.panel(study, c, height) for c in study.coordinates[:12]}
+    assert len({chart.layout.yaxis.range for chart in charts.values()}) == 1
+    for coordinate in study.coordinates[:12]:
+        chart = charts[coordinate.path]
+        flat, start = chart.layout.shapes[:2]
+        assert (flat.x0, flat.x1) == coordinate.flat
+        assert start.x0 == start.x1 == 0
+        hills = [trace for trace in chart.data if trace.yaxis == "y2"]
+        risks = [point.risk for point in coordinate.slice]
+        assert bool(hills) == (max(risks) > 0.01)
+        if hills:
+            assert list(hills[0].y) == pytest.approx(risks, abs=1e-3)
+        lost = {round(t.octaves[coordinate.path], 2) for t in study.trials if t.state == "diverged"}
+        crosses = [trace for trace in chart.data if trace.marker.symbol == "x-thin"]
+        assert {place for trace in crosses for place in trace.x} == lost
+
+
+def test_the_picture_has_what_the_parameters_really_get(study):
+    """Against the parameter table: what a recipe gives its weights, over what it gives them without multipliers."""
+    best = study.best_recipe
+    plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
+    assert multipliers.kinds(best, study.space) == ["lr", "init_std"]
+    mine, without = resolve(best), resolve(plain)
+    compared = 0
+    for row, neutral in zip(mine.rows, without.rows, strict=True):
+        for kind in ("lr", "init_std"):
+            if multipliers.acts(best, row.module, kind) and getattr(neutral, kind):
+                got = multipliers.layers(best, row.module, kind)
+                factor = got[row.layer if len(got) > 1 else 0]
+                assert factor == pytest.approx(getattr(row, kind) / getattr(neutral, kind))
+                compared += 1
+    assert compared > 100
+
+
+def test_a_module_without_a_multiplier_has_no_band():
+    recipe = studied.recipe()
+    known = {
+        kind: [m for m in recipe.model.modules if multipliers.acts(recipe, m, kind)]
+        for kind in Multipliers.model_fields
+    }
+    assert known["residual"] == ["attention.out", "mlp.out"]
+    assert not {"norm.final", "norm.query"} & {*known["init_std"], *known["weight_decay"]}
+    assert known["lr"] == list(recipe.model.modules)
+    assert multipliers.picture(recipe.replace({"hyperparameters.depth": {}}), ()) is None
+
+
+def test_curves_are_thin_and_the_best_is_no_better_than_itself(study):
+    known = searches.known_curves(study)
+    ahead = searches.against_best(study)
+    assert set(ahead) == set(known) == {trial.number for trial in study.trials}
+    assert [loss for _, loss in ahead[study.best.number]] == pytest.approx([0.0] * 80, abs=1e-12)
+    # Each trial's curve was made as its loss above a common one, with a noise of 0.004 nats.
+    ended = [trial for trial in study.trials if trial.state == "complete"]
+    final = [ahead[trial.number][-1][1] for trial in ended]
+    assert final == pytest.approx([trial.loss - study.best_trial.loss for trial in ended], abs=0.02)
+    chart = searches.curves(study, known, "loss")
+    drawn = sum(x is not None for trace in chart.data if trace.mode == "lines" for x in trace.x)
+    assert drawn <= 60 * len(known) + 80
+    ends = next(trace for trace in chart.data if trace.marker.symbol == "triangle-down-open")
+    assert set(ends.x) == {0.4 * studied.TOKENS}
+
+
+def test_loss_against_cost_is_drawn_where_durations_are_compared(study):
+    assert searches.front(study) is None
+    compared = studied.durations(study)
+    ends, steps = searches.front(compared).data
+    assert len(ends.x) == 3 * study.count("complete")
+    assert list(steps.y) == [one.loss for one in compared.front]
+    assert list(np.diff(steps.y) < 0) == [True, True]
+    assert min(ends.y) == pytest.approx(steps.y[-1])
+
+
+def test_the_fewest_changes_stand_beside_the_best(study):
+    text = study_tables.changes(study)
+    kept = [path for path, octaves in study.fewest_octaves.items() if abs(octaves) > points.UNMOVED]
+    moved = [path for path, octaves in study.best_trial.octaves.items() if abs(octaves) > points.UNMOVED]
+    assert text.count("as at the start") == len(moved) - len(kept)
+    assert text.count("<tr>") == len(moved) + 4  # two tables, of two head rows
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (studied.all_diverged, "All 9 trials diverged: the start is beyond a cliff"),
+        (studied.at_first, "The first trial has not completed yet; 6 values are searched"),
+        (
+            lambda state: replace(studied.all_diverged(state), trials=state.trials[:1]),
+            "1 of 1 trials reached their end",
+        ),
+        (lambda state: replace(state, coordinates=(), front=(), fewest=None, fewest_octaves=None), "Loss over each"),
+        (lambda state: replace(state, noise_floor=None), "is the best of 24"),
+        (lambda state: replace(state, best=replace(state.best, interval=(-math.inf, math.inf))), "is the best of 24"),
+        (
+            lambda state: replace(
+                state, trials=tuple(replace(t, curve=(), worker=None, ended=None, flops=0.0) for t in state.trials)
+            ),
+            "is the best of 24",
+        ),
+    ],
+)
+def test_a_study_of_any_kind_has_a_page(tmp_path, made, said):
+    page = write_page(studied.write(tmp_path / "study", made(studied.study(6, 24))), tmp_path / "study.html")
+    assert said in Reader(page).text
+
+
+def test_a_loss_that_is_no_number_is_none_however_it_is_written(tmp_path):
+    folder = studied.write(tmp_path / "study", studied.study(6, 24))
+    document = json.loads((folder / "study.json").read_text())
+    lost = next(trial for trial in document["trials"] if trial["state"] == "diverged")
+    lost["loss"] = math.inf
+    lost["curve"] += [[900_000, None], [950_000, math.nan]]
+    document["written_by_a_newer_one"] = True
+    (folder / "study.json").write_text(json.dumps(document))
+    trial = read_study(folder).trials[lost["number"]]
+    assert trial.loss is None
+    assert len(trial.curve) == len(lost["curve"]) - 2
+    assert write_page(folder, tmp_path / "study.html").exists()
+
+
+def test_a_long_search_of_many_dimensions_stays_a_page_one_can_send(tmp_path):
+    large = studied.study(90, 500, 3, 8)
+    assert len(large.space) > 80
+    assert len(json.dumps(asdict(large))) > 2_000_000
+    assert write_page(studied.write(tmp_path / "study", large), tmp_path / "study.html").stat().st_size < 4_000_000
