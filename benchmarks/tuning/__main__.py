@@ -74,7 +74,8 @@ def study(folder: Path, recipe: Recipe, which: str, trials: int, workers: int) -
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     searcher = Study(folder, recipe, space(recipe, which), "trust-region", tokens)
     print(f"{folder.name}: {len(searcher.space.dimensions)} values, {trials} trials", flush=True)
-    state = searcher.run(trials, workers, stop_at_noise=False)
+    with searcher:
+        state = searcher.run(trials, workers, stop_at_noise=False)
     assert state.best is not None, f"every trial of {folder.name} diverged"
     low, high = state.best.interval
     lost = sum(trial.state == "diverged" for trial in state.trials)

@@ -84,7 +84,7 @@ ACTIONS = st.sampled_from(["search", "half", "noise", "end", "stop", "die", "giv
 
 
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, 50)), max_size=60))
-def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:
+def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # noqa: PLR0912 - one an event
     """Against a model that knows what happened, whatever dies and whoever does the same at once."""
     trials: list[FrozenTrial] = []
     runs: dict[int, dict[str, Any]] = {}  # by the number that a run began with

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -37,7 +36,7 @@ class TuneScreen(Screen):
     HEADER = "trial      loss  against best  tokens/s  worker  what changed against the best"
     INDENT = HEADER.index("what")
 
-    def __init__(self, state: StudyState, trials: int, workers: int) -> None:
+    def __init__(self, state: StudyState, trials: int | None, workers: int) -> None:
         super().__init__()
         self._state, self._trials, self._workers = state, trials, workers
         self._shown = {trial.number for trial in _ended(state)}
@@ -49,7 +48,7 @@ class TuneScreen(Screen):
         for line in joined(headline(state), self._width):
             self.row(line)
         if self._shown:
-            self.row(f"  {len(self._shown)} of {trials} trials are done; going on")
+            self.row(f"  {self._done()} trials are done; going on")
         self._best = _best(state)
         self._headed = False
 
@@ -72,7 +71,8 @@ class TuneScreen(Screen):
             for other in new or [trial]:
                 self._say(other)
             ended = len(self._shown)
-            self._progress.update(self._task, completed=ended, total=max(self._trials, ended), left="")
+            total = self._trials and max(self._trials, ended)
+            self._progress.update(self._task, completed=ended, total=total, left="")
             if not self._progress.console.is_terminal and ended // EVERY > (ended - len(new)) // EVERY:
                 self.row(f"  {' · '.join(self._summary())}")
 
@@ -155,14 +155,17 @@ class TuneScreen(Screen):
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
+    def _done(self) -> str:
+        return f"{len(self._shown)} of {self._trials}" if self._trials else f"{len(self._shown)}"
+
     def _time_left(self) -> str:
-        left, usual = self._trials - len(self._shown), self._usual()
+        left, usual = (self._trials or 0) - len(self._shown), self._usual()
         return f"{format_seconds(usual * left / self._workers)} left" if usual and left > 0 else ""
 
     def _summary(self) -> list[str]:
         state = self._state
         trials = _ended(state)
-        parts = [f"{len(trials)} of {self._trials}"]
+        parts = [self._done()]
         if self._best is not None:
             parts.insert(0, f"best {self._best.loss:.4f} ({self._best.number})")
             first = min(trials, key=lambda trial: trial.number)
@@ -212,17 +215,3 @@ def _best(state: StudyState) -> Trial | None:
     for trial in state.trials:
         best = trial if _leads(trial, best) else best
     return best
-
-
-def best_lines(state: StudyState, folder: Path) -> list[str]:
-    """The answer of a study in a few lines."""
-    if state.best is None or state.noise_floor is None:
-        return []
-    low, high = state.best.interval
-    lost = ", ".join(_lost(state))
-    return [
-        f"best      trial {state.best.number} of {len(state.trials)}" + (f" ({lost})" if lost else ""),
-        f"loss      {state.best.loss:.4f} nats per token, 95% interval {low:.4f} to {high:.4f}",
-        f"noise     {state.noise_floor:.4f} nats, standard deviation between seeds (the trials share one)",
-        f"recipe    {folder / 'best.toml'} (each value with its reason under [why])",
-    ]

@@ -69,10 +69,9 @@ def open_store(
     """
     if where is None:
         return InMemoryStorage()
-    if isinstance(where, Patient):
-        return where
     if isinstance(where, BaseStorage):
-        return Patient(where, type(where).__name__, waited, patience_seconds)
+        ours = isinstance(where, _Waiting)
+        return where if ours else Patient(where, type(where).__name__, waited, patience_seconds)
     if isinstance(where, Path) or "://" not in where:
         return Patient(open_journal(Path(where).absolute()), str(where), waited, patience_seconds)
     url = _url(where)

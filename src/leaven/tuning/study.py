@@ -147,6 +147,7 @@ class Study:
         screen: Screen | None = None,
         stop: Callable[[], bool] = lambda: False,
         stack: int = 1,
+        stop_at_noise: bool = True,
         lease_seconds: float = 60.0,
     ) -> StudyState:
         """Run until the budget is used and the best few are judged, here and elsewhere, or until ``stop`` says so.
@@ -177,6 +178,7 @@ class Study:
                     scales=self._axes.scales,
                     flops=flops,
                     hours=hours,
+                    stop_at_noise=stop_at_noise,
                     storage=self._store,
                     name=self.recipe.name,
                     stop=stop,
