@@ -275,6 +275,23 @@ def test_a_store_that_stays_away_is_75_and_one_line(
     assert "away for 300 seconds" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hours", "0"], "hours = 0.0: above 0, and finite"),
+        (["--method", "grid", "--flops", "1e12"], "method grid: how fine it is follows from the number of trials"),
+        (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),
+        (["--durations", "1k,2k"], "durations: a cosine run holds no shorter one"),
+    ],
+)
+def test_bad_options_write_nothing(options: list[str], said: str, tiny_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        CliRunner().invoke(
+            app, ["tune", str(tiny_file), "--study", str(tmp_path / "study"), *options], catch_exceptions=False
+        )
+    assert not (tmp_path / "study").exists()
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[..., Study], tiny: Recipe) -> None:
     wsd = tiny.replace({"schedule.decay": "wsd", **SHORT})
@@ -315,7 +332,7 @@ def test_a_study_of_something_else_is_refused(
         study(recipe=short.replace({LR: 0.02}))
     around = space(short, LR)
     for changed, said in (
-        (study(which="global"), "another space: hyperparameters.init_std None there, .* here"),
+        (study(which="global"), "another space: hyperparameters.init_std, .* only here; give it"),
         (study("tpe"), "another method: random there, tpe here"),
         (Study(tmp_path / "study", short, around, "random", replace(tokens, fingerprint="x")), "another text"),
     ):
