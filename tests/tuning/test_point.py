@@ -158,6 +158,12 @@ def test_a_batch_is_whole_sequences_and_its_ramp_moves_along(octaves: float) -> 
     assert [size % 32 for _, size in batch.sizes] == [0] * len(batch.sizes)
 
 
+def test_stages_move_along_too() -> None:
+    stages = [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 1_000, "tokens": 512}]
+    there = moved(RECIPE.replace({"batch": {"tokens": 512, "stages": stages}}), {"batch.tokens": -1.0})
+    assert there.batch.sizes == ((0, 64), (1_000, 256))
+
+
 def test_lr_and_the_rest_move_with_the_batch_by_the_rule() -> None:
     plain = RECIPE.replace({"scaling.base": None, "scaling.rule": "complete-d-p"})
     there = moved(plain, {"batch.tokens": 2.0})

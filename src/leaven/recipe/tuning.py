@@ -18,7 +18,7 @@ def _both_sides(value: Any) -> Any:
     low, high = value
     if isinstance(low, int | float) and isinstance(high, int | float) and not low < 0 < high:
         raise ValueError(
-            f"{low:g} to {high:g} octaves; the lowest is below 0, the recipe's own value, the other above"
+            f"{low:g} to {high:g} octaves; 0 is the recipe's own value: write the lowest below it, the highest above"
         )
     return (low, high)
 

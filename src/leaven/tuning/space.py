@@ -18,6 +18,7 @@ it should. So of such values ``per-module`` searches one less than there are.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import copysign
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.training.study_file import Dimension
 from leaven.tuning import point
-from leaven.tuning.point import GLOBAL, QUANTITIES, moved
+from leaven.tuning.point import BATCH, GLOBAL, QUANTITIES, WARM_UP, moved
 
 __all__ = ["SETS", "Dimension", "Space", "moved", "space"]
 
@@ -96,7 +97,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             ``[tuning]`` says. Without, that, and ``global`` where there is none.
 
     Raises:
-        InputError: if a path is nothing to search, or there is no recipe as far away as it says itself.
+        InputError: if a path is nothing to search, or there is no recipe as far away as ``[tuning]`` says.
     """
     tuning = recipe.tuning
     if which is None:
@@ -112,11 +113,11 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     ends = {
         path: both
         for pattern, both in (tuning.octaves if tuning else {}).items()
-        for path in _paths(recipe, known, "[tuning.octaves]", pattern)
+        for path in _paths(recipe, known, "[tuning.octaves]", pattern.replace('"', ""))
     }
     found: dict[str, Dimension] = {}
     left_out: dict[str, str] = {}
-    for origin, name in ((origin, name.strip()) for origin, name in asked):
+    for origin, name in ((origin, name.strip().replace('"', "")) for origin, name in asked):
         for path in _paths(recipe, known, origin, name):
             if reason := _nothing(recipe, path):
                 left_out[path] = reason
@@ -145,16 +146,14 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
             return list(GLOBAL)
         case "per-module":
             rest = [f"hyperparameters.{quantity}" for quantity in ("weight_decay", "beta1", "beta2", "eps")]
-            own = [
-                path for path in by_module("init_std") if split_path(path)[2] not in _scaled_by_others(recipe.model)
-            ]
+            others = _scaled_by_others(recipe.model)
+            own = [path for path in by_module("init_std") if split_path(path)[2] not in others]
             return [*by_module("lr"), *own, *by_module("residual"), *over_depth("lr"), *rest]
         case "per-module-full":
             return [*by_module(*QUANTITIES), *over_depth(*QUANTITIES)]
-    path = name.replace('"', "")
-    found = [one for one in known if fnmatchcase(one, path.replace("[", "[[]"))] if "*" in path else [path]
+    found = [path for path in known if fnmatchcase(path, name.replace("[", "[[]"))] if "*" in name else [name]
     if not found or not set(found) <= {*known, *GLOBAL}:
-        raise InputError(f"{origin} {name}: {_refusal(recipe, path)}")
+        raise InputError(f"{origin} {name}: {_refusal(recipe, known, name)}")
     return found
 
 
@@ -169,24 +168,23 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     if model.bias:
         return set()
     linear = {"mlp.in"} if model.activation != "gelu" else set()  # the gated side, or homogeneous as relu is
-    return {
-        *BRANCH_ENDS,
-        "attention.value",
-        *linear,
-        *(("attention.query", "attention.key") if model.qk_norm else ()),
-    }
+    normed = {"attention.query", "attention.key"} if model.qk_norm else set()
+    return {*BRANCH_ENDS, "attention.value"} | linear | normed
 
 
-def _refusal(recipe: Recipe, path: str) -> str:
+def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
     """Why a path is nothing to search in a recipe."""
-    keys, reason = split_path(path), None
+    keys = split_path(path)
     if path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES:
         reason = point.refusal(recipe.hyperparameters, recipe.model.roles, keys[2], keys[3])
-    points = point.depth_points(recipe, "lr")
-    return reason or (
-        f"not a value to search; there are {', '.join(GLOBAL)}, {' '.join(points).replace('.lr[', '.QUANTITY[')} "
-        f"and hyperparameters.modules.MODULE.QUANTITY with QUANTITY one of {', '.join(QUANTITIES)} "
-        f"and MODULE one of {', '.join(recipe.model.modules)}"
+        if reason:
+            return reason
+    if close := get_close_matches(path, [*SETS, *known], 1, 0.8):
+        return f"not a value to search; did you mean {close[0]}?"
+    return (
+        f"not a value to search; there are {', '.join(SETS)}; {WARM_UP}, {BATCH}, hyperparameters.Q, "
+        f"hyperparameters.modules.M.Q and hyperparameters.depth.Q[0] with Q one of {', '.join(QUANTITIES)} and M one "
+        f"of {', '.join(recipe.model.modules)}"
     )
 
 
