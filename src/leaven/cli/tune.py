@@ -40,7 +40,7 @@ def tune(
     space: Annotated[
         str | None,
         typer.Option(
-            help="global, per-module (some 30 values), per-module-full (some 90), or paths with commas; "
+            help="global, per-module (about 30 values), per-module-full (about 90), or paths with commas; "
             "[tuning] of the recipe if not given, or global.",
             show_default=False,
         ),
