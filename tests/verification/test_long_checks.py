@@ -9,7 +9,7 @@ import pytest
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.training.worker import Outcome
+from leaven.training.outcome import Outcome
 from leaven.verification import equivalence as equivalence_module
 from leaven.verification import runs
 from leaven.verification import transfer as transfer_module
@@ -23,7 +23,7 @@ GRID = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
 def pretend(monkeypatch: pytest.MonkeyPatch, loss: Callable[[Recipe], float]) -> None:
     def run_all(trials, folder, workers, **more):  # type: ignore[no-untyped-def]
-        return lambda trial: Outcome(loss(trial.recipe), False, trial.recipe.data.tokens, 1.0, 0)
+        return lambda trial: Outcome(loss(trial.recipe))
 
     monkeypatch.setattr(transfer_module, "run_all", run_all)
     monkeypatch.setattr(equivalence_module, "run_all", run_all)

@@ -1,6 +1,5 @@
 """Runs in processes of their own, on one thread each, and a pool of them that outlives any of its workers."""
 
-import math
 import os
 import signal
 import threading
@@ -8,7 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TypeVar
@@ -16,17 +14,6 @@ from typing import TypeVar
 from leaven.recipe.recipe import Recipe
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A trial's end. A diverged trial has a finite loss, worse than a uniform guess, so that a search can use it."""
-
-    loss: float
-    diverged: bool
-    tokens: int
-    seconds: float
-    worker: int
 
 
 def start(parent: int) -> None:
@@ -41,50 +28,6 @@ def _leave_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
-
-
-def hopeless(vocab_size: int) -> float:
-    """The loss that counts as divergence, in nats: one worse than a uniform guess."""
-    return math.log(vocab_size) + 1.0
-
-
-@dataclass
-class Course:
-    """How a run of ``tokens`` goes, by its mean loss over about the last thirty-second of it: that of one small batch
-    of odd text may be above a uniform guess, and so may the first ones at a large init."""
-
-    vocab_size: int
-    tokens: int
-    done: int = 0
-    mean: float = 0.0
-
-    def lost(self, loss: float, batch_tokens: int) -> bool:
-        """Take in a step; whether the run has diverged."""
-        self.done += batch_tokens
-        self.mean += (loss - self.mean) * min(32 * batch_tokens / self.tokens, 1.0)
-        return not math.isfinite(loss) or (self.mean > hopeless(self.vocab_size) and self.done > self.tokens / 4)
-
-
-def run_trial(recipe: Recipe) -> Outcome:
-    """Train a recipe from the start and return its validation loss."""
-    from leaven.data.tokens import prepare
-    from leaven.training.engine import Diverged, Training
-
-    tokens = prepare(recipe.data, recipe.model.vocab_size)
-    training = Training(recipe, tokens, device=None)
-    limit = hopeless(recipe.model.vocab_size)
-    course = Course(recipe.model.vocab_size, recipe.data.tokens)
-    try:
-        while not training.finished:
-            step = training.step()
-            if course.lost(step.loss, step.batch_tokens):
-                raise Diverged(f"loss above {limit:.2f}")
-        loss = training.evaluate()
-        diverged = not math.isfinite(loss)
-    except Diverged:
-        loss, diverged = limit, True
-    done = training.progress
-    return Outcome(limit if diverged else loss, diverged, done.tokens, done.seconds, os.getpid())
 
 
 def run_in(folder: Path, recipe: Recipe) -> float | None:
@@ -112,14 +55,14 @@ class Pool:
     def _new(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start, initargs=(os.getpid(),))
 
-    def submit(self, function: Callable[..., Result], *arguments: object) -> "Future[Result]":
+    def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
         # Processes are born here, and inherit what is blocked: a Ctrl-C is for the parent alone.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return self._executor.submit(function, *arguments)
+            return self._executor.submit(function, *arguments, **named)
         except BrokenProcessPool:
             self._executor = self._new()
-            return self._executor.submit(function, *arguments)
+            return self._executor.submit(function, *arguments, **named)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

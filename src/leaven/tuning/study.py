@@ -25,10 +25,13 @@ from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
+from leaven.training.course import lost_above
 from leaven.training.engine import check_trainable
+from leaven.training.outcome import Outcome
 from leaven.training.run_folder import LOCK, held
 from leaven.training.study_file import Best, StudyState, Trial
-from leaven.training.worker import Outcome, Pool, hopeless, run_trial
+from leaven.training.trial import train_trial
+from leaven.training.worker import Pool
 from leaven.tuning import methods
 from leaven.tuning.methods import check_method, sampler
 from leaven.tuning.noise import interval, pooled
@@ -158,9 +161,9 @@ class Study:
             recipe = moved(self.recipe, values)
         except ValueError:
             future: Future[Outcome] = Future()
-            future.set_result(Outcome(hopeless(self.recipe.model.vocab_size), True, 0, 0.0, 0))
+            future.set_result(Outcome(math.inf))
             return future
-        return pool.submit(run_trial, recipe)
+        return pool.submit(train_trial, recipe)
 
     def _tell(self, trial: optuna.Trial, future: "Future[Outcome]") -> bool:
         """Record how a trial ended; False if its process died and it is to be run once more."""
@@ -174,7 +177,8 @@ class Study:
             return True
         for key, value in asdict(outcome).items():
             trial.set_user_attr(key, value)
-        self._study.tell(trial, outcome.loss)
+        trial.set_user_attr("diverged", outcome.diverged)
+        self._study.tell(trial, min(outcome.loss, lost_above(self.recipe.model.vocab_size)))
         return True
 
     def _retry(self, trial: optuna.Trial | FrozenTrial) -> None:
@@ -206,7 +210,7 @@ class Study:
 
         def start(key: str) -> "Future[Outcome]":
             trial, seed = jobs[key]
-            return pool.submit(run_trial, moved(self.recipe, trial.params, seed))
+            return pool.submit(train_trial, moved(self.recipe, trial.params, seed))
 
         pending = {start(key): key for key in jobs if key not in self.reruns}
         died: set[str] = set()
@@ -215,7 +219,8 @@ class Study:
             for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
                 key = pending.pop(future)
                 try:
-                    self._study.set_user_attr("reruns", self.reruns | {key: future.result().loss})
+                    loss = min(future.result().loss, lost_above(self.recipe.model.vocab_size))
+                    self._study.set_user_attr("reruns", self.reruns | {key: loss})
                 except BrokenProcessPool:
                     if key in died:
                         raise InputError(

@@ -23,7 +23,8 @@ from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, resolve
 from leaven.scaling.transfer import transfer
 from leaven.training.optimiser import Optimiser
-from leaven.training.worker import Outcome, run_trial
+from leaven.training.outcome import Outcome
+from leaven.training.trial import train_trial
 from leaven.verification.probe import tensor_of
 from leaven.verification.runs import Trial
 from leaven.verification.samples import Batch, Batches
@@ -226,7 +227,7 @@ class RecipeTrial:
         return self.recipe.model.params * self.recipe.data.tokens
 
     def run(self) -> Outcome:
-        return run_trial(self.recipe)
+        return train_trial(self.recipe)
 
 
 @dataclass(frozen=True)

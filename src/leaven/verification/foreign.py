@@ -39,7 +39,8 @@ from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.schedule import Schedule
 from leaven.scaling.cells import Ratios
-from leaven.training.worker import Course, Outcome, hopeless
+from leaven.training.course import Course
+from leaven.training.outcome import Outcome
 from leaven.verification.family import Member, Setting, plain_label
 from leaven.verification.samples import HELD_OUT, Batches, corpus, synthetic, taken
 
@@ -106,7 +107,7 @@ class ForeignFamily:
         began = time.perf_counter()
         member, batches = self._member(setting.width, setting.depth, setting.seed, _ratios(setting))
         count = round(setting.batch * self.sequences)
-        schedule, limit = Schedule(warmup_tokens=self.tokens // 8), hopeless(self.vocab_size)
+        schedule = Schedule(warmup_tokens=self.tokens // 8)
         peaks = [group["lr"] * setting.lr for group in member.optimizer.param_groups]
         done, diverged, course = 0, False, Course(self.vocab_size, self.tokens)
         while done < self.tokens and not diverged:
@@ -118,9 +119,13 @@ class ForeignFamily:
                 group["lr"] = peak * schedule.multiplier(done, self.tokens)
             member.optimizer.step()
             diverged = course.lost(loss.item(), count * self.seq_len)
-        final = limit if diverged else self._validation_loss(member, batches)
-        diverged = diverged or not math.isfinite(final)
-        return Outcome(limit if diverged else final, diverged, done, time.perf_counter() - began, os.getpid())
+        final = math.inf if diverged else self._validation_loss(member, batches)
+        return Outcome(
+            loss=final if math.isfinite(final) else math.inf,
+            tokens=done,
+            seconds=time.perf_counter() - began,
+            curve=course.curve,
+        )
 
     @torch.no_grad()
     def _validation_loss(self, member: Member, batches: Batches) -> float:

@@ -14,8 +14,9 @@ from typing import Protocol
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
+from leaven.training.outcome import Outcome
 from leaven.training.run_folder import held
-from leaven.training.worker import Outcome, Pool
+from leaven.training.worker import Pool
 from leaven.verification.verdict import Verdict
 
 LINES = "runs.jsonl"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from leaven.training.worker import Course
+from leaven.training.course import Course
 
 UNIFORM = math.log(256)
 

@@ -1,0 +1,180 @@
+"""What giving hopeless trials up saves, and what it costs: `PYTHONPATH=src python -m benchmarks.early_stopping`.
+
+Whole curves are recorded of trials at random points around a recipe, each kept as it ends, so that the same command
+goes on. Then they are replayed in many orders, each against the best of those before it, as in a search: how much is not
+trained, how many of the eventual best are given up, how far what is then expected of them is off. The constants of
+leaven.training.rival were chosen on the set ``choose`` alone (`--set choose --scan`), the table in docs/log.md is of
+``report``: another seed of initial values and data, and other points.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+from leaven.recipe.files import parse_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.training import rival as rule
+from leaven.training.outcome import Outcome, Rival
+from leaven.training.trial import train_trial
+
+RECIPE = """
+name = "early-stopping"
+[model]
+n_layers = 2
+d_model = 32
+n_heads = 2
+n_kv_heads = 2
+d_head = 16
+d_ff = 96
+vocab_size = 512
+seq_len = 64
+qk_norm = true
+[data]
+source = "python-stdlib"
+tokens = 262_144
+[batch]
+tokens = 512
+[schedule]
+warmup_tokens = 8_192
+[hyperparameters]
+lr = 0.008
+init_std = 0.1
+[evaluation]
+tokens = 32_768
+"""
+MODULES = (
+    "embedding",
+    "attention.query",
+    "attention.key",
+    "attention.value",
+    "attention.out",
+    "mlp.out",
+    "unembedding",
+)
+# Octaves to either side, as a search of the whole space has them.
+REACH = {
+    "hyperparameters.lr": 3.0,
+    "hyperparameters.init_std": 2.0,
+    "hyperparameters.weight_decay": 3.0,
+    "hyperparameters.residual": 1.5,
+    **{f"hyperparameters.modules.{module}.lr": 3.0 for module in MODULES},
+}
+SETS = {"choose": 0, "report": 1000}  # their seeds
+DECAYS = ("cosine", "wsd")
+SEEDS = 4  # at the centre, for the noise
+BEST = 5
+ORDERS = 200
+
+
+def point(recipe: Recipe, seed: int, number: int) -> Recipe:
+    """Near the recipe and far from it in turn: half an octave, one, two in every value. The first is the recipe."""
+    draw = np.random.default_rng([seed, number])
+    radius = (0.5, 1.0, 2.0)[number % 3] if number else 0.0
+    octaves = {path: float(np.clip(draw.normal() * radius, -reach, reach)) for path, reach in REACH.items()}
+    hyperparameters = recipe.hyperparameters
+    centre = {path: getattr(hyperparameters, path.split(".")[-1]) if path.count(".") == 1 else 1.0 for path in REACH}
+    return recipe.replace({path: centre[path] * 2.0**octave for path, octave in octaves.items()})
+
+
+def record(folder: Path, name: str, decay: str, trials: int) -> tuple[list[Outcome], float]:
+    """The trials of a set, and the noise between seeds at its centre."""
+    seed = SETS[name]
+    recipe = parse_recipe(RECIPE, "early-stopping").replace({"data.seed": seed, "schedule.decay": decay})
+    runs = {f"{number}": point(recipe, seed, number) for number in range(trials)}
+    runs |= {f"noise {number}": recipe.replace({"data.seed": seed + number}) for number in range(1, SEEDS)}
+    file = folder / f"{name}-{decay}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = {line["key"]: line for line in map(json.loads, file.read_text().splitlines())} if file.exists() else {}
+    for key, run in runs.items():
+        if key in ended:
+            continue
+        ended[key] = {"key": key} | asdict(train_trial(run))
+        print(f"{name} {decay} {key}: loss {ended[key]['loss']:.4f} in {ended[key]['seconds']:.1f} s", flush=True)
+        with file.open("a") as lines:
+            lines.write(json.dumps(ended[key]) + "\n")
+    found = {key: outcome(ended[key]) for key in runs}
+    centre = [found["0"].loss] + [found[f"noise {number}"].loss for number in range(1, SEEDS)]
+    return [found[f"{number}"] for number in range(trials)], statistics.stdev(centre)
+
+
+def outcome(line: dict[str, Any]) -> Outcome:
+    fields = {key: value for key, value in line.items() if key != "key"}
+    return Outcome(**fields | {"curve": tuple((tokens, loss) for tokens, loss in line["curve"])})
+
+
+def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int, tuple[float, float]]:
+    """Of a search that ran them in this order, those given up: share that was trained, and how far what was expected
+    is from what they came to."""
+    best, stopped = trials[order[0]], {}
+    for number in order[1:]:
+        trial, against = trials[number], Rival(best.curve, best.loss, noise)
+        for points in range(1, len(trial.curve)):
+            curve = trial.curve[:points]
+            if rule.hopeless_against(curve, against):
+                stopped[number] = (curve[-1][0] / best.curve[-1][0], rule.expected(curve, against) - trial.loss)
+                break
+        else:
+            if trial.loss < best.loss:
+                best = trial
+    return stopped
+
+
+def replay(trials: list[Outcome], noise: float) -> dict[str, float]:
+    """Over many orders, the centre always first."""
+    ranked = sorted(range(len(trials)), key=lambda number: trials[number].loss)
+    draw, full = np.random.default_rng(0), max(trial.tokens for trial in trials)
+    spent, killed, first, given_up, errors = [], [], [], [], []
+    for _ in range(ORDERS):
+        stopped = replayed(trials, noise, [0, *(1 + draw.permutation(len(trials) - 1)).tolist()])
+        tokens = [stopped[n][0] * full if n in stopped else trials[n].tokens for n in range(len(trials))]
+        spent.append(sum(tokens) / sum(trial.tokens for trial in trials))
+        killed.append(sum(n in stopped for n in ranked[:BEST]))
+        first.append(ranked[0] in stopped)
+        given_up.append(len(stopped))
+        # Of what a search learns from: a run that would have diverged later has no loss to be off from.
+        errors += [error for n, (_, error) in stopped.items() if math.isfinite(trials[n].loss)]
+    return {
+        "saved": 1 - statistics.fmean(spent),
+        "given up": statistics.fmean(given_up),
+        "of the best": statistics.fmean(killed),
+        "the best": statistics.fmean(first),
+        "off, median": float(np.median(errors)) if errors else 0.0,
+        "off, 90%": float(np.quantile(np.abs(errors), 0.9)) if errors else 0.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=Path, default=Path("runs/early-stopping"))
+    parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--set", choices=SETS, action="append")
+    parser.add_argument("--scan", action="store_true", help="other constants too")
+    options = parser.parse_args()
+    scanned = {"FIRST": (0.125, 0.25, 0.5), "MARGIN": (0.25, 0.5, 0.75, 1.0, 1.5)} if options.scan else {}
+    for name, decay in product(options.set or SETS, DECAYS):
+        trials, noise = record(options.run, name, decay, options.trials)
+        losses = sorted(trial.loss for trial in trials)
+        diverged = sum(trial.diverged for trial in trials)
+        print(
+            f"{name}, {decay}: {len(trials)} trials, {diverged} diverged; noise {noise:.4f}; "
+            f"loss {losses[0]:.3f}, median {losses[len(losses) // 2]:.3f}"
+        )
+        for values in product(*scanned.values()):
+            for constant, value in zip(scanned, values, strict=True):
+                setattr(rule, constant, value)
+            told = "  ".join(f"{key} {value:.3f}" for key, value in replay(trials, noise).items())
+            print("  ", dict(zip(scanned, values, strict=True)) or "", told)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Trials: what they tell, when they are given up, what a kill costs, and durations on one trunk."""
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leaven.data.tokens import prepare
+from leaven.planning.flops import flops_per_token
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.training.checkpoint import checkpoints
+from leaven.training.engine import Training
+from leaven.training.outcome import Outcome, Rival
+from leaven.training.rival import expected
+from leaven.training.trial import cooldown_start, train_trial
+from leaven.training.worker import Pool
+
+STEP = 256  # tokens
+# All that a run keeps besides its weights, so that whatever is not taken up shows.
+STATEFUL: dict[str, Any] = {
+    "model.dropout": 0.1,
+    "hyperparameters.grad_clip": {"mode": "running", "limit": 0.8},
+    "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 4 * STEP},
+    "stability.noise_scale_every_tokens": 4 * STEP,
+    "batch.micro_batch": 2,
+}
+
+
+class Killed(Exception):
+    pass
+
+
+@contextmanager
+def steps_counted(monkeypatch: pytest.MonkeyPatch, die_at: int | None = None) -> Iterator[list[int]]:
+    """The step numbers that are done in here; the process dies, as far as one can see, before step ``die_at``."""
+    done: list[int] = []
+    step = Training.step
+
+    def counted(training: Training) -> Any:
+        if die_at is not None and len(done) == die_at:
+            raise Killed
+        done.append(training.progress.step + 1)
+        return step(training)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "step", counted)
+        yield done
+
+
+def told(outcome: Outcome) -> tuple[Any, ...]:
+    """All but times and places."""
+    return outcome.loss, outcome.tokens, outcome.flops, outcome.curve, outcome.stopped, outcome.branches
+
+
+def test_a_trial_tells_its_loss_its_cost_and_its_curve(tiny: Recipe) -> None:
+    recipe = tiny.replace({**STATEFUL, "data.tokens": 100 * STEP})
+    training = Training(recipe, prepare(recipe.data, 320))
+    steps = []
+    while not training.finished:
+        steps.append(training.step())
+    outcome = train_trial(recipe)
+    assert outcome.loss == training.evaluate()
+    assert outcome.tokens == training.progress.tokens >= 100 * STEP
+    assert outcome.flops == outcome.tokens * flops_per_token(recipe.model)
+    assert outcome.worker.endswith(f":{os.getpid()}")
+    assert outcome.seconds > 0
+    assert not outcome.stopped
+    assert len(outcome.curve) == 32
+    before = 0
+    for number, (tokens, loss) in enumerate(outcome.curve, 1):
+        stretch = [step for step in steps if before < step.tokens <= tokens]
+        mean = sum(step.loss * step.batch_tokens for step in stretch) / (tokens - before)
+        assert loss == pytest.approx(mean, rel=1e-12)
+        assert number / 32 * 100 * STEP <= tokens < number / 32 * 100 * STEP + STEP
+        before = tokens
+
+
+def test_a_trial_that_diverges_ends_there(tiny: Recipe) -> None:
+    outcome = train_trial(tiny.replace({"hyperparameters.lr": 500.0, "hyperparameters.weight_decay": 0.0}))
+    assert outcome.diverged
+    assert 0 < outcome.tokens < tiny.data.tokens
+    assert all(math.isfinite(loss) for _, loss in outcome.curve)
+
+
+def test_a_trial_out_of_reach_is_given_up(tiny: Recipe) -> None:
+    whole = train_trial(tiny)
+    better = Rival(tuple((tokens, loss - 2) for tokens, loss in whole.curve), whole.loss - 2, 0.01)
+    outcome = train_trial(tiny, rival=better)
+    assert outcome.stopped
+    assert outcome.tokens < tiny.data.tokens / 2
+    assert outcome.curve == whole.curve[: len(outcome.curve)]
+    assert outcome.loss == expected(outcome.curve, better) > better.loss
+    assert outcome.flops == outcome.tokens * flops_per_token(tiny.model)
+    # One that is as good goes on to its end, and so does one without a rival of its own duration.
+    assert told(train_trial(tiny, rival=Rival(whole.curve, whole.loss, 0.01))) == told(whole)
+    longer = Rival(tuple((tokens * 2, loss) for tokens, loss in better.curve), better.loss, 0.01)
+    assert told(train_trial(tiny, rival=longer)) == told(whole)
+
+
+def test_nothing_is_given_up_while_the_lr_still_rises(tiny: Recipe) -> None:
+    recipe = tiny.replace({"schedule.warmup_tokens": 20 * STEP})
+    whole = train_trial(recipe)
+    outcome = train_trial(recipe, rival=Rival(tuple((t, loss - 2) for t, loss in whole.curve), whole.loss - 2, 0.01))
+    assert outcome.stopped
+    assert outcome.tokens > 20 * STEP
+
+
+def doomed(recipe: Recipe, folder: Path, at: int) -> None:
+    """In a process of its own: kill -9 before so many steps are done."""
+    step = Training.step
+
+    def deadly(training: Training) -> Any:
+        if training.progress.step == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(training)
+
+    Training.step = deadly  # type: ignore[method-assign]
+    train_trial(recipe, checkpoint=folder, checkpoint_seconds=0)
+
+
+def test_killed_with_9_it_goes_on_bit_for_bit(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, folder = tiny.replace(STATEFUL), tmp_path / "trial"
+    with Pool(1) as pool, pytest.raises(BrokenProcessPool):
+        pool.submit(doomed, recipe, folder, 23).result()
+    assert folder.exists()
+    with steps_counted(monkeypatch) as done:
+        retried = train_trial(recipe, checkpoint=folder)
+    assert told(retried) == told(train_trial(recipe))
+    assert done == list(range(24, recipe.steps + 1))
+    assert not folder.exists()
+
+
+def test_a_torn_checkpoint_and_that_of_another_point_are_passed_over(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, folder = train_trial(tiny), tmp_path / "trial"
+    for recipe in (tiny.replace({"hyperparameters.lr": 0.02}), tiny.replace({"data.seed": 1}), tiny):
+        with steps_counted(monkeypatch, die_at=12), pytest.raises(Killed):
+            train_trial(recipe, checkpoint=folder, checkpoint_seconds=0)
+    (mine,) = (
+        path
+        for path in folder.iterdir()
+        if path.stat().st_mtime_ns == max(p.stat().st_mtime_ns for p in folder.iterdir())
+    )
+    (kept,) = checkpoints(mine)  # one at a time
+    weights = kept / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with steps_counted(monkeypatch) as done:
+        assert told(train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)) == told(whole)
+    assert done[0] == 1
+    assert not mine.exists()
+
+
+def test_a_short_trial_writes_nothing_and_a_full_disk_stops_none(tiny: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    whole = train_trial(tiny)
+    assert told(train_trial(tiny, checkpoint=tmp_path / "file" / "trial", checkpoint_seconds=0)) == told(whole)
+    assert told(train_trial(tiny, checkpoint=tmp_path / "none")) == told(whole)
+    assert not (tmp_path / "none").exists()
+
+
+DURATIONS = (12 * STEP, 20 * STEP, 36 * STEP)
+WSD: dict[str, Any] = {"schedule.decay": "wsd", "schedule.min_lr_ratio": 0.03, "schedule.decay_ratio": 0.3}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        WSD | {"schedule.decay_ratio": 0.25},
+        WSD | STATEFUL | {"batch.ramp": None},
+        WSD | {"schedule.decay_ratio": 1.0},
+    ],
+    ids=["plain", "stateful", "all cooldown"],
+)
+def test_branches_are_the_runs_of_their_durations_bit_for_bit(tiny: Recipe, changes: dict[str, Any]) -> None:
+    recipe = tiny.replace(changes)
+    alone = [train_trial(recipe.replace({"data.tokens": duration})) for duration in DURATIONS]
+    together = train_trial(recipe, durations=(DURATIONS[2], *DURATIONS[:2]))
+    assert together.branches == tuple((each.tokens, each.loss) for each in alone)
+    assert together.loss == alone[-1].loss
+    assert together.curve == alone[-1].curve
+    starts = [cooldown_start(recipe.replace({"data.tokens": duration})) // STEP * STEP for duration in DURATIONS[:2]]
+    cooled = sum(duration - start for duration, start in zip(DURATIONS, starts, strict=False))
+    assert together.tokens == DURATIONS[2] + cooled < sum(DURATIONS)
+
+
+def test_with_a_ramp_branches_begin_and_end_at_its_steps(tiny: Recipe) -> None:
+    ramp = {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 16 * STEP}
+    recipe = tiny.replace(WSD | {"batch.ramp": ramp})
+    durations = [recipe.batches.tokens_at_step(step) for step in (17, 31)]
+    alone = [train_trial(recipe.replace({"data.tokens": duration})) for duration in durations]
+    assert train_trial(recipe, durations=durations).branches == tuple((each.tokens, each.loss) for each in alone)
+
+
+@pytest.mark.parametrize("at", [9, 13, 17, 25], ids=["trunk", "cooldown", "after it", "later"])
+def test_branches_go_on_after_a_kill(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    recipe = tiny.replace(WSD | STATEFUL | {"batch.ramp": None})
+    whole = train_trial(recipe, durations=DURATIONS)
+    with steps_counted(monkeypatch, die_at=at), pytest.raises(Killed):
+        train_trial(recipe, durations=DURATIONS, checkpoint=tmp_path / "trial", checkpoint_seconds=0)
+    with steps_counted(monkeypatch) as done:
+        retried = train_trial(recipe, durations=DURATIONS, checkpoint=tmp_path / "trial", checkpoint_seconds=0)
+    assert told(retried) == told(whole)
+    assert len(done) < whole.tokens / STEP
+
+
+def test_a_branch_that_diverges_leaves_the_trunk_alone(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny.replace(WSD)
+    whole = train_trial(recipe, durations=DURATIONS)
+    evaluate: Callable[[Training], float] = Training.evaluate
+    monkeypatch.setattr(
+        Training, "evaluate", lambda self: math.nan if self.recipe.data.tokens == DURATIONS[0] else evaluate(self)
+    )
+    hurt = train_trial(recipe, durations=DURATIONS)
+    assert hurt.branches == whole.branches[1:]
+    assert (hurt.loss, hurt.tokens) == (whole.loss, whole.tokens)
+
+
+BASE = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240}
+
+
+@pytest.mark.parametrize(
+    ("changes", "durations", "says"),
+    [
+        ({}, DURATIONS, "a cosine run holds no shorter one; set schedule.decay = wsd"),
+        (WSD, (3_000, 6_144), "3,000 tokens are no whole number of batches; 2,816 or 3,072 are"),
+        (WSD, (1_024, 6_144), "1,024 tokens do not go beyond the warm-up of 1,024"),
+        (WSD, (6_144, 10_240_000), "10,240,000 tokens go through the text more than once"),
+        (WSD | {"scaling.base": BASE}, DURATIONS, "rule complete-d-p gives each its own values"),
+    ],
+)
+def test_durations_that_have_no_trunk(
+    tiny: Recipe, changes: dict[str, Any], durations: tuple[int, ...], says: str
+) -> None:
+    with pytest.raises(InputError, match=says) as error:
+        train_trial(tiny.replace(changes), durations=durations)
+    assert "\n" not in str(error.value)
+
+
+def test_a_base_whose_rule_knows_no_tokens_is_a_trunk(tiny: Recipe) -> None:
+    recipe = tiny.replace(WSD | {"scaling.base": BASE | {"depth": 1}, "scaling.rule": "completep"})
+    assert [tokens for tokens, _ in train_trial(recipe, durations=DURATIONS[:2]).branches] == [*DURATIONS[:2]]
