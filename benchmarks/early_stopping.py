@@ -15,7 +15,6 @@ import statistics
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -102,14 +101,9 @@ def record(folder: Path, name: str, decay: str, trials: int) -> tuple[list[Outco
         print(f"{name} {decay} {key}: loss {ended[key]['loss']:.4f} in {ended[key]['seconds']:.1f} s", flush=True)
         with file.open("a") as lines:
             lines.write(json.dumps(ended[key]) + "\n")
-    found = {key: outcome(ended[key]) for key in runs}
+    found = {key: Outcome.of({name: value for name, value in ended[key].items() if name != "key"}) for key in runs}
     centre = [found["0"].loss] + [found[f"noise {number}"].loss for number in range(1, SEEDS)]
     return [found[f"{number}"] for number in range(trials)], statistics.stdev(centre)
-
-
-def outcome(line: dict[str, Any]) -> Outcome:
-    fields = {key: value for key, value in line.items() if key != "key"}
-    return Outcome(**fields | {"curve": tuple((tokens, loss) for tokens, loss in line["curve"])})
 
 
 def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int, tuple[float, float, float]]:

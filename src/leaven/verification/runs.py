@@ -102,7 +102,7 @@ def _read(path: Path) -> dict[str, Outcome]:
             try:
                 entry = json.loads(line)
                 name = entry.pop("key")
-                found[name] = Outcome(**entry)
+                found[name] = Outcome.of(entry)
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue
     return found
