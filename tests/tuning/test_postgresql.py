@@ -20,6 +20,7 @@ from optuna.trial import TrialState
 
 from leaven.recipe.errors import InputError
 from leaven.tuning import search, stores
+from leaven.tuning.ledger import void
 from leaven.tuning.stores import StoreGone, open_store
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
@@ -171,15 +172,24 @@ def test_of_four_commands_two_are_killed_and_every_trial_is_accounted_for(
     url, trials = server.database("kills"), 8
     small = ["--set", "data.tokens=2048", "--set", "schedule.warmup_tokens=256", "--space", "hyperparameters.lr"]
     verb = [sys.executable, "-m", "leaven", "tune", str(tiny_file), "--study", url, "--trials", str(trials)]
-    outs = [tmp_path / f"machine-{which}" for which in range(4)]
     commands = [
         subprocess.Popen(
-            [*verb, "--workers", "1", "--json", "--method", "random", "--out", str(out), *small],
+            [
+                *verb,
+                "--workers",
+                "1",
+                "--json",
+                "--method",
+                "random",
+                "--out",
+                str(tmp_path / f"machine-{which}"),
+                *small,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for out in outs
+        for which in range(4)
     ]
     store = open_store(url)
 
@@ -192,29 +202,37 @@ def test_of_four_commands_two_are_killed_and_every_trial_is_accounted_for(
     while not store.get_all_studies():
         assert all(command.poll() is None for command in commands)
         time.sleep(0.02)
-    for command in commands[:2]:
-        while not of(command, TrialState.RUNNING):
-            assert command.poll() is None, command.communicate()
-            time.sleep(0.01)
-        command.kill()
-        command.wait()
+    while len(commands) > 2:
+        assert all(command.poll() is None for command in commands)
+        for command in [command for command in commands if of(command, TrialState.RUNNING)][:1]:
+            command.kill()
+            command.wait()
+            commands.remove(command)
+        time.sleep(0.01)
     documents = []
-    for command in commands[2:]:
+    for command in commands:
         out, errors = command.communicate(timeout=240)
         assert command.returncode == 0, errors
         documents.append(json.loads(out))
     assert documents[0]["best"]["loss"] == documents[1]["best"]["loss"]
-    assert [document["trials"] for document in documents] == [trials, trials]
-    kept = [json.loads((out / "study.json").read_text())["trials"] for out in outs[2:]]
+    # Commands that look at the same moment may each begin what is left of the budget.
+    counted = documents[0]["trials"]
+    assert counted == documents[1]["trials"]
+    assert trials <= counted < trials + 4
+    kept = [
+        json.loads(Path(document["best"]["recipe"]).with_name("study.json").read_text())["trials"]
+        for document in documents
+    ]
     assert kept[0] == kept[1]
     assert {trial["state"] for trial in kept[0]} <= {"complete", "stopped", "diverged"}
     # In the store, what the killed commands had under way has ended without a value, and was done by another.
     (study,) = store.get_all_studies()
-    stored = [trial for trial in store.get_all_trials(study._study_id) if "owner" in trial.user_attrs]
+    everything = store.get_all_trials(study._study_id)
+    stored = [trial for trial in everything if "owner" in trial.user_attrs and not void(trial.number, everything)]
     assert {trial.state for trial in stored} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
     ended = [trial for trial in stored if trial.state is not TrialState.FAIL]
     origins = [trial.user_attrs.get("retry_of", trial.number) for trial in ended]
-    assert len(origins) == len(set(origins)) == trials
+    assert len(origins) == len(set(origins)) == counted
     assert {trial.number for trial in ended} == {trial["number"] for trial in kept[0]}
     lost = [trial for trial in stored if trial.state is TrialState.FAIL and len(trial.params) == 1]
     assert {trial.number for trial in lost} <= set(origins)
