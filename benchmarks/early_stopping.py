@@ -1,10 +1,10 @@
 """What giving hopeless trials up saves, and what it costs: `PYTHONPATH=src python -m benchmarks.early_stopping`.
 
 Whole curves are recorded of trials at random points around a recipe, each kept as it ends, so that the same command
-goes on. Then they are replayed in many orders, each against the best of those before it, as in a search: how much is not
-trained, how many of the eventual best are given up, how far what is then expected of them is off. The constants of
-leaven.training.rival were chosen on the set ``choose`` alone (`--set choose --scan`), the table in docs/log.md is of
-``report``: another seed of initial values and data, and other points.
+goes on. Then they are replayed in many orders, each against the best of those before it, as in a search: how much is
+not trained, how many of the eventual best are given up, how far what is then expected of them is off. The constants
+of leaven.training.rival were chosen on the set ``choose`` alone (`--set choose --scan`), the table in docs/log.md is
+of ``report``: another seed of initial values and data, and other points.
 """
 
 import argparse
@@ -112,16 +112,17 @@ def outcome(line: dict[str, Any]) -> Outcome:
     return Outcome(**fields | {"curve": tuple((tokens, loss) for tokens, loss in line["curve"])})
 
 
-def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int, tuple[float, float]]:
-    """Of a search that ran them in this order, those given up: share that was trained, and how far what was expected
-    is from what they came to."""
+def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int, tuple[float, float, float]]:
+    """Of a search that ran them in this order, those given up: share that was trained, how far what was expected is
+    from what they came to, and how far that is from the best then, both in nats."""
     best, stopped = trials[order[0]], {}
     for number in order[1:]:
         trial, against = trials[number], Rival(best.curve, best.loss, noise)
         for points in range(1, len(trial.curve)):
             curve = trial.curve[:points]
             if rule.hopeless_against(curve, against):
-                stopped[number] = (curve[-1][0] / best.curve[-1][0], rule.expected(curve, against) - trial.loss)
+                share, off = curve[-1][0] / best.curve[-1][0], rule.expected(curve, against) - trial.loss
+                stopped[number] = (share, off, trial.loss - best.loss)
                 break
         else:
             if trial.loss < best.loss:
@@ -133,21 +134,23 @@ def replay(trials: list[Outcome], noise: float) -> dict[str, float]:
     """Over many orders, the centre always first."""
     ranked = sorted(range(len(trials)), key=lambda number: trials[number].loss)
     draw, full = np.random.default_rng(0), max(trial.tokens for trial in trials)
-    spent, killed, first, given_up, errors = [], [], [], [], []
+    spent, killed, first, near, given_up, errors = [], [], [], [], [], []
     for _ in range(ORDERS):
         stopped = replayed(trials, noise, [0, *(1 + draw.permutation(len(trials) - 1)).tolist()])
         tokens = [stopped[n][0] * full if n in stopped else trials[n].tokens for n in range(len(trials))]
         spent.append(sum(tokens) / sum(trial.tokens for trial in trials))
         killed.append(sum(n in stopped for n in ranked[:BEST]))
         first.append(ranked[0] in stopped)
+        near.append(sum(behind < 2 * noise for _, _, behind in stopped.values()))
         given_up.append(len(stopped))
         # Of what a search learns from: a run that would have diverged later has no loss to be off from.
-        errors += [error for n, (_, error) in stopped.items() if math.isfinite(trials[n].loss)]
+        errors += [error for n, (_, error, _) in stopped.items() if math.isfinite(trials[n].loss)]
     return {
         "saved": 1 - statistics.fmean(spent),
         "given up": statistics.fmean(given_up),
-        "of the best": statistics.fmean(killed),
+        f"of the best {BEST}": statistics.fmean(killed),
         "the best": statistics.fmean(first),
+        "within twice the noise": statistics.fmean(near),
         "off, median": float(np.median(errors)) if errors else 0.0,
         "off, 90%": float(np.quantile(np.abs(errors), 0.9)) if errors else 0.0,
     }
@@ -160,7 +163,11 @@ def main() -> None:
     parser.add_argument("--set", choices=SETS, action="append")
     parser.add_argument("--scan", action="store_true", help="other constants too")
     options = parser.parse_args()
-    scanned = {"FIRST": (0.125, 0.25, 0.5), "MARGIN": (0.25, 0.5, 0.75, 1.0, 1.5)} if options.scan else {}
+    scanned = (
+        {"FIRST": (0.25, 0.375, 0.5), "MARGIN": (0.25, 0.5, 1.0, 1.5), "LEAST": (4.0, 6.0, 8.0)}
+        if options.scan
+        else {}
+    )
     for name, decay in product(options.set or SETS, DECAYS):
         trials, noise = record(options.run, name, decay, options.trials)
         losses = sorted(trial.loss for trial in trials)

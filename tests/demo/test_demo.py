@@ -22,18 +22,10 @@ def demo(folder: Path, corpus: Path) -> list[str]:
     return [sys.executable, "-m", "leaven", "demo", "--run", str(folder), *size]
 
 
-def test_all_of_it_killed_half_way_and_run_again(corpus: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
-    process = subprocess.Popen(demo(folder, corpus), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (folder / "runs" / "published" / "metrics.jsonl").exists():  # the third starts when one has ended
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    runs = [RunFolder(run) for run in (folder / "runs").iterdir()]
-    finished = {run.path: run.metrics() for run in runs if any(e["event"] == "finish" for e in run.events())}
+def test_all_of_it_killed_half_way_and_run_again(demo_taken_up, corpus: Path) -> None:
+    folder, stdout = demo_taken_up.folder, demo_taken_up.stdout
+    finished = demo_taken_up.before
     assert finished
-    done = subprocess.run(demo(folder, corpus), capture_output=True, text=True, check=True)
     assert {path: RunFolder(path).metrics() for path in finished} == finished  # not run again
 
     state = json.loads((folder / "demo.json").read_text())
@@ -42,10 +34,10 @@ def test_all_of_it_killed_half_way_and_run_again(corpus: Path, tmp_path: Path) -
         finish = RunFolder(folder / arm["run"]).events()[-1]
         assert finish["event"] == "finish"
         assert arm["loss"] == finish["loss"]
-        assert f"{arm['loss']:.4f}" in done.stdout
+        assert f"{arm['loss']:.4f}" in stdout
     assert [part["name"] for part in state["parts"]] == ["text", "tune", "transfer", "train", "report"]
-    assert len(done.stdout.strip().splitlines()) <= 10
-    assert str(folder / "report.html") in done.stdout.replace("\n", "")
+    assert len(stdout.strip().splitlines()) <= 10
+    assert str(folder / "report.html") in stdout.replace("\n", "")
     assert (folder / "report.html").stat().st_size < 5_000_000
 
     proxy, target = read_recipe(folder / "study" / "best.toml"), read_recipe(folder / "target.toml")

@@ -36,7 +36,9 @@ class Trial(Protocol):
         """How long it takes against others, in no unit."""
         ...
 
-    def run(self) -> Outcome: ...
+    def run(self) -> Outcome:
+        """One that diverged has a finite loss, worse than a uniform guess, so that its curve can be drawn."""
+        ...
 
 
 class Stopped(Exception):

@@ -1,0 +1,217 @@
+"""Does tuning by module pay, and does it carry? `python -m benchmarks.tuning FOLDER [--workers 2] [--trials 90]`.
+
+On real training (the standard library's text, 0.2 M parameters), every method with the same number of trials:
+
+- `global`: all trials over the global values;
+- `per-module`: the first third of them over the global values, and from their best the rest over about 30 values.
+
+Both start from one recipe. What each answers is trained again with seeds that no search has seen, on the tuning scale
+and, after `leaven transfer`, at 4 times the width, twice the depth and 4 times the tokens. The equal-loss speed-up is
+how many times the tokens the global answer needs to come to the per-module answer's loss: it is trained at several
+durations with the same seeds, and the crossing is interpolated in log2 of the tokens. Differences are paired by seed.
+
+Everything is kept in FOLDER, a line a run; the same command goes on, and `--until searches|proxy|target` stops early.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from leaven.training.trial import train_trial
+
+from leaven.data.tokens import prepare
+from leaven.recipe.files import read_recipe, write_recipe, write_text
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.transfer import transfer
+from leaven.training.worker import Pool
+from leaven.tuning.noise import t95
+from leaven.tuning.space import space
+from leaven.tuning.study import Study
+
+PROXY = Path(__file__).with_name("proxy.toml")
+SEEDS = range(1001, 1006)  # the searches' own are the first few
+FIRST = 1 / 3  # of the trials of `per-module` are over the global values
+LONGER = {"proxy": (1.19, 1.41, 1.68, 2.0), "target": (1.19, 1.41)}  # times the tokens, for the speed-up
+WIDER, DEEPER, MORE_TOKENS = 4, 2, 4
+PARTS = ("searches", "proxy", "target")
+
+
+@dataclass(frozen=True)
+class Job:
+    arm: str
+    scale: str  # proxy | target
+    longer: float
+    recipe: Recipe  # with its seed
+
+    @property
+    def key(self) -> str:
+        """Of everything that decides the result."""
+        text = self.recipe.model_dump_json(exclude={"why", "name"})
+        return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def searched(folder: Path, trials: int, workers: int) -> dict[str, Recipe]:
+    """What the searches answer, by arm; `start` is where they begin."""
+    start = read_recipe(PROXY)
+    first = round(trials * FIRST)
+    some = study(folder / "global-first", start, "global", first, workers)
+    return {
+        "start": start,
+        "global": study(folder / "global", start, "global", trials, workers),
+        "per-module": study(folder / "per-module", unpinned(some), "per-module", trials - first, workers),
+    }
+
+
+def study(folder: Path, recipe: Recipe, which: str, trials: int, workers: int) -> Recipe:
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    searcher = Study(folder, recipe, space(recipe, which), "trust-region", tokens)
+    print(f"{folder.name}: {len(searcher.space.dimensions)} values, {trials} trials", flush=True)
+    state = searcher.run(trials, workers, stop_at_noise=False)
+    assert state.best is not None, f"every trial of {folder.name} diverged"
+    low, high = state.best.interval
+    lost = sum(trial.state == "diverged" for trial in state.trials)
+    print(f"  best {state.best.loss:.4f} ({low:.4f} to {high:.4f}), noise {state.noise_floor:.4f}, {lost} diverged")
+    return read_recipe(folder / "best.toml")
+
+
+def unpinned(recipe: Recipe) -> Recipe:
+    """The answer of a study as the start of another, at the same scale."""
+    return recipe.replace({"scaling.base": None, "why": {}})
+
+
+def jobs(answers: dict[str, Recipe], scale: str) -> list[Job]:
+    found = []
+    for arm, answer in answers.items():
+        recipe = answer
+        if scale == "target" and arm == "start":
+            continue  # hours, to say what the search was worth there too
+        if scale == "target":
+            model = answer.model
+            recipe = transfer(
+                answer,
+                width=WIDER * model.d_model,
+                depth=DEEPER * model.n_layers,
+                tokens=MORE_TOKENS * answer.data.tokens,
+            )
+        for longer in (1.0, *(LONGER[scale] if arm == "global" else ())):
+            at = recipe if longer == 1 else transfer(recipe, tokens=whole(recipe, longer))
+            found += [Job(arm, scale, longer, at.replace({"data.seed": seed})) for seed in SEEDS]
+    # The runs that decide the difference first.
+    return sorted(found, key=lambda job: (job.longer, job.recipe.data.seed, job.arm == "start"))
+
+
+def whole(recipe: Recipe, longer: float) -> int:
+    return round(longer * recipe.data.tokens / recipe.batch.tokens) * recipe.batch.tokens
+
+
+def train(folder: Path, asked: Sequence[Job], workers: int) -> None:
+    """Run what has not run; a line a run."""
+    results = folder / "runs.jsonl"
+    done = {row["key"] for row in rows(folder)}
+    missing = [job for job in asked if job.key not in done]
+    print(f"{asked[0].scale}: {len(asked) - len(missing)} of {len(asked)} runs are there", flush=True)
+    with Pool(workers) as pool:
+        futures = {
+            pool.submit(train_trial, job.recipe, checkpoint=folder / "checkpoints" / job.key): job for job in missing
+        }
+        for future in as_completed(futures):
+            job, outcome = futures[future], future.result()
+            row = {
+                "key": job.key,
+                "arm": job.arm,
+                "scale": job.scale,
+                "longer": job.longer,
+                "seed": job.recipe.data.seed,
+                "loss": outcome.loss if math.isfinite(outcome.loss) else None,
+                "seconds": round(outcome.seconds, 1),
+            }
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"  {job.arm:10} x{job.longer:<5g} seed {row['seed']}  {outcome.loss:.4f}", flush=True)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    results = folder / "runs.jsonl"
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def table(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Losses by scale and arm, differences paired by seed, and the speed-up."""
+    lines = ["| scale | arm | loss | against global | equal-loss speed-up | seeds |", "|---|---|---|---|---|---|"]
+    for scale in PARTS[1:]:
+        losses = {
+            (row["arm"], row["longer"], row["seed"]): row["loss"]
+            for row in found
+            if row["scale"] == scale and row["loss"] is not None
+        }
+        for arm in ("start", "global", "per-module"):
+            mine = {seed: loss for (of, longer, seed), loss in losses.items() if of == arm and longer == 1}
+            if not mine:
+                continue
+            base = {seed: losses.get(("global", 1.0, seed)) for seed in mine}
+            paired = [mine[seed] - other for seed, other in base.items() if other is not None]
+            ratios = [] if arm != "per-module" else speed_ups(losses, mine)
+            against = "" if arm == "global" else mean(paired, "+.4f")
+            speed = ", ".join(f"{ratio:.2f}" if ratio else f"> {LONGER[scale][-1]:g}" for ratio in ratios)
+            loss = mean(list(mine.values()), ".4f")
+            lines.append(f"| {scale} | {arm} | {loss} | {against} | {speed} | {len(mine)} |")
+    return lines
+
+
+def speed_ups(losses: dict[tuple[str, float, int], float], mine: dict[int, float]) -> list[float | None]:
+    """Of each seed: at how many times the tokens the global answer has this loss; None beyond the longest."""
+    found: list[float | None] = []
+    for seed, loss in mine.items():
+        same = {longer: value for (arm, longer, of), value in losses.items() if arm == "global" and of == seed}
+        curve = sorted(same.items())
+        if len(curve) < 2:
+            continue
+        if loss >= curve[0][1]:  # not better at all: as if the line to the next went on backwards
+            (a, at_a), (b, at_b) = curve[:2]
+        else:
+            crossing = [pair for pair in itertools.pairwise(curve) if pair[1][1] <= loss]
+            if not crossing:
+                found.append(None)
+                continue
+            (a, at_a), (b, at_b) = crossing[0]
+        share = (at_a - loss) / (at_a - at_b) if at_a > at_b else 0.0
+        found.append(2 ** (math.log2(a) + share * (math.log2(b) - math.log2(a))))
+    return found
+
+
+def mean(values: Sequence[float], form: str) -> str:
+    """With its 95% interval by Student's t."""
+    if len(values) < 2:
+        return "".join(format(value, form) for value in values)
+    margin = t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.fmean(values):{form}} ± {margin:.4f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--trials", type=int, default=90)
+    parser.add_argument("--until", choices=PARTS, default="target")
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    answers = searched(asked.folder, asked.trials, asked.workers)
+    for arm, recipe in answers.items():
+        write_recipe(recipe, asked.folder / f"{arm}.toml")
+    for scale in PARTS[1 : PARTS.index(asked.until) + 1]:
+        train(asked.folder, jobs(answers, scale), asked.workers)
+    lines = table(rows(asked.folder))
+    write_text(asked.folder / "table.md", "\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
