@@ -97,12 +97,12 @@ def _kind(trial: Trial, study: Study, top: float) -> str | None:
         return "diverged"
     if trial.loss is None or trial.state == "running":
         return None
+    if study.best and trial.number == study.best.number:
+        return "best"  # which may have been run first among the reruns, where all trials together pointed
     if trial.purpose != "search":
         return trial.purpose
     if trial.state == "stopped":
         return "stopped"
-    if study.best and trial.number == study.best.number:
-        return "best"
     return "beyond" if trial.loss > top else "complete"
 
 
