@@ -142,6 +142,9 @@ def test_the_fewest_changes_stand_beside_the_best(study):
     moved = [path for path, octaves in study.best_trial.octaves.items() if abs(octaves) > points.UNMOVED]
     assert text.count("as at the start") == len(moved) - len(kept)
     assert text.count("<tr>") == len(moved) + 4  # two tables, of two head rows
+    alone = study_tables.changes(replace(study, fewest_octaves=study.best_trial.octaves))
+    assert "fewest changes" in text
+    assert "fewest changes" not in alone
 
 
 def test_octaves_of_a_beta_are_those_of_its_exponent(study):

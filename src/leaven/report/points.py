@@ -24,8 +24,8 @@ def start(state: StudyState) -> dict[str, float]:
 
 def value(path: str, centre: float, octaves: float) -> float:
     """What a recipe has so many octaves from ``centre``; of a beta, whose exponent they double, 1 - beta doubles."""
-    factor = 2.0**octaves
-    return centre**factor if path in BETAS else centre * factor
+    factor = math.exp2(octaves)
+    return math.pow(centre, factor) if path in BETAS else centre * factor
 
 
 def octaves(trial: Trial, centre: Mapping[str, float]) -> dict[str, float]:

@@ -218,12 +218,14 @@ def _changes(made: chapters.Sheet, study: Study) -> None:
     moved = points.octaves(study.best_trial, points.start(study))
     count = sum(abs(octaves) > points.UNMOVED for octaves in moved.values())
     told = f"The best recipe moves {count} of {len(moved)} values."
-    if study.fewest is not None and study.fewest_octaves is not None and study.best is not None:
-        few = sum(abs(octaves) > points.UNMOVED for octaves in study.fewest_octaves.values())
+    if study.fewest_octaves is not None and study.fewer is None:
+        told += " No point with fewer changes was found that is equal to it within the noise."
+    elif study.fewest is not None and study.fewer is not None and study.best is not None:
+        few = sum(abs(octaves) > points.UNMOVED for octaves in study.fewer.values())
         behind = study.fewest.loss - study.best.loss
         told += (
             f" {few} changes do as well within the noise ({numbers.delta(behind)} nats): of all points that are "
-            "equal as far as one can tell, that is the one nearest the start."
+            "equal, as far as one can tell, that is the one nearest the start."
         )
     if any(path in study.space for path in points.BETAS):
         told += " The factor of a beta is its exponent: 2× forgets twice as fast."

@@ -74,7 +74,7 @@ def changes(study: Study) -> Html | None:
     best = study.best_trial
     if best is None:
         return None
-    centre, fewest = points.start(study), study.fewest_octaves
+    centre, fewest = points.start(study), study.fewer
     moved = points.octaves(best, centre)
     order = sorted(
         (path for path, octaves in moved.items() if abs(octaves) > points.UNMOVED),
