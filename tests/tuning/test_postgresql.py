@@ -168,7 +168,7 @@ def test_a_database_that_is_not_there(server: Server) -> None:
 def test_of_four_commands_two_are_killed_and_every_trial_is_accounted_for(
     server: Server, tiny_file: Path, tmp_path: Path
 ) -> None:
-    url, trials = server.database("kills"), 12
+    url, trials = server.database("kills"), 8
     small = ["--set", "data.tokens=2048", "--set", "schedule.warmup_tokens=256", "--space", "hyperparameters.lr"]
     verb = [sys.executable, "-m", "leaven", "tune", str(tiny_file), "--study", url, "--trials", str(trials)]
     outs = [tmp_path / f"machine-{which}" for which in range(4)]
@@ -207,14 +207,14 @@ def test_of_four_commands_two_are_killed_and_every_trial_is_accounted_for(
     assert [document["trials"] for document in documents] == [trials, trials]
     kept = [json.loads((out / "study.json").read_text())["trials"] for out in outs[2:]]
     assert kept[0] == kept[1]
-    assert all(trial["loss"] is not None and trial["state"] in {"complete", "stopped"} for trial in kept[0])
+    assert {trial["state"] for trial in kept[0]} <= {"complete", "stopped", "diverged"}
     # In the store, what the killed commands had under way has ended without a value, and was done by another.
     (study,) = store.get_all_studies()
     stored = [trial for trial in store.get_all_trials(study._study_id) if "owner" in trial.user_attrs]
     assert {trial.state for trial in stored} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
     ended = [trial for trial in stored if trial.state is not TrialState.FAIL]
     origins = [trial.user_attrs.get("retry_of", trial.number) for trial in ended]
-    assert sorted(origins) == sorted(set(origins)) == sorted(trial["number"] for trial in kept[0])
+    assert len(origins) == len(set(origins)) == trials
+    assert {trial.number for trial in ended} == {trial["number"] for trial in kept[0]}
     lost = [trial for trial in stored if trial.state is TrialState.FAIL and len(trial.params) == 1]
     assert {trial.number for trial in lost} <= set(origins)
-    assert len(ended) == trials
