@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import NOT_NUMBERS, Recipe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, resolve
 from leaven.scaling.transfer import transfer
@@ -219,8 +219,8 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """The same for two recipes that compute the same losses: names, reasons and layout are left out."""
-        document = self.recipe.model_dump(mode="json", exclude={"name", "why", "layout"})
+        """The same for two recipes that compute the same losses: names, reasons and the like are left out."""
+        document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     @property
