@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaven.data.shards import ShardedTokens, Shards
 from leaven.data.tokens import TokenSet
@@ -87,7 +89,7 @@ def stacked(recipe: Recipe, trials: int, tokens: TokenSet, device: str, compiled
             {
                 "hyperparameters.lr": 1e-3 * 2 ** (trial % 4 - 2),
                 "hyperparameters.beta2": 0.95 + 0.01 * (trial % 4),
-                "hyperparameters.residual": 1 + 0.1 * (trial % 3),
+                "hyperparameters.residual": 1.1 + 0.1 * (trial % 3),
                 "data.seed": trial % 2,
             }
         )
@@ -103,6 +105,25 @@ def stacked(recipe: Recipe, trials: int, tokens: TokenSet, device: str, compiled
             torch.stack([stack.step() for _ in range(min(READ_EVERY, count - first))]).tolist()
 
     return steps
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed, views left out: on a GPU about what there is to be launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.count += not operation.is_view
+        return operation(*arguments, **(named or {}))
+
+
+def operations(steps: Steps) -> int:
+    """Of a step."""
+    with Operations() as seen:
+        steps(1)
+    return seen.count
 
 
 def race(
@@ -157,8 +178,8 @@ def main() -> None:
         f"{VOCABULARY:,}, {batch}, {dtype}, {form}; medians of "
         f"{args.repeats} rounds of about {args.seconds:g} s, {args.clock} time\n"
     )
-    print("| width | trials | ms a step | least to most | times one by itself | trials in its time |")
-    print("|---|---|---|---|---|---|")
+    print("| width | trials | ms a step | least to most | times one by itself | trials in its time | operations |")
+    print("|---|---|---|---|---|---|---|")
     tokens, bar = random_tokens(args.seq_len), None
     for width in map(int, args.widths.split(",")):
         recipe = recipe_of(width, args.layers, sequences, args.seq_len, dtype)
@@ -172,7 +193,7 @@ def main() -> None:
             times = statistics.median(a / b for a, b in zip(values, rounds["one by itself"], strict=True))
             print(
                 f"| {width} | {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} "
-                f"| {times:.2f} | {sizes[name] / times:.2f} |",
+                f"| {times:.2f} | {sizes[name] / times:.2f} | {operations(arms[name]):,} |",
                 flush=True,
             )
             if (width, sizes[name]) == (256, 16):

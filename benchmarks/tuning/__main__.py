@@ -1,8 +1,8 @@
 """Does tuning by module pay, and does it carry? `python -m benchmarks.tuning FOLDER [--workers 2] [--trials 90]`.
 
-On real training (the standard library's text, 0.2 M parameters), every method with the same number of trials:
+On real training (the standard library's text, 0.2 M parameters), both methods with the FLOPs of so many whole trials:
 
-- `global`: all trials over the global values;
+- `global`: all of them over the global values;
 - `per-module`: the first third of them over the global values, and from their best the rest over about 30 values.
 
 Both start from one recipe. What each answers is trained again with seeds that no search has seen, on the tuning scale
@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from typing import Any
 from leaven.training.trial import train_trial
 
 from leaven.data.tokens import prepare
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
@@ -61,25 +63,29 @@ class Job:
 def searched(folder: Path, trials: int, workers: int) -> dict[str, Recipe]:
     """What the searches answer, by arm; `start` is where they begin."""
     start = read_recipe(PROXY)
-    first = round(trials * FIRST)
-    some = study(folder / "global-first", start, "global", first, workers)
+    some = study(folder / "global-first", start, "global", trials * FIRST, workers)
     return {
         "start": start,
         "global": study(folder / "global", start, "global", trials, workers),
-        "per-module": study(folder / "per-module", unpinned(some), "per-module", trials - first, workers),
+        "per-module": study(folder / "per-module", unpinned(some), "per-module", trials * (1 - FIRST), workers),
     }
 
 
-def study(folder: Path, recipe: Recipe, which: str, trials: int, workers: int) -> Recipe:
+def study(folder: Path, recipe: Recipe, which: str, trials: float, workers: int) -> Recipe:
+    """What a study answers with the FLOPs of so many whole trials."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
-    searcher = Study(folder, recipe, space(recipe, which), "trust-region", tokens)
-    print(f"{folder.name}: {len(searcher.space.dimensions)} values, {trials} trials", flush=True)
-    with searcher:
-        state = searcher.run(trials, workers, stop_at_noise=False)
+    flops = trials * recipe.data.tokens * flops_per_token(recipe.model)
+    with Study(folder, recipe, space(recipe, which), "trust-region", tokens) as searcher:
+        print(f"{folder.name}: {len(searcher.space.dimensions)} values", flush=True)
+        state = searcher.run(None, workers, flops=flops, stop_at_noise=False)
     assert state.best is not None, f"every trial of {folder.name} diverged"
     low, high = state.best.interval
-    lost = sum(trial.state == "diverged" for trial in state.trials)
-    print(f"  best {state.best.loss:.4f} ({low:.4f} to {high:.4f}), noise {state.noise_floor:.4f}, {lost} diverged")
+    count = Counter(trial.state for trial in state.trials)
+    print(
+        f"  best {state.best.loss:.4f} ({low:.4f} to {high:.4f}), noise {state.noise_floor:.4f}; {len(state.trials)} "
+        f"trials, {count['stopped']} stopped, {count['diverged']} diverged",
+        flush=True,
+    )
     return read_recipe(folder / "best.toml")
 
 

@@ -18,4 +18,5 @@ def test_a_table_of_the_smallest(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| 16")]
     assert [row[2].strip() for row in rows] == ["one by itself", "a stack of 1", "a stack of 3"]
     assert rows[0][5].strip() == "1.00"
+    assert rows[1][7] == rows[2][7]  # as many operations for three trials as for one: nothing is a loop over them
     assert float(rows[2][6]) == pytest.approx(3 / float(rows[2][5]), rel=0.05)

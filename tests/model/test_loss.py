@@ -50,6 +50,17 @@ def test_without_gradients_there_is_only_the_loss() -> None:
     torch.testing.assert_close(total, cross_entropy(hidden, weight, targets).detach())
 
 
+def test_an_evaluation_computes_no_gradient_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, targets = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 4, IGNORED])
+    weight = torch.nn.Parameter(torch.randn(5, 4))
+    expected = cross_entropy(hidden, weight, targets).item()
+    monkeypatch.setattr(torch, "zeros_like", None)  # where the gradient of the weight begins
+    with torch.no_grad():
+        assert cross_entropy(hidden, weight, targets).item() == expected
+    with pytest.raises(TypeError):
+        cross_entropy(hidden, weight, targets)
+
+
 def test_in_half_precision_small_gradients_live_by_the_factor() -> None:
     """A token in 10 million: its gradient is below fp16's smallest number, unless a loss scale lifts it."""
     share = 1e-7 / N

@@ -10,6 +10,7 @@ from written import proxy
 
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import BRANCH_ENDS
 from leaven.training.study_file import (
     Best,
     Coordinate,
@@ -53,7 +54,8 @@ def dimensions(start: Recipe, count: int) -> tuple[Dimension, ...]:
             for module, role in start.model.roles.items()
             if role.is_matrix or kind not in {"init_std", "weight_decay"}
         ]
-    return tuple(found[:count])
+    ends = [Dimension(f"hyperparameters.modules.{end}.residual", 1.0, -1.5, 1.5) for end in BRANCH_ENDS]
+    return tuple((found[: len(GLOBAL) + DEPTH_POINTS] + ends + found[len(GLOBAL) + DEPTH_POINTS :])[:count])
 
 
 class Landscape:
@@ -153,7 +155,7 @@ def study(count: int = 31, trials: int = 64, seed: int = 0, workers: int = 2) ->
         best=Best(best.number, mean, (mean - 0.0042, mean + 0.0042)),
         trials=tuple(made),
         dimensions=searched,
-        noise_runs=5,
+        noise_runs=4,
         radius=radius,
         stalled=True,
         fewest=Best(best.number, mean + 0.0012, (mean - 0.005, mean + 0.0074)),

@@ -155,7 +155,7 @@ def test_a_study_tells_its_first_trials_and_all_on_request(browser: Browser, pag
     assert browser.evaluate(numbers) == list(range(64))
     told = "document.querySelector('.multipliers').closest('section').querySelector('.readout').textContent"
     browser.evaluate("document.querySelector('.multipliers svg').dispatchEvent(new Event('click', {bubbles: true}))")
-    assert browser.evaluate(told).startswith("every block, peak lr, layer by layer: ")
+    assert browser.evaluate(told).startswith("every block, lr, layer by layer: ")
 
 
 def test_hostile_words_are_only_words(browser: Browser, tmp_path: Path):

@@ -23,6 +23,7 @@ GPT = {
     "model.bias": True,
     "model.qk_norm": False,
     "model.tied_embeddings": True,
+    "scaling.rule": "mup",  # which multiplies the logits
     "hyperparameters.optimizer": "adam",
     "hyperparameters.decay_norm_and_bias": True,
     "hyperparameters.weight_decay": 0.01,
@@ -92,6 +93,7 @@ def alone(recipe: Recipe, tokens: TokenSet, steps: int) -> tuple[list[float], Tr
         {"model.qk_norm_per_head": True, "model.norm": "layernorm", "model.embedding_norm": True, "model.bias": True},
         {"data.documents": "isolated", "model.positions": "alibi", "model.n_kv_heads": 2},
         {
+            "scaling.rule": "mup",
             "batch.micro_batch": 1,
             "batch.stages": [{"from_tokens": 0, "tokens": 96}, {"from_tokens": 500, "tokens": 256}],
         },

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from leaven.cli import INTERRUPTED
+from leaven.cli import INTERRUPTED, app
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
@@ -24,6 +25,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.study_file import StudyState, Trial
 from leaven.tuning import trainer
 from leaven.tuning.space import space
+from leaven.tuning.stores import StoreGone
 from leaven.tuning.study import Study
 
 SHORT = {"data.tokens": 2048, "schedule.warmup_tokens": 256}
@@ -252,14 +254,42 @@ def test_divergence_everywhere_ends_without_a_best(study: Callable[..., Study], 
 def test_a_point_that_is_no_recipe_counts_as_diverged(study: Callable[..., Study], tiny: Recipe) -> None:
     """lr x weight_decay above 1 is no recipe; a search may well ask for it."""
     edge = tiny.replace({LR: 0.9, "hyperparameters.weight_decay": 1.0, **SHORT, "data.tokens": 1024})
-    opened = study(recipe=edge)
+    opened = study("grid", recipe=edge)  # of -3, -1, 1 and 3 octaves
     opened.space = replace(opened.space, dimensions=(replace(opened.space.dimensions[0], high=3.0),))
     with opened:
         state = opened.run(7, 1)
     beyond = [trial for trial in state.trials if (trial.octaves or {})[LR] > 0.2]
-    assert beyond
-    assert {trial.state for trial in beyond} == {"diverged"}
+    assert [trial.state for trial in beyond] == ["diverged"] * 2
     assert len(state.trials) == 7
+
+
+def test_a_store_that_stays_away_is_75_and_one_line(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise StoreGone("the store has been away for 300 seconds; the same command goes on when it is back")
+
+    monkeypatch.setattr(Study, "run", away)
+    done = CliRunner().invoke(app, ["tune", str(tiny_file), "--study", str(tmp_path / "study")])
+    assert done.exit_code == INTERRUPTED
+    assert "away for 300 seconds" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hours", "0"], "hours = 0.0: above 0, and finite"),
+        (["--method", "grid", "--flops", "1e12"], "method grid: how fine it is follows from the number of trials"),
+        (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),
+        (["--durations", "1k,2k"], "durations: a cosine run holds no shorter one"),
+    ],
+)
+def test_bad_options_write_nothing(options: list[str], said: str, tiny_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        CliRunner().invoke(
+            app, ["tune", str(tiny_file), "--study", str(tmp_path / "study"), *options], catch_exceptions=False
+        )
+    assert not (tmp_path / "study").exists()
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -302,7 +332,7 @@ def test_a_study_of_something_else_is_refused(
         study(recipe=short.replace({LR: 0.02}))
     around = space(short, LR)
     for changed, said in (
-        (study(which="global"), "another space: hyperparameters.init_std None there, .* here"),
+        (study(which="global"), "another space: hyperparameters.init_std, .* only here; give it"),
         (study("tpe"), "another method: random there, tpe here"),
         (Study(tmp_path / "study", short, around, "random", replace(tokens, fingerprint="x")), "another text"),
     ):

@@ -193,7 +193,8 @@ def test_a_whole_run_is_that_of_a_loop_by_hand(here: Path) -> None:
     assert ruled == pytest.approx(by_hand(3, 0.02, 8, 4096))
     assert blind == pytest.approx(by_hand(3, 0.01, 8, 4096))
     gone = theirs("wild").train(Setting(16, 1, 1.0, seed=0))
-    assert gone.diverged
+    assert gone.loss == pytest.approx(math.log(64) + 1)
+    assert gone.tokens < 4096
 
 
 def test_the_batches_of_a_factory_are_one_stream_a_seed(here: Path) -> None:

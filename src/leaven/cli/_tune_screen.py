@@ -64,12 +64,12 @@ class TuneScreen(Screen):
     def ended(self, trial: Trial, state: StudyState) -> None:
         """A trial has ended; ``state`` is the study with it, and with what other commands have done meanwhile."""
         with self._rows:
-            if state.noise_floor is not None and self._state.noise_floor is None:
-                self.row(f"  noise {state.noise_floor:.4f} nats{_seeds(state)}; what gains less is no gain")
-            self._state = state
+            unknown, self._state = self._state.noise_floor is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
             for other in new or [trial]:
                 self._say(other)
+            if unknown and state.noise_floor is not None:
+                self.row(f"  noise {state.noise_floor:.4f} nats{_repeats(state)}; what gains less is no gain")
             ended = len(self._shown)
             total = self._trials and max(self._trials, ended)
             self._progress.update(self._task, completed=ended, total=total, left="")
@@ -185,12 +185,12 @@ def headline(state: StudyState) -> list[str]:
     if state.radius is not None:
         parts.append(f"trust region {state.radius:.2f} octave")
     noise = state.noise_floor
-    parts.append("noise not measured yet" if noise is None else f"noise {noise:.4f} nats{_seeds(state)}")
+    parts.append("noise not measured yet" if noise is None else f"noise {noise:.4f} nats{_repeats(state)}")
     return parts
 
 
-def _seeds(state: StudyState) -> str:
-    return f" ({state.noise_runs} seeds)" if state.noise_runs else ""
+def _repeats(state: StudyState) -> str:
+    return f" ({state.noise_runs} repeat{'s' if state.noise_runs != 1 else ''})" if state.noise_runs else ""
 
 
 def _ended(state: StudyState) -> list[Trial]:

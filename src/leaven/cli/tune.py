@@ -40,7 +40,7 @@ def tune(
     space: Annotated[
         str | None,
         typer.Option(
-            help="global, per-module (some 30 values), per-module-full (some 90), or paths with commas; "
+            help="global, per-module (about 30 values), per-module-full (about 90), or paths with commas; "
             "[tuning] of the recipe if not given, or global.",
             show_default=False,
         ),
@@ -67,10 +67,13 @@ def tune(
     from leaven.recipe.units import parse_quantity
     from leaven.training.machine import cores
     from leaven.tuning.answer import advice_when_all_diverged
+    from leaven.tuning.budget import Budget
+    from leaven.tuning.plan import first
     from leaven.tuning.space import space as space_of
     from leaven.tuning.stacking import default_size
     from leaven.tuning.stores import StoreGone
     from leaven.tuning.study import Study
+    from leaven.tuning.trust_region import Axes
 
     searched = space_of(loaded, space)
     url = study if "://" in study else None
@@ -78,6 +81,7 @@ def tune(
     lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
     if trials is None and flops is None and hours is None:
         trials = TRIALS
+    first(Axes.of(searched.limits, {}), method, Budget(trials, flops, hours))  # refused before anything is written
     workers = workers or cores()
     stack = stack or (1 if lengths else default_size())
     with TextScreen() as text:

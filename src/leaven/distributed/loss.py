@@ -31,6 +31,9 @@ def sharded_cross_entropy(
     """``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden . weight)[target], in
     nats, (); the same on every rank. ``hidden_BtD`` is this rank's stretch of positions, ``targets_BT`` are all of
     them."""
+    if not torch.is_grad_enabled():
+        # A parameter wants its gradient here too, and would get one that nobody reads: most of the work.
+        weight_VD = weight_VD.detach()
     arguments = hidden_BtD, weight_VD, targets_BT, group, multiplier, factor, compute, repeatable
     total: Tensor = _ShardedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return total

@@ -36,6 +36,9 @@ def cross_entropy(
     are rounded to ``compute``, as a loss scale must be. A ``repeatable`` backward pass may run twice, as one that
     gives the gradients of inputs and of weights apart does; it needs memory for another gradient of the weight.
     """
+    if not torch.is_grad_enabled():
+        # A parameter wants its gradient here too, and would get one that nobody reads: most of the work.
+        weight_VD = weight_VD.detach()
     arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute, repeatable
     total: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return total

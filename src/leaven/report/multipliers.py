@@ -15,6 +15,7 @@ from leaven.report.tables import HEADERS, scroll
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+NAMES = HEADERS | {"lr": "lr", "residual": "residual"}
 DEPTH = "every block"  # the row of the depth profiles
 
 
@@ -39,10 +40,11 @@ def acts(recipe: Recipe, module: str, kind: str) -> bool:
     """Whether a module has that multiplier: gains have no init and no decay, and only branches' ends a residual."""
     if kind == "residual":
         return module in BRANCH_ENDS
-    if kind == "init_std":
-        return recipe.model.roles[module].is_matrix
+    matrix = recipe.model.roles[module].is_matrix
     return (
-        kind != "weight_decay" or recipe.model.roles[module].is_matrix or recipe.hyperparameters.decay_norm_and_bias
+        matrix
+        or kind not in {"init_std", "weight_decay"}
+        or (kind == "weight_decay" and recipe.hyperparameters.decay_norm_and_bias)
     )
 
 
@@ -80,18 +82,18 @@ def picture(recipe: Recipe, space: tuple[str, ...]) -> Html | None:
     reach = max(math.ceil(max(abs(math.log2(factor)) for factor in every) - 0.25), 1)
     head = [
         element("span", "", class_="net-name"),
-        *(element("span", HEADERS[kind].replace("peak ", "")) for kind in columns),
+        *(element("span", NAMES[kind]) for kind in columns),
     ]
     rows = []
     if over_depth:
-        bands = [_band(f"{DEPTH}, {HEADERS[kind]}", over_depth.get(kind), reach, "", "depth") for kind in columns]
+        bands = [_band(f"{DEPTH}, {NAMES[kind]}", over_depth.get(kind), reach, "", "depth") for kind in columns]
         rows += [element("span", DEPTH, class_="net-name quiet"), *bands]
     for module in recipe.model.modules:
         rows.append(element("span", module, class_="net-name"))
         own = recipe.hyperparameters.modules.get(module, Multipliers())
         for kind in columns:
             state = "searched" if f"hyperparameters.modules.{module}.{kind}" in space else "left"
-            name, number = f"{module}, {HEADERS[kind]}", numbers.ratio(getattr(own, kind))
+            name, number = f"{module}, {NAMES[kind]}", numbers.ratio(getattr(own, kind))
             rows.append(_band(name, shown.get((module, kind)), reach, number, state))
     grid = element("div", *head, *rows, class_="multipliers", style=f"--kinds:{len(columns)}")
     readout = element("p", "Point at a band, or tap it, to read its layers.", class_="readout", aria_live="polite")
@@ -149,11 +151,11 @@ def depth(recipe: Recipe, space: tuple[str, ...]) -> "go.Figure | None":
         x = [last * i / fine for i in range(fine + 1)]
         chart.add_trace(go.Scatter(x=x, y=between, mode="lines", line=line, hoverinfo="skip"))
         marker = {"color": colour, "size": 8, "line": {"color": PAPER, "width": 1.5}}
-        said = f"<b>{HEADERS[kind]}</b><br>layer %{{x}}: ×%{{y:.3~g}}<extra></extra>"
+        said = f"<b>{NAMES[kind]}</b><br>layer %{{x}}: ×%{{y:.3~g}}<extra></extra>"
         y = [round(factor, 5) for factor in profile(recipe, kind)]
         chart.add_trace(go.Scatter(x=list(range(last + 1)), y=y, mode="markers", marker=marker, hovertemplate=said))
         place = {"x": last, "xshift": 8, "xanchor": "left", "y": math.log10(points[-1])}
-        chart.add_annotation(**place, text=HEADERS[kind], showarrow=False, font={"size": 12, "color": colour})
+        chart.add_annotation(**place, text=NAMES[kind], showarrow=False, font={"size": 12, "color": colour})
     chart.add_hline(y=1, line={"color": MUTED, "width": 1, "dash": "dot"}, layer="below")
     every = [point for points in found.values() for point in points] + [1.0]
     log_axis(chart, "yaxis", min(every), max(every), numbers.ratio, pad=0.12)
@@ -175,7 +177,7 @@ def summary(recipe: Recipe, space: tuple[str, ...]) -> str:
         return "All modules have the global value."
     high, low = max(factors), min(factors)
     names = [
-        f"{HEADERS[kind].replace('peak ', '')} of {module} {numbers.ratio(factor)}"
+        f"{NAMES[kind].replace('peak ', '')} of {module} {numbers.ratio(factor)}"
         for factor, module, kind in (low, high)
     ]
     return f"From {names[0]} to {names[1]}."

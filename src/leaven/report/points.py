@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from leaven.report.terminal import cut
 from leaven.training.study_file import StudyState, Trial
 
+BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 UNMOVED = 0.005  # octaves: what is read as x1.00
 
 
@@ -19,6 +20,12 @@ def start(state: StudyState) -> dict[str, float]:
     if state.dimensions:
         return {dimension.path: dimension.centre for dimension in state.dimensions}
     return dict(state.trials[0].values) if state.trials else {}
+
+
+def value(path: str, centre: float, octaves: float) -> float:
+    """What a recipe has so many octaves from ``centre``; of a beta, whose exponent they double, 1 - beta doubles."""
+    factor = math.exp2(octaves)
+    return math.pow(centre, factor) if path in BETAS else centre * factor
 
 
 def octaves(trial: Trial, centre: Mapping[str, float]) -> dict[str, float]:
@@ -53,13 +60,15 @@ def first_of(trial: Trial, state: StudyState) -> Trial:
 
 def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) -> str:
     """What a trial is, in one line: what it changes against ``best`` or the start, or which point it runs again."""
-    if trial.purpose == "search":
-        centre = start(state)
-        before = octaves(best, centre) if best is not None else {}
-        moved = {path: now - before.get(path, 0.0) for path, now in octaves(trial, centre).items()}
-        return changes(moved, room) or f"nothing: {'the best' if best is not None else 'the start'}"
-    again = "the start" if trial.purpose == "noise" else f"trial {first_of(trial, state).number}"
-    return cut(f"{again} again, seed +{trial.seed}", room)
+    if trial.purpose == "noise":
+        return cut(f"the start again, seed +{trial.seed}", room)
+    first = first_of(trial, state)
+    if first.number != trial.number and trial.seed:
+        return cut(f"trial {first.number} again, seed +{trial.seed}", room)
+    centre = start(state)
+    before = octaves(best, centre) if best is not None else {}
+    moved = {path: now - before.get(path, 0.0) for path, now in octaves(trial, centre).items()}
+    return changes(moved, room) or f"nothing: {'the best' if best is not None else 'the start'}"
 
 
 def full_tokens(state: StudyState) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST = 12  # panels
+SEEN = 0.05  # chance of divergence below which a panel shows no cliff
 BLAMED = 0.15  # chance of divergence from which a value may have been the reason
 
 
@@ -55,7 +56,7 @@ def panel(study: Study, coordinate: Coordinate, height: float) -> "go.Figure":
     chart.add_vline(x=0, line={"color": MUTED, "width": 1, "dash": "dot"}, layer="below")
     inside = [point for point in coordinate.slice if math.isfinite(point.loss + point.deviation)]
     x = [round(point.octaves, 3) for point in inside]
-    if any(point.risk > 0.01 for point in inside):
+    if any(point.risk > SEEN for point in inside):
         hill = {"fill": "tozeroy", "fillcolor": "var(--risk)", "line": {"width": 0}, "hoverinfo": "skip"}
         chart.add_trace(
             go.Scatter(x=x, y=[round(point.risk, 3) for point in inside], yaxis="y2", mode="lines", **hill)

@@ -123,6 +123,11 @@ class Study(StudyState):
         return next((trial for trial in self.trials if self.best and trial.number == self.best.number), None)
 
     @property
+    def fewer(self) -> dict[str, float] | None:
+        """The octaves, by path, of the point with the fewest changes; None where that is the best point itself."""
+        return None if self.best_trial and self.fewest_octaves == self.best_trial.octaves else self.fewest_octaves
+
+    @property
     def start_loss(self) -> float | None:
         """Of the recipe that the search began from, over all its seeds; of the first trial where it was not run."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]

@@ -106,7 +106,8 @@ def searched(made: chapters.Sheet, study: Study) -> None:
     if beyond:
         told += f" Triangles at the top edge: {len(beyond)} with a higher loss."
     if study.noise_floor:
-        runs = f", {study.noise_runs} of them measured" if study.noise_runs else ""
+        many = "repeats" if study.noise_runs != 1 else "repeat"
+        runs = f", from {study.noise_runs} {many}" if study.noise_runs else ""
         told += (
             f" The band is the noise floor, ±{study.noise_floor:.4f} nats between seeds{runs}; the trials of the "
             "search share one seed, so the lowest of them may be lucky. The answer stands at the right with its "
@@ -155,7 +156,10 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
             element("div", *panels, class_="panels"),
         )
     idle = [points.short(coordinate.path) for coordinate in study.coordinates if not coordinate.worth]
-    told = "The share of what the search gained that is due to each value, with all others at the best."
+    told = (
+        "Each value by itself, all others at the best. Importance is its share of how much the loss varies over what "
+        "was tried; what moving it from the start brought has its standard deviation beside it."
+    )
     if idle:
         were = "was" if len(idle) == 1 else "were"
         told += f" {len(idle)} of {len(study.coordinates)} {were} not worth tuning: left alone they do as well."
@@ -214,13 +218,17 @@ def _changes(made: chapters.Sheet, study: Study) -> None:
     moved = points.octaves(study.best_trial, points.start(study))
     count = sum(abs(octaves) > points.UNMOVED for octaves in moved.values())
     told = f"The best recipe moves {count} of {len(moved)} values."
-    if study.fewest is not None and study.fewest_octaves is not None and study.best is not None:
-        few = sum(abs(octaves) > points.UNMOVED for octaves in study.fewest_octaves.values())
+    if study.fewest_octaves is not None and study.fewer is None:
+        told += " No point with fewer changes was found that is equal to it within the noise."
+    elif study.fewest is not None and study.fewer is not None and study.best is not None:
+        few = sum(abs(octaves) > points.UNMOVED for octaves in study.fewer.values())
         behind = study.fewest.loss - study.best.loss
         told += (
-            f" {few} of these changes do the same within the noise ({numbers.delta(behind)} nats): of all points "
-            "that are equal so far as one can tell, this is the one nearest the start."
+            f" {few} changes do as well within the noise ({numbers.delta(behind)} nats): of all points that are "
+            "equal, as far as one can tell, that is the one nearest the start."
         )
+    if any(path in study.space for path in points.BETAS):
+        told += " The factor of a beta is its exponent: 2× forgets twice as fast."
     made.section("What the best recipe changes", told, table)
 
 

@@ -28,9 +28,9 @@ def values(study: Study) -> Html:
             element("td", strip(coordinate, ranges.get(coordinate.path)), class_="strips"),
             element("td", factor(coordinate.best), class_="number"),
             element("td", numbers.span(*coordinate.flat, factor), class_="number quiet"),
-            element("td", numbers.delta(-coordinate.gain), class_="number"),
+            element("td", _gain(coordinate), class_="number"),
             element("td", element("div", bar, class_="bar"), class_="share"),
-            element("td", f"{coordinate.importance:.0%}", class_="number"),
+            element("td", f"{coordinate.importance:.0%}", class_="number", title=_optuna(coordinate)),
             element("td", "worth it" if coordinate.worth else "not worth it", class_="quiet"),
             class_=None if coordinate.worth else "idle",
         )
@@ -55,6 +55,16 @@ def values(study: Study) -> Html:
     return _folding(table, study.coordinates, "more values")
 
 
+def _optuna(coordinate: Coordinate) -> str | None:
+    shared = coordinate.optuna_importance
+    return f"Optuna's PED-ANOVA: {shared:.0%}" if shared else None
+
+
+def _gain(coordinate: Coordinate) -> Html:
+    deviation = f" ±{coordinate.gain_deviation:.4f}" if coordinate.gain_deviation else ""
+    return join(numbers.delta(-coordinate.gain), element("span", deviation, class_="quiet"))
+
+
 def _head(name: str, unit: str = "", kind: str | None = None) -> Html:
     return element("th", name, element("small", unit) if unit else None, scope="col", class_=kind)
 
@@ -64,7 +74,7 @@ def changes(study: Study) -> Html | None:
     best = study.best_trial
     if best is None:
         return None
-    centre, fewest = points.start(study), study.fewest_octaves
+    centre, fewest = points.start(study), study.fewer
     moved = points.octaves(best, centre)
     order = sorted(
         (path for path, octaves in moved.items() if abs(octaves) > points.UNMOVED),
@@ -87,7 +97,7 @@ def changes(study: Study) -> Html | None:
         ]
         octaves = fewest.get(path, 0.0) if fewest is not None else None
         if octaves is not None and abs(octaves) > points.UNMOVED:
-            cells += _moved(centre[path] * 2**octaves, octaves)
+            cells += _moved(points.value(path, centre[path], octaves), octaves)
         elif octaves is not None:
             cells.append(element("td", "as at the start", colspan=3, class_="first quiet"))
         return element("tr", *cells)
@@ -189,7 +199,7 @@ def cost(study: Study) -> Html:
         (
             ("time", f"{numbers.seconds(study.seconds)} added up over workers" if ran else None),
             ("elapsed", numbers.seconds(span) if span is not None else None),
-            ("lost", ", ".join(reached) or None),
+            ("ended early", ", ".join(reached) or None),
             ("tokens", f"{numbers.quantity(tokens)} trained on" if tokens else None),
             ("compute", f"{flops:.3g} FLOPs".replace("e+", "e") if flops else None),
             (

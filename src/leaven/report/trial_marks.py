@@ -97,12 +97,12 @@ def _kind(trial: Trial, study: Study, top: float) -> str | None:
         return "diverged"
     if trial.loss is None or trial.state == "running":
         return None
+    if study.best and trial.number == study.best.number:
+        return "best"  # which may have been run first among the reruns, where all trials together pointed
     if trial.purpose != "search":
         return trial.purpose
     if trial.state == "stopped":
         return "stopped"
-    if study.best and trial.number == study.best.number:
-        return "best"
     return "beyond" if trial.loss > top else "complete"
 
 
@@ -126,7 +126,9 @@ def window(study: Study) -> tuple[float, float]:
     floor = study.noise_floor or 0.0
     high = min(losses[-1], median + 4 * max(median - low, floor, 1e-3))
     high = max(high, (study.start_loss or high) + 2 * floor)
-    low = min(low, (study.best.loss if study.best else low) - 1.5 * floor)
+    if study.best:
+        # Its whole interval, but for one that says nothing: that would press all else into a line.
+        low = min(low, study.best.loss - 1.5 * floor, max(study.best.interval[0], study.best.loss - (high - low)))
     return low, max(high, low + 1e-3)
 
 

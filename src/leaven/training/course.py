@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from leaven.training.outcome import Curve
+from leaven.training.outcome import Curve, curve_of
 
 POINTS = 32
 """Stretches of equal tokens that a run is looked at in."""
@@ -47,5 +47,4 @@ class Course:
 
     def taken_up(self, saved: Mapping[str, Any]) -> "Course":
         """Where it was when ``asdict`` was saved as JSON."""
-        curve = tuple((int(tokens), float(loss)) for tokens, loss in saved["curve"])
-        return Course(**{**saved, "curve": curve})
+        return Course(**{**saved, "curve": curve_of(saved["curve"])})

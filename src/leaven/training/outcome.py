@@ -1,10 +1,17 @@
 """What a trial comes to. Without torch: searches, their worker processes and other people's objectives share it."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # (tokens, loss in nats per token) along a run, tokens rising.
 Curve = tuple[tuple[int, float], ...]
+
+
+def curve_of(points: Iterable[tuple[int, float]]) -> Curve:
+    """A curve that was JSON, which has no tuples."""
+    return tuple((tokens, loss) for tokens, loss in points)
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,11 @@ class Outcome:
     stopped: bool = False  # given up, as hopeless against the curve of the best trial
     branches: Curve = ()  # validation loss at the end of each duration, where durations are compared
     worker: str = ""  # host:pid
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> "Outcome":
+        """One that was JSON."""
+        return cls(**{**document, **{key: curve_of(document.get(key, ())) for key in ("curve", "branches")}})
 
     @property
     def diverged(self) -> bool:

@@ -20,10 +20,10 @@ FIRST = 0.25
 """Share of the run before which nothing is given up."""
 MARGIN = 1.0
 """Share of what the rival has still to gain by which a run may be behind."""
-LEAST = 4.0
+LEAST = 8.0
 """Of the noise between seeds, by which a run may be behind at any time."""
-CATCHES_UP = 0.5
-"""Share of what the rival has still to gain at which a run that is as far behind keeps half of its gap to the end."""
+CATCHES_UP = 1.5
+"""In shares of what the rival has still to gain: a run that is as far behind as this keeps half of its gap."""
 
 
 def hopeless_against(curve: Curve, rival: Rival) -> bool:

@@ -28,7 +28,7 @@ from leaven.scaling.table import resolve
 from leaven.training.checkpoint import NotSaved, checkpoints, read_checkpoint, write_checkpoint
 from leaven.training.course import Course
 from leaven.training.engine import Diverged, Training
-from leaven.training.outcome import Curve, Outcome, Rival
+from leaven.training.outcome import Curve, Outcome, Rival, curve_of
 from leaven.training.rival import comparable, expected, hopeless_against
 
 
@@ -185,7 +185,7 @@ class _Trial:
 
     def load(self, state: dict[str, Any]) -> None:
         self.course = self.course.taken_up(state["course"])
-        self.ended = tuple((int(tokens), float(loss)) for tokens, loss in state["ended"])
+        self.ended = curve_of(state["ended"])
         self.cooled, self.branches = state["cooled"], self.branches[len(self.branches) - state["left"] :]
 
     def outcome(self, loss: float, stopped: bool) -> Outcome:

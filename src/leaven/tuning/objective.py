@@ -28,7 +28,7 @@ from leaven.tuning.found import Found, Trial, found, rival, trial
 from leaven.tuning.leases import Leases
 from leaven.tuning.ledger import Job, Run
 from leaven.tuning.methods import check_method, sampler
-from leaven.tuning.plan import Plan
+from leaven.tuning.plan import Plan, first
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.trust_region import EXPECTED, Axes, finished, loss_of
@@ -111,15 +111,13 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     budget = Budget(trials, flops, hours)
     if workers < 1:
         raise InputError(f"workers = {workers}: at least 1")
-    if method == "grid" and trials is None:
-        raise InputError("method grid: how fine a grid is follows from trials; give them")
+    first(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     store = open_store(storage)
     study = optuna.create_study(
         study_name=name, storage=store, sampler=sampler(method, axes, seed, noise), load_if_exists=True
     )
     plan = Plan(study, axes, method, budget, noise, stop_at_noise)
-    assert plan.first  # a grid that is too fine is refused here
     limits = {name: [d.low, d.high, axes.start[name]] for name, d in axes.distributions.items()}
     agree(study, {"method": method, "space": limits}, f"the stored study {name}", "give it another name")
     with Leases(store, store.get_study_id_from_name(name), lease_seconds) as leases:
@@ -154,8 +152,13 @@ def agree(study: optuna.Study, here: Mapping[str, Any], what: str, instead: str)
         elif there != value:
             difference = f"{there} there, {value} here"
             if isinstance(there, dict):
-                names = [n for n in {**there, **value} if there.get(n) != value.get(n)]
-                difference = "; ".join(f"{n} {there.get(n)} there, {value.get(n)} here" for n in names)
+                parts = [
+                    f"{n} {there[n]} there, {value[n]} here" for n in there if n in value and there[n] != value[n]
+                ]
+                for kept, other, where in ((there, value, "there"), (value, there, "here")):
+                    alone = [n for n in kept if n not in other]
+                    parts += [f"{', '.join(alone)} only {where}"] if alone else []
+                difference = "; ".join(parts)
             raise InputError(f"{what} is of another {key}: {difference}; {instead}")
 
 

@@ -33,6 +33,22 @@ class NothingFound(InputError):
     """No run came to an end with a loss."""
 
 
+def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[Job]:
+    """The runs whose points are known beforehand.
+
+    Raises:
+        InputError: if they are a grid, which is finer than there are trials for, or there is no number of trials.
+    """
+    repeats = REPEATS if noise is None else 1
+    jobs = [Job("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
+    if method == "grid":
+        if budget.trials is None:
+            raise InputError("method grid: how fine it is follows from the number of trials; give it")
+        points = grid(axes, budget.trials - budget.finalists((), 0.0) * RERUNS - repeats)
+        jobs += [Job("search", f"grid:{list(x.values())}", 0, x) for x in points if x != axes.start]
+    return jobs
+
+
 @dataclass(frozen=True)
 class Plan:
     study: optuna.Study
@@ -52,7 +68,7 @@ class Plan:
             if run.lost:
                 return run.retry
         begun = {run.origin.user_attrs.get(JOB) for run in runs}
-        for job in self.first:
+        for job in first(self.axes, self.method, self.budget, self.noise):
             if job.name not in begun and (self.budget.trials is None or len(runs) < self.budget.trials):
                 return job
         points = self.chosen(runs)
@@ -63,18 +79,6 @@ class Plan:
                 return None
             points = self._best(runs)[: self.budget.finalists(runs, now)]
         return next((job for job in self._judging(runs, points) if job.name not in begun), None)
-
-    @property
-    def first(self) -> list[Job]:
-        """The runs whose points are known beforehand."""
-        repeats = REPEATS if self.noise is None else 1
-        jobs = [Job("noise" if k else "search", f"start:{k}", k, dict(self.axes.start)) for k in range(repeats)]
-        if self.method == "grid":
-            assert self.budget.trials is not None
-            kept = self.budget.finalists((), 0.0) * RERUNS
-            points = grid(self.axes, self.budget.trials - kept - repeats)
-            jobs += [Job("search", f"grid:{list(x.values())}", 0, x) for x in points if x != self.axes.start]
-        return jobs
 
     def stalled(self) -> bool:
         """Whether the search stops of itself."""

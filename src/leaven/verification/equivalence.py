@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from leaven.recipe.errors import InputError
-from leaven.training.course import lost_above
 from leaven.verification.family import Family, Setting
 from leaven.verification.runs import keep, run_all
 from leaven.verification.verdict import Row, Verdict, curve
@@ -64,10 +63,8 @@ def equivalence(
         for seed in range(seeds)
     }
     outcome = run_all(every.values(), folder, workers, on_run=on_run, stop=stop)
-    worst = lost_above(family.vocab_size)  # of a run that diverged too
     losses = {
-        arm: np.array([[min(outcome(every[arm, k, seed]).loss, worst) for seed in range(seeds)] for k in kappas])
-        for arm in ARMS
+        arm: np.array([[outcome(every[arm, k, seed]).loss for seed in range(seeds)] for k in kappas]) for arm in ARMS
     }
     limit = _limit(losses["rule"][kappas.index(1.0)], family.vocab_size)
     rows = [_row(arm, kappas, losses[arm], limit) for arm in ARMS]

@@ -5,7 +5,7 @@ A recipe is a family. So is a factory of yours, ``module:factory``; see :mod:`le
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Protocol
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
-from leaven.recipe.recipe import NOT_NUMBERS, Recipe
+from leaven.recipe.recipe import Recipe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, resolve
 from leaven.scaling.transfer import transfer
+from leaven.training.course import lost_above
 from leaven.training.optimiser import Optimiser
 from leaven.training.outcome import Outcome
 from leaven.training.trial import train_trial
@@ -218,8 +219,8 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """The same for two recipes that compute the same losses: names, reasons and the like are left out."""
-        document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
+        """The same for two recipes that compute the same losses: names, reasons and layout are left out."""
+        document = self.recipe.model_dump(mode="json", exclude={"name", "why", "layout"})
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     @property
@@ -227,7 +228,8 @@ class RecipeTrial:
         return self.recipe.model.params * self.recipe.data.tokens
 
     def run(self) -> Outcome:
-        return train_trial(self.recipe)
+        outcome = train_trial(self.recipe)
+        return replace(outcome, loss=min(outcome.loss, lost_above(self.recipe.model.vocab_size)))
 
 
 @dataclass(frozen=True)

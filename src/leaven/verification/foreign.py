@@ -39,7 +39,7 @@ from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.schedule import Schedule
 from leaven.scaling.cells import Ratios
-from leaven.training.course import Course
+from leaven.training.course import Course, lost_above
 from leaven.training.outcome import Outcome
 from leaven.verification.family import Member, Setting, plain_label
 from leaven.verification.samples import HELD_OUT, Batches, corpus, synthetic, taken
@@ -107,7 +107,7 @@ class ForeignFamily:
         began = time.perf_counter()
         member, batches = self._member(setting.width, setting.depth, setting.seed, _ratios(setting))
         count = round(setting.batch * self.sequences)
-        schedule = Schedule(warmup_tokens=self.tokens // 8)
+        schedule, limit = Schedule(warmup_tokens=self.tokens // 8), lost_above(self.vocab_size)
         peaks = [group["lr"] * setting.lr for group in member.optimizer.param_groups]
         done, diverged, course = 0, False, Course(self.vocab_size, self.tokens)
         while done < self.tokens and not diverged:
@@ -119,9 +119,9 @@ class ForeignFamily:
                 group["lr"] = peak * schedule.multiplier(done, self.tokens)
             member.optimizer.step()
             diverged = course.lost(loss.item(), count * self.seq_len)
-        final = math.inf if diverged else self._validation_loss(member, batches)
+        final = limit if diverged else self._validation_loss(member, batches)
         return Outcome(
-            loss=final if math.isfinite(final) else math.inf,
+            loss=min(final, limit) if math.isfinite(final) else limit,
             tokens=done,
             seconds=time.perf_counter() - began,
             curve=course.curve,

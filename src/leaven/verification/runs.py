@@ -36,7 +36,9 @@ class Trial(Protocol):
         """How long it takes against others, in no unit."""
         ...
 
-    def run(self) -> Outcome: ...
+    def run(self) -> Outcome:
+        """One that diverged has a finite loss, worse than a uniform guess, so that its curve can be drawn."""
+        ...
 
 
 class Stopped(Exception):
@@ -100,7 +102,7 @@ def _read(path: Path) -> dict[str, Outcome]:
             try:
                 entry = json.loads(line)
                 name = entry.pop("key")
-                found[name] = Outcome(**entry)
+                found[name] = Outcome.of(entry)
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue
     return found

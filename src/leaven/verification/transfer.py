@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from leaven.recipe.errors import InputError
-from leaven.training.course import lost_above
 from leaven.verification.family import Family, Setting
 from leaven.verification.optimum import Valley, shift
 from leaven.verification.runs import keep, run_all
@@ -64,10 +63,8 @@ def transfer(
         for seed in range(seeds)
     }
     outcome = run_all(runs.values(), folder, workers, on_run=on_run, stop=stop)
-    limit = lost_above(family.vocab_size)  # of a run that diverged too
     losses = {
-        scale: {lr: [min(outcome(runs[scale, lr, seed]).loss, limit) for seed in range(seeds)] for lr in grid}
-        for scale in scales
+        scale: {lr: [outcome(runs[scale, lr, seed]).loss for seed in range(seeds)] for lr in grid} for scale in scales
     }
     valleys = {scale: Valley.of(losses[scale]) for scale in scales}
     rows: list[Row] = []
