@@ -155,7 +155,7 @@ def _database(url: "URL") -> BaseStorage:
         event.listen(storage.engine, "begin", _begin_alone)
         event.listen(storage.engine, "connect", _begin_nothing)
         storage.engine.dispose()
-    # Without the cache, 60 trials of 30 values are read in 90 ms, with it in 3.
+    # Without the cache every look at a study reads all of it again: 60 trials of 30 values are 2,000 rows.
     return _CachedStorage(storage)
 
 
