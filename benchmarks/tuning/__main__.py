@@ -26,13 +26,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from leaven.training.trial import train_trial
-
 from leaven.data.tokens import prepare
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
+from leaven.training.trial import train_trial
 from leaven.training.worker import Pool
 from leaven.tuning.noise import t95
 from leaven.tuning.space import space
