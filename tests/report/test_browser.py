@@ -79,7 +79,6 @@ def test_a_page_draws_and_stays_inside_its_window(
     draws_and_stays_inside(browser, pages[kind], *widths)
 
 
-@pytest.mark.xdist_group("demo")  # one worker runs it, for all tests that look at it
 def test_a_demo_as_it_was_left_draws(browser: Browser, real_demo: Path):
     draws_and_stays_inside(browser, real_demo / "report.html", 390, 1280)
 

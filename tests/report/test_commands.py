@@ -16,7 +16,6 @@ from leaven.report.folders import read_run, read_study
 from leaven.report.page import write_page
 from leaven.training.run_folder import RunFolder
 
-pytestmark = pytest.mark.xdist_group("demo")  # one worker runs it, for all tests that look at it
 RUNS = ("transferred", "copied", "published")
 
 
