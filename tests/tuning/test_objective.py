@@ -335,3 +335,13 @@ def test_asked_to_stop_it_begins_nothing_and_goes_on_later() -> None:
     found = search(runs, SPACE, trials=20, storage=store, stop=lambda: len(runs.asked) >= 7)
     assert (len(found.trials), found.stalled) == (7, False)
     assert len(search(runs, SPACE, trials=20, storage=store).trials) == len(runs.asked) == 20
+
+
+def test_commands_that_begin_at_once_do_no_more_than_was_asked_for(tmp_path: Path) -> None:
+    for attempt in range(3):
+        journal = tmp_path / f"{attempt}.log"
+        with ThreadPoolExecutor(4) as pool:
+            commands = [
+                pool.submit(search, bowl, SPACE, None, 8, "random", storage=journal, noise=0.01) for _ in range(4)
+            ]
+        assert [len(command.result().trials) for command in commands] == [8] * 4

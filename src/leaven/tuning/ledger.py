@@ -108,6 +108,11 @@ def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
     return job is not None and _jobs(trials)[job].number != number
 
 
+def begun(trials: Sequence[FrozenTrial]) -> int:
+    """How many jobs there are, retries left out: a number that no void trial and no retry changes."""
+    return sum(not job.startswith("retry:") for job in _jobs(trials))
+
+
 def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
     jobs: dict[str, FrozenTrial] = {}
     for trial in trials:

@@ -218,6 +218,7 @@ class _Loop:
             self._close(number)
         if taken:
             trials = self._study.get_trials(deepcopy=False)
+        self._begun = ledger.begun(trials)
         return ledger.runs(trials, len(self._plan.axes.start))
 
     def _begin(self, job: Job, runs: list[Run]) -> None:
@@ -226,30 +227,35 @@ class _Loop:
             ledger.PURPOSE: job.purpose,
             ledger.SEED: job.seed,
             ledger.BEGAN: time.time(),
-            **({} if job.name is None else {ledger.JOB: job.name}),
+            # Of two commands that have seen the same, one begins what is next.
+            ledger.JOB: job.name or f"search:{self._begun}",
             **dict(job.attributes),
         }
         limits = self._plan.axes.distributions
         try:
-            if job.point is None:
-                asked = self._study.ask()
-                for key, value in about.items():
-                    asked.set_user_attr(key, value)
-                number = asked.number
+            # All of it at once: a job is known by its name from the moment that it has a number.
+            drawn = {} if job.point is None else job.point
+            template = create_trial(
+                state=TrialState.RUNNING,
+                params=drawn,
+                distributions={name: limits[name] for name in drawn},
+                user_attrs=about,
+            )
+            trial_id = self._store.create_new_trial(
+                self._store.get_study_id_from_name(self._study.study_name), template
+            )
+            number = self._store.get_trial_number_from_id(trial_id)
+            if ledger.void(number, self._study.get_trials(deepcopy=False)):
+                self._close(number)
+                return
+            point = job.point
+            if point is None:
+                # A study of its own: what Optuna's methods know of the trials is read once for each.
+                study = optuna.Study(self._study.study_name, self._store, sampler=self._study.sampler)
+                asked = optuna.Trial(study, trial_id)
                 point = {name: asked.suggest_float(name, d.low, d.high) for name, d in limits.items()}
-            else:
-                # All of it at once: a job is known by its name from the moment that it has a number.
-                point = job.point
-                template = create_trial(
-                    state=TrialState.RUNNING, params=point, distributions=dict(limits), user_attrs=about
-                )
-                study = self._store.get_study_id_from_name(self._study.study_name)
-                number = self._store.get_trial_number_from_id(self._store.create_new_trial(study, template))
         except UpdateFinishedTrialError:
             return  # taken for dead in the middle of it
-        if ledger.void(number, self._study.get_trials(deepcopy=False)):
-            self._close(number)
-            return
         best = rival(runs, self._plan.noise) if job.purpose == "search" else None
         origin = int(about.get(ledger.RETRY_OF, number))
         proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
