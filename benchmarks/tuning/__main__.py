@@ -3,7 +3,7 @@
 On real training (the standard library's text, 0.2 M parameters), both methods with the FLOPs of so many whole trials:
 
 - `global`: all of them over the global values;
-- `per-module`: the first third of them over the global values, and from their best the rest over about 30 values.
+- `per-module`: the first third of them over the global values, and from their best the rest over some 25 values.
 
 Both start from one recipe. What each answers is trained again with seeds that no search has seen, on the tuning scale
 and, after `leaven transfer`, at 4 times the width, twice the depth and 4 times the tokens. The equal-loss speed-up is

@@ -280,7 +280,7 @@ def test_files_that_are_no_recipe(leaven: Verb, tmp_path: Path) -> None:
         ("plan RECIPE --gpus 8xH100-80GB --set precision.compute=bf16 --layout tp=3", "tp"),
         ("tune RECIPE --study RECIPE", "a file"),
         ("tune RECIPE --study OUT --space speed", "not a value to search"),
-        ("tune RECIPE --study OUT --method best", "trust-region, random, tpe"),
+        ("tune RECIPE --study OUT --method best", "trust-region, random, grid, tpe"),
         ("train RECIPE --run RECIPE", "a file"),
         ("train RECIPE --run OUT --set start.weights=/absent", "/absent: no such folder"),
         ("export weights /absent OUT", "/absent: no such folder"),

@@ -204,7 +204,9 @@ def test_of_four_commands_two_are_killed_and_every_trial_is_accounted_for(
         time.sleep(0.02)
     while len(commands) > 2:
         assert all(command.poll() is None for command in commands)
-        for command in [command for command in commands if of(command, TrialState.RUNNING)][:1]:
+        # A run that dies twice has failed, which is another matter: not one that is a retry already.
+        first_tries = [c for c in commands if any("retry_of" not in t.user_attrs for t in of(c, TrialState.RUNNING))]
+        for command in first_tries[:1]:
             command.kill()
             command.wait()
             commands.remove(command)
@@ -221,15 +223,17 @@ def test_of_four_commands_two_are_killed_and_every_trial_is_accounted_for(
         for document in documents
     ]
     assert kept[0] == kept[1]
-    assert {trial["state"] for trial in kept[0]} <= {"complete", "stopped", "diverged"}
+    # Between the look and the kill it may have gone on to a retry after all.
+    failed = {trial["number"] for trial in kept[0] if trial["state"] == "failed"}
     # In the store, what the killed commands had under way has ended without a value, and was done by another.
     (study,) = store.get_all_studies()
     everything = store.get_all_trials(study._study_id)
     stored = [trial for trial in everything if "owner" in trial.user_attrs and not void(trial.number, everything)]
     assert {trial.state for trial in stored} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
-    ended = [trial for trial in stored if trial.state is not TrialState.FAIL]
+    ended = [trial for trial in stored if trial.state is not TrialState.FAIL or trial.number in failed]
+    assert all("retry_of" in everything[number].user_attrs for number in failed)
     origins = [trial.user_attrs.get("retry_of", trial.number) for trial in ended]
     assert len(origins) == len(set(origins)) == trials
     assert {trial.number for trial in ended} == {trial["number"] for trial in kept[0]}
-    lost = [trial for trial in stored if trial.state is TrialState.FAIL and len(trial.params) == 1]
+    lost = [trial for trial in stored if trial not in ended and len(trial.params) == 1]
     assert {trial.number for trial in lost} <= set(origins)

@@ -40,7 +40,7 @@ def tune(
     space: Annotated[
         str | None,
         typer.Option(
-            help="global, per-module (about 30 values), per-module-full (about 90), or paths with commas; "
+            help="global, per-module (25 values or so), per-module-full (about 90), or paths with commas; "
             "[tuning] of the recipe if not given, or global.",
             show_default=False,
         ),
@@ -89,6 +89,8 @@ def tune(
         text.notes(tokens)
     try:
         with stopping() as stop, Study(folder, loaded, searched, method, tokens, url, durations=lengths) as opened:
+            for path, reason in opened.space.left_out:
+                errors.print(f"not searched: {path}: {reason}")
             with TuneScreen(opened.state(), trials, workers) as screen:
                 state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop, stack=stack)
             interrupted = stop()

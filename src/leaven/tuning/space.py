@@ -17,7 +17,7 @@ it should. So of such values ``per-module`` searches one less than there are.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import copysign
@@ -87,6 +87,15 @@ class Space:
     def values(self, octaves: Mapping[str, float]) -> dict[str, float]:
         """The recipe's values at a point."""
         return point.values(self.recipe, octaves)
+
+    def without(self, path: str, reason: str) -> "Space":
+        """The space with one value left out, if it has it."""
+        if path not in self.paths:
+            return self
+        kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
+        if not kept:
+            raise InputError(f"--space {path}: {reason}; search other values")
+        return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
 
 def space(recipe: Recipe, which: str | None = None) -> Space:

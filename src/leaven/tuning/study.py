@@ -74,6 +74,8 @@ class Study:
         check_method(method)
         check_trainable(recipe, tokens)
         branches_of(recipe, durations, tokens)
+        if durations:
+            space = space.without("batch.tokens", "durations are whole batches, and at most sizes they are not")
         self.out, self.recipe, self.space, self.method = out, recipe, space, method
         self._tokens, self._durations = tokens, tuple(durations)
         self._where: str | Path = store or out / "journal.log"
@@ -174,7 +176,7 @@ class Study:
                     trials,
                     self.method,
                     self.recipe.data.seed,
-                    max(workers, stack),
+                    stack if stack > 1 else workers,
                     scales=self._axes.scales,
                     flops=flops,
                     hours=hours,
@@ -201,7 +203,10 @@ class Study:
 
     def state(self) -> StudyState:
         """The study as it stands; it has a ``best`` once this command has seen it to its end."""
-        found, trials = self.answer, self._trials
+        return self._state(self.answer)
+
+    def _state(self, found: Answer) -> StudyState:
+        trials = self._trials
         return StudyState(
             name=self.recipe.name,
             method=self.method,
@@ -242,10 +247,11 @@ class Study:
 
     def save(self) -> StudyState:
         """Write study.json, and best.toml once there is a best."""
-        state = self.state()
+        found = self.answer
+        state = self._state(found)
         write_text(self.out / "study.json", json.dumps(asdict(state), indent=2) + "\n")
         if state.best is not None:
-            write_recipe(self.best_recipe(), self.out / "best.toml")
+            write_recipe(self._best_recipe(found), self.out / "best.toml")
         return state
 
     def document(self, state: StudyState) -> dict[str, Any]:
@@ -259,9 +265,9 @@ class Study:
             "noise_floor": state.noise_floor,
         }
 
-    def best_recipe(self) -> Recipe:
+    def _best_recipe(self, found: Answer) -> Recipe:
         """The winner as a recipe, with its base pinned at this scale and a reason for every searched value."""
-        found, count = self.answer, len(self._trials)
+        count = len(self._trials)
         reasons = {
             path: why(path, found, self.recipe.name, count, self.method, values=self.space.values)
             for path in self.space.paths

@@ -15,7 +15,7 @@ from leaven.data.tokens import TokenSet
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Interrupted
 from leaven.training.outcome import Outcome
-from leaven.training.trial import train_trial
+from leaven.training.trial import branches_of, train_trial
 from leaven.training.worker import Pool
 from leaven.tuning.objective import Lost, Released
 from leaven.tuning.proposal import Proposal
@@ -67,9 +67,10 @@ class Trainer:
         return moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
 
     def _there(self, proposal: Proposal) -> bool:
-        """Whether there is a recipe; lr x weight_decay above 1, say, is none, and has diverged at no cost."""
+        """Whether there is a recipe; lr x weight_decay above 1, say, is none, and has diverged at no cost. Nor is a
+        warm-up that is longer than the shortest duration."""
         try:
-            self._recipe(proposal)
+            branches_of(self._recipe(proposal), self.durations, self.tokens)
         except ValueError:
             return False
         return True
