@@ -18,7 +18,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.demo.arms import ARMS, Arm, arms
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe, read_text, write_recipe, write_text
+from leaven.recipe.files import parse_recipe, read_recipe, read_text, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.report.page import write_page
@@ -213,7 +213,7 @@ class Demo:
         if state.best is None:
             raise InputError("every trial of the demo diverged; nothing can be transferred")
         self.state["proxy"] = {"study": "study"}
-        return study.best_recipe()
+        return read_recipe(self.folder / "study" / "best.toml")
 
     def _transfer(self, best: Recipe) -> Recipe:
         size = SIZES[self.size]
