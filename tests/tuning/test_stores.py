@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard import wsgi
 
 from leaven.recipe.errors import InputError
-from leaven.tuning import journal, stores
+from leaven.tuning import journal, processes, stores
 from leaven.tuning.stores import TICKET, StoreGone, open_store
 
 FILES = {"journal": "study.log", "sqlite": "sqlite:///study.db"}
@@ -247,11 +247,14 @@ def test_a_last_line_torn_by_a_kill_is_cut_off_by_the_next_to_write(tmp_path: Pa
 def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, lock = tmp_path / "study.log", tmp_path / "study.log.lock"
     store, study = begun(str(path))
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    if journal._process():  # where there is /proc
-        lock.write_text(f"{journal._process().rpartition(' ')[0]} {gone.pid} x")
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        owner = processes.identity(other.pid)
+        other.kill()  # and nobody has asked yet how it ended
+        lock.write_text(f"{owner} x")
         store.create_new_trial(study)
+    finally:
+        other.wait()
     monkeypatch.setattr(journal, "GRACE_SECONDS", 0.05)
     lock.write_text("a process of another machine")
     store.create_new_trial(study)

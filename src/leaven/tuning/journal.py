@@ -20,6 +20,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from leaven.recipe.errors import InputError
+from leaven.tuning import processes
 
 GRACE_SECONDS = (
     30.0  # after which a lock of another machine that never changes is that of a dead process; as Optuna's
@@ -99,7 +100,7 @@ def _locked(file: Path) -> Iterator[None]:
     It has the name of Optuna's lock, so that a dashboard's and ours exclude each other. By default Optuna's is a link
     to the journal, by a path that may lead nowhere from elsewhere; a dead process's is then waited for without end.
     """
-    mine = f"{_process()} {uuid.uuid4()}"
+    mine = f"{processes.identity(os.getpid())} {uuid.uuid4()}"
     pause, seen, since = 0.001, "", time.monotonic()
     while True:
         try:
@@ -141,23 +142,5 @@ def _break(file: Path, owner: str) -> None:
         aside.unlink()
 
 
-def _process() -> str:
-    """This process among all machines and containers: boot, process namespace, number. Empty where unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
-    except OSError:
-        return ""
-
-
 def _dead(owner: str) -> bool:
-    here, there = _process().split(), owner.split()
-    if len(here) != 3 or len(there) != 4 or here[:2] != there[:2]:
-        return False
-    try:
-        os.kill(int(there[2]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    return processes.gone(owner.split(maxsplit=1)[0]) if owner else False

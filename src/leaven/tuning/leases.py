@@ -1,10 +1,10 @@
 """Which of the commands that work on a study are alive, as far as another of them can tell.
 
-A command's id is ``host:boot:pid:start``, and a number where a process has made several. On its own boot of its own
-machine the kernel says whether it lives. From elsewhere it is judged by a counter that it keeps raising in the
-store: when that stood still for ``lease_seconds`` of the observer's own clock, it is taken for dead. Times of two
-machines are never compared. One that was taken for dead wrongly, because it was cut off or asleep, finds its trials
-closed, and lets go of them.
+A command's id is its host, its process (``processes.py``) and a number, for a process may make several. On its own
+boot of its own machine the kernel says whether it lives. From elsewhere it is judged by a counter that it keeps
+raising in the store: when that stood still for ``lease_seconds`` of the observer's own clock, it is taken for dead.
+Times of two machines are never compared. One that was taken for dead wrongly, because it was cut off or asleep,
+finds its trials closed, and lets go of them.
 """
 
 import itertools
@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 from optuna.storages import BaseStorage
 
+from leaven.tuning import processes
 from leaven.tuning.stores import StoreGone
 
 BEATS = 4  # in a lease
@@ -30,36 +30,15 @@ _here: set[str] = set()  # ids of this process that are alive
 
 def node(pid: int, number: int = 0) -> str:
     """An id of a process of this machine."""
-    return f"{socket.gethostname()}:{_boot()}:{pid}:{_started(pid)}:{number}"
+    return f"{socket.gethostname()}:{processes.identity(pid)}:{number}"
 
 
 def gone(owner: str) -> bool:
     """Whether the owner of a trial is known to be gone: it was of this boot of this machine, and is not there."""
-    *_, boot, pid, start, _number = owner.split(":")
-    if boot == "" or boot != _boot():
-        return False
-    if int(pid) == os.getpid() and start == _started(int(pid)):
+    identity = ":".join(owner.split(":")[-4:-1])
+    if identity == processes.identity(os.getpid()):
         return owner not in _here
-    return _started(int(pid)) != start
-
-
-def _boot() -> str:
-    """This boot of this machine, and the container in it; empty where there is no such thing as /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str:
-    """When a process began, in ticks since the boot: its number alone may be of a later one. Empty if it is gone."""
-    try:
-        # Fields 3 and 22 of stat (man 5 proc), after the name, which may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in {"Z", "X"} else fields[19]
+    return processes.gone(identity)
 
 
 class Leases:
