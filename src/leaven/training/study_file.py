@@ -37,11 +37,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Best:
-    """An answer: its mean loss over fresh seeds with a 95% interval, in nats per token."""
+    """An answer: its mean loss with a 95% interval, in nats per token."""
 
     number: int  # of the trial that it is, or that it was first run as
     loss: float
     interval: tuple[float, float]
+    fresh: int = 0  # runs that it is the mean of and that did not choose it; 0: the run that did, so that it is too low
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class StudyState:
     stalled: bool = False  # it stopped of itself: rounds had gained less than the noise
     fewest: Best | None = None  # of the points equal within noise, the one with the fewest changes
     fewest_octaves: dict[str, float] | None = None
+    gain: float | None = None  # the loss at the start less that of the best, by seeds that both have if there are any
+    idle: tuple[str, ...] = ()  # not worth tuning: all of these at the start cost less than the noise together
+    durations: tuple[int, ...] = ()  # in tokens, that each trial compared
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
     front: tuple[Front, ...] = ()
 
