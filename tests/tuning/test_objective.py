@@ -56,8 +56,11 @@ def test_every_method_gets_below_the_start(method: str) -> None:
     assert found.params["b"] <= 1
     assert found.interval[0] < found.loss < found.interval[1]
     assert found.noise == pytest.approx(0.01, rel=1.5)
-    reruns = [trial.loss for trial in found.trials if trial.finalist is not None and trial.params == found.params]
-    assert found.loss == pytest.approx(np.mean(reruns))
+    # Among several it was chosen by reruns, and measured by two more; alone, the reruns measure it.
+    reruns = [trial for trial in found.trials if trial.purpose == "rerun" and trial.params == found.params]
+    measured = [trial.loss for trial in reruns if trial.finalist is None] or [trial.loss for trial in reruns]
+    assert len(measured) == found.fresh == 2
+    assert found.loss == pytest.approx(np.mean(measured))
 
 
 def test_it_is_light() -> None:
@@ -143,16 +146,61 @@ def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (again, objective.calls) == (found, 13)
     more = search(objective, SPACE, trials=32, seed=2, storage=str(storage))
     assert objective.calls == 25
-    assert {trial.finalist for trial in more.trials[20:26]} == {None}
+    assert {trial.finalist for trial in more.trials[20:24]} == {None}
     with pytest.raises(InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] there, \[-2.0, 3.0, 0.0\] here"):
         search(bowl, SPACE | {"b": (-2, 3)}, trials=20, storage=storage)
     with pytest.raises(InputError, match="another method: trust-region there, random here"):
         search(bowl, SPACE, trials=20, method="random", storage=storage)
 
 
-def test_divergence_everywhere_is_said() -> None:
+def test_divergence_everywhere_is_said_when_all_of_the_budget_went_into_it() -> None:
+    runs = Runs(lambda x: math.inf)
     with pytest.raises(InputError, match="every run diverged, the start's too"):
-        search(lambda x: math.inf, SPACE, trials=12)
+        search(runs, SPACE, trials=12)
+    assert len(runs.asked) == 12
+
+
+def test_what_diverges_with_every_other_seed_is_not_the_answer() -> None:
+    found = search(Runs(lambda x: math.inf if x.seed and any(x.values()) else bowl(x)), SPACE, trials=24)
+    assert (found.params, found.fresh) == ({"a": 0.0, "b": 0.0}, 3)
+
+
+def test_no_budget_is_exceeded_and_another_wording_of_it_changes_nothing() -> None:
+    store, runs = InMemoryStorage(), Runs()
+    found = search(runs, SPACE, trials=32, storage=store)
+    assert len(runs.asked) == 32
+    for budget in ({"trials": 32, "hours": 5.0}, {"trials": 20}, {"trials": 33}, {"trials": 34, "hours": 6.0}):
+        again = search(runs, SPACE, storage=store, **budget)  # type: ignore[arg-type]
+        assert len(runs.asked) <= max(32, budget["trials"])
+        assert again.params == found.params
+
+
+@pytest.mark.parametrize("curvature", [0.0, 0.05])
+def test_where_the_start_is_the_best_it_mostly_stays(curvature: float) -> None:
+    """Six values, none of which helps, and noise: what is chosen among lucky losses is compared with the start."""
+    space, stays, errors = {str(i): (-3.0, 3.0) for i in range(6)}, 0, []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        found = search(
+            lambda x: curvature * sum(v * v for v in x.values()) + rng.normal(0, 0.03),  # noqa: B023 - called at once
+            space,
+            trials=32,
+            method="random" if seed % 2 else "trust-region",
+            seed=seed,
+        )
+        stays += not any(found.params.values())
+        errors.append((found.loss - curvature * sum(v * v for v in found.params.values())) / 0.03)
+    assert stays >= (14 if curvature else 10)  # where all is equal it matters little
+    # Nor is the loss of the answer that of runs that were lucky.
+    assert abs(np.mean(errors)) < 0.4
+
+
+def test_of_a_promise_and_a_trial_the_one_that_proves_better_is_the_answer() -> None:
+    """A landscape that is no bowl: what the bowl promises is beyond a step that it cannot know of."""
+    runs = Runs(lambda x: bowl(x) + (3.0 if x["a"] > 0.6 else 0.0))
+    found = search(runs, SPACE, trials=14, seed=1)
+    best = min((t for t in found.trials if t.purpose == "search"), key=lambda t: t.loss)
+    assert found.loss <= best.loss + 0.2
 
 
 def test_a_start_that_diverges_is_left() -> None:
@@ -187,7 +235,7 @@ def test_bad_input_is_refused_before_anything_runs(change: dict[str, object], sa
 
 
 def test_a_grid_is_gone_through() -> None:
-    found = search(bowl, {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}, trials=34, method="grid")
+    found = search(bowl, {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}, trials=36, method="grid")
     points = {tuple(trial.params.values()) for trial in found.trials if trial.finalist is None}
     assert points >= {(a, b) for a in np.linspace(-3, 3, 5) for b in np.linspace(-2, 4, 5)}
     assert bowl(found.params) == min(bowl({"a": a, "b": b}) for a, b in points)
@@ -223,7 +271,7 @@ def test_the_noise_first_then_the_search_with_one_seed_then_the_best_with_others
     assert [x.seed for x in runs.asked[:3]] == [0, 1, 2]
     assert {x.seed for x in runs.asked[3:18]} == {0}
     reruns = [t for t in found.trials if t.purpose == "rerun"]
-    assert Counter(t.finalist for t in reruns) == {0: 2, 1: 2, 2: 2}
+    assert Counter(t.finalist for t in reruns) == {0: 2, 1: 2, None: 2}  # and the chosen one twice more
     runs_of = Counter((tuple(x.values()), x.seed) for x in runs.asked)
     assert set(runs_of.values()) == {1}  # no point twice with one seed
     assert not any(t.seed == 0 for t in reruns)

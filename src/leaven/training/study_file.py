@@ -26,6 +26,7 @@ class Trial:
     tokens_per_second: float | None
     octaves: dict[str, float] | None = None  # by path, from the start
     purpose: str = "search"  # search | noise (other seeds of the start) | rerun (other seeds of the best few)
+    confirms: bool = False  # a rerun of what reruns chose, which had no part in choosing it
     seed: int = 0  # how far from the recipe's: trials of a search share one, and with it init and order of data
     tokens: int = 0
     flops: float = 0.0
@@ -42,7 +43,7 @@ class Best:
     number: int  # of the trial that it is, or that it was first run as
     loss: float
     interval: tuple[float, float]
-    fresh: int = 0  # runs that it is the mean of and that did not choose it; 0: the run that did, so that it is too low
+    fresh: int = 0  # runs that it is the mean of and that did not choose it; 0: it is of those that did, and too low
 
 
 @dataclass(frozen=True)

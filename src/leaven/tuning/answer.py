@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from leaven.training.study_file import Best, Coordinate, Dimension, Front, SlicePoint, Trial
 from leaven.tuning import wording
 from leaven.tuning.importance import ped_anova
+from leaven.tuning.judging import RERUNS, changes, gain, verdict
 from leaven.tuning.noise import GIVEN, floor, interval
 from leaven.tuning.trust_region import RISK, Region, learning_rates, region
 from leaven.tuning.wording import advice_when_all_diverged, why
@@ -36,7 +37,6 @@ WIDE, FINE = (
     1 / 32,
 )  # of a flat region to either side of the best: steps at most, and how finely its ends are found
 BEYOND = 0.5  # steps of a slice beyond what was tried
-ENOUGH = 2  # reruns, for a point to be judged
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,12 @@ class Answer:
         return wording.lines(self)
 
 
-def answer(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None = None) -> Answer:
+def answer(
+    trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None = None, *, over: bool = False
+) -> Answer:
     """What the finished ones of ``trials`` say; ``noise`` if it is known, for otherwise they measure it.
+
+    As long as nothing was run with fresh seeds there is no best, unless the search is ``over``.
 
     Importance is the standard deviation of the loss along the slice through the best point, over the values that the
     trials tried, as a share of all values': fANOVA's first order on the bowl in the place of a forest. Optuna's own
@@ -76,26 +80,22 @@ def answer(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: floa
     if not np.isfinite(seen.losses).any():
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
         return Answer(None, {}, seen.noise, seen.degrees, (), None, None, None, advice=advice)
-    judged = _judged(seen)
+    over = over or any(trial.purpose == "rerun" for trial in seen.trials)
+    said = verdict(seen.trials, paths, seen.floor) if over else None
     best, point = None, seen.region.promise
-    if judged:
-        chosen = min(judged, key=lambda point: statistics.fmean(judged[point]))
-        best, point = _best(seen, chosen, judged[chosen]), np.array(chosen)
+    if said is not None:
+        best, point = _best(seen, said.point, said.losses, said.fresh), np.array(said.point)
     fewer = _fewest(seen, point)
     fewest, near = None, fewer
-    if best is not None:
-        candidates = judged | _start(seen)
-
-        def changes(x: tuple[float, ...]) -> tuple[int, float]:
-            return int(np.count_nonzero(x)), float(np.abs(np.array(x) / seen.region.scale).sum())
-
-        equal = [
-            x
-            for x, losses in candidates.items()
+    if best is not None and said is not None:
+        equal = {
+            x: losses
+            for x, losses in (_judged(seen) | _start(seen)).items()
             if statistics.fmean(losses) <= best.loss + seen.floor and _cost(seen, np.array(x), point)[0] <= seen.floor
-        ]
-        nearest = min([*equal, chosen], key=changes)
-        fewest, near = _best(seen, nearest, candidates[nearest]), np.array(nearest)
+        }
+        fewest, near = best, point
+        if equal and (nearest := min(equal, key=changes)) != said.point and changes(nearest) < changes(said.point):
+            fewest, near = _best(seen, nearest, equal[nearest], len(equal[nearest])), np.array(nearest)
     return Answer(
         best,
         dict(zip(paths, point.tolist(), strict=True)),
@@ -155,17 +155,16 @@ def _judged(seen: _Seen) -> dict[tuple[float, ...], list[float]]:
     """The losses with fresh seeds of the points that were run again often enough, infinite for a divergence."""
     runs: dict[tuple[float, ...], list[float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
-        if run.purpose == "rerun":
+        if run.purpose == "rerun" and not run.confirms:
             runs.setdefault(tuple(x.tolist()), []).append(float(loss))
-    enough = min(ENOUGH, max(map(len, runs.values()), default=0))
-    return {x: losses for x, losses in runs.items() if len(losses) >= enough and math.isfinite(sum(losses))}
+    return {x: losses for x, losses in runs.items() if len(losses) >= RERUNS and math.isfinite(sum(losses))}
 
 
 def _start(seen: _Seen) -> dict[tuple[float, ...], list[float]]:
     """The losses of the start, if it was run with several seeds and never diverged: none of them chose it."""
     runs = zip(seen.trials, seen.points, seen.losses, strict=True)
     losses = [float(loss) for run, x, loss in runs if not x.any() and run.state != "stopped"]
-    judged = len(losses) >= ENOUGH and math.isfinite(sum(losses))
+    judged = len(losses) >= RERUNS and math.isfinite(sum(losses))
     return {(0.0,) * seen.points.shape[1]: losses} if judged else {}
 
 
@@ -175,16 +174,13 @@ def _gain(seen: _Seen, best: Array) -> float | None:
     start = {seed: float(loss) for seed, x, loss in runs if not x.any() and math.isfinite(loss)}
     # The seed of the search chose the best; it says how low it is with too much hope.
     there = {seed: float(loss) for seed, x, loss in runs if np.array_equal(x, best) and seed and math.isfinite(loss)}
-    both = start.keys() & there.keys()
-    if both:
-        return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
-    return statistics.fmean(start.values()) - statistics.fmean(there.values()) if start and there else None
+    return gain(start, there) if start and there else None
 
 
-def _best(seen: _Seen, point: tuple[float, ...], losses: Sequence[float]) -> Best:
+def _best(seen: _Seen, point: tuple[float, ...], losses: Sequence[float], fresh: int) -> Best:
     number = min(run.number for run, x in zip(seen.trials, seen.points, strict=True) if tuple(x) == point)
-    around = (-math.inf, math.inf) if seen.noise is None else interval(losses, seen.noise, seen.degrees)
-    return Best(number, statistics.fmean(losses), around)
+    around = interval(losses, seen.noise, seen.degrees) if fresh and seen.noise is not None else (-math.inf, math.inf)
+    return Best(number, statistics.fmean(losses), around, fresh)
 
 
 def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> tuple[Coordinate, ...]:
@@ -219,7 +215,7 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> t
                 gain=float(gains[i]),
                 gain_deviation=float(doubts[i]),
                 importance=float(shares[i]),
-                worth=bool(gains[i] > seen.floor),
+                worth=bool(gains[i] - SURE * doubts[i] > seen.floor),
                 slice=points,
                 optuna_importance=float(theirs[i]),
             )
@@ -238,9 +234,10 @@ def finalists(
 ) -> list[dict[str, float]]:
     """The points to be run again with fresh seeds, in octaves by path, the likeliest first; as many as one can pay.
 
-    Of a trust region: what the bowl promises, the point of the fewest changes that is equal to it within noise, the
-    incumbent, and then the trials in the order of what the bowl holds of them. Other methods (``by_bowl`` false) have
-    only the losses. Empty if everything diverged.
+    Of a trust region: the best trial; what the bowl promises, which need not have been run, and which few trials
+    promise too well; the point of the fewest changes that is equal to that within noise; and the other trials. What
+    a trial is worth is what the bowl holds of it, and of what the bowl has not the part that is no noise of seeds.
+    Other methods (``by_bowl`` false) have only the losses. Empty if everything diverged.
     """
     seen = _look(trials, dimensions, noise)
     ended = np.isfinite(seen.losses)
@@ -249,8 +246,12 @@ def finalists(
     points = seen.points[ended]
     if by_bowl:
         promise = seen.region.promise
-        ranked = points[np.argsort(seen.region.belief(points), kind="stable")]
-        points = np.vstack([promise, _fewest(seen, promise), seen.region.incumbent, ranked])
+        held = seen.region.belief(points)
+        rest = seen.losses[ended] - held
+        own = 1 - min((seen.noise or 0.0) / seen.region.bowl.noise, 1.0) ** 2
+        ranked = points[np.argsort(held + own * (rest - rest.mean()), kind="stable")]
+        ranked = ranked[ranked.any(1)]  # the start has its runs already
+        points = np.vstack([ranked[:1], promise, _fewest(seen, promise), ranked[1:]])
     else:
         points = points[np.argsort(seen.losses[ended], kind="stable")]
     distinct = dict.fromkeys(tuple(point.tolist()) for point in points)

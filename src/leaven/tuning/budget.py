@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from leaven.recipe.errors import InputError
+from leaven.tuning.judging import CONFIRMATIONS, RERUNS
 from leaven.tuning.ledger import BEGAN, ENDED, Run
 
-# The best few are judged by runs of their own, with other seeds: the lowest of many noisy losses was lucky.
-FINALISTS, RERUNS = 3, 2
+FINALISTS = 3  # are judged by runs of their own (judging.py)
 KEPT = 1 / 4  # of the budget, at most
 
 
@@ -42,14 +42,23 @@ class Budget:
         return ", ".join(f"{limit:g} {name}" for name, limit in given.items() if limit is not None)
 
     def finalists(self, runs: Sequence[Run], now: float) -> int:
-        """How many of the best can be judged."""
+        """How many of the best can be judged with what is kept back, and with what is left."""
+        affordable = min(min(KEPT * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
+        return max(few for few in range(FINALISTS + 1) if judging(few) <= affordable or few == 0)
+
+    def kept(self, runs: Sequence[Run] = (), now: float = 0.0) -> int:
+        """How many runs are kept back."""
         affordable = min(KEPT * limit / cost for limit, _, cost in self._limits(runs, now))
-        return min(FINALISTS, int(min(affordable, FINALISTS * RERUNS) / RERUNS))
+        return max(judging(few) for few in range(FINALISTS + 1) if judging(few) <= affordable or few == 0)
 
     def room(self, runs: Sequence[Run], now: float) -> bool:
-        """Whether there is room for one more run of the search."""
-        reserved = self.finalists(runs, now) * RERUNS
-        return all((limit - used) / cost >= 1 + reserved for limit, used, cost in self._limits(runs, now))
+        """Whether there is room for one more run of the search. As long as all diverge there is nothing to judge."""
+        kept = self.kept(runs, now) if any(run.complete for run in runs) else 0
+        return self.left(runs, now) >= 1 + kept
+
+    def left(self, runs: Sequence[Run], now: float) -> float:
+        """How many more runs there may be."""
+        return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
 
     def _limits(self, runs: Sequence[Run], now: float) -> Iterator[tuple[float, float, float]]:
         """Of each limit: it, what is used of it, and what a run costs."""
@@ -66,6 +75,11 @@ class Budget:
         if self.hours is not None:
             hours = busy(runs, now) / 3600
             yield self.hours, hours, max(hours / max(len(runs), 1), least)
+
+
+def judging(few: int) -> int:
+    """How many runs it takes to judge so many."""
+    return few * RERUNS + (CONFIRMATIONS if few > 1 else 0)
 
 
 def busy(runs: Sequence[Run], now: float) -> float:

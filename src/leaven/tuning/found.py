@@ -1,7 +1,6 @@
 """The answer of a search."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ from optuna.trial import FrozenTrial
 from leaven.training.outcome import Rival
 from leaven.tuning import noise
 from leaven.tuning.ledger import FINALIST, Run, purpose, seed
-from leaven.tuning.plan import NothingFound, Plan
-from leaven.tuning.trust_region import finished, loss_of
+from leaven.tuning.plan import NothingFound, Plan, floor, nothing, record
+from leaven.tuning.trust_region import Axes, finished, loss_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,9 @@ class Found:
     """The answer of a search."""
 
     params: dict[str, float]  # log2 multipliers
-    loss: float  # the mean of the answer's reruns; of its only run where there are none
-    interval: tuple[float, float]  # of 95%, by the noise of all repeated points; infinite where none was repeated
+    loss: float  # the mean of runs that had no part in choosing it, where there are any (judging.py)
+    interval: tuple[float, float]  # of 95%, by the noise of all repeated points; infinite without such runs
+    fresh: int  # how many these runs are
     noise: float | None  # between runs of one point
     stalled: bool  # it stopped before its budget was used, having gained less than the noise for some rounds
     trials: tuple[Trial, ...]  # in the order of their results
@@ -40,27 +40,21 @@ def found(plan: Plan, runs: Sequence[Run], now: float, stopped: bool) -> Found:
     """What the runs come to.
 
     Raises:
-        NothingFound: if no point ended, or every one that was run again diverged.
+        NothingFound: if no point ended with a loss.
     """
-    whole = [run for run in runs if run.complete]
-    judging = [run for run in runs if plan.judges(run) and run.finished]
-    points: dict[tuple[float, ...], list[float]] = {}
-    for run in judging or whole:
-        points.setdefault(tuple(run.last.params.values()), []).append(loss_of(run.last))
-    if not points:
-        raise NothingFound("every run diverged, the start's too; start from lower learning rates")
-    # A finalist that diverges in a rerun has an infinite mean.
-    best = min(points, key=lambda point: statistics.fmean(points[point]))
-    loss = statistics.fmean(points[best])
-    if not math.isfinite(loss):
-        raise NothingFound("every point that was run again diverged; start from lower learning rates")
-    between, degrees = floor(runs, plan.noise)
-    around = (-math.inf, math.inf) if between is None else noise.interval(points[best], between, degrees)
+    said = plan.verdict(runs)
+    if said is None:
+        raise NothingFound(nothing(runs))
+    between, degrees = _floor(runs, plan.axes, plan.noise)
+    around = (-math.inf, math.inf)
+    if between is not None and said.fresh:
+        around = noise.interval(said.losses, between, degrees)
     searched = [run for run in runs if not plan.judges(run)]
     return Found(
-        params=next(dict(run.last.params) for run in runs if tuple(run.last.params.values()) == best),
-        loss=loss,
+        params=plan.params(runs, said),
+        loss=said.loss,
         interval=around,
+        fresh=said.fresh,
         noise=between,
         stalled=not stopped and plan.budget.room(searched, now),
         trials=tuple(trial(ended, plan.budget.label) for ended in finished(plan.study)),
@@ -73,17 +67,13 @@ def trial(ended: FrozenTrial, label: str) -> Trial:
     return Trial(ended.number, dict(ended.params), loss_of(ended), finalist, purpose(ended), seed(ended))
 
 
-def floor(runs: Sequence[Run], given: float | None = None) -> tuple[float | None, int]:
-    """The noise between runs of one point, and its degrees of freedom; None and 0 where no point was repeated."""
-    if given is not None:
-        return given, noise.GIVEN
-    whole = [run.last for run in runs if run.complete]
-    return noise.floor((tuple(last.params.values()), seed(last), loss_of(last)) for last in whole)
+def _floor(runs: Sequence[Run], axes: Axes, given: float | None) -> tuple[float | None, int]:
+    return floor([record(run, axes) for run in runs], list(axes.start), given)
 
 
-def rival(runs: Sequence[Run], given: float | None) -> Rival | None:
+def rival(runs: Sequence[Run], axes: Axes, given: float | None) -> Rival | None:
     """The best run of the search, for others to be compared with, once it is known how far seeds lie apart."""
-    between, _ = floor(runs, given)
+    between, _ = _floor(runs, axes, given)
     curves = [run.last for run in runs if run.complete and seed(run.origin) == 0 and "curve" in run.last.user_attrs]
     if between is None or not curves:
         return None

@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 # User attributes of a trial, next to the fields of an Outcome.
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
-OWNER, JOB, FINALISTS, RELEASED = "owner", "job", "finalists", "released"
+OWNER, JOB, FINALISTS, RELEASED, CONFIRMS = "owner", "job", "finalists", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # seconds since 1970, by the owner's clock
 LIVES = 2  # attempts of a run that may die
 
@@ -68,7 +68,7 @@ class Run:
     @property
     def retry(self) -> Job:
         assert self.lost
-        kept = [(FINALIST, self.origin.user_attrs[FINALIST])] if FINALIST in self.origin.user_attrs else []
+        kept = [(key, self.origin.user_attrs[key]) for key in (FINALIST, CONFIRMS) if key in self.origin.user_attrs]
         return Job(
             purpose=purpose(self.origin),
             name=f"retry:{self.last.number}",

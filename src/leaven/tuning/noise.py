@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 _Z95 = 1.959964
+WILD = 5.0  # times the median spread
 GIVEN = 10**6  # degrees of freedom of a noise that is known
 
 
@@ -39,10 +40,19 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
     for point, seed, loss in runs:
         if math.isfinite(loss):
             points.setdefault(point, set()).add((seed, loss))
-    repeated = [ran for ran in points.values() if len(ran) > 1]
+    repeated = _of_a_kind([ran for ran in points.values() if len(ran) > 1])
     seeds = {seed for ran in repeated for seed, _ in ran}
     noise, degrees = pooled([loss for _, loss in sorted(ran)] for ran in repeated)
     return noise, min(degrees, len(seeds) - 1) if len(seeds) > 1 else degrees
+
+
+def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, float]]]:
+    """Without the points whose runs lie much further apart than at others: they are at the edge of a cliff, where it
+    is not seeds that make the noise. Of one noise for all, one in 150 would be left out (of three points with two
+    runs and one with three)."""
+    spreads = [statistics.stdev(loss for _, loss in ran) for ran in repeated]
+    most = WILD * statistics.median(spreads) if len(spreads) > 2 else math.inf
+    return [ran for ran, spread in zip(repeated, spreads, strict=True) if spread <= most or most == 0]
 
 
 def interval(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:

@@ -256,7 +256,7 @@ class _Loop:
                 point = {name: asked.suggest_float(name, d.low, d.high) for name, d in limits.items()}
         except UpdateFinishedTrialError:
             return  # taken for dead in the middle of it
-        best = rival(runs, self._plan.noise) if job.purpose == "search" else None
+        best = rival(runs, self._plan.axes, self._plan.noise) if job.purpose == "search" else None
         origin = int(about.get(ledger.RETRY_OF, number))
         proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
         self._pending[self._pool.submit(self._objective, proposal)] = proposal

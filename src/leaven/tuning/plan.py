@@ -4,8 +4,9 @@
 2. The noise is measured by runs of the start with other seeds. The points of a grid follow, if it is one.
 3. The search goes on until only what is kept back of the budget is left, or until some rounds gained less than the
    noise.
-4. When nothing is running any more, the best few are chosen, and run with seeds that they have not had. The first of
-   these runs has the list of them, for all commands to go by.
+4. When nothing is running any more, the best few are run with seeds that they have not had. The first of these runs
+   has the list of them, for all commands to go by.
+5. What is best by these is run once more (judging.py).
 """
 
 import itertools
@@ -18,9 +19,11 @@ import optuna
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Curve
 from leaven.training.study_file import Dimension, Trial
+from leaven.tuning import noise
 from leaven.tuning.answer import finalists
-from leaven.tuning.budget import RERUNS, Budget
-from leaven.tuning.ledger import DIVERGED, ENDED, FINALIST, FINALISTS, JOB, Job, Run, purpose, seed
+from leaven.tuning.budget import Budget
+from leaven.tuning.judging import CONFIRMATIONS, RERUNS, Verdict, verdict
+from leaven.tuning.ledger import CONFIRMS, DIVERGED, ENDED, FINALIST, FINALISTS, JOB, Job, Run, purpose, seed
 from leaven.tuning.methods import grid
 from leaven.tuning.trust_region import Axes, loss_of, region_of
 
@@ -44,7 +47,7 @@ def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -
     if method == "grid":
         if budget.trials is None:
             raise InputError("method grid: how fine it is follows from the number of trials; give it")
-        points = grid(axes, budget.trials - budget.finalists((), 0.0) * RERUNS - repeats)
+        points = grid(axes, budget.trials - budget.kept() - repeats)
         jobs += [Job("search", f"grid:{list(x.values())}", 0, x) for x in points if x != axes.start]
     return jobs
 
@@ -68,9 +71,9 @@ class Plan:
             if run.lost:
                 return run.retry
         begun = {run.origin.user_attrs.get(JOB) for run in runs}
-        for job in first(self.axes, self.method, self.budget, self.noise):
-            if job.name not in begun and (self.budget.trials is None or len(runs) < self.budget.trials):
-                return job
+        for known in first(self.axes, self.method, self.budget, self.noise):
+            if known.name not in begun and (self.budget.trials is None or len(runs) < self.budget.trials):
+                return known
         points = self.chosen(runs)
         if points is None:
             if self.budget.room(runs, now) and not self.stalled():
@@ -78,7 +81,10 @@ class Plan:
             if any(run.running for run in runs):
                 return None
             points = self._best(runs)[: self.budget.finalists(runs, now)]
-        return next((job for job in self._judging(runs, points) if job.name not in begun), None)
+        job = next((job for job in self._judging(runs, points) if job.name not in begun), None)
+        if job is None and len(points) > 1 and not any(run.running for run in runs):
+            job = next((job for job in self._confirming(runs, now) if job.name not in begun), None)
+        return job
 
     def stalled(self) -> bool:
         """Whether the search stops of itself."""
@@ -99,33 +105,79 @@ class Plan:
 
     def _judging(self, runs: Sequence[Run], points: Sequence[Point]) -> Iterator[Job]:
         for which, point in enumerate(points):
-            # The search saw seed 0 alone, also where it promises a point that was never run.
-            had = {0} | {seed(run.origin) for run in runs if run.origin.params == point and not self.judges(run)}
-            fresh = itertools.islice((k for k in itertools.count(1) if k not in had), RERUNS)
-            for k, other in enumerate(fresh):
+            others = [run for run in runs if not self.judges(run) or run.origin.user_attrs.get(CONFIRMS)]
+            for k, other in enumerate(_fresh(others, point, RERUNS)):
                 attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, which]),)
                 if which == k == 0:
                     attributes += ((FINALISTS, list(points)),)
                 yield Job("rerun", f"rerun:{self.budget.label}:{which}:{k}", other, point, attributes)
 
+    def _confirming(self, runs: Sequence[Run], now: float) -> Iterator[Job]:
+        said = self.verdict(runs)
+        if said is None or not any(said.point) or self.budget.left(runs, now) < 1:
+            return
+        point = self.params(runs, said)
+        others = [run for run in runs if not run.origin.user_attrs.get(CONFIRMS)]
+        for k, other in enumerate(_fresh(others, point, CONFIRMATIONS)):
+            attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, None]), (CONFIRMS, True))
+            yield Job("rerun", f"confirm:{list(said.point)}:{k}", other, point, attributes)
+
+    def verdict(self, runs: Sequence[Run]) -> Verdict | None:
+        """The answer so far."""
+        trials, paths = [record(run, self.axes) for run in runs], list(self.axes.start)
+        return verdict(trials, paths, floor(trials, paths, self.noise)[0] or 0.0)
+
+    def params(self, runs: Sequence[Run], said: Verdict) -> Point:
+        """The log2 multipliers of the answer, as they were run."""
+        return next(
+            dict(run.last.params)
+            for run in runs
+            if run.finished and tuple(self.axes.octaves(run.last.params).tolist()) == said.point
+        )
+
     def _best(self, runs: Sequence[Run]) -> list[Point]:
         """Points to choose the answer from, the likeliest first.
 
-        Of a trust region they are what the bowl promises, and then the runs in the order of what it holds of them.
-        Other methods have only the losses. What was stopped is none.
+        What was stopped is none of them, nor is the start, which has runs with other seeds already.
         """
         trials, by_bowl = [record(run, self.axes) for run in runs], self.method == "trust-region"
-        stopped = [trial.octaves for trial in trials if trial.state == "stopped"]
+        none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
         points = finalists(trials, self.dimensions, self.noise, by_bowl=by_bowl)
         if not points:
-            raise NothingFound("every run diverged, the start's too; start from lower learning rates")
-        return [self.axes.values(np.array(list(point.values()))) for point in points if point not in stopped]
+            raise NothingFound(nothing(runs))
+        return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
 
     @property
     def dimensions(self) -> list[Dimension]:
         axes = self.axes
         ends = zip(axes.start, axes.low, axes.high, strict=True)
         return [Dimension(name, 0.0, float(low), float(high), axes.scales.get(name, 1.0)) for name, low, high in ends]
+
+
+def _fresh(others: Sequence[Run], point: Point, count: int) -> list[int]:
+    """The first seeds that a point has not had in other runs. The search saw seed 0 alone, also where it promises a
+    point that was never run."""
+    had = {0} | {seed(run.origin) for run in others if run.origin.params == point}
+    return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
+
+
+def nothing(runs: Sequence[Run]) -> str:
+    """Why there is no answer."""
+    if any(run.finished for run in runs):
+        return "every run diverged, the start's too; start from lower learning rates"
+    if any(run.failed for run in runs):
+        return f"the processes of all {len(runs)} runs died, each twice; give them more memory, or fewer workers"
+    return "no run has ended yet; the same call goes on"
+
+
+def floor(trials: Sequence[Trial], paths: Sequence[str], given: float | None) -> tuple[float | None, int]:
+    """The noise between runs of one point, and its degrees of freedom; None and 0 where no point was repeated."""
+    if given is not None:
+        return given, noise.GIVEN
+    whole = [(trial.octaves, trial.seed, trial.loss) for trial in trials if trial.state == "complete"]
+    return noise.floor(
+        (tuple(at[path] for path in paths), k, loss) for at, k, loss in whole if at and loss is not None
+    )
 
 
 def record(run: Run, axes: Axes) -> Trial:
@@ -145,6 +197,7 @@ def record(run: Run, axes: Axes) -> Trial:
         tokens_per_second=tokens / seconds if seconds else None,
         octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
         purpose=purpose(last),
+        confirms=bool(run.origin.user_attrs.get(CONFIRMS)),
         seed=seed(last),
         tokens=tokens,
         flops=ran.get("flops", 0.0),

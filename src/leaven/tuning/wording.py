@@ -1,12 +1,13 @@
 """An answer in words: for a terminal, for [why], and for a study in which everything diverged."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from leaven.recipe.units import format_number
-from leaven.training.study_file import Dimension, Trial
+from leaven.training.study_file import Best, Dimension, Trial
 from leaven.tuning import cliffs
 from leaven.tuning.noise import GIVEN
 from leaven.tuning.trust_region import DOWN, learning_rates
@@ -25,9 +26,12 @@ def lines(answer: "Answer") -> tuple[str, ...]:
         return (answer.advice,) if answer.advice else ()
     said = []
     if answer.best is not None:
-        low, high = answer.best.interval
-        against = "" if answer.gain is None else f", {-answer.gain:+.4f} against the start"
-        said += [f"best       {answer.best.loss:.4f} nats per token, 95% interval {low:.4f} to {high:.4f}{against}"]
+        against = f", {_signed(-answer.gain)} against the start" if answer.gain is not None and _moved(answer) else ""
+        said += [f"best       {answer.best.loss:.4f} nats per token, {_sure(answer.best)}{against}"]
+        if answer.best.fresh > 1:
+            said += [f"{'':11}the mean of {answer.best.fresh} runs that had no part in choosing it"]
+        if not _moved(answer):
+            said += [f"{'':11}the start itself: nothing was found that is better by more than the noise"]
     if answer.noise is not None:
         of = "given" if answer.degrees == GIVEN else f"{answer.degrees} degrees of freedom"
         said += [f"noise      {answer.noise:.4f} nats, standard deviation between seeds ({of})"]
@@ -59,6 +63,8 @@ def lines(answer: "Answer") -> tuple[str, ...]:
 
 def _fewest(answer: "Answer") -> list[str]:
     assert answer.fewest_octaves is not None
+    if not _moved(answer):
+        return []
     if answer.fewest_octaves == answer.octaves:
         return ["fewest     no point with fewer changes was found to be equal to the best within noise"]
     moved = {path: octaves for path, octaves in answer.fewest_octaves.items() if octaves}
@@ -66,14 +72,31 @@ def _fewest(answer: "Answer") -> list[str]:
     said = [f"fewest     {len(moved)} of {len(answer.octaves)} changed, {far:.1f} octaves in all"]
     if not moved:
         said = ["fewest     none changed: the start"]
-    said[0] += f", equal to the best within noise; expected {answer.fewest_cost:+.4f}"
+    said[0] += f", equal to the best within noise; expected {_signed(answer.fewest_cost or 0.0)}"
     if answer.fewest is not None:
-        low, high = answer.fewest.interval
-        said += [f"{'':11}measured {answer.fewest.loss:.4f}, 95% interval {low:.4f} to {high:.4f}"]
+        said += [f"{'':11}measured {answer.fewest.loss:.4f}, {_sure(answer.fewest)}"]
     if moved:
         ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
         said += [f"{'':11}" + some([f"{short(path)} x{2**x:.2f}" for path, x in ordered])]
     return said
+
+
+def _sure(best: Best) -> str:
+    """How sure a loss is."""
+    if not best.fresh:
+        return "of runs that chose it, so that it is too low"
+    low, high = best.interval
+    if not math.isfinite(low):
+        return "of one run"
+    return f"95% interval {low:.4f} to {high:.4f}"
+
+
+def _moved(answer: "Answer") -> bool:
+    return any(answer.octaves.values())
+
+
+def _signed(loss: float) -> str:
+    return f"{round(loss, 4) + 0.0:+.4f}"  # -0.0 + 0.0 is 0.0
 
 
 def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
@@ -81,8 +104,8 @@ def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, va
     each = next(coordinate for coordinate in answer.coordinates if coordinate.path == path)
     said = [f"study {study}" + (f", trial {answer.best.number} of {trials} ({method})" if answer.best else "")]
     if answer.best is not None:
-        low, high = answer.best.interval
-        said += [f"validation loss {answer.best.loss:.4f}, 95% interval {low:.4f} to {high:.4f} over fresh seeds"]
+        runs = f" over {answer.best.fresh} fresh seeds" if answer.best.fresh > 1 else ""
+        said += [f"validation loss {answer.best.loss:.4f}, {_sure(answer.best)}{runs}"]
     if each.best == 0:
         return "; ".join([*said, "as at the start"])
     # What an octave does to a value is the space's matter, and 1 - beta falls where beta rises.
@@ -101,6 +124,8 @@ def advice_when_all_diverged(trials: Sequence[Trial], dimensions: Sequence[Dimen
     learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an octave more.
     """
     gone = [trial for trial in trials if trial.state == "diverged"]
+    if not gone:
+        return "no trial has ended with a loss, and none diverged: their processes died, or were stopped"
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in gone])
     rates = learning_rates([d.path for d in dimensions])
     start = "the start's too" if (~points.any(1)).any() else "but none was of the start"
