@@ -139,8 +139,8 @@ def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, 
         "method": method,
         "space": {name: [d.low, d.high, axes.start[name]] for name, d in axes.distributions.items()},
         "scales": {name: float(axes.scales.get(name, 1.0)) for name in axes.start},
-        "seed": seed,
-        "noise": noise,
+        "seed": int(seed),
+        "noise": None if noise is None else float(noise),
     }
 
 
