@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven.tuning import ledger
 from leaven.tuning.leases import Leases, gone, node
+from leaven.tuning.stores import StoreGone
 
 STRANGER = "elsewhere:another-boot:1:2:0"
 
@@ -66,6 +67,25 @@ def test_an_earlier_search_of_this_process_is_gone() -> None:
     with Leases(store, study, 60.0) as leases:
         assert not gone(leases.node)
     assert gone(leases.node)
+
+
+def test_a_beat_that_failed_is_followed_by_others() -> None:
+    class Shaky(InMemoryStorage):
+        beats = 0
+
+        def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
+            self.beats += 1
+            if self.beats == 1:
+                raise StoreGone("away for long")
+            super().set_study_system_attr(study_id, key, value)
+
+    store = Shaky()
+    study = store.create_new_study([optuna.study.StudyDirection.MINIMIZE])
+    with Leases(store, study, 0.01) as leases:
+        while store.beats < 3:
+            assert leases._thread.is_alive()
+    assert not leases._thread.is_alive()
+    assert store.get_study_system_attrs(study)[f"beat:{leases.node}"] >= 3
 
 
 def trial(number: int, state: TrialState, **attributes: Any) -> FrozenTrial:

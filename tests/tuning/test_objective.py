@@ -7,10 +7,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 from benchmarks._landscapes import FLOOR, landscape
 from optuna.distributions import FloatDistribution
@@ -25,7 +27,9 @@ from leaven.tuning.found import Found
 from leaven.tuning.ledger import Run
 from leaven.tuning.methods import METHODS
 from leaven.tuning.objective import Lost
+from leaven.tuning.plan import NothingFound
 from leaven.tuning.proposal import Proposal
+from leaven.tuning.trust_region import finished
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
@@ -151,6 +155,13 @@ def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
         search(bowl, SPACE | {"b": (-2, 3)}, trials=20, storage=storage)
     with pytest.raises(InputError, match="another method: trust-region there, random here"):
         search(bowl, SPACE, trials=20, method="random", storage=storage)
+    for changed, said in (
+        ({"seed": 3}, "another seed: 2 there, 3 here"),
+        ({"noise": 0.1}, "another noise: None there, 0.1 here"),
+        ({"scales": {"b": 2.0}}, "another scales: b 1.0 there, 2.0 here; give it another name"),
+    ):
+        with pytest.raises(InputError, match=said):
+            search(bowl, SPACE, storage=storage, **({"trials": 20, "seed": 2} | changed))  # type: ignore[arg-type]
 
 
 def test_divergence_everywhere_is_said_when_all_of_the_budget_went_into_it() -> None:
@@ -222,6 +233,15 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"space": {"a": (1, 2)}}, "start of a: 0 is outside its space, 1 to 2"),
         ({"trials": 0}, "trials = 0: above 0"),
         ({"workers": 0}, "workers = 0: at least 1"),
+        ({"space": {"a": 3}}, "space of a: 3; give the lowest and the highest log2"),
+        ({"space": {"a": (-1, 0, 1)}}, "space of a: (-1, 0, 1); give"),
+        ({"space": {"a": ("low", "high")}}, "space of a: ('low', 'high'); give"),
+        ({"noise": -0.1}, "noise = -0.1: a standard deviation is 0 or above"),
+        ({"noise": math.nan}, "noise = nan: a standard deviation"),
+        ({"scales": {"a": 0.0}}, "scale of a: 0.0 octaves; above 0"),
+        ({"scales": {"c": 1.0}}, "scale of c: it is not in the space, which has a, b"),
+        ({"lease_seconds": 0}, "lease_seconds = 0: above 0"),
+        ({"name": "n" * 513}, "the study's name has 513 characters; give it one of 1 to 512"),
         ({"space": {str(i): (-1, 1) for i in range(9)}, "method": "grid"}, "a grid over 9 values has at least 2^9"),
     ],
 )
@@ -393,3 +413,121 @@ def test_commands_that_begin_at_once_do_no_more_than_was_asked_for(tmp_path: Pat
                 pool.submit(search, bowl, SPACE, None, 8, "random", storage=journal, noise=0.01) for _ in range(4)
             ]
         assert [len(command.result().trials) for command in commands] == [8] * 4
+
+
+def trials_in(store: InMemoryStorage) -> list[optuna.trial.FrozenTrial]:
+    (study,) = store.get_all_studies()
+    return store.get_all_trials(study._study_id)
+
+
+def test_what_a_stopped_run_reports_is_a_step_that_every_database_holds() -> None:
+    store = InMemoryStorage()
+    given = Outcome(2.0, tokens=2**40, stopped=True, curve=((2**39, 3.0), (2**40, math.inf)))
+    search(lambda x: 2.0 if x.number == 0 else given, SPACE, trials=2, method="random", noise=0.1, storage=store)
+    stopped = trials_in(store)[1]
+    assert stopped.intermediate_values == {2: 2.0}
+    assert (stopped.value, stopped.user_attrs["tokens"]) == (2.0, 2**40)
+    assert stopped.user_attrs["curve"] == [(2**39, 3.0)]
+
+
+def test_a_trial_that_another_closes_as_it_is_told_is_done_again() -> None:
+    class Hasty(InMemoryStorage):
+        closed = False
+
+        def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
+            super().set_trial_user_attr(trial_id, key, value)
+            if key == "ended" and not self.closed:
+                self.closed = True
+                self.set_trial_state_values(trial_id, TrialState.FAIL)
+
+    found = search(bowl, SPACE, trials=4, method="random", storage=Hasty())
+    assert [trial.number for trial in found.trials] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("given", [None, "2.5", [1.0, 2.0], Outcome(None)])  # type: ignore[arg-type]
+def test_what_is_no_loss_is_refused_and_its_trial_given_back(given: Any) -> None:
+    store = InMemoryStorage()
+    with pytest.raises(InputError, match="the objective gave .*; it gives a loss, which is a number"):
+        search(lambda x: given, SPACE, trials=4, storage=store)
+    assert [(t.state, t.user_attrs["released"]) for t in trials_in(store)] == [(TrialState.FAIL, True)]
+
+
+@pytest.mark.parametrize("leaves", [SystemExit, KeyboardInterrupt])
+def test_an_objective_that_leaves_gives_its_trial_back(leaves: type[BaseException]) -> None:
+    def leave(x: Proposal) -> float:
+        raise leaves
+
+    store = InMemoryStorage()
+    with pytest.raises(leaves):
+        search(leave, SPACE, trials=4, storage=store)
+    assert [(t.state, t.user_attrs["released"]) for t in trials_in(store)] == [(TrialState.FAIL, True)]
+
+
+def test_losses_whose_squares_are_no_numbers_have_diverged() -> None:
+    found = search(lambda x: 1e300 if x["a"] > 0.3 else bowl(x), SPACE, trials=24)
+    huge = [trial for trial in found.trials if trial.params["a"] > 0.3]
+    assert huge
+    assert {trial.loss for trial in huge} == {math.inf}
+
+
+def test_a_study_that_others_began_is_refused() -> None:
+    store = InMemoryStorage()
+    study = optuna.create_study(storage=store, study_name="leaven")
+    study.add_trial(create_trial(state=TrialState.COMPLETE, value=1.0))
+    with pytest.raises(InputError, match="the stored study leaven was begun by an older version, or by another"):
+        search(bowl, SPACE, trials=4, storage=store)
+    assert len(trials_in(store)) == 1
+
+
+def test_of_two_that_start_at_once_with_other_spaces_one_is_refused() -> None:
+    other, looked = list[Future[Found]](), threading.Event()
+
+    class Slow(InMemoryStorage):
+        """The second begins when the study is there, and not yet what it is of."""
+
+        def create_new_study(self, directions: Any, study_name: str | None = None) -> int:
+            made = super().create_new_study(directions, study_name)
+            other.append(pool.submit(search, bowl, SPACE | {"b": (-1.0, 1.0)}, trials=4, storage=self))
+            assert looked.wait(60)
+            return made
+
+        def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
+            looked.set()
+            return super().get_study_user_attrs(study_id)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = search(bowl, SPACE, trials=4, storage=Slow())
+        with pytest.raises(InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] there, \[-1.0, 1.0, 0.0\] here"):
+            other[0].result()
+    assert len(found.trials) == 4
+
+
+def test_what_others_put_into_a_study_steers_nothing() -> None:
+    store = InMemoryStorage()
+    search(bowl, SPACE, trials=4, storage=store)
+    study = optuna.load_study(study_name="leaven", storage=store)
+    foreign = study.ask({"c": FloatDistribution(0, 1)})
+    study.tell(foreign, -100.0)
+    found = search(bowl, SPACE, trials=12, storage=store)
+    assert foreign.number not in {trial.number for trial in found.trials}
+    assert len(found.trials) == 12
+
+
+def test_results_are_in_the_order_of_their_ends_wherever_they_ended() -> None:
+    """Optuna notes local time: a machine an hour to the west is an hour behind."""
+    study = optuna.create_study()
+    for ended in (20.0, 10.0, 10.0):
+        study.add_trial(
+            create_trial(state=TrialState.COMPLETE, value=ended, user_attrs={"owner": "x", "ended": ended})
+        )
+    assert [trial.number for trial in finished(study)] == [1, 2, 0]
+
+
+def test_where_nothing_ended_it_is_not_said_to_have_diverged() -> None:
+    def dies(x: Proposal) -> float:
+        raise Lost
+
+    with pytest.raises(NothingFound, match="no run ended: 3 died, each of them twice"):
+        search(dies, SPACE, trials=3, method="random")
+    with pytest.raises(NothingFound, match="stopped before any run ended"):
+        search(bowl, SPACE, trials=3, stop=lambda: True)

@@ -1,6 +1,7 @@
 """Studies: every trial is accounted for, whatever is killed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -9,11 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from typer.testing import CliRunner
 
@@ -22,10 +25,12 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.report.folders import read_study
+from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
 from leaven.training.study_file import StudyState, Trial
 from leaven.tuning import trainer
 from leaven.tuning.space import space
-from leaven.tuning.stores import StoreGone
+from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.study import Study
 
 SHORT = {"data.tokens": 2048, "schedule.warmup_tokens": 256}
@@ -137,53 +142,67 @@ def accounted(trials: tuple[Trial, ...], count: int) -> None:
     assert set(runs.values()) == {1}
 
 
+MANY = 400  # trials, which no test waits for
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_two_commands_on_one_folder_of_which_one_is_killed(
     tiny_file: Path, study: Callable[..., Study], tmp_path: Path
 ) -> None:
     folder = tmp_path / "study"
-    one, other = (tune(tiny_file, folder, 14, "--space", LR, "--method", "random") for _ in range(2))
+    one, other = (tune(tiny_file, folder, MANY, "--space", LR, "--method", "random") for _ in range(2))
     try:
         until(lambda: len(saved(folder)) > 3 and workers_of(one.pid) and workers_of(other.pid), one, other)
         orphans = workers_of(one.pid)
         os.kill(one.pid, signal.SIGKILL)
-        out, _ = other.communicate(timeout=120)
+        before = len(saved(folder))
+        until(lambda: len(saved(folder)) > before + 2, other)
+        os.killpg(other.pid, signal.SIGINT)
+        out, _ = other.communicate(timeout=60)
     finally:
         for process in (one, other):
             process.kill()
             process.communicate()
     document = json.loads(out)
     assert set(document) == {"best", "trials", "failed", "noise_floor"}
-    assert (document["trials"], document["failed"]) == (14, 0)
+    assert (document["best"], document["failed"]) == (None, 0)
     until(lambda: not any(map(alive, orphans)))
     with study() as same:
-        accounted(same.state().trials, 14)
+        trials = len(same.state().trials) + 6
+        state = same.run(trials, 1)
+        accounted(state.trials, trials)
         # Run again, the command has nothing to do and says the same.
-        state = same.run(14, 1)
-        assert json.loads(json.dumps(same.document(state))) == document
-    low, high = document["best"]["interval"]
-    assert low < document["best"]["loss"] < high
+        assert same.document(same.run(trials, 1)) == same.document(state)
+    assert state.best is not None
+    low, high = state.best.interval
+    assert low < state.best.loss < high
 
 
 @pytest.mark.usefixtures("in_this_process")
 def test_ctrl_c_exits_with_75_and_the_next_start_goes_on_at_once(
     tiny_file: Path, study: Callable[..., Study], tmp_path: Path
 ) -> None:
-    process = tune(tiny_file, tmp_path / "study", 8, "--space", LR, "--method", "random")
-    until(lambda: saved(tmp_path / "study"), process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
-    _, errors = process.communicate(timeout=60)
+    process = tune(tiny_file, tmp_path / "study", MANY, "--space", LR, "--method", "random")
+    try:
+        until(lambda: saved(tmp_path / "study"), process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == INTERRUPTED
     assert "the same command goes on from there" in errors
     assert "Traceback" not in errors
     screen = Screen()
     with study() as same:
         before = [trial for trial in same.state().trials if trial.state == "complete"]
-        accounted(same.run(8, 2, screen=screen).trials, 8)
-    assert len(screen.seen) == 8 - len(before)
+        trials = len(before) + 7
+        accounted(same.run(trials, 2, screen=screen).trials, trials)
+    assert len(screen.seen) == 7
 
 
 def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) -> None:
-    process = tune(tiny_file, tmp_path / "study", 50)
+    process = tune(tiny_file, tmp_path / "study", MANY)
     until(lambda: workers_of(process.pid), process)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -193,14 +212,102 @@ def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) ->
 
 def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
     def kill(number: int) -> None:
-        if number == 1:
+        if number == 0:  # whose worker takes seconds to start
             until(lambda: workers_of(os.getpid()))
             os.kill(workers_of(os.getpid())[0], signal.SIGKILL)
 
     with study() as opened:
         state = opened.run(4, 1, screen=Screen(kill))
-    assert [(trial.number, trial.seed) for trial in state.trials] == [(0, 0), (2, 1), (3, 2), (4, 0)]
+    assert [(trial.number, trial.seed) for trial in state.trials] == [(1, 0), (2, 1), (3, 2), (4, 0)]
     assert (opened.document(state)["trials"], opened.document(state)["failed"]) == (4, 0)
+
+
+def test_a_killed_workers_trial_goes_on_from_its_checkpoint(
+    study: Callable[..., Study], tiny: Recipe, tmp_path: Path
+) -> None:
+    long = tiny.replace(SHORT | {"data.tokens": 2_560_000})  # that no attempt comes to the end
+    folder, seen = tmp_path / "study" / "checkpoints", list[Progress]()
+
+    def kill(number: int) -> None:
+        """Once it is farther than the attempt before; and mark its time, by which to know what goes on from it."""
+        own, before = f"000000-{number:06d}", seen[-1].tokens if seen else 0
+        until(lambda: any(tokens_of(kept) > before for kept in folder.glob(f"{own}/*/tokens-*")))
+        (worker,) = filter(alive, workers_of(os.getpid()))
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not alive(worker))
+        (kept,) = folder.glob(f"{own}/*")
+        found, _ = read_checkpoint(kept)
+        assert found is not None
+        seen.append(found.progress)
+        write_checkpoint(kept, Checkpoint(**vars(found) | {"progress": replace(found.progress, seconds=1e6)}))
+
+    with study(recipe=long) as opened:
+        state = opened.run(1, 1, screen=Screen(kill), checkpoint_seconds=0.0)
+    assert seen[0].tokens < seen[1].tokens
+    assert seen[0].seconds < 1e6 < seen[1].seconds
+    assert [trial.state for trial in state.trials] == ["failed"]
+    assert not list(folder.glob("*"))
+
+
+@pytest.mark.parametrize("command", [False, True])
+def test_where_every_worker_dies_nothing_is_said_to_diverge(
+    command: bool, study: Callable[..., Study], tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[list[str]] = []  # what each attempt found
+
+    class Pool(nullcontext[Any]):
+        def __enter__(self) -> "Pool":
+            return self
+
+        def submit(self, *_: object, checkpoint: Path, **__: object) -> "Future[Any]":
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            left.append([file.name for file in checkpoint.iterdir()])
+            (checkpoint / "kept").touch()
+            future: Future[Any] = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr(trainer, "Pool", Pool)
+    said = "no run ended: 2 died, each of them twice"
+    if command:
+        options = ["--study", str(tmp_path / "study"), "--trials", "2", "--workers", "1", "--space", LR]
+        done = CliRunner().invoke(app, ["tune", str(tiny_file), *options])
+        assert (done.exit_code, "diverged" in done.output) == (1, False)
+        assert said in done.stderr
+    else:
+        with study() as opened:
+            state = opened.run(2, 1)
+        assert [trial.state for trial in state.trials] == ["failed"] * 2
+        assert said in opened.nothing
+    assert left == [[], ["kept"], [], ["kept"]]
+    assert not list((tmp_path / "study" / "checkpoints").glob("*"))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_best_outlives_an_interruption_of_what_goes_on(study: Callable[..., Study], tmp_path: Path) -> None:
+    asked: list[int] = []
+    with study() as opened:
+        best = opened.run(8, 1).best
+        assert best is not None
+        state = opened.run(MANY, 1, screen=Screen(asked.append), stop=lambda: len(asked) > 1)
+    assert len(state.trials) < MANY
+    assert state.best is not None
+    assert (state.best.number, state.best.loss) == (best.number, best.loss)
+    assert json.loads((tmp_path / "study" / "study.json").read_text())["best"]["loss"] == best.loss
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_what_is_saved_is_json_and_can_be_read(study: Callable[..., Study], tmp_path: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    with study() as opened:
+        opened.run(1, 1)
+    document = json.loads((tmp_path / "study" / "study.json").read_text(), parse_constant=refuse)
+    assert document["best"]["interval"] == [None, None]
+    best = read_study(tmp_path / "study").best
+    assert best is not None
+    assert best.interval == (-math.inf, math.inf)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -279,6 +386,7 @@ def test_a_store_that_stays_away_is_75_and_one_line(
     ("options", "said"),
     [
         (["--hours", "0"], "hours = 0.0: above 0, and finite"),
+        (["--flops", "1e3"], r"--flops 1000: one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: how fine it is follows from the number of trials"),
         (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),
         (["--durations", "1k,2k"], "durations: a cosine run holds no shorter one"),
@@ -321,6 +429,17 @@ def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: Token
     ):
         pass
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_journal_of_another_study_is_refused(study: Callable[..., Study], tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    folder.mkdir()
+    optuna.create_study(study_name="leaven", storage=open_store(folder / "journal.log"))
+    before = (folder / "journal.log").read_bytes()
+    with pytest.raises(InputError, match="study holds a study leaven, not tiny; use another --study"), study():
+        pass
+    assert (folder / "journal.log").read_bytes() == before
+    assert [path.name for path in folder.iterdir()] == ["journal.log"]
 
 
 def test_a_study_of_something_else_is_refused(

@@ -17,6 +17,8 @@ from leaven.cli._common import (
 )
 from leaven.cli._screens import TextScreen
 from leaven.cli._tune_screen import TuneScreen
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
 
 TRIALS = 32  # without any budget
 
@@ -66,7 +68,6 @@ def tune(
     from leaven.data.tokens import prepare
     from leaven.recipe.units import parse_quantity
     from leaven.training.machine import cores
-    from leaven.tuning.answer import advice_when_all_diverged
     from leaven.tuning.budget import Budget
     from leaven.tuning.plan import first
     from leaven.tuning.space import space as space_of
@@ -82,6 +83,8 @@ def tune(
     if trials is None and flops is None and hours is None:
         trials = TRIALS
     first(Axes.of(searched.limits, {}), method, Budget(trials, flops, hours))  # refused before anything is written
+    if flops is not None:
+        _refuse_less_than_a_trial(flops, loaded, max(lengths, default=loaded.data.tokens))
     workers = workers or cores()
     stack = stack or (1 if lengths else default_size())
     with TextScreen() as text:
@@ -109,5 +112,13 @@ def tune(
         errors.print(f"stopped after {document['trials']} trials; the same command goes on from there")
         raise typer.Exit(75)
     if state.best is None:
-        errors.print(advice_when_all_diverged(state.trials, state.dimensions))
+        errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _refuse_less_than_a_trial(flops: float, recipe: Recipe, tokens: int) -> None:
+    from leaven.planning.flops import flops_per_token
+
+    one = flops_per_token(recipe.model) * tokens
+    if flops < one:
+        raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")

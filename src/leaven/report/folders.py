@@ -1,6 +1,7 @@
 """From a folder of a run, a study, a check or a demo to a story. Errors name the file and say what to do."""
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -119,11 +120,15 @@ def read_study(folder: Path) -> Study:
 
 
 def _known(study: Any) -> Any:
-    """What diverged has no loss, written as null or as Infinity; in a curve such a point is none."""
+    """What diverged has no loss, written as null or as Infinity; in a curve such a point is none. An interval without
+    ends is that of a point that was run once."""
     for trial in study.get("trials", ()) if isinstance(study, dict) else ():
         if isinstance(trial, dict):
             trial["loss"] = finite(trial.get("loss"))
             trial["curve"] = [point for point in trial.get("curve", ()) if finite(point[-1]) is not None]
+    for key in ("best", "fewest") if isinstance(study, dict) else ():
+        if isinstance(study.get(key), dict) and study[key].get("interval") == [None, None]:
+            study[key]["interval"] = [-math.inf, math.inf]
     return study
 
 

@@ -19,9 +19,9 @@ from types import TracebackType
 from optuna.storages import BaseStorage
 
 from leaven.tuning import processes
-from leaven.tuning.stores import StoreGone
 
 BEATS = 4  # in a lease
+LEAVING = 2.0  # seconds that a last beat is waited for
 _BEAT = "beat:"  # and the id: an attribute of the study
 
 _numbers = itertools.count()
@@ -63,6 +63,7 @@ class Leases:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._done.set()
+        self._thread.join(LEAVING)  # a store that is away may hold it for longer
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
@@ -83,9 +84,9 @@ class Leases:
 
     def _beat(self) -> None:
         count = 0
-        # With the store gone for good the loop of the search ends too, and says so.
-        with suppress(StoreGone):
-            while not self._done.is_set():
-                count += 1
+        while not self._done.is_set():
+            count += 1
+            # With the store gone for good the loop of the search ends too, and says so. Until then it may come back.
+            with suppress(Exception):
                 self._store.set_study_system_attr(self._study, _BEAT + self.node, count)
-                self._done.wait(self._seconds / BEATS)
+            self._done.wait(self._seconds / BEATS)

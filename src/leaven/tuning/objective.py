@@ -8,11 +8,12 @@ any machines work on one study, and going on is the same as starting.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import optuna
 from optuna.distributions import FloatDistribution
@@ -23,12 +24,13 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import ledger
+from leaven.tuning.agreement import agree, begin, check_name
 from leaven.tuning.budget import Budget
 from leaven.tuning.found import Found, Trial, found, rival, trial
 from leaven.tuning.leases import Leases
 from leaven.tuning.ledger import Job, Run
 from leaven.tuning.methods import check_method, sampler
-from leaven.tuning.plan import Plan, first
+from leaven.tuning.plan import NothingFound, Plan, first
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.trust_region import EXPECTED, Axes, finished, loss_of
@@ -36,6 +38,7 @@ from leaven.tuning.trust_region import EXPECTED, Axes, finished, loss_of
 Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
 
 NEVER_ENDED = 1e6  # what a divergence scores before there is any finite loss
+HUGE = 1e100  # a loss above which a run has diverged
 LOOK = 0.5  # seconds between looks at what other commands do
 
 
@@ -102,36 +105,72 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
 
     Raises:
         InputError: if the space, the start, the method or the budget is wrong, or the stored study is of another
-            space or method.
-        NothingFound: if every run diverged.
+            space, method, seed or noise; or if the objective gives no loss.
+        NothingFound: if every run diverged, or none ended.
         StoreGone: if the storage went away and did not come back.
     """
     check_method(method)
+    check_name(name)
     axes = _axes(space, start or {}, scales or {})
     budget = Budget(trials, flops, hours)
     if workers < 1:
         raise InputError(f"workers = {workers}: at least 1")
     first(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
+    if noise is not None and not 0 <= noise < math.inf:
+        raise InputError(f"noise = {noise}: a standard deviation is 0 or above, and finite")
+    if not 0 < lease_seconds < math.inf:
+        raise InputError(f"lease_seconds = {lease_seconds}: above 0, and finite")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    store = open_store(storage)
-    study = optuna.create_study(
-        study_name=name, storage=store, sampler=sampler(method, axes, seed, noise), load_if_exists=True
-    )
+    store, here, what = open_store(storage), about(method, axes, seed, noise), f"the stored study {name}"
+    study, there = begin(store, name, sampler(method, axes, seed, noise), here, what)
+    agree(there, here, what, "give it another name")
     plan = Plan(study, axes, method, budget, noise, stop_at_noise)
-    limits = {name: [d.low, d.high, axes.start[name]] for name, d in axes.distributions.items()}
-    agree(study, {"method": method, "space": limits}, f"the stored study {name}", "give it another name")
     with Leases(store, store.get_study_id_from_name(name), lease_seconds) as leases:
         loop = _Loop(plan, store, leases, objective, workers, stop, watch)
-        runs = loop.run()
-    return found(plan, runs, time.time(), stop())
+        try:
+            return found(plan, loop.run(), time.time(), stop())
+        except NothingFound as nothing:
+            raise NothingFound(_unheard(loop.runs) or str(nothing)) from None
+
+
+def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
+    """What a search is of, for all commands to agree on."""
+    return {
+        "method": method,
+        "space": {name: [d.low, d.high, axes.start[name]] for name, d in axes.distributions.items()},
+        "scales": {name: float(axes.scales.get(name, 1.0)) for name in axes.start},
+        "seed": int(seed),
+        "noise": None if noise is None else float(noise),
+    }
+
+
+def _unheard(runs: Sequence[Run]) -> str:
+    """Why nothing was found where no run had a result; empty where one had, if only that it diverged."""
+    failed = sum(run.failed for run in runs)
+    if any(run.finished for run in runs):
+        return ""
+    if failed:
+        return f"no run ended: {failed} died, each of them twice; memory may be short, for one"
+    return "stopped before any run ended; the same again goes on"
 
 
 def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float], scales: Mapping[str, float]) -> Axes:
     if not space:
         raise InputError("the space is empty; give it at least one name with its lowest and highest log2 multiplier")
-    for name, (low, high) in space.items():
+    for name, limits in space.items():
+        try:
+            low, high = map(float, limits)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"space of {name}: {limits!r}; give the lowest and the highest log2 multiplier"
+            ) from None
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise InputError(f"space of {name}: {low} to {high}; the lowest first, both finite, and apart")
+            raise InputError(f"space of {name}: {low:g} to {high:g}; the lowest first, both finite, and apart")
+    for name, scale in scales.items():
+        if name not in space:
+            raise InputError(f"scale of {name}: it is not in the space, which has {', '.join(space)}")
+        if not 0 < scale < math.inf:
+            raise InputError(f"scale of {name}: {scale} octaves; above 0, and finite")
     for name in start:
         if name not in space:
             raise InputError(f"start of {name}: it is not in the space, which has {', '.join(space)}")
@@ -141,25 +180,6 @@ def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float], 
             raise InputError(f"start of {name}: {begin[name]:g} is outside its space, {low:g} to {high:g}")
     distributions = {name: FloatDistribution(float(low), float(high)) for name, (low, high) in space.items()}
     return Axes(begin, distributions, scales)
-
-
-def agree(study: optuna.Study, here: Mapping[str, Any], what: str, instead: str) -> None:
-    """Refuse a stored study of something else; say what a new one is of."""
-    for key, value in here.items():
-        there = study.user_attrs.get(key)
-        if there is None:
-            study.set_user_attr(key, value)
-        elif there != value:
-            difference = f"{there} there, {value} here"
-            if isinstance(there, dict):
-                parts = [
-                    f"{n} {there[n]} there, {value[n]} here" for n in there if n in value and there[n] != value[n]
-                ]
-                for kept, other, where in ((there, value, "there"), (value, there, "here")):
-                    alone = [n for n in kept if n not in other]
-                    parts += [f"{', '.join(alone)} only {where}"] if alone else []
-                difference = "; ".join(parts)
-            raise InputError(f"{what} is of another {key}: {difference}; {instead}")
 
 
 class _Loop:
@@ -180,12 +200,13 @@ class _Loop:
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
         self._pending: dict[Future[float | Outcome], Proposal] = {}
         self._error: Exception | None = None  # of the objective
+        self.runs: list[Run] = []  # at the last look
 
     def run(self) -> list[Run]:
         """Until there is nothing to do any more, here or elsewhere, or until asked to stop."""
         try:
             while True:
-                runs = self._runs()
+                runs = self.runs = self._look()
                 stopping = self._error is not None or self._stop()
                 job = self._plan.next(runs, time.time()) if self._free and not stopping else None
                 if job is not None:
@@ -208,7 +229,7 @@ class _Loop:
             raise self._error
         return runs
 
-    def _runs(self) -> list[Run]:
+    def _look(self) -> list[Run]:
         """All runs, those of dead processes taken from them."""
         trials = self._study.get_trials(deepcopy=False)
         running = {t.number: t.user_attrs.get(ledger.OWNER) for t in trials if t.state is TrialState.RUNNING}
@@ -266,7 +287,7 @@ class _Loop:
     def _end(self, proposal: Proposal, future: "Future[float | Outcome]") -> None:
         self._free.append(proposal.worker)
         try:
-            result = future.result()
+            outcome = _outcome(future.result())
         except Lost:
             self._close(proposal.number)
         except Released:
@@ -274,43 +295,65 @@ class _Loop:
         except Exception as error:
             self._give_back(proposal)
             self._error = error
+        except BaseException:  # SystemExit, say
+            self._give_back(proposal)
+            raise
         else:
-            outcome = result if isinstance(result, Outcome) else Outcome(float(result))
             with suppress(UpdateFinishedTrialError):  # it was taken for dead: the run is another's by now
                 self._tell(proposal.number, outcome)
 
     def _tell(self, number: int, outcome: Outcome) -> None:
-        about = {key: getattr(outcome, key) for key in ("tokens", "flops", "seconds", "curve", "branches", "worker")}
+        about = {key: getattr(outcome, key) for key in ("tokens", "flops", "seconds", "branches", "worker")}
+        about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])]}
         about |= {ledger.DIVERGED: outcome.diverged, "stopped": outcome.stopped}
         about |= {EXPECTED: outcome.loss} if outcome.stopped else {}
-        study = self._store.get_study_id_from_name(self._study.study_name)
-        trial_id = self._store.get_trial_id_from_study_id_trial_number(study, number)
+        trial_id = self._trial_id(number)
         for key, value in about.items():
             if value:
                 self._store.set_trial_user_attr(trial_id, key, value)
         self._store.set_trial_user_attr(trial_id, ledger.ENDED, time.time())
-        loss = outcome.loss
+        loss, state = outcome.loss, TrialState.COMPLETE
         if outcome.diverged:
             # Optuna's methods want a number: the worst that did not diverge, so as not to drown the others.
             losses = [loss_of(other) for other in finished(self._study)]
             loss = max(filter(math.isfinite, losses), default=NEVER_ENDED)
         if outcome.stopped:
-            # Of a pruned trial Optuna keeps the last value that it reported.
-            self._store.set_trial_intermediate_value(trial_id, outcome.tokens, loss)
-            ended = self._study.tell(number, state=TrialState.PRUNED)
-        else:
-            ended = self._study.tell(number, loss)
+            # Optuna's methods look at what a pruned trial reported last, and at how many reports it was.
+            self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
+            state = TrialState.PRUNED
+        # Not Optuna's tell, which looks first whether the trial is running: another may end it in between.
+        self._store.set_trial_state_values(trial_id, state, [loss])
         if self._watch is not None:
-            self._watch.ended(trial(ended, self._plan.budget.label))
+            self._watch.ended(trial(self._store.get_trial(trial_id), self._plan.budget.label))
+
+    def _trial_id(self, number: int) -> int:
+        study = self._store.get_study_id_from_name(self._study.study_name)
+        return self._store.get_trial_id_from_study_id_trial_number(study, number)
 
     def _close(self, number: int) -> None:
         """End a trial without a result; another may have done so."""
         with suppress(UpdateFinishedTrialError):
-            self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+            self._store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
 
     def _give_back(self, proposal: Proposal) -> None:
-        study = self._store.get_study_id_from_name(self._study.study_name)
-        trial_id = self._store.get_trial_id_from_study_id_trial_number(study, proposal.number)
         with suppress(UpdateFinishedTrialError):
-            self._store.set_trial_user_attr(trial_id, ledger.RELEASED, True)
+            self._store.set_trial_user_attr(self._trial_id(proposal.number), ledger.RELEASED, True)
         self._close(proposal.number)
+
+
+def _outcome(result: object) -> Outcome:
+    """What an objective gave. Losses whose squares are no numbers would end all that is worked out from them.
+
+    Raises:
+        InputError: if it is no loss.
+    """
+    outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
+    try:
+        if isinstance(outcome.loss, str | bytes):
+            raise TypeError
+        loss = float(outcome.loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(
+            f"the objective gave {outcome.loss!r:.60}; it gives a loss, which is a number, or an Outcome"
+        ) from None
+    return replace(outcome, loss=loss if abs(loss) <= HUGE else math.inf)

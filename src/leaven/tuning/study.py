@@ -15,18 +15,19 @@ import optuna
 
 from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
+from leaven.recipe.files import finite, make_folder, read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
 from leaven.training.run_folder import listed
 from leaven.training.study_file import Best, StudyState, Trial
 from leaven.training.trial import branches_of
 from leaven.tuning import ledger
-from leaven.tuning.answer import Answer, answer, front, why
+from leaven.tuning.agreement import agree, begin, check_name
+from leaven.tuning.answer import Answer, advice_when_all_diverged, answer, front, why
 from leaven.tuning.found import Found
 from leaven.tuning.found import Trial as Ended
 from leaven.tuning.methods import check_method
-from leaven.tuning.objective import agree, search
+from leaven.tuning.objective import about, search
 from leaven.tuning.plan import NothingFound, record
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.space import Space, moved
@@ -36,6 +37,7 @@ from leaven.tuning.trust_region import START, Axes, finished, region_of
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # what a study that was killed as it began leaves
+ANSWERED = "leaven:answered"  # an attribute of the study: a command has seen one to its end
 SAID_AFTER = 5.0  # seconds for which a store is away
 
 
@@ -72,6 +74,7 @@ class Study:
         durations: Sequence[int] = (),
     ) -> None:
         check_method(method)
+        check_name(recipe.name)
         check_trainable(recipe, tokens)
         branches_of(recipe, durations, tokens)
         if durations:
@@ -80,8 +83,8 @@ class Study:
         self._tokens, self._durations = tokens, tuple(durations)
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
-        self._axes = Axes.of(space.limits, {d.path: d.scale for d in space.dimensions})
         self._found: Found | None = None
+        self.nothing = ""  # why there is no best, once a run of this command came to none
         self._screen: Screen | None = None
         self._stop: Callable[[], bool] = lambda: False
         self._check()
@@ -104,26 +107,19 @@ class Study:
             make_folder(self.out)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._store = open_store(self._where, self._waited)
-        self._study = optuna.create_study(
-            study_name=self.recipe.name,
-            storage=self._store,
-            load_if_exists=True,
-            sampler=optuna.samplers.RandomSampler(),
-        )
+        others = [other.study_name for other in self._store.get_all_studies() if other.study_name != self.recipe.name]
+        if others and isinstance(self._where, Path):
+            raise InputError(f"{self._name} holds a study {others[0]}, not {self.recipe.name}; use another --study")
         # Other machines have no folder: what the study is of is in the store too.
-        kept = self._study.user_attrs.get("recipe")
-        if kept is not None:
-            self._same(Recipe.model_validate(kept), self._name)
-        space = {path: [low, high, 0.0] for path, (low, high) in self.space.limits.items()}
-        here = {
-            "method": self.method,
-            "space": space,
-            "text": self._tokens.fingerprint,
-            "durations": list(self._durations),
-        }
-        agree(self._study, here, self._name, "give it the same, or use another --study")
-        if kept is None:
-            self._study.set_user_attr("recipe", self.recipe.model_dump(mode="json"))
+        here = about(self.method, self._axes, self.recipe.data.seed, None)
+        here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
+        kept = {"recipe": self.recipe.model_dump(mode="json")}
+        self._study, there = begin(
+            self._store, self.recipe.name, optuna.samplers.RandomSampler(), here | kept, self._name
+        )
+        if "recipe" in there:
+            self._same(Recipe.model_validate(there["recipe"]), self._name)
+        agree(there, here, self._name, "give it the same, or use another --study")
         make_folder(self.out)
         if not (self.out / "centre.toml").exists():
             write_recipe(self.recipe, self.out / "centre.toml")
@@ -151,6 +147,7 @@ class Study:
         stack: int = 1,
         stop_at_noise: bool = True,
         lease_seconds: float = 60.0,
+        checkpoint_seconds: float = 60.0,
     ) -> StudyState:
         """Run until the budget is used and the best few are judged, here and elsewhere, or until ``stop`` says so.
 
@@ -158,6 +155,7 @@ class Study:
             trials, flops, hours: see :class:`leaven.tuning.budget.Budget`.
             workers: processes of one thread each, where trials are not stacked.
             stack: how many trials are trained as one model.
+            checkpoint_seconds: how often a trial that is not stacked writes its state.
 
         Raises:
             InputError: if durations are to be compared in a stack.
@@ -166,7 +164,7 @@ class Study:
         if stack > 1 and self._durations:
             raise InputError("--stack with --durations: a stack has no branches; leave one of them out")
         self._screen, self._stop = screen, stop
-        here = Trainer(self.recipe, self._tokens, self._durations, self.out / CHECKPOINTS, stop)
+        here = Trainer(self.recipe, self._tokens, self._durations, self.out / CHECKPOINTS, stop, checkpoint_seconds)
         with here.stacked(stack) if stack > 1 else here.in_processes(workers) as train:
             try:
                 found = search(
@@ -187,9 +185,14 @@ class Study:
                     watch=self,
                     lease_seconds=lease_seconds,
                 )
-                self._found = None if stop() else found
-            except NothingFound:
-                self._found = None
+                self._found, self.nothing = None if stop() else found, ""
+            except NothingFound as nothing:
+                self._found, self.nothing = None, self._advice or str(nothing)
+        if self._found is not None:
+            self._study.set_user_attr(ANSWERED, True)
+        for run in self._runs:
+            if run.failed or run.finished:
+                here.forget(run.origin.number)
         return self.save()
 
     def asked(self, proposal: Proposal) -> None:
@@ -202,7 +205,7 @@ class Study:
             self._screen.ended(next(other for other in state.trials if other.number == trial.number), state)
 
     def state(self) -> StudyState:
-        """The study as it stands; it has a ``best`` once this command has seen it to its end."""
+        """The study as it stands; it has a ``best`` once a command has seen it to its end, be it of less."""
         return self._state(self.answer)
 
     def _state(self, found: Answer) -> StudyState:
@@ -212,7 +215,7 @@ class Study:
             method=self.method,
             space=self.space.paths,
             noise_floor=found.noise,
-            best=found.best if self._found else None,
+            best=found.best if self._found or self._study.user_attrs.get(ANSWERED) else None,
             trials=trials,
             dimensions=self.space.dimensions,
             noise_runs=found.degrees,
@@ -235,9 +238,25 @@ class Study:
         return replace(said, best=Best(number, found.loss, found.interval), octaves=found.params)
 
     @property
+    def _advice(self) -> str:
+        """What to lower, where all that came to an end diverged."""
+        trials = self._trials
+        states = {trial.state for trial in trials}
+        all_diverged = "diverged" in states and not states & {"complete", "stopped"}
+        return advice_when_all_diverged(trials, self.space.dimensions) if all_diverged else ""
+
+    @property
+    def _axes(self) -> Axes:
+        return Axes.of(self.space.limits, {d.path: d.scale for d in self.space.dimensions})
+
+    @property
+    def _runs(self) -> list[ledger.Run]:
+        return ledger.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
+
+    @property
     def _trials(self) -> tuple[Trial, ...]:
-        runs = ledger.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
-        trials = [record(run, self._axes) for run in runs]
+        axes = self._axes
+        trials = [record(run, axes) for run in self._runs]
         return tuple(replace(trial, values=self.space.values(trial.octaves or {})) for trial in trials)
 
     def _radius(self) -> float | None:
@@ -249,7 +268,7 @@ class Study:
         """Write study.json, and best.toml once there is a best."""
         found = self.answer
         state = self._state(found)
-        write_text(self.out / "study.json", json.dumps(asdict(state), indent=2) + "\n")
+        write_text(self.out / "study.json", json.dumps(finite(asdict(state)), indent=2) + "\n")
         if state.best is not None:
             write_recipe(self._best_recipe(found), self.out / "best.toml")
         return state

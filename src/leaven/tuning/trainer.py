@@ -1,11 +1,12 @@
 """The objective of a study: trains the recipe that is at a proposal."""
 
 import math
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class Trainer:
     durations: tuple[int, ...]
     checkpoints: Path
     stop: Callable[[], bool]
+    checkpoint_seconds: float = 60
 
     @contextmanager
     def in_processes(self, workers: int) -> Iterator[Train]:
@@ -82,13 +84,33 @@ class Trainer:
             train_trial,
             self._recipe(proposal),
             rival=proposal.rival,
-            checkpoint=self.checkpoints / f"{proposal.origin:06d}",
+            checkpoint=self._taken_over(proposal),
             durations=self.durations,
+            checkpoint_seconds=self.checkpoint_seconds,
         )
         while not wait([future], timeout=LOOK).done:
             if self.stop() or leaving.is_set():
                 raise Released
         try:
-            return future.result()
+            outcome = future.result()
         except BrokenProcessPool:
             raise Lost from None
+        self.forget(proposal.origin)
+        return outcome
+
+    def _taken_over(self, proposal: Proposal) -> Path:
+        """A folder of this attempt's own, with what the last one left: a worker of a command that was killed may
+        live half a second longer, and must not write between."""
+        folder = self.checkpoints / f"{proposal.origin:06d}-{proposal.number:06d}"
+        for left in self._attempts(proposal.origin)[-1:]:
+            with suppress(OSError):  # another's by now, or gone: then it begins anew
+                left.rename(folder)
+        return folder
+
+    def forget(self, origin: int) -> None:
+        """Remove what the attempts of a run that is over have left."""
+        for left in self._attempts(origin):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _attempts(self, origin: int) -> list[Path]:
+        return sorted(self.checkpoints.glob(f"{origin:06d}-*"))

@@ -37,6 +37,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from leaven.tuning import bowl, cliffs
+from leaven.tuning.ledger import DIVERGED, ENDED, OWNER, SEED
 from leaven.tuning.noise import floor
 
 Array = NDArray[np.float64]
@@ -52,8 +53,7 @@ DOWN = 0.25  # octaves of learning rate for each divergence, as long as there is
 CLOSER, CLOSEST = 0.9, 0.05  # times the radius, likewise, and its least
 ROUNDS = 3  # without a gain beyond the noise, and it stops
 
-# A trial's attributes. EXPECTED: the loss that is expected of a trial that was stopped early (pruned, to Optuna).
-DIVERGED, EXPECTED, SEED = "diverged", "expected", "seed"
+EXPECTED = "expected"  # a trial's attribute: the loss expected of one that was stopped early (pruned, to Optuna)
 
 
 @dataclass(frozen=True)
@@ -227,10 +227,23 @@ def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """The trials with a result, in the order of their results; those that were stopped have an expected one."""
-    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-    told = [trial for trial in trials if trial.state is TrialState.COMPLETE or EXPECTED in trial.user_attrs]
-    return sorted(told, key=lambda trial: (trial.datetime_complete, trial.number))
+    """The trials with a result, in the order of their results; those that were stopped have an expected one.
+
+    In a study that commands work on, what others put there (their own ask and tell) counts for nothing, as in the
+    ledger: it has no owner. The order is by the clocks of the machines, in seconds since 1970; Optuna's own are in
+    the local time of each.
+    """
+    trials = study.get_trials(deepcopy=False)
+    if any(OWNER in trial.user_attrs for trial in trials):
+        trials = [trial for trial in trials if OWNER in trial.user_attrs]
+    stopped = [t for t in trials if t.state is TrialState.PRUNED and EXPECTED in t.user_attrs]
+    told = stopped + [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    return sorted(told, key=lambda trial: (_ended(trial), trial.number))
+
+
+def _ended(trial: FrozenTrial) -> float:
+    assert trial.datetime_complete is not None
+    return float(trial.user_attrs.get(ENDED, trial.datetime_complete.timestamp()))
 
 
 def loss_of(trial: FrozenTrial) -> float:

@@ -1,0 +1,76 @@
+"""What a stored study is of: written by whoever makes it, and the same for all who work on it."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+from optuna.exceptions import DuplicatedStudyError
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+
+from leaven.recipe.errors import InputError
+
+ABOUT = "leaven:about"  # an attribute of a study: all that it is of, by name
+LONGEST = 512  # characters of a study's name, in Optuna's tables
+PATIENCE, LOOK = 5.0, 0.02  # seconds for which one who finds a study waits for word of it, and between looks
+
+About = Mapping[str, Any]
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no store takes."""
+    if not 0 < len(name) <= LONGEST:
+        raise InputError(f"the study's name has {len(name)} characters; give it one of 1 to {LONGEST}")
+
+
+def begin(
+    store: BaseStorage, name: str, sampler: BaseSampler, here: About, what: str
+) -> tuple[optuna.Study, dict[str, Any]]:
+    """The study of that name, which is made to be of what is ``here`` if there is none, and what it is of.
+
+    Of commands that start at once the one that makes the study says what it is of, for a store makes it once. Should
+    it die between the two, another does, and reads what is there in the end.
+
+    Raises:
+        InputError: if the study is none of ours.
+    """
+    try:
+        study = optuna.create_study(study_name=name, storage=store, sampler=sampler)
+    except DuplicatedStudyError:
+        study = optuna.load_study(study_name=name, storage=store, sampler=sampler)
+        until = time.monotonic() + PATIENCE
+        while ABOUT not in study.user_attrs and not _begun(study) and time.monotonic() < until:
+            time.sleep(LOOK)
+    if ABOUT not in study.user_attrs:
+        if _begun(study):
+            raise InputError(f"{what} was begun by an older version, or by another program; begin another")
+        study.set_user_attr(ABOUT, dict(here))
+    return study, dict(study.user_attrs[ABOUT])
+
+
+def _begun(study: optuna.Study) -> bool:
+    return bool(study.user_attrs or study.get_trials(deepcopy=False))
+
+
+def agree(there: About, here: About, what: str, instead: str) -> None:
+    """Refuse a study of something else.
+
+    Raises:
+        InputError: if it is; the line says how they differ.
+    """
+    for key, value in here.items():
+        if key not in there:
+            raise InputError(f"{what} is of no {key}, and so of something else; {instead}")
+        if there[key] != value:
+            raise InputError(f"{what} is of another {key}: {_difference(there[key], value)}; {instead}")
+
+
+def _difference(there: Any, here: Any) -> str:
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        return f"{there} there, {here} here"
+    parts = [f"{n} {there[n]} there, {here[n]} here" for n in there if n in here and there[n] != here[n]]
+    for kept, other, where in ((there, here, "there"), (here, there, "here")):
+        alone = [n for n in kept if n not in other]
+        parts += [f"{', '.join(alone)} only {where}"] if alone else []
+    return "; ".join(parts)
