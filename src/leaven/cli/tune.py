@@ -43,7 +43,7 @@ def tune(
         str | None,
         typer.Option(
             help="global, per-module (25 values or so), per-module-full (about 90), or paths with commas; "
-            "[tuning] of the recipe if not given, or global.",
+            "\\[tuning] of the recipe if not given, or global.",
             show_default=False,
         ),
     ] = None,
@@ -87,6 +87,7 @@ def tune(
         _refuse_less_than_a_trial(flops, loaded, max(lengths, default=loaded.data.tokens))
     workers = workers or cores()
     stack = stack or (1 if lengths else default_size())
+    searched = _stackable(searched, bool(lengths)) if stack > 1 else searched
     with TextScreen() as text:
         tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
         text.notes(tokens)
@@ -94,7 +95,7 @@ def tune(
         with stopping() as stop, Study(folder, loaded, searched, method, tokens, url, durations=lengths) as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
-            with TuneScreen(opened.state(), trials, workers) as screen:
+            with TuneScreen(opened.state(), trials, workers, stack=stack, flops=flops, hours=hours) as screen:
                 state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop, stack=stack)
             interrupted = stop()
     except StoreGone as gone:
@@ -114,6 +115,12 @@ def tune(
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _stackable(space: "Space", durations: bool) -> "Space":
+    if durations:
+        raise InputError("--stack with --durations: a stack has no branches; leave one of them out")
+    return space.without("batch.tokens", "trials of one stack have one batch")
 
 
 def _refuse_less_than_a_trial(flops: float, recipe: Recipe, tokens: int) -> None:

@@ -8,7 +8,7 @@ any machines work on one study, and going on is the same as starting.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +30,7 @@ from leaven.tuning.found import Found, Trial, found, rival, trial
 from leaven.tuning.leases import Leases
 from leaven.tuning.ledger import Job, Run
 from leaven.tuning.methods import check_method, sampler
-from leaven.tuning.plan import NothingFound, Plan, first
+from leaven.tuning.plan import Plan, first
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.trust_region import EXPECTED, Axes, finished, loss_of
@@ -127,10 +127,7 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     plan = Plan(study, axes, method, budget, noise, stop_at_noise)
     with Leases(store, store.get_study_id_from_name(name), lease_seconds) as leases:
         loop = _Loop(plan, store, leases, objective, workers, stop, watch)
-        try:
-            return found(plan, loop.run(), time.time(), stop())
-        except NothingFound as nothing:
-            raise NothingFound(_unheard(loop.runs) or str(nothing)) from None
+        return found(plan, loop.run(), time.time(), stop())
 
 
 def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
@@ -142,16 +139,6 @@ def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, 
         "seed": int(seed),
         "noise": None if noise is None else float(noise),
     }
-
-
-def _unheard(runs: Sequence[Run]) -> str:
-    """Why nothing was found where no run had a result; empty where one had, if only that it diverged."""
-    failed = sum(run.failed for run in runs)
-    if any(run.finished for run in runs):
-        return ""
-    if failed:
-        return f"no run ended: {failed} died, each of them twice; memory may be short, for one"
-    return "stopped before any run ended; the same again goes on"
 
 
 def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float], scales: Mapping[str, float]) -> Axes:

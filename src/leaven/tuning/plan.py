@@ -165,9 +165,9 @@ def nothing(runs: Sequence[Run]) -> str:
     """Why there is no answer."""
     if any(run.finished for run in runs):
         return "every run diverged, the start's too; start from lower learning rates"
-    if any(run.failed for run in runs):
-        return f"the processes of all {len(runs)} runs died, each twice; give them more memory, or fewer workers"
-    return "no run has ended yet; the same call goes on"
+    if failed := sum(run.failed for run in runs):
+        return f"no run ended: {failed} died, each of them twice; memory may be short, for one"
+    return "stopped before any run ended; the same again goes on"
 
 
 def floor(trials: Sequence[Trial], paths: Sequence[str], given: float | None) -> tuple[float | None, int]:

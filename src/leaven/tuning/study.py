@@ -19,7 +19,7 @@ from leaven.recipe.files import finite, make_folder, read_recipe, write_recipe, 
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
 from leaven.training.run_folder import listed
-from leaven.training.study_file import Best, StudyState, Trial
+from leaven.training.study_file import StudyState, Trial
 from leaven.training.trial import branches_of
 from leaven.tuning import ledger
 from leaven.tuning.agreement import agree, begin, check_name
@@ -79,6 +79,7 @@ class Study:
         branches_of(recipe, durations, tokens)
         if durations:
             space = space.without("batch.tokens", "durations are whole batches, and at most sizes they are not")
+            space = space.below("schedule.warmup_tokens", min(durations))
         self.out, self.recipe, self.space, self.method = out, recipe, space, method
         self._tokens, self._durations = tokens, tuple(durations)
         self._where: str | Path = store or out / "journal.log"
@@ -158,11 +159,9 @@ class Study:
             checkpoint_seconds: how often a trial that is not stacked writes its state.
 
         Raises:
-            InputError: if durations are to be compared in a stack.
             StoreGone: if the store went away and did not come back.
         """
-        if stack > 1 and self._durations:
-            raise InputError("--stack with --durations: a stack has no branches; leave one of them out")
+        assert stack == 1 or not self._durations, "a stack has no branches"
         self._screen, self._stop = screen, stop
         here = Trainer(self.recipe, self._tokens, self._durations, self.out / CHECKPOINTS, stop, checkpoint_seconds)
         with here.stacked(stack) if stack > 1 else here.in_processes(workers) as train:
@@ -215,7 +214,7 @@ class Study:
             method=self.method,
             space=self.space.paths,
             noise_floor=found.noise,
-            best=found.best if self._found or self._study.user_attrs.get(ANSWERED) else None,
+            best=found.best if self._over else None,
             trials=trials,
             dimensions=self.space.dimensions,
             noise_runs=found.degrees,
@@ -223,19 +222,22 @@ class Study:
             stalled=self._found is not None and self._found.stalled,
             fewest=found.fewest,
             fewest_octaves=found.fewest_octaves,
+            gain=found.gain,
+            idle=found.idle,
+            durations=self._durations,
             coordinates=found.coordinates,
             front=front(trials),
         )
 
     @property
     def answer(self) -> Answer:
-        """What the trials say; where none was run with fresh seeds, the best of the search is the best."""
-        trials, found = self._trials, self._found
-        said = answer(trials, self.space.dimensions)
-        if said.best is not None or found is None:
-            return said
-        number = min(trial.number for trial in trials if trial.octaves == found.params)
-        return replace(said, best=Best(number, found.loss, found.interval), octaves=found.params)
+        """What the trials say."""
+        return answer(self._trials, self.space.dimensions, over=self._over)
+
+    @property
+    def _over(self) -> bool:
+        """Whether a command has seen it to its end, be it of less than is asked for now."""
+        return self._found is not None or bool(self._study.user_attrs.get(ANSWERED))
 
     @property
     def _advice(self) -> str:

@@ -112,7 +112,7 @@ def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, va
     ends = sorted(values({**answer.octaves, path: octaves})[path] for octaves in each.flat)
     said += [f"as good between {format_number(ends[0])} and {format_number(ends[1])}"]
     start = format_number(values({**answer.octaves, path: 0.0})[path])
-    said += [f"{start} at the start costs {each.gain:.4f}" + ("" if each.worth else ", within the noise")]
+    said += [f"{start} at the start costs {_signed(each.gain)}" + ("" if each.worth else ", within the noise")]
     return "; ".join(said)
 
 
