@@ -1,6 +1,7 @@
 """From a folder of a run, a study, a check or a demo to a story. Errors name the file and say what to do."""
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,9 @@ def _known(study: Any) -> Any:
         if isinstance(trial, dict):
             trial["loss"] = finite(trial.get("loss"))
             trial["curve"] = [point for point in trial.get("curve", ()) if finite(point[-1]) is not None]
+    for name in ("best", "fewest") if isinstance(study, dict) else ():
+        if isinstance(study.get(name), dict) and None in (study[name].get("interval") or (None,)):
+            study[name]["interval"] = (-math.inf, math.inf)  # as JSON without infinities has it
     return study
 
 
