@@ -42,7 +42,9 @@ class Best:
     number: int  # of the trial that it is, or that it was first run as
     loss: float
     interval: tuple[float, float]
-    fresh: int = 0  # runs that it is the mean of and that did not choose it; 0: the run that did, so that it is too low
+    fresh: int = (
+        0  # runs that it is the mean of and that did not choose it; 0: the run that did, so that it is too low
+    )
 
 
 @dataclass(frozen=True)
