@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -43,8 +44,8 @@ TRIALS = (
 
 
 def after(count: int) -> StudyState:
-    noise = 0.0031 if count > 1 else None
-    return replace(NEW, trials=TRIALS[:count], noise_floor=noise, noise_runs=1 if count > 1 else 0)
+    runs = {0: 0, 1: 0, 2: 1}.get(count, 2)
+    return replace(NEW, trials=TRIALS[:count], noise_floor=0.0031 if runs else None, noise_runs=runs)
 
 
 @pytest.fixture
@@ -67,8 +68,8 @@ def test_a_trial_is_a_line_however_much_it_changes(plain: StringIO) -> None:
     assert [row[:start].split() for row in rows] == [
         ["0", "2.4241", "182", "k", "w1"],
         ["1", "2.4260", "182", "k", "w2"],
-        ["noise", "0.0031", "nats", "(1", "repeat);", "what", "gains", "less", "i"],  # as far as the last column
         ["2", "2.4139", "-0.0102", "*", "182", "k", "w1"],
+        ["noise", "0.0031", "nats", "(2", "repeats);", "what", "gains", "less"],
         ["3", "diverged", "at", "18%", "182", "k", "w2"],
         ["4", "stopped", "at", "40%", "182", "k", "w1"],
         ["5", "2.4155", "182", "k", "w2"],
@@ -114,7 +115,8 @@ def test_below_the_rows_stands_who_does_what_and_how_long_it_takes(monkeypatch, 
     assert "of 60 s" in said
     assert "other:99" in said
     # Two trials are left, of a minute each, on two workers.
-    for part in ("best 2.4139 (2)", "start 2.4241", "6 of 8", "1 diverged", "1 stopped", "radius 0.42 octave",
+    for part in ("best 2.4139 (2)", "start 2.4241", "6 of 8", "noise 0.0031 nats (2 repeats)",
+                 "1 diverged", "1 stopped", "radius 0.42 octave",
                  "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
         assert part in said
 
@@ -129,12 +131,28 @@ def test_without_a_terminal_the_state_is_told_now_and_then(plain: StringIO) -> N
 
 
 def test_the_headline_says_what_is_known() -> None:
-    assert headline(replace(after(2), radius=0.5, space=PATHS[:1])) == [
-        "study wheat",
-        "trust-region, 1 dimension",
-        "trust region 0.50 octave",
-        "noise 0.0031 nats (1 repeat)",
-    ]
+    begun = ["study wheat", "trust-region, 1 dimension", "trust region 0.50 octave"]
+    for count, noise in ((2, "noise not measured yet"), (3, "noise 0.0031 nats (2 repeats)")):
+        assert headline(replace(after(count), radius=0.5, space=PATHS[:1])) == [*begun, noise]
+
+
+def left(state: StudyState, workers: int = 2, **limits: Any) -> str:
+    """What the foot says of the time that is left, with nothing at work here."""
+    return TuneScreen(state, limits.pop("trials", None), workers, **limits)._time_left()
+
+
+def test_the_time_left_is_that_to_the_first_limit() -> None:
+    # Six runs of 60 seconds, ended a second apart: 65 seconds in which some were going on.
+    runs = replace(after(6), trials=tuple(replace(trial, flops=1e15) for trial in TRIALS))
+    assert left(runs, trials=10) == "2 min 00 s left"
+    assert left(runs, flops=1e16) == "2 min 00 s left"
+    assert left(runs, hours=0.1) == "4 min 55 s left"
+    assert left(runs, trials=10, hours=0.02) == "7.0 s left"
+    assert left(runs, hours=0.01) == ""
+    assert left(after(6), flops=1e16) == ""  # nobody says what a run costs
+    assert left(after(0), flops=1e16, hours=1.0) == ""
+    # Of a stack of 16 each has counted a sixteenth of the time that it took.
+    assert left(runs, trials=10, stack=16) == "4 min 00 s left"
 
 
 def test_changes_are_whole_as_long_as_one_fits() -> None:

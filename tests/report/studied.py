@@ -147,19 +147,27 @@ def study(count: int = 31, trials: int = 64, seed: int = 0, workers: int = 2) ->
     coordinates = _coordinates(searched, land, best.octaves or {})
     worth = {c.path for c in coordinates if c.worth}
     fewest = {p: o if p in worth else 0.0 for p, o in (best.octaves or {}).items()}
+    # From the least important on, as many as cost less than the noise together.
+    left, idle = NOISE, list[str]()
+    for coordinate in sorted(coordinates, key=lambda c: abs(c.gain)):
+        left -= abs(coordinate.gain)
+        if left > 0:
+            idle.append(coordinate.path)
     return StudyState(
         name="wheat-proxy",
         method="trust-region",
         space=tuple(d.path for d in searched),
         noise_floor=NOISE,
-        best=Best(best.number, mean, (mean - 0.0042, mean + 0.0042)),
+        best=Best(best.number, mean, (mean - 0.0042, mean + 0.0042), fresh=3),
         trials=tuple(made),
         dimensions=searched,
         noise_runs=4,
         radius=radius,
         stalled=True,
-        fewest=Best(best.number, mean + 0.0012, (mean - 0.005, mean + 0.0074)),
+        fewest=Best(best.number, mean + 0.0012, (mean - 0.005, mean + 0.0074), fresh=3),
         fewest_octaves=fewest,
+        gain=(made[0].loss or math.inf) - mean,
+        idle=tuple(idle),
         coordinates=coordinates,
     )
 
@@ -200,12 +208,22 @@ def durations(state: StudyState) -> StudyState:
         least = min((t for t in trials if t.branches), key=lambda t: t.branches[i][1])
         tokens, loss = least.branches[i]
         front.append(Front(least.number, tokens, 6 * 850_000 * tokens, loss))
-    return replace(state, trials=tuple(trials), front=tuple(front))
+    lengths = tuple(TOKENS // k for k in (4, 2, 1))
+    return replace(state, trials=tuple(trials), front=tuple(front), durations=lengths)
 
 
 def all_diverged(state: StudyState) -> StudyState:
     lost = tuple(replace(t, state="diverged", loss=None, tokens=t.tokens // 3) for t in state.trials[:9])
-    return replace(state, trials=lost, best=None, noise_floor=None, fewest=None, fewest_octaves=None, coordinates=())
+    none = dict.fromkeys(("best", "noise_floor", "fewest", "fewest_octaves", "gain"))
+    return replace(state, trials=lost, coordinates=(), idle=(), noise_runs=0, **none)
+
+
+def unjudged(state: StudyState) -> StudyState:
+    """The lowest of the search is the answer: no run was left for fresh seeds."""
+    trials = tuple(t for t in state.trials if t.purpose == "search")
+    lowest = min((t for t in trials if t.state == "complete"), key=lambda t: t.loss or math.inf)
+    best = Best(lowest.number, lowest.loss or math.inf, (-math.inf, math.inf))
+    return replace(state, trials=trials, best=best, noise_floor=None, noise_runs=0, fewest=None, fewest_octaves=None)
 
 
 def at_first(state: StudyState) -> StudyState:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections import Counter
 from dataclasses import asdict, replace
 
@@ -11,10 +12,12 @@ import studied
 from test_page import Reader
 
 from leaven.recipe.hyperparameters import Multipliers
-from leaven.report import multipliers, points, searches, slices, study_tables, trial_marks
+from leaven.recipe.units import parse_quantity
+from leaven.report import chapters, multipliers, points, searches, slices, study_tables, trial_marks
 from leaven.report.folders import read_study
 from leaven.report.page import write_page
 from leaven.scaling.table import resolve
+from leaven.tuning.space import space
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +37,11 @@ def test_what_is_written_is_read(state, study):
 def test_the_page_says_what_came_out_first(study, state, tmp_path):
     page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
     text = Reader(page).text
-    start = sum(trial.loss for trial in state.trials[:5]) / 5
+    assert f"{len(state.idle)} of 31 were not worth tuning: back at the start all of them together cost less" in text
     worth = sum(coordinate.worth for coordinate in state.coordinates)
-    assert f"{start - state.best.loss:.3f} below the start" in text
-    assert f"tuning paid for {worth} of them" in text
+    assert f"{state.gain:.3f} below the start" in text
+    assert f"{worth} gained more than the noise by themselves" in text
+    assert f"{state.trials[0].loss - state.best.loss:.4f}" in text
     assert "stopped of itself" in text
     for chapter in ("Slices through", "What mattered", "What each module got", "changes", "as they trained", "took"):
         assert chapter in text
@@ -129,11 +133,16 @@ def test_curves_are_thin_and_the_best_is_no_better_than_itself(study):
 def test_loss_against_cost_is_drawn_where_durations_are_compared(study):
     assert searches.front(study) is None
     compared = studied.durations(study)
-    ends, steps = searches.front(compared).data
+    ends, steps, answer = searches.front(compared).data
     assert len(ends.x) == 3 * study.count("complete")
     assert list(steps.y) == [one.loss for one in compared.front]
     assert list(np.diff(steps.y) < 0) == [True, True]
     assert min(ends.y) == pytest.approx(steps.y[-1])
+    assert answer.y == pytest.approx([study.best.loss], abs=1e-5)
+    assert answer.x == pytest.approx([steps.x[-1]])
+    # Whole batches end a little apart: that is no choice of cost.
+    near = replace(study, front=tuple(replace(compared.front[-1], number=k, tokens=1_000_000 + k) for k in range(2)))
+    assert searches.front(near) is None
 
 
 def test_the_fewest_changes_stand_beside_the_best(study):
@@ -154,6 +163,64 @@ def test_octaves_of_a_beta_are_those_of_its_exponent(study):
     best = study.best_trial
     for path, centre in points.start(study).items():
         assert points.value(path, centre, best.octaves[path]) == pytest.approx(best.values[path])
+
+
+def test_the_lowest_of_each_duration_is_said_to_be_one_run(study):
+    compared = studied.durations(study)
+    text = study_tables.durations(compared)
+    searched = [trial for trial in compared.trials if trial.branches and trial.purpose == "search"]
+    for i in range(3):
+        least = min(searched, key=lambda trial: trial.branches[i][1])
+        assert f'<td class="number strong">{least.branches[i][1]:.4f}</td>' in text
+    assert text.count("one run, of the seed that chose it") == 3
+    assert "the answer: mean of 3 fresh seeds" in text
+    unjudged = study_tables.durations(replace(compared, best=replace(study.best, fresh=0)))
+    assert "the answer" not in unjudged
+    assert study_tables.durations(study) is None
+
+
+def test_not_worth_tuning_is_what_may_go_back_together(study):
+    told = {each.path: study_tables.word(each, study) for each in study.coordinates}
+    assert {path for path, word in told.items() if word == "not worth tuning"} == set(study.idle)
+    small = [each for each in study.coordinates if told[each.path] == "small"]
+    assert small  # each alone less than the noise, and yet not said to be worth nothing
+    assert not any(each.worth for each in small)
+
+
+def test_the_gain_is_of_common_seeds_where_the_study_says_it(study):
+    assert study.gained == study.gain
+    old = replace(study, gain=None)
+    assert old.gained == pytest.approx(sum(trial.loss for trial in study.trials[:5]) / 5 - study.best.loss)
+
+
+def test_what_no_fresh_seed_has_judged_is_said_to_be_too_low(tmp_path):
+    state = studied.unjudged(studied.study(6, 24))
+    page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
+    text = Reader(page).text
+    assert "has the lowest loss of" in text
+    assert "expect worse" in text
+    assert "fresh seeds: expect worse" in text
+    assert "the mean of" not in text
+    assert "95%" not in text.split("Where every value")[0]
+    document = json.loads((tmp_path / "study/study.json").read_text())
+    for empty in (None, [None, None]):
+        document["best"]["interval"] = empty
+        (tmp_path / "study/study.json").write_text(json.dumps(document))
+        assert read_study(tmp_path / "study").interval is None
+
+
+@pytest.mark.parametrize("which", ["global", "per-module", "per-module-full", "hyperparameters.modules.mlp.in.lr"])
+@pytest.mark.parametrize("durations", [(), (250_000, 500_000)])
+def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
+    searched = space(study.centre, which)
+    if durations:
+        searched = searched.without("batch.tokens", "")
+    command = chapters.tune_command(replace(study, space=searched.paths, durations=durations), "centre.toml", ".")
+    words = shlex.split(command)
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert space(study.centre, options["--space"]).paths == searched.paths
+    assert len(options["--space"].split(",")) <= 22
+    assert [parse_quantity(each) for each in options.get("--durations", "").split(",") if each] == [*durations]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,24 @@ def test_a_branch_that_diverges_leaves_the_trunk_alone(tiny: Recipe, monkeypatch
     hurt = train_trial(recipe, durations=DURATIONS)
     assert hurt.branches == whole.branches[1:]
     assert (hurt.loss, hurt.tokens) == (whole.loss, whole.tokens)
+
+
+def test_a_branch_shorter_than_a_quarter_of_the_longest_diverges_by_its_mean(
+    tiny: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, durations = tiny.replace(WSD), (6 * STEP, 32 * STEP)
+    whole = train_trial(recipe, durations=durations)
+    step = Training.step
+
+    def lost(training: Training) -> Any:
+        found = step(training)
+        return replace(found, loss=1e3) if training.recipe.data.tokens == durations[0] else found
+
+    monkeypatch.setattr(Training, "step", lost)
+    hurt = train_trial(recipe, durations=durations)
+    assert [tokens for tokens, _ in whole.branches] == [*durations]
+    assert hurt.branches == whole.branches[1:]
+    assert hurt.curve == whole.curve
 
 
 BASE = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240}

@@ -163,7 +163,7 @@ def test_what_is_0_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("hyperparameters.speed", "model.d_model", "hyperparameters.modules.lr", "hyperparameters.depth.lr", ""),
+        *("hyperparameters.speed", "model.d_model", "hyperparameters.modules.lr", "hyperparameters.depth.lr"),
         *("hyperparameters.depth.lr[3]", "hyperparameters.depth.speed[0]", "hyperparameters.modules.*.speed"),
         *("hyperparameters.modules.mlp.in.speed", "schedule.min_lr_ratio", "per_module", "recipe"),
     ],
@@ -193,6 +193,31 @@ def test_the_usual_reach_ends_where_recipes_end(tiny: Recipe) -> None:
     assert higher["hyperparameters.lr"] == (-3, 0.875)
     whole = edge.replace({"schedule.warmup_tokens": edge.data.tokens})
     assert "longer than the run" in dict(space(whole, "global").left_out)["schedule.warmup_tokens"]
+
+
+@pytest.mark.parametrize("which", ["", "global,", ",global", "global, ,per-module"])
+def test_an_empty_name_is_said_to_be_one(deep: Recipe, which: str) -> None:
+    with pytest.raises(InputError, match="--space: an empty name; give global, per-module"):
+        space(deep, which)
+
+
+def test_a_value_is_kept_below_a_limit(tiny: Recipe) -> None:
+    around = space(tiny, "hyperparameters.lr,schedule.warmup_tokens")
+    path, centre = "schedule.warmup_tokens", tiny.schedule.warmup_tokens
+    usual = around.limits[path][1]
+    for limit in (centre + 1, 1.25 * centre, 2 * centre, 3 * centre):
+        high = around.below(path, limit).limits[path][1]
+        assert around.values({path: high})[path] < limit
+        assert high == usual or around.values({path: high + 1 / 8})[path] >= limit
+    assert around.below(path, 100 * centre) == around
+    assert around.below("batch.tokens", 1) == around
+
+
+def test_octaves_in_which_a_value_cannot_move_are_refused(tiny: Recipe) -> None:
+    for path, whole in (("batch.tokens", "sequences"), ("schedule.warmup_tokens", "tokens")):
+        with pytest.raises(InputError, match=rf"{path}: from -1e-05 to \+1e-05 octaves it stays .* whole {whole}"):
+            space(with_table(tiny, octaves={path: 1e-5}))
+    assert space(with_table(tiny, octaves={"batch.tokens": 1})).limits == {"batch.tokens": (-1.0, 1.0)}
 
 
 def with_table(recipe: Recipe, **table: Any) -> Recipe:

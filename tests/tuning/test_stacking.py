@@ -75,7 +75,8 @@ def test_what_comes_while_a_stack_trains_is_the_next_one() -> None:
         first = pool.submit(stack, Proposal({"x": 1}, 0))
         assert began.wait(60)
         others = [pool.submit(stack, Proposal({"x": x}, x)) for x in (2, 3)]
-        while len(stack._waiting) < 2:
+        deadline = time.monotonic() + 60
+        while len(stack._waiting) < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
         go_on.set()
         assert [future.result().loss for future in (first, *others)] == [1, 2, 3]

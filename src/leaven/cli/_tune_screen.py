@@ -1,5 +1,6 @@
 """What a person watches while a study searches, and its answer."""
 
+import math
 import statistics
 import threading
 import time
@@ -30,15 +31,26 @@ class _Running:
 class TuneScreen(Screen):
     """A row a trial, those of other commands on the same study too; below them, on a terminal, who does what.
 
-    It may be told from several threads.
+    It may be told from several threads. ``trials``, ``flops`` and ``hours`` are the budget; ``workers`` work at
+    once, or a ``stack`` of trials is trained as one, of which each counts its share of the seconds.
     """
 
     HEADER = "trial      loss  against best  tokens/s  worker  what changed against the best"
     INDENT = HEADER.index("what")
 
-    def __init__(self, state: StudyState, trials: int | None, workers: int) -> None:
+    def __init__(
+        self,
+        state: StudyState,
+        trials: int | None,
+        workers: int,
+        *,
+        stack: int = 1,
+        flops: float | None = None,
+        hours: float | None = None,
+    ) -> None:
         super().__init__()
-        self._state, self._trials, self._workers = state, trials, workers
+        self._state, self._trials, self._workers, self._stack = state, trials, workers, stack
+        self._flops, self._hours = flops, hours
         self._shown = {trial.number for trial in _ended(state)}
         self._running: dict[int, _Running] = {}
         self._names: dict[str, str] = {}
@@ -64,12 +76,12 @@ class TuneScreen(Screen):
     def ended(self, trial: Trial, state: StudyState) -> None:
         """A trial has ended; ``state`` is the study with it, and with what other commands have done meanwhile."""
         with self._rows:
-            unknown, self._state = self._state.noise_floor is None, state
+            unknown, self._state = _noise(self._state) is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
             for other in new or [trial]:
                 self._say(other)
-            if unknown and state.noise_floor is not None:
-                self.row(f"  noise {state.noise_floor:.4f} nats{_repeats(state)}; what gains less is no gain")
+            if unknown and (noise := _noise(state)) is not None:
+                self.row(f"  {noise}; what gains less is no gain")
             ended = len(self._shown)
             total = self._trials and max(self._trials, ended)
             self._progress.update(self._task, completed=ended, total=total, left="")
@@ -153,14 +165,36 @@ class TuneScreen(Screen):
     def _usual(self) -> float | None:
         """Seconds that a trial takes: the median of those that have ended, diverged and stopped ones with them."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
-        return statistics.median(seconds) if seconds else None
+        return statistics.median(seconds) * self._stack if seconds else None
 
     def _done(self) -> str:
         return f"{len(self._shown)} of {self._trials}" if self._trials else f"{len(self._shown)}"
 
     def _time_left(self) -> str:
-        left, usual = (self._trials or 0) - len(self._shown), self._usual()
-        return f"{format_seconds(usual * left / self._workers)} left" if usual and left > 0 else ""
+        """Until the first limit of the budget, as far as the trials so far tell."""
+        usual, left = self._usual(), list[float]()
+        if usual is None:
+            return ""
+        rate = (self._stack if self._stack > 1 else self._workers) / usual  # trials a second
+        if self._trials is not None:
+            left.append((self._trials - len(self._shown)) / rate)
+        spent = [trial.flops for trial in self._state.trials if trial.flops]
+        if self._flops is not None and spent:
+            left.append((self._flops - sum(spent)) / statistics.median(spent) / rate)
+        if self._hours is not None:
+            left.append(3600 * self._hours - self._busy())
+        return f"{format_seconds(min(left))} left" if left and min(left) > 0 else ""
+
+    def _busy(self) -> float:
+        """The seconds so far in which at least one trial was going on."""
+        now, here = time.time(), time.monotonic()
+        spans = [(now - (here - job.since), now) for job in self._running.copy().values()]
+        spans += [(t.ended - t.seconds * self._stack, t.ended) for t in self._state.trials if t.ended and t.seconds]
+        total, until = 0.0, -math.inf
+        for began, ended in sorted(spans):
+            total += max(ended - max(began, until), 0.0)
+            until = max(until, ended)
+        return total
 
     def _summary(self) -> list[str]:
         state = self._state
@@ -172,9 +206,11 @@ class TuneScreen(Screen):
             if first.loss is not None:
                 parts.insert(1, f"start {first.loss:.4f}")
         parts += _lost(state)
+        parts += [noise] if (noise := _noise(state)) else []
         if state.radius is not None:
             parts.append(f"radius {state.radius:.2f} octave")
-        parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
+        at_once = f"{self._workers} workers" if self._workers > 1 else "1 worker"
+        parts.append(f"stacks of {self._stack}" if self._stack > 1 else at_once)
         return [*parts, left] if (left := self._time_left()) else parts
 
 
@@ -184,13 +220,14 @@ def headline(state: StudyState) -> list[str]:
     parts = [f"study {state.name}", f"{state.method}, {count} dimension{'s' if count != 1 else ''}"]
     if state.radius is not None:
         parts.append(f"trust region {state.radius:.2f} octave")
-    noise = state.noise_floor
-    parts.append("noise not measured yet" if noise is None else f"noise {noise:.4f} nats{_repeats(state)}")
-    return parts
+    return [*parts, _noise(state) or "noise not measured yet"]
 
 
-def _repeats(state: StudyState) -> str:
-    return f" ({state.noise_runs} repeat{'s' if state.noise_runs != 1 else ''})" if state.noise_runs else ""
+def _noise(state: StudyState) -> str | None:
+    """What is known of the noise; None before it is measured, as it is by three runs of the start."""
+    if state.noise_floor is None or state.noise_runs < 2:
+        return None
+    return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeats)"
 
 
 def _ended(state: StudyState) -> list[Trial]:

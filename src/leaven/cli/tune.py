@@ -1,7 +1,7 @@
 """leaven tune RECIPE"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,9 @@ from leaven.cli._screens import TextScreen
 from leaven.cli._tune_screen import TuneScreen
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from leaven.tuning.space import Space
 
 TRIALS = 32  # without any budget
 

@@ -4,9 +4,10 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe, split_path
 from leaven.report import figures, numbers, tables
 from leaven.report.html import Html, element
+from leaven.report.multipliers import acts
 from leaven.report.network import picture
 from leaven.report.parameters import tables as resolved
 from leaven.report.story import Demo, Run, Study
@@ -117,8 +118,22 @@ def parameters(made: Sheet, recipe: Recipe, beside: Recipe | None, names: tuple[
 def tune_command(study: Study, recipe: str, folder: str) -> str:
     """What made a study: with another space, method or more trials it would be another, or go on."""
     counted = str(max(study.ended, 1))
-    options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", ",".join(study.space)]
+    options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
+    if study.durations:
+        options += ["--durations", ",".join(map(str, study.durations))]
     return shlex.join(["leaven", "tune", recipe, *options])
+
+
+def _space(study: Study) -> str:
+    """What was searched as ``--space`` takes it: a quantity of all modules that have it as one pattern."""
+    recipe, searched = study.centre, [path.replace('"', "") for path in study.space]
+    names = dict[str, None]()
+    for path in searched:
+        *outer, quantity = split_path(path)
+        every = {f"hyperparameters.modules.{m}.{quantity}" for m in recipe.model.modules if acts(recipe, m, quantity)}
+        whole = len(outer) == 3 and every <= set(searched)
+        names[f"hyperparameters.modules.*.{quantity}" if whole else path] = None
+    return ",".join(names)
 
 
 def demo_commands(demo: Demo) -> list[str]:

@@ -120,15 +120,14 @@ def read_study(folder: Path) -> Study:
 
 
 def _known(study: Any) -> Any:
-    """What diverged has no loss, written as null or as Infinity; in a curve such a point is none. An interval without
-    ends is that of a point that was run once."""
+    """What diverged has no loss, written as null or as Infinity; in a curve such a point is none."""
     for trial in study.get("trials", ()) if isinstance(study, dict) else ():
         if isinstance(trial, dict):
             trial["loss"] = finite(trial.get("loss"))
             trial["curve"] = [point for point in trial.get("curve", ()) if finite(point[-1]) is not None]
-    for key in ("best", "fewest") if isinstance(study, dict) else ():
-        if isinstance(study.get(key), dict) and study[key].get("interval") == [None, None]:
-            study[key]["interval"] = [-math.inf, math.inf]
+    for name in ("best", "fewest") if isinstance(study, dict) else ():
+        if isinstance(study.get(name), dict) and None in (study[name].get("interval") or (None,)):
+            study[name]["interval"] = (-math.inf, math.inf)  # as JSON without infinities has it
     return study
 
 

@@ -40,13 +40,18 @@ def delta(number: float | None) -> str:
     """A difference in nats with its sign."""
     if number is None:
         return NONE
-    return f"{'+' if number > 0 else MINUS if number < 0 else ''}{abs(number):.4f}"
+    shown = f"{abs(number):.4f}"
+    if not float(shown):
+        return shown
+    return f"{'+' if number > 0 else MINUS}{shown}"
 
 
 def ratio(number: float) -> str:
-    """A factor: ``3.6×``, ``0.3×``, a small one as a fraction where it is one: ``1/8×``."""
+    """A factor: ``3.6×``, ``0.3×``, near 1 ``0.97×``, a small one as a fraction where it is one: ``1/8×``."""
     if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
+    if 0.9 < number < 1.1:
+        return f"{float(f'{number:.2f}'):g}×"
     return f"{number:.2g}×" if number < 10 else f"{number:.0f}×"
 
 

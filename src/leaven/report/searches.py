@@ -10,7 +10,7 @@ from leaven.report import numbers, points
 from leaven.report.curves import smooth, thin
 from leaven.report.figures import INK, MUTED, PAPER, figure, log_axis, plotly
 from leaven.report.story import Study
-from leaven.report.trial_marks import BEST, MARKS, NOISE, by_kind, edge, hover, window
+from leaven.report.trial_marks import BEST, MARKS, NOISE, Mark, by_kind, edge, hover, window
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -52,17 +52,16 @@ def search(study: Study) -> "go.Figure":
     places = [place for place in numbers.linear_ticks(first, max(last, first + 1), 10) if place == int(place)]
     chart.update_xaxes(range=[first - room, last + 2 * room], tickvals=places)
     chart.update_yaxes(range=[low - 0.06 * (high - low), top + 0.02 * (high - low)])
-    if study.start_loss is None:  # nothing but divergences: there is no scale to read
-        chart.update_yaxes(showticklabels=False, showgrid=False)
     return chart
 
 
 def _answer(chart: "go.Figure", study: Study, x: float) -> None:
     assert study.best is not None
-    low, high = study.best.interval
     bar = None
-    said = f"<b>the answer</b><br>{numbers.loss(study.best.loss)} nats per token, mean over fresh seeds"
-    if math.isfinite(high - low):
+    judged = f"fresh seeds: {study.best.fresh}" if study.best.fresh else "the lowest of the search; expect worse"
+    said = f"<b>the answer</b><br>{numbers.loss(study.best.loss)} nats per token<br>{judged}"
+    if study.interval:
+        low, high = study.interval
         said += f"<br>95%: {low:.4f} to {high:.4f}"
         up, down = [high - study.best.loss], [study.best.loss - low]
         bar = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": BEST, "width": 4}
@@ -181,9 +180,17 @@ def _joined(curves: Iterable[Iterable[tuple[int, float]]]) -> tuple[list[float |
     return x, y
 
 
+SAME = 1.02  # costs that differ by no more are the same
+
+
 def front(study: Study) -> "go.Figure | None":
-    """Loss against cost: every end of a trial as a dot, and those with no cheaper and better one as steps."""
-    if len(study.front) < 2:
+    """Loss against cost: every end of a trial as a dot, and those with no cheaper and better one as steps.
+
+    None where all cost the same: of one duration, up to whole batches, there is nothing to choose from.
+    """
+    if len(study.front) < 2 or max(one.tokens for one in study.front) <= SAME * min(
+        one.tokens for one in study.front
+    ):
         return None
     counted = all(one.flops for one in study.front)
     chart = figure("training FLOPs" if counted else "tokens", "validation loss, nats per token")
@@ -207,6 +214,10 @@ def front(study: Study) -> "go.Figure | None":
     hovered = {"hovertext": said, "hovertemplate": "%{hovertext}<extra></extra>"}
     chart.add_trace(plotly().Scatter(x=x, y=y, **style, **hovered))
     costs = [*x, *(cost for cost, _, _ in ends)]
+    if study.best and study.best.fresh and study.best_trial and study.best_trial.tokens:
+        whole = max((tokens for tokens, _ in study.best_trial.branches), default=study.best_trial.tokens)
+        cost = study.best_trial.flops * whole / study.best_trial.tokens if counted else whole
+        Mark("", "diamond", BEST, 12).on(chart, [cost], [study.best.loss], ["<b>the answer</b>, by fresh seeds"])
     log_axis(chart, "xaxis", min(costs), max(costs), numbers.value if counted else numbers.tick, pad=0.06)
     return chart
 

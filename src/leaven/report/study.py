@@ -1,7 +1,5 @@
 """The page of a study: what came out, the search, what mattered, the network it found, every trial, the cost."""
 
-import math
-
 from leaven.report import chapters, multipliers, numbers, points, searches, slices, study_tables, tables, trial_marks
 from leaven.report.html import Html, element, join
 from leaven.report.story import Study
@@ -14,7 +12,8 @@ def head(made: chapters.Sheet, study: Study) -> Html:
     _changes(made, study)
     _trained(made, study)
     chosen = study.best_recipe or study.centre
-    chapters.parameters(made, chosen, study.centre if study.best_recipe else None, ("centre", "best"))
+    beside = study.centre if study.best_recipe else None
+    chapters.parameters(made, chosen, beside, ("centre", "best" if beside else "start"))
     chapters.provenance(made, chosen)
     chapters.commands(made, [chapters.tune_command(study, "centre.toml", "."), "leaven report . -o report.html"])
     return join(element("p", verdict(study), class_="verdict"), _four(study))
@@ -22,7 +21,7 @@ def head(made: chapters.Sheet, study: Study) -> Html:
 
 def verdict(study: Study) -> str:
     """What came out, in a sentence or two."""
-    best, start, count = study.best, study.start_loss, len(study.trials)
+    best, gain, count = study.best, study.gained, len(study.trials)
     one = len(study.space) == 1
     searched, are, were = ("one value", "is", "was") if one else (f"{len(study.space)} values", "are", "were")
     if best is None:
@@ -35,8 +34,7 @@ def verdict(study: Study) -> str:
         none = f"None of {count} trials has" if count > 1 else "The first trial has not"
         return f"{none} completed yet; {searched} {are} searched by {study.method}."
     against = ""
-    if start is not None and study.noise_floor:
-        gain = start - best.loss
+    if gain is not None and study.noise_floor:
         times = (
             f" and {gain / study.noise_floor:.0f} times the noise between seeds"
             if gain > 2 * study.noise_floor
@@ -46,20 +44,23 @@ def verdict(study: Study) -> str:
         if gain <= study.noise_floor:
             against = ", no better than the start by more than the noise between seeds"
     worth = sum(coordinate.worth for coordinate in study.coordinates)
-    paid = f"; tuning paid for {worth or 'none'} of them" if study.coordinates else ""
+    alone = f"; {worth or 'none'} gained more than the noise by {'itself' if worth == 1 else 'themselves'}"
+    alone = alone if study.coordinates and not one else ""
     stalled = " The search stopped of itself: its last rounds gained less than the noise." if study.stalled else ""
     return (
-        f"Trial {best.number} is the best of {count}: {numbers.loss(best.loss)} nats per token{against}. "
-        f"{searched.capitalize()} {were} searched by {study.method}{paid}.{stalled}"
+        f"Trial {best.number} {'is the best' if best.fresh else 'has the lowest loss'} of {count}: "
+        f"{numbers.loss(best.loss)} nats per token{against}.{'' if best.fresh else UNJUDGED} "
+        f"{searched.capitalize()} {were} searched by {study.method}{alone}.{stalled}"
     )
 
 
 def _four(study: Study) -> Html:
-    best, start = study.best, study.start_loss
-    gain = start - best.loss if best and start is not None else None
-    interval = best.interval if best else None
+    best, gain, interval = study.best, study.gained, study.interval
+    told = f"; 95%: {interval[0]:.4f} to {interval[1]:.4f}" if interval else ""
+    if best and not best.fresh:
+        told = "; the lowest of the search, expect worse"
     lost = [f"{study.count(state)} {state}" for state in ("diverged", "stopped", "failed", "running")]
-    lost = [told for told in lost if not told.startswith("0 ")]
+    lost = [each for each in lost if not each.startswith("0 ")]
     noise = f"nats; noise between seeds {study.noise_floor:.4f}" if study.noise_floor else "nats"
     flops = sum(trial.flops for trial in study.trials)
     workers = len({trial.worker for trial in study.trials if trial.worker})
@@ -68,21 +69,19 @@ def _four(study: Study) -> Html:
         (
             "best loss",
             numbers.loss(best.loss if best else None),
-            f"nats per token; 95%: {numbers.loss(interval[0])} to {numbers.loss(interval[1])}"
-            if interval and math.isfinite(interval[1] - interval[0])
-            else "nats per token",
+            f"nats per token{told}",
             "",
         ),
         (
             "against the start",
             numbers.delta(-gain) if gain is not None else numbers.NONE,
             noise,
-            tables.verdict(gain) if gain is not None and abs(gain) > (study.noise_floor or 0.0) else "",
+            tables.verdict(gain) if best and best.fresh and abs(gain or 0.0) > (study.noise_floor or 0.0) else "",
         ),
         (
             "trials",
-            str(study.count("complete")),
-            f"ended; {', '.join(lost)}" if lost else "all ended",
+            str(len(study.trials)),
+            f"{study.count('complete') or 'none'} to the end, {', '.join(lost)}" if lost else "all to the end",
             "",
         ),
         (
@@ -94,11 +93,14 @@ def _four(study: Study) -> Html:
     )
 
 
+UNJUDGED = " That is the run that chose it, the lowest of the search, and not judged by fresh seeds: expect worse."
+
+
 def searched(made: chapters.Sheet, study: Study) -> None:
     """The trials in order, and what each value did to the loss."""
     kinds = trial_marks.by_kind(study)
-    if not kinds:
-        return  # no trial has ended
+    if study.start_loss is None:
+        return  # no trial has ended with a loss; how those went that diverged is told by their curves
     told = "The trials in the order they began."
     beyond = kinds.get("beyond", ())
     if study.count("diverged") + study.count("failed"):
@@ -110,9 +112,13 @@ def searched(made: chapters.Sheet, study: Study) -> None:
         runs = f", from {study.noise_runs} {many}" if study.noise_runs else ""
         told += (
             f" The band is the noise floor, ±{study.noise_floor:.4f} nats between seeds{runs}; the trials of the "
-            "search share one seed, so the lowest of them may be lucky. The answer stands at the right with its "
-            "interval, a mean over fresh seeds."
+            "search share one seed, so the lowest of them may be lucky."
         )
+    if study.best and study.best.fresh:
+        runs = "a run with a fresh seed" if study.best.fresh == 1 else f"the mean of {study.best.fresh} fresh seeds"
+        told += f" The answer stands at the right{' with its interval' if study.interval else ''}: {runs}."
+    elif study.best:
+        told += " The answer, at the right, is the lowest of the search and not judged by fresh seeds: expect worse."
     chart = made.chart("search", searches.search(study), "loss of every trial")
     made.section("The search", told, trial_marks.key(study), chart)
     if study.coordinates:
@@ -155,14 +161,20 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
             "crosses are trials that diverged, faint where this value is hardly the reason; ticks are the others.",
             element("div", *panels, class_="panels"),
         )
-    idle = [points.short(coordinate.path) for coordinate in study.coordinates if not coordinate.worth]
     told = (
         "Each value by itself, all others at the best. Importance is its share of how much the loss varies over what "
         "was tried; what moving it from the start brought has its standard deviation beside it."
     )
-    if idle:
-        were = "was" if len(idle) == 1 else "were"
-        told += f" {len(idle)} of {len(study.coordinates)} {were} not worth tuning: left alone they do as well."
+    if study.idle:
+        were, they = ("was", "it costs") if len(study.idle) == 1 else ("were", "all of them together cost")
+        told += (
+            f" {len(study.idle)} of {len(study.coordinates)} {were} not worth tuning: back at the start {they} less "
+            "than the noise."
+        )
+    small = [each.gain for each in study.coordinates if study_tables.word(each, study) == "small"]
+    if small:
+        each, together = (" each", " together") if len(small) > 1 else ("", "")
+        told += f" {len(small)} gained less than the noise{each}: {numbers.delta(-sum(small))} nats{together}."
     made.section("What mattered", told, study_tables.values(study))
 
 
@@ -234,9 +246,9 @@ def _changes(made: chapters.Sheet, study: Study) -> None:
 
 def _trained(made: chapters.Sheet, study: Study) -> None:
     """The trials as runs: curves, cost, and each in a row."""
-    front, timeline = searches.front(study), searches.timeline(study)
+    front, ends, timeline = searches.front(study), study_tables.durations(study), searches.timeline(study)
     if known := searches.known_curves(study):
-        told = "Training loss of every trial, faint; the best one strong."
+        told = "Training loss of every trial" + (", faint; the best one strong." if study.best else ".")
         if study.count("stopped"):
             told += " Triangles: given up where the curve of the best trial left no hope."
         if study.count("diverged"):
@@ -247,16 +259,19 @@ def _trained(made: chapters.Sheet, study: Study) -> None:
             told += " The second chart: the same less the loss of the best trial at the same tokens."
             chart = searches.curves(study, ahead, "above the best trial, nats per token")
             charts.append(made.chart("ahead", chart, "loss of all trials above the best at the same tokens", "tall"))
-        made.section("The trials as they trained", told, element("div", *charts, class_="pair"))
-    if front is not None:
-        made.section(
-            "Loss against cost",
-            "Every dot is a trial at the end of a duration; the steps join those that no cheaper trial beats.",
-            made.chart("front", front, "loss against cost"),
-        )
+        both = element("div", *charts, class_="pair") if len(charts) > 1 else charts[0]
+        made.section("The trials as they trained", told, both)
+    if front is not None or ends is not None:
+        told = "Every dot is a trial at the end of a duration; the steps join those that no cheaper trial beats."
+        if study.best and study.best.fresh:
+            told += " The diamond is the answer, judged by fresh seeds at the longest duration; the others are not."
+        chart = front and made.chart("front", front, "loss against cost")
+        made.section("Loss against cost", told if front else None, chart, ends)
     made.section(
         "Every trial",
-        "Lowest loss first; a column's head sorts by it. The loss of a stopped trial is what was expected of it.",
+        ("Lowest loss first; a" if study.count("complete") else "A")
+        + " column's head sorts by it."
+        + (" The loss of a stopped trial is what was expected of it." if study.count("stopped") else ""),
         study_tables.trials(study),
         class_="broad",
     )

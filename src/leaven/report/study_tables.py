@@ -31,8 +31,8 @@ def values(study: Study) -> Html:
             element("td", _gain(coordinate), class_="number"),
             element("td", element("div", bar, class_="bar"), class_="share"),
             element("td", f"{coordinate.importance:.0%}", class_="number", title=_optuna(coordinate)),
-            element("td", "worth it" if coordinate.worth else "not worth it", class_="quiet"),
-            class_=None if coordinate.worth else "idle",
+            element("td", word(coordinate, study), class_="quiet"),
+            class_="idle" if word(coordinate, study) == IDLE else None,
         )
 
     heads = [
@@ -42,7 +42,7 @@ def values(study: Study) -> Html:
         _head("flat", "within the noise", "number"),
         _head("moving it brought", "nats", "number"),
         element("th", "importance", scope="col", colspan=2),
-        _head("tuning it was"),
+        _head("tuning it"),
     ]
 
     def table(rows: list[Coordinate]) -> Html:
@@ -53,6 +53,14 @@ def values(study: Study) -> Html:
         )
 
     return _folding(table, study.coordinates, "more values")
+
+
+IDLE = "not worth tuning"
+
+
+def word(coordinate: Coordinate, study: Study) -> str:
+    """In the words of the terminal: what mattered by itself, what may go back to the start together, and the rest."""
+    return "mattered" if coordinate.worth else IDLE if coordinate.path in study.idle else "small"
 
 
 def _optuna(coordinate: Coordinate) -> str | None:
@@ -110,6 +118,39 @@ def changes(study: Study) -> Html | None:
         )
 
     return _folding(table, order, "more values that the best recipe moves")
+
+
+def durations(study: Study) -> Html | None:
+    """The lowest loss at the end of each duration; None where there is but one."""
+    ends = [
+        (tokens, loss, trial)
+        for trial in study.trials
+        if trial.state == "complete" and trial.purpose == "search"
+        for tokens, loss in trial.branches
+    ]
+    lengths = sorted({tokens for tokens, _, _ in ends})
+    if len(lengths) < 2:
+        return None
+
+    def line(tokens: int, number: int, loss: float, judged: str) -> Html:
+        return element(
+            "tr",
+            element("th", numbers.quantity(tokens), scope="row", class_="number"),
+            element("td", number, class_="number"),
+            element("td", numbers.loss(loss), class_="number strong"),
+            element("td", judged, class_="quiet"),
+        )
+
+    rows = []
+    for length in lengths:
+        _, loss, trial = min((end for end in ends if end[0] == length), key=lambda end: end[1])
+        rows.append(line(length, trial.number, loss, "one run, of the seed that chose it: expect worse"))
+    if study.best and study.best.fresh:
+        runs = "1 run with a fresh seed" if study.best.fresh == 1 else f"mean of {study.best.fresh} fresh seeds"
+        rows.append(line(lengths[-1], study.best.number, study.best.loss, f"the answer: {runs}"))
+    heads = (_head("tokens", kind="number"), _head("lowest", "trial", "number"), _head("loss", kind="number"))
+    head = element("thead", element("tr", *heads, _head("judged by")))
+    return scroll(element("table", head, element("tbody", *rows), class_="durations"), "the lowest of each duration")
 
 
 def _folding(table: Callable[[list[Any]], Html], rows: Sequence[Any], more: str) -> Html:

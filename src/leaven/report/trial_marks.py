@@ -113,7 +113,9 @@ def key(study: Study) -> Html:
     lines = []
     if study.best:
         lines += [element("span", Mark("", "line", BEST).picture, "lowest so far")]
-        lines += [element("span", Mark("", "diamond", BEST).picture, "the answer, 95%")]
+        lines += [
+            element("span", Mark("", "diamond", BEST).picture, "the answer" + (", 95%" if study.interval else ""))
+        ]
     return element("p", marks, lines, class_="key")
 
 
@@ -128,7 +130,8 @@ def window(study: Study) -> tuple[float, float]:
     high = max(high, (study.start_loss or high) + 2 * floor)
     if study.best:
         # Its whole interval, but for one that says nothing: that would press all else into a line.
-        low = min(low, study.best.loss - 1.5 * floor, max(study.best.interval[0], study.best.loss - (high - low)))
+        below = study.interval[0] if study.interval else study.best.loss
+        low = min(low, study.best.loss - 1.5 * floor, max(below, study.best.loss - (high - low)))
     return low, max(high, low + 1e-3)
 
 

@@ -164,7 +164,8 @@ class _Trial:
 
     def _cool_down(self, branch: Recipe) -> None:
         """Train a branch to its end and come back; one that diverges has no loss."""
-        training, course, trunk = self.training, replace(self.course), self.training.recipe
+        training, trunk = self.training, self.training.recipe
+        course = replace(self.course, tokens=branch.data.tokens)  # it is judged as a run of its own length
         here = training.checkpoint().copied()
         training.recipe = branch
         with suppress(Diverged):

@@ -16,11 +16,11 @@ it should. So of such values ``per-module`` searches one less than there are.
 - init_std beside lr and residual, see :func:`_scaled_by_others`.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import copysign
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -97,6 +97,17 @@ class Space:
             raise InputError(f"--space {path}: {reason}; search other values")
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
+    def below(self, path: str, limit: float) -> "Space":
+        """The space with one value, if it has it, kept below a limit, as it is in the recipe."""
+        held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
+        if held is None:
+            return self
+        high = held.high
+        while high > 0 and self.values({path: high})[path] >= limit:
+            high = max(math.ceil(high / _FINEST - 1) * _FINEST, 0.0)
+        kept = replace(held, high=high)
+        return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
+
 
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """A space around the recipe. The values that it has not, or that are 0, are left out; by name they are refused.
@@ -141,6 +152,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
     """What a name stands for: a set, a pattern, a path."""
+    if not name:
+        raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths with commas between")
 
     def by_module(*quantities: str) -> list[str]:
         modules = [path for path in known if path.startswith("hyperparameters.modules.")]
@@ -224,6 +237,11 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
             raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves are no recipe: {reason}")
     value = point.value_at(recipe, path)
     assert value is not None
+    if ends and all(point.values(recipe, {path: end})[path] == value for end in ends):
+        raise InputError(
+            f"[tuning.octaves] {path}: from {low:+g} to {high:+g} octaves it stays {value:g}, for it moves in whole "
+            f"{'sequences' if path == BATCH else 'tokens'}; give it more octaves"
+        )
     return Dimension(path, value, low, high, reach.scale)
 
 
@@ -234,7 +252,7 @@ def _quantity(path: str) -> str:
 def _reached(recipe: Recipe, path: str, end: float) -> float:
     """The end, or the farthest from 0 on the way to it at which there is a recipe."""
     while end and _no_recipe(recipe, path, end):
-        end -= copysign(_FINEST, end)
+        end -= math.copysign(_FINEST, end)
     return end
 
 
