@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "throughput.py"
 
 
+@pytest.mark.slow
 def test_tiny(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--tiny", "--json", str(tmp_path / "table.json")]
     arms = ["leaven", "transformers", "litgpt", "transformers+malloc"]

@@ -149,6 +149,7 @@ def processes_of(parent: int) -> list[int]:
     return [int(child) for child in found]
 
 
+@pytest.mark.slow  # and `make kills` does the same to eight processes, several times
 def test_killed_and_started_again_by_torchrun_it_comes_to_the_same_bits(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
 ) -> None:

@@ -237,7 +237,7 @@ def test_why_says_the_study_the_interval_and_how_far_it_may_be_moved() -> None:
         "study wheat, trial 63 of 64 (trust-region); validation loss 3.0000, 95% interval 2.9723 to"
     )
     assert "; as good between 0.01" in said
-    assert "; 0.01 at the start costs 0.5" in said
+    assert "; 0.01 at the start costs +0.5" in said
     ends = why(PATHS[2], found, "wheat", 64, "trust-region", values=values).split("as good between ")[1]
     low, high = ends.split(";")[0].split(" and ")
     assert float(low) < 1 - 0.1 * 2**0.3 < float(high)
