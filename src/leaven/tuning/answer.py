@@ -81,7 +81,7 @@ def answer(
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
         return Answer(None, {}, seen.noise, seen.degrees, (), None, None, None, advice=advice)
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
-    said = verdict(seen.trials, paths, seen.floor) if over else None
+    said = verdict(seen.trials, paths, seen.noise or 0.0) if over else None
     best, point = None, seen.region.promise
     if said is not None:
         best, point = _best(seen, said.point, said.losses, said.fresh), np.array(said.point)
