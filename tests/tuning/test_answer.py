@@ -12,9 +12,10 @@ from benchmarks._landscapes import landscape
 from benchmarks.answers import judged, searched
 
 from leaven.training.study_file import Dimension, Trial
-from leaven.tuning.answer import advice_when_all_diverged, answer, finalists, front, why
+from leaven.tuning.answer import answer, finalists, front
 from leaven.tuning.noise import GIVEN, floor
 from leaven.tuning.trust_region import region
+from leaven.tuning.wording import advice_when_all_diverged, why, why_fewest
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -242,6 +243,20 @@ def test_why_says_the_study_the_interval_and_how_far_it_may_be_moved() -> None:
     low, high = ends.split(";")[0].split(" and ")
     assert float(low) < 1 - 0.1 * 2**0.3 < float(high)
     assert why(PATHS[3], found, "wheat", 64, "trust-region", values=values).endswith("; as at the start")
+
+
+def test_the_recipe_of_the_fewest_changes_says_why() -> None:
+    near = [1.0, -0.5, 0.0, 0.0]
+    found = answer(study([OPTIMUM, near]), DIMENSIONS, 0.1)
+    assert found.fewer == dict(zip(PATHS, near, strict=True))
+    values = dict.fromkeys(PATHS, 0.01)
+    moved, left = (
+        why_fewest(path, found, "wheat", 64, "trust-region", values=lambda _: values) for path in (PATHS[0], PATHS[3])
+    )
+    begin = "study wheat, trial 65 of 64 (trust-region); validation loss 3.0675, 95% interval "
+    assert moved.startswith(begin)
+    assert moved.endswith("; the fewest changes that are as good within the noise; 0.01 at the start")
+    assert left == moved.removesuffix("0.01 at the start") + "as at the start"
 
 
 def test_the_front_counts_branches_by_their_tokens_and_other_seeds_by_their_mean() -> None:

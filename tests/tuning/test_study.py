@@ -340,6 +340,29 @@ def test_all_that_is_known_is_saved(study: Callable[..., Study], tmp_path: Path)
     assert "study tiny, trial" in best.why[LR]
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_the_fewest_changes_are_a_recipe_of_their_own(
+    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with study(which=f"{LR},hyperparameters.init_std") as opened:
+        opened.run(4, 1)
+        found = opened.answer
+        assert found.best is not None
+        both = {LR: 1.0, "hyperparameters.init_std": -1.0}
+        one = {LR: 1.0, "hyperparameters.init_std": 0.0}
+        told = replace(found, octaves=both, fewest=found.best, fewest_octaves=one)
+        monkeypatch.setattr(Study, "answer", told)
+        opened.save()
+        written = [read_recipe(tmp_path / "study" / f"{name}.toml") for name in ("best", "fewest")]
+        start = opened.recipe.hyperparameters
+        assert [recipe.hyperparameters.lr / start.lr for recipe in written] == [2, 2]
+        assert [recipe.hyperparameters.init_std for recipe in written] == [start.init_std / 2, start.init_std]
+        assert written[1].why["hyperparameters.init_std"].endswith("as at the start")
+        monkeypatch.setattr(Study, "answer", replace(told, fewest_octaves=both))
+        opened.save()
+        assert not (tmp_path / "study" / "fewest.toml").exists()
+
+
 def flops_of(study: Study) -> float:
     from leaven.planning.flops import flops_per_token
 

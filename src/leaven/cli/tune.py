@@ -21,6 +21,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
+    from leaven.tuning.answer import Answer
     from leaven.tuning.space import Space
 
 TRIALS = 32  # without any budget
@@ -108,16 +109,22 @@ def tune(
     if json_output:
         emit_json(document)
     elif not interrupted:
-        for line in opened.answer.lines:
-            console.print(line)
-        if state.best is not None:
-            console.print(f"recipe     {folder / 'best.toml'} (each value with its reason under [why])")
+        _say(opened.answer, folder)
     if interrupted:
         errors.print(f"stopped after {document['trials']} trials; the same command goes on from there")
         raise typer.Exit(75)
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _say(answer: "Answer", folder: Path) -> None:
+    for line in answer.lines:
+        console.print(line)
+    if answer.best is not None:
+        console.print(f"recipe     {folder / 'best.toml'} (each value with its reason under [why])")
+    if answer.fewer is not None:
+        console.print(f"{'':11}{folder / 'fewest.toml'} (the fewest changes)")
 
 
 def _stackable(space: "Space", durations: bool) -> "Space":

@@ -23,9 +23,7 @@ from leaven.tuning.importance import ped_anova
 from leaven.tuning.judging import RERUNS, changes, gain, verdict
 from leaven.tuning.noise import GIVEN, floor, interval
 from leaven.tuning.trust_region import RISK, Region, learning_rates, region
-from leaven.tuning.wording import advice_when_all_diverged, why
-
-__all__ = ["Answer", "advice_when_all_diverged", "answer", "finalists", "front", "why"]
+from leaven.tuning.wording import advice_when_all_diverged
 
 Array = NDArray[np.float64]
 
@@ -56,6 +54,11 @@ class Answer:
         None  # the loss at the start less that of the best, of runs with the same seeds if there are any
     )
     advice: str = ""  # where everything diverged: what to lower
+
+    @property
+    def fewer(self) -> dict[str, float] | None:
+        """The point of the fewest changes, if it was measured and is not the best itself."""
+        return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
 """A study: a search over short runs of a recipe, each in a process of its own, from which the best recipe is written.
 
-What is known is in the store (``objective.py``). The folder has what is read off it: study.json, best.toml and
-centre.toml, written whole by whoever ends a trial, and checkpoints of the trials that are running.
+What is known is in the store (``objective.py``). The folder has what is read off it: study.json, best.toml,
+fewest.toml and centre.toml, written whole by whoever ends a trial, and checkpoints of the trials that are running.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,7 +23,7 @@ from leaven.training.study_file import StudyState, Trial
 from leaven.training.trial import branches_of
 from leaven.tuning import ledger
 from leaven.tuning.agreement import agree, begin, check_name
-from leaven.tuning.answer import Answer, advice_when_all_diverged, answer, front, why
+from leaven.tuning.answer import Answer, answer, front
 from leaven.tuning.found import Found
 from leaven.tuning.found import Trial as Ended
 from leaven.tuning.methods import check_method
@@ -34,6 +34,7 @@ from leaven.tuning.space import Space, moved
 from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.trainer import Trainer
 from leaven.tuning.trust_region import START, Axes, finished, region_of
+from leaven.tuning.wording import advice_when_all_diverged, why, why_fewest
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # what a study that was killed as it began leaves
@@ -267,12 +268,16 @@ class Study:
         return region_of(self._study, self._axes).radius if finished(self._study) else START
 
     def save(self) -> StudyState:
-        """Write study.json, and best.toml once there is a best."""
+        """Write study.json, and once there is a best, best.toml and, where that is another point, fewest.toml."""
         found = self.answer
         state = self._state(found)
         write_text(self.out / "study.json", json.dumps(finite(asdict(state)), indent=2) + "\n")
         if state.best is not None:
-            write_recipe(self._best_recipe(found), self.out / "best.toml")
+            write_recipe(self._recipe_at(found.octaves, found, why), self.out / "best.toml")
+            if (fewer := found.fewer) is not None:
+                write_recipe(self._recipe_at(fewer, found, why_fewest), self.out / "fewest.toml")
+            else:  # of an answer before this one
+                (self.out / "fewest.toml").unlink(missing_ok=True)
         return state
 
     def document(self, state: StudyState) -> dict[str, Any]:
@@ -286,12 +291,12 @@ class Study:
             "noise_floor": state.noise_floor,
         }
 
-    def _best_recipe(self, found: Answer) -> Recipe:
-        """The winner as a recipe, with its base pinned at this scale and a reason for every searched value."""
+    def _recipe_at(self, octaves: Mapping[str, float], found: Answer, why: Callable[..., str]) -> Recipe:
+        """A point as a recipe, with its base pinned at this scale and a reason for every searched value."""
         count = len(self._trials)
         reasons = {
             path: why(path, found, self.recipe.name, count, self.method, values=self.space.values)
             for path in self.space.paths
         }
         base = self.recipe.base.model_dump()
-        return moved(self.recipe, found.octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})
+        return moved(self.recipe, octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})

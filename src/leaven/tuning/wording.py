@@ -102,10 +102,7 @@ def _signed(loss: float) -> str:
 def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
     """The reason for a value of the best recipe; ``values`` are those of a recipe at octaves from the start."""
     each = next(coordinate for coordinate in answer.coordinates if coordinate.path == path)
-    said = [f"study {study}" + (f", trial {answer.best.number} of {trials} ({method})" if answer.best else "")]
-    if answer.best is not None:
-        runs = f" over {answer.best.fresh} fresh seeds" if answer.best.fresh > 1 else ""
-        said += [f"validation loss {answer.best.loss:.4f}, {_sure(answer.best)}{runs}"]
+    said = _measured(answer.best, study, trials, method)
     if each.best == 0:
         return "; ".join([*said, "as at the start"])
     # What an octave does to a value is the space's matter, and 1 - beta falls where beta rises.
@@ -114,6 +111,24 @@ def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, va
     start = format_number(values({**answer.octaves, path: 0.0})[path])
     said += [f"{start} at the start costs {_signed(each.gain)}" + ("" if each.worth else ", within the noise")]
     return "; ".join(said)
+
+
+def why_fewest(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
+    """Likewise of the recipe of the fewest changes."""
+    assert answer.fewer is not None
+    said = [*_measured(answer.fewest, study, trials, method), "the fewest changes that are as good within the noise"]
+    start = format_number(values({**answer.fewer, path: 0.0})[path])
+    return "; ".join([*said, f"{start} at the start" if answer.fewer[path] else "as at the start"])
+
+
+def _measured(point: Best | None, study: str, trials: int, method: str) -> list[str]:
+    if point is None:
+        return [f"study {study}"]
+    runs = f" over {point.fresh} fresh seeds" if point.fresh > 1 else ""
+    return [
+        f"study {study}, trial {point.number} of {trials} ({method})",
+        f"validation loss {point.loss:.4f}, {_sure(point)}{runs}",
+    ]
 
 
 def advice_when_all_diverged(trials: Sequence[Trial], dimensions: Sequence[Dimension]) -> str:
