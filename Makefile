@@ -14,9 +14,10 @@ test: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not slow and not kills"
 
 kills: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m kills
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.kills 5 --layout 2,2,2
 
 test-slow: .venv/installed

@@ -255,6 +255,7 @@ def test_a_checkpoint_in_a_suspicious_stretch_does_not_displace_the_last_good_on
     assert loss == run_once(SCRAP)[0]  # from whatever checkpoint
 
 
+@pytest.mark.kills
 def test_killed_at_any_moment_it_comes_to_the_same_bits(tmp_path: Path) -> None:
     """20 kills of a run with dropout, a ramp and a rollback; six more within the rollback."""
     root = Path(__file__).parents[2]

@@ -166,6 +166,7 @@ def test_a_database_that_is_not_there(server: Server) -> None:
         open_store(f"postgresql://leaven@/none?host={server.folder}")
 
 
+@pytest.mark.kills
 def test_of_four_commands_two_are_killed_and_every_trial_is_accounted_for(
     server: Server, tiny_file: Path, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ MANY = 400  # trials, which no test waits for
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.kills
 def test_two_commands_on_one_folder_of_which_one_is_killed(
     tiny_file: Path, study: Callable[..., Study], tmp_path: Path
 ) -> None:
