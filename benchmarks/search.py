@@ -10,9 +10,12 @@ interruption, and parts can be run apart (`--methods gp --seeds 3`); the table i
 import argparse
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # parts are run side by side
 
 import numpy as np
 from benchmarks._landscapes import EXCESS, FLOOR, REACH, landscape
