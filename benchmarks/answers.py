@@ -1,23 +1,31 @@
 """Is what a search says of its answer true? `python -m benchmarks.answers [--quick] [--seeds 20] [--share 0.5]`.
 
-Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does: three seeds at the start,
-a trust region, reruns of four finalists with two fresh seeds; then asks `leaven.tuning.answer` and compares. Shares
+Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does, then asks
+`leaven.tuning.answer` and compares. Shares
 are of all searches or of all multipliers of all searches. ``--share``: of the variance of the noise, what is common
 to all runs of a seed. Landscapes from 1000 on; those below 1000 served to choose constants.
 """
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # parts are run side by side
 
 import numpy as np
 from benchmarks._landscapes import EXCESS, FLOOR, NOISE, REACH, Landscape, landscape
+from optuna.storages import InMemoryStorage
 
 from leaven.training.study_file import Dimension, Trial
-from leaven.tuning.answer import answer, finalists
-from leaven.tuning.trust_region import region
+from leaven.tuning import search
+from leaven.tuning.answer import answer
+from leaven.tuning.ledger import runs
+from leaven.tuning.plan import record
+from leaven.tuning.proposal import Proposal
+from leaven.tuning.trust_region import Axes
 
-REPEATS, FINALISTS, RERUNS = 3, 4, 2
+SEEDS = 16  # more than one search runs a point with
 FIRST = 1000  # seed
 ROWS = {
     "regret": "regret of the best, median",
@@ -47,37 +55,24 @@ MEDIANS = {"regret", "noise", "flat width"}
 
 def searched(truth: Landscape, trials: int, seed: int, share: float) -> tuple[list[Trial], tuple[Dimension, ...]]:
     """A study of a landscape."""
-    d = len(truth.optimum)
-    dimensions = tuple(Dimension(f"m{i}", 1.0, -REACH, REACH) for i in range(d))
-    rng, common = np.random.default_rng([seed, trials]), np.random.default_rng([seed, 0]).normal(size=REPEATS)
-    done: list[Trial] = []
+    limits = {f"m{i}": (-REACH, REACH) for i in range(len(truth.optimum))}
+    dimensions = tuple(Dimension(name, 1.0, *both) for name, both in limits.items())
+    rng, common = np.random.default_rng([seed, trials]), np.random.default_rng([seed, 0]).normal(size=SEEDS)
+    store = InMemoryStorage()
 
-    def run(x: Sequence[float], run_seed: int, purpose: str) -> None:
-        loss = truth.trial(np.array(x), rng, float(common[run_seed]), share)
-        octaves = {dimension.path: float(value) for dimension, value in zip(dimensions, x, strict=True)}
-        state, number = "complete" if math.isfinite(loss) else "diverged", len(done)
-        done.append(
-            Trial(number, state, loss, {}, None, None, octaves=octaves, purpose=purpose, seed=run_seed, ended=number)
-        )
+    def run(point: Proposal) -> float:
+        return truth.trial(np.array(list(point.values())), rng, float(common[point.seed]), share)
 
-    for repeat in range(REPEATS):
-        run(np.zeros(d).tolist(), repeat, "noise" if repeat else "search")
-    reach = np.full(d, REACH)
-    while len(done) < trials - FINALISTS * RERUNS:
-        points = np.array([list((trial.octaves or {}).values()) for trial in done])
-        now = region(points, np.array([trial.loss for trial in done]), -reach, reach)
-        run(now.proposal(np.random.default_rng([seed, len(done)])).tolist(), 0, "search")
-    for finalist in finalists(done, dimensions, None)[:FINALISTS]:
-        for fresh in range(1, RERUNS + 1):
-            run(list(finalist.values()), fresh, "rerun")
-    return done, dimensions
+    search(run, limits, None, trials, seed=seed, stop_at_noise=False, storage=store)
+    kept = store.get_all_trials(store.get_study_id_from_name("leaven"), deepcopy=False)
+    return [record(each, Axes.of(limits, {})) for each in runs(kept, len(limits))], dimensions
 
 
 def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:
     """What is true of the answer of one search, by the keys of ``ROWS``."""
     truth = landscape(d, seed)
     study, dimensions = searched(truth, trials, seed, share)
-    found = answer(study, dimensions)
+    found = answer(study, dimensions, over=True)
     assert found.best is not None
     assert found.fewest is not None
     assert found.fewest_octaves is not None
@@ -145,8 +140,8 @@ def main() -> None:
     columns = []
     for cell in cells:
         d, trials = map(int, cell.split("x"))
-        runs = [judged(d, trials, seed, options.share) for seed in range(options.first, options.first + seeds)]
-        pooled = {key: [value for run in runs for value in run[key]] for key in ROWS}
+        each = [judged(d, trials, seed, options.share) for seed in range(options.first, options.first + seeds)]
+        pooled = {key: [value for run in each for value in run[key]] for key in ROWS}
         columns.append(
             {
                 key: f"{np.median(values):.2f}"
