@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import math
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -145,6 +146,7 @@ def train(folder: Path, asked: Sequence[Job], workers: int) -> None:
             }
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+            shutil.rmtree(folder / "checkpoints" / job.key, ignore_errors=True)
             print(f"  {job.arm:10} x{job.longer:<5g} seed {row['seed']}  {outcome.loss:.4f}", flush=True)
 
 

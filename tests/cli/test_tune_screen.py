@@ -60,7 +60,7 @@ def test_a_trial_is_a_line_however_much_it_changes(plain: StringIO) -> None:
     with TuneScreen(after(0), 6, 2) as screen:
         for number in range(6):
             screen.asked(number, f"thread {number % 2}")
-            screen.ended(TRIALS[number], after(number + 1))
+            screen.ended(after(number + 1))
     assert "\x1b" not in plain.getvalue()
     title, head, *rows = plain.getvalue().splitlines()
     assert title == "study wheat · trust-region, 9 dimensions · noise not measured yet"
@@ -88,8 +88,8 @@ def test_a_trial_is_a_line_however_much_it_changes(plain: StringIO) -> None:
 def test_trials_of_other_commands_are_seen_too_and_none_twice(plain: StringIO) -> None:
     with TuneScreen(after(1), 6, 1) as screen:
         screen.asked(2, "mine")
-        screen.ended(TRIALS[2], after(4))  # 1 and 3 are of another command
-        screen.ended(TRIALS[4], after(5))
+        screen.ended(after(4))  # 1 and 3 are of another command
+        screen.ended(after(5))
     rows = plain.getvalue().splitlines()
     assert "  1 of 6 trials are done; going on" in rows
     assert [row.split()[0] for row in rows if row[:5].strip().isdigit() and row[5:7] == "  "] == ["1", "2", "3", "4"]
@@ -104,7 +104,7 @@ def test_below_the_rows_stands_who_does_what_and_how_long_it_takes(monkeypatch, 
     at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
     screen = TuneScreen(after(0), 8, 2)
     screen.asked(6, "a")
-    screen.ended(TRIALS[5], replace(after(6), trials=(*TRIALS, at_work), radius=0.42))
+    screen.ended(replace(after(6), trials=(*TRIALS, at_work), radius=0.42))
     console.export_text()
     for renderable in screen._progress.get_renderables():
         console.print(renderable)
@@ -125,7 +125,7 @@ def test_without_a_terminal_the_state_is_told_now_and_then(plain: StringIO) -> N
     many = tuple(trial(n, octaves=n / 10, loss=2.5 - n / 1000) for n in range(12))
     with TuneScreen(NEW, 40, 1) as screen:
         for n in range(12):
-            screen.ended(many[n], replace(NEW, trials=many[: n + 1]))
+            screen.ended(replace(NEW, trials=many[: n + 1]))
     told = [row for row in plain.getvalue().splitlines() if row.startswith("  best")]
     assert told == ["  best 2.4910 (9) · start 2.5000 · 10 of 40 · 1 worker · 30 min 00 s left"]
 

@@ -124,10 +124,20 @@ def test_the_best_is_chosen_by_fresh_seeds_alone_and_compared_with_the_start_see
     assert best is not None
     assert (best.fresh, best.loss) == (2, pytest.approx(3.01))
     assert best.interval == pytest.approx((3.01 - 1.96 * 0.02 / 2**0.5, 3.01 + 1.96 * 0.02 / 2**0.5), rel=1e-3)
-    assert found.gain == pytest.approx(excess(np.zeros(4)))
+    assert found.gain is None
+    # With the same seeds the start is run, too, and the gain is of these runs alone.
+    at_start = [trial(80 + k, [0, 0, 0, 0], 3.5 + k / 100, purpose="rerun", confirms=True, seed=k) for k in (3, 4)]
+    gained = answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02)
+    assert gained.gain == pytest.approx(0.535 - 0.01)
+    # What they do not confirm is none.
+    at_start = [dataclasses.replace(run, loss=3.02) for run in at_start]
+    refuted = answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02)
+    assert set(refuted.octaves.values()) == {0.0}
+    assert (refuted.gain, refuted.idle) == (0.0, ())
     assert found.degrees == GIVEN
     # A seed that raises every loss alike does not change that difference.
-    shifted = [dataclasses.replace(run, loss=(run.loss or 0) + run.seed) for run in trials]
+    alone = study([OPTIMUM])
+    shifted = [dataclasses.replace(run, loss=(run.loss or 0) + run.seed) for run in alone]
     assert answer(shifted, DIMENSIONS, 0.02).gain == pytest.approx(excess(np.zeros(4)))
     # One rerun is not enough, nor is a point that diverged with one of its seeds.
     trials += [trial(101, [0.9, -0.5, 0.3, 0], 2.5, purpose="rerun", seed=1)]
@@ -220,7 +230,7 @@ def test_the_lines_are_aligned_and_say_all() -> None:
     assert {row.split()[0] for row in rows[1:]} == {"lr", "embedding.lr", "beta1"}
     assert ["lr", "x2.00"] in [row.split()[:2] for row in rows]
     assert text[-3:] == (
-        "fewest     no point with fewer changes was found to be equal to the best within noise",
+        "fewest     no point with fewer changes that was run is equal to the best within noise",
         "not worth  1 of 4, at the start less than the noise together",
         "           eps",
     )

@@ -201,7 +201,7 @@ def test_where_the_start_is_the_best_it_mostly_stays(curvature: float) -> None:
         )
         stays += not any(found.params.values())
         errors.append((found.loss - curvature * sum(v * v for v in found.params.values())) / 0.03)
-    assert stays >= (14 if curvature else 10)  # where all is equal it matters little
+    assert stays >= 17  # one in five would not, were the gain that of the runs that chose
     # Nor is the loss of the answer that of runs that were lucky.
     assert abs(np.mean(errors)) < 0.4
 
@@ -232,7 +232,9 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"start": {"c": 0}}, "start of c: it is not in the space, which has a, b"),
         ({"space": {"a": (1, 2)}}, "start of a: 0 is outside its space, 1 to 2"),
         ({"trials": 0}, "trials = 0: above 0"),
-        ({"workers": 0}, "workers = 0: at least 1"),
+        ({"workers": 0}, "workers = 0: at least 1, and a whole number"),
+        ({"seed": -1}, "seed = -1: at least 0, and a whole number"),
+        ({"trials": 2.5}, "trials = 2.5: at least 1, and a whole number"),
         ({"space": {"a": 3}}, "space of a: 3; give the lowest and the highest log2"),
         ({"space": {"a": (-1, 0, 1)}}, "space of a: (-1, 0, 1); give"),
         ({"space": {"a": ("low", "high")}}, "space of a: ('low', 'high'); give"),
@@ -287,11 +289,15 @@ class Runs:
 
 def test_the_noise_first_then_the_search_with_one_seed_then_the_best_with_others() -> None:
     runs = Runs()
-    found = search(runs, SPACE, trials=24)
+    found = search(runs, SPACE, trials=32)
     assert [x.seed for x in runs.asked[:3]] == [0, 1, 2]
-    assert {x.seed for x in runs.asked[3:18]} == {0}
+    assert {x.seed for x in runs.asked[3:24]} == {0}
     reruns = [t for t in found.trials if t.purpose == "rerun"]
-    assert Counter(t.finalist for t in reruns) == {0: 2, 1: 2, None: 2}  # and the chosen one twice more
+    assert Counter(t.finalist for t in reruns) == {0: 2, 1: 2, None: 4}
+    # The chosen one twice more, in turn with the start.
+    last = [(tuple(x.values()), x.seed) for x in runs.asked[-4:]]
+    chosen = tuple(found.params.values())
+    assert last == [(chosen, 3), ((0.0, 0.0), 3), (chosen, 4), ((0.0, 0.0), 4)]
     runs_of = Counter((tuple(x.values()), x.seed) for x in runs.asked)
     assert set(runs_of.values()) == {1}  # no point twice with one seed
     assert not any(t.seed == 0 for t in reruns)
@@ -352,9 +358,9 @@ def test_what_a_strangers_process_left_is_taken_over() -> None:
 
 def test_a_budget_of_flops_keeps_back_what_judges() -> None:
     runs = Runs(lambda x: Outcome(bowl(x), flops=2.0))
-    found = search(runs, SPACE, trials=None, flops=60.0, method="random")
-    assert len(found.trials) == 30
-    assert Counter(t.purpose for t in found.trials)["rerun"] == 6
+    found = search(runs, SPACE, trials=None, flops=64.0, method="random")
+    assert len(found.trials) == 32
+    assert Counter(t.purpose for t in found.trials)["rerun"] == 8
     with pytest.raises(InputError, match="the objective says nothing of FLOPs"):
         search(bowl, SPACE, trials=None, flops=60.0)
     with pytest.raises(InputError, match="a search without end: give it trials, flops or hours"):
@@ -385,14 +391,14 @@ def test_stopped_runs_count_for_the_bowl_and_are_never_the_answer() -> None:
         return Outcome(bowl(x), tokens=10, curve=((10, bowl(x)),))
 
     runs, store = Runs(impatient), InMemoryStorage()
-    found = search(runs, SPACE, trials=30, storage=store, noise=0.01)
+    found = search(runs, SPACE, trials=32, storage=store, noise=0.01)
     (study,) = store.get_all_studies()
     stopped = [t for t in store.get_all_trials(study._study_id) if t.state is TrialState.PRUNED]
     assert stopped
     assert all(t.user_attrs["stopped"] and t.value == t.user_attrs["expected"] for t in stopped)
     assert found.params not in [t.params for t in stopped]
-    assert len(found.trials) == 30
-    assert all(x.rival is None for x in runs.asked[-6:])
+    assert len(found.trials) == 32
+    assert all(x.rival is None for x in runs.asked[-8:])
     rivals = [x.rival for x in runs.asked if x.rival is not None]
     assert [rival.loss for rival in rivals] == sorted((rival.loss for rival in rivals), reverse=True)
     assert {rival.noise for rival in rivals} == {0.01}

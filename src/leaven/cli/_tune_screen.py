@@ -60,7 +60,8 @@ class TuneScreen(Screen):
         for line in joined(headline(state), self._width):
             self.row(line)
         if self._shown:
-            self.row(f"  {self._done()} trials are done; going on")
+            going_on = "" if self._trials and len(self._shown) >= self._trials else "; going on"
+            self.row(f"  {self._done()} trials are done{going_on}")
         self._best = _best(state)
         self._headed = False
 
@@ -73,13 +74,13 @@ class TuneScreen(Screen):
         with self._rows:
             self._running[number] = _Running(number, self._name(worker), time.monotonic())
 
-    def ended(self, trial: Trial, state: StudyState) -> None:
-        """A trial has ended; ``state`` is the study with it, and with what other commands have done meanwhile."""
+    def ended(self, state: StudyState) -> None:
+        """Trials have ended; ``state`` is the study with them, and with what other commands have done meanwhile."""
         with self._rows:
             unknown, self._state = _noise(self._state) is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
-            for other in new or [trial]:
-                self._say(other)
+            for trial in new:
+                self._say(trial)
             if unknown and (noise := _noise(state)) is not None:
                 self.row(f"  {noise}; what gains less is no gain")
             ended = len(self._shown)
@@ -168,7 +169,8 @@ class TuneScreen(Screen):
         return statistics.median(seconds) * self._stack if seconds else None
 
     def _done(self) -> str:
-        return f"{len(self._shown)} of {self._trials}" if self._trials else f"{len(self._shown)}"
+        done = len(self._shown)
+        return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
         """Until the first limit of the budget, as far as the trials so far tell."""

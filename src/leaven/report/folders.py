@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,13 @@ def read_story(folder: Path) -> "Story | CheckFile":
         InputError: if it is no run, study, check or demo folder, holds nothing yet, or one of its files is broken.
     """
     if not folder.exists():
-        raise InputError(f"{folder}: no such folder")
+        store = re.match(r"[a-z+]+:/", str(folder))
+        hint = (
+            "; what is known of a study in a store is in studies/NAME, or where leaven tune --out said"
+            if store
+            else ""
+        )
+        raise InputError(f"{folder}: no such folder{hint}")
     if not folder.is_dir():
         raise InputError(f"{folder}: a file; give the folder of a run, a study, a check or a demo")
     if (folder / "demo.json").exists():

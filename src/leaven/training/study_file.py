@@ -44,6 +44,7 @@ class Best:
     loss: float
     interval: tuple[float, float]
     fresh: int = 0  # runs that it is the mean of and that did not choose it; 0: it is of those that did, and too low
+    runs: int = 1  # that it is the mean of
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class StudyState:
     stalled: bool = False  # it stopped of itself: rounds had gained less than the noise
     fewest: Best | None = None  # of the points equal within noise, the one with the fewest changes
     fewest_octaves: dict[str, float] | None = None
-    gain: float | None = None  # the loss at the start less that of the best, by seeds that both have if there are any
+    gain: float | None = None  # nats, how far the best is below the start, by runs that did not choose it
     idle: tuple[str, ...] = ()  # not worth tuning: all of these at the start cost less than the noise together
     durations: tuple[int, ...] = ()  # in tokens, that each trial compared
     coordinates: tuple[Coordinate, ...] = ()  # the most important first

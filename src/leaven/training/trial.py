@@ -44,8 +44,8 @@ def train_trial(
 
     Args:
         rival: a run of another recipe, of this one's duration and schedule, to be measured against.
-        checkpoint: a folder of this trial's own, written to every ``checkpoint_seconds`` and gone at its end. What
-            is there of the same recipe, text and durations is gone on from.
+        checkpoint: a folder of this trial's own, written to every ``checkpoint_seconds``, and to be removed once the
+            outcome is kept. What is there of the same recipe, text and durations is gone on from.
         durations: in tokens; all are trained, as a trunk to the longest of them with branches.
 
     Raises:
@@ -67,8 +67,6 @@ def train_trial(
     except _OutOfReach:
         assert rival is not None
         loss, stopped = expected(trial.course.curve, rival), True
-    if kept is not None:
-        kept.remove()
     return trial.outcome(loss, stopped)
 
 
@@ -225,11 +223,6 @@ class _Kept:
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)
         self._last = time.monotonic()
-
-    def remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        with suppress(OSError):  # something else is there
-            self._folder.parent.rmdir()
 
 
 def _key(recipes: Sequence[Recipe], tokens: TokenSet) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,6 +70,7 @@ class Pool:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        processes = list((self._executor._processes or {}).values())  # shutdown forgets them
         self._executor.shutdown(wait=False, cancel_futures=True)
-        for process in active_children():
+        for process in processes:
             process.terminate()

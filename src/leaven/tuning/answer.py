@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from leaven.training.study_file import Best, Coordinate, Dimension, Front, SlicePoint, Trial
 from leaven.tuning import wording
 from leaven.tuning.importance import ped_anova
-from leaven.tuning.judging import RERUNS, changes, gain, verdict
-from leaven.tuning.noise import GIVEN, floor, interval
+from leaven.tuning.judging import RERUNS, Losses, Point, changes, gain, verdict
+from leaven.tuning.noise import between, interval
 from leaven.tuning.trust_region import RISK, Region, learning_rates, region
 from leaven.tuning.wording import advice_when_all_diverged
 
@@ -47,12 +47,10 @@ class Answer:
     fewest: Best | None  # of the points equal to the best within noise, the nearest to the start, if it was run again
     fewest_octaves: dict[str, float] | None  # and where it is, or would be
     fewest_cost: float | None  # its expected loss less that of the best, nats per token
-    idle: tuple[
-        str, ...
-    ] = ()  # paths that were not worth tuning: all at the start, they cost less than the noise together
-    gain: float | None = (
-        None  # the loss at the start less that of the best, of runs with the same seeds if there are any
-    )
+    # Paths that were not worth tuning: all at the start, they cost less than the noise together. Where that would be
+    # all there are, the best is the start or the trials are too few to tell, and nothing is said.
+    idle: tuple[str, ...] = ()
+    gain: float | None = None  # how far the best is below the start, by runs that did not choose it (judging.py)
     advice: str = ""  # where everything diverged: what to lower
 
     @property
@@ -91,14 +89,17 @@ def answer(
     fewer = _fewest(seen, point)
     fewest, near = None, fewer
     if best is not None and said is not None:
+        judged = _judged(seen)
+        mine = judged.get(said.point, {0: best.loss})  # the search's own run, where there is no other
         equal = {
             x: losses
-            for x, losses in (_judged(seen) | _start(seen)).items()
-            if statistics.fmean(losses) <= best.loss + seen.floor and _cost(seen, np.array(x), point)[0] <= seen.floor
+            for x, losses in judged.items()
+            if gain(losses, mine) <= seen.floor and _cost(seen, np.array(x), point)[0] <= seen.floor
         }
         fewest, near = best, point
         if equal and (nearest := min(equal, key=changes)) != said.point and changes(nearest) < changes(said.point):
-            fewest, near = _best(seen, nearest, equal[nearest], len(equal[nearest])), np.array(nearest)
+            losses = list(equal[nearest].values())
+            fewest, near = _best(seen, nearest, losses, len(losses)), np.array(nearest)
     return Answer(
         best,
         dict(zip(paths, point.tolist(), strict=True)),
@@ -108,8 +109,8 @@ def answer(
         fewest,
         dict(zip(paths, near.tolist(), strict=True)),
         _cost(seen, near, point)[0],
-        tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0),
-        _gain(seen, point),
+        tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
+        said.gain if said is not None else None,
     )
 
 
@@ -135,11 +136,7 @@ def _look(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float
     ended.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     losses = [math.inf if trial.state == "diverged" or trial.loss is None else trial.loss for trial in ended]
     points = [[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in ended]
-    # A stopped run's loss is expected, not measured: it tells nothing of the noise.
-    runs = zip(map(tuple, points), ended, losses, strict=True)
-    measured, degrees = floor((point, run.seed, loss) for point, run, loss in runs if run.state == "complete")
-    if noise is not None:
-        measured, degrees = noise, GIVEN
+    measured, degrees = between(ended, [d.path for d in dimensions], noise)
     now = region(
         np.array(points).reshape(-1, len(dimensions)),
         np.array(losses),
@@ -154,36 +151,22 @@ def _look(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float
     )
 
 
-def _judged(seen: _Seen) -> dict[tuple[float, ...], list[float]]:
-    """The losses with fresh seeds of the points that were run again often enough, infinite for a divergence."""
-    runs: dict[tuple[float, ...], list[float]] = {}
+def _judged(seen: _Seen) -> dict[Point, Losses]:
+    """Losses by seed of the points that were run with fresh seeds often enough, if none of these runs diverged.
+
+    All runs of the start are such: none of them chose it.
+    """
+    found: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
-        if run.purpose == "rerun" and not run.confirms:
-            runs.setdefault(tuple(x.tolist()), []).append(float(loss))
-    return {x: losses for x, losses in runs.items() if len(losses) >= RERUNS and math.isfinite(sum(losses))}
-
-
-def _start(seen: _Seen) -> dict[tuple[float, ...], list[float]]:
-    """The losses of the start, if it was run with several seeds and never diverged: none of them chose it."""
-    runs = zip(seen.trials, seen.points, seen.losses, strict=True)
-    losses = [float(loss) for run, x, loss in runs if not x.any() and run.state != "stopped"]
-    judged = len(losses) >= RERUNS and math.isfinite(sum(losses))
-    return {(0.0,) * seen.points.shape[1]: losses} if judged else {}
-
-
-def _gain(seen: _Seen, best: Array) -> float | None:
-    """How far the best is below the start, by seeds that both were run with, or else by the means of both."""
-    runs = [(run.seed, x, loss) for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True)]
-    start = {seed: float(loss) for seed, x, loss in runs if not x.any() and math.isfinite(loss)}
-    # The seed of the search chose the best; it says how low it is with too much hope.
-    there = {seed: float(loss) for seed, x, loss in runs if np.array_equal(x, best) and seed and math.isfinite(loss)}
-    return gain(start, there) if start and there else None
+        if run.state != "stopped" and (run.purpose == "rerun" or not x.any()):
+            found.setdefault(tuple(x.tolist()), {})[run.seed] = float(loss)
+    return {x: losses for x, losses in found.items() if len(losses) >= RERUNS and math.isfinite(sum(losses.values()))}
 
 
 def _best(seen: _Seen, point: tuple[float, ...], losses: Sequence[float], fresh: int) -> Best:
     number = min(run.number for run, x in zip(seen.trials, seen.points, strict=True) if tuple(x) == point)
     around = interval(losses, seen.noise, seen.degrees) if fresh and seen.noise is not None else (-math.inf, math.inf)
-    return Best(number, statistics.fmean(losses), around, fresh)
+    return Best(number, statistics.fmean(losses), around, fresh, len(losses))
 
 
 def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> tuple[Coordinate, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from leaven.recipe.errors import InputError
 from leaven.tuning.judging import CONFIRMATIONS, RERUNS
-from leaven.tuning.ledger import BEGAN, ENDED, Run
+from leaven.tuning.ledger import BEGAN, ENDED, FINALIST, Run
 
 FINALISTS = 3  # are judged by runs of their own (judging.py)
 KEPT = 1 / 4  # of the budget, at most
@@ -21,11 +21,14 @@ class Budget:
         flops: of all runs.
         hours: in which at least one run was going on. Of a study that was interrupted the time between does not
             count, and of several machines at once the time counts once.
+        run_flops: of a run, if that is known before one has ended. Without, the first is taken to cost all there is,
+            so that no other begins beside it.
     """
 
     trials: int | None = None
     flops: float | None = None
     hours: float | None = None
+    run_flops: float | None = None
 
     def __post_init__(self) -> None:
         given = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
@@ -49,11 +52,15 @@ class Budget:
     def kept(self, runs: Sequence[Run] = (), now: float = 0.0) -> int:
         """How many runs are kept back."""
         affordable = min(KEPT * limit / cost for limit, _, cost in self._limits(runs, now))
-        return max(judging(few) for few in range(FINALISTS + 1) if judging(few) <= affordable or few == 0)
+        costs = {judging(few) for few in range(FINALISTS + 1)}
+        if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
+            costs.add(judging(1) + 2 * CONFIRMATIONS)  # beside those that a smaller budget has judged
+        return max(cost for cost in costs if cost <= affordable)
 
     def room(self, runs: Sequence[Run], now: float) -> bool:
-        """Whether there is room for one more run of the search. As long as all diverge there is nothing to judge."""
-        kept = self.kept(runs, now) if any(run.complete for run in runs) else 0
+        """Whether there is room for one more run of the search. Where all diverge there is nothing to judge."""
+        nothing = any(run.finished for run in runs) and not any(run.complete for run in runs)
+        kept = 0 if nothing else self.kept(runs, now)
         return self.left(runs, now) >= 1 + kept
 
     def left(self, runs: Sequence[Run], now: float) -> float:
@@ -62,7 +69,6 @@ class Budget:
 
     def _limits(self, runs: Sequence[Run], now: float) -> Iterator[tuple[float, float, float]]:
         """Of each limit: it, what is used of it, and what a run costs."""
-        least = 1e-300
         if self.trials is not None:
             yield self.trials, len(runs), 1
         if self.flops is not None:
@@ -70,16 +76,16 @@ class Budget:
             whole = [flops for flops in spent if flops > 0]
             if not whole and any(run.complete for run in runs):
                 raise InputError("flops as a budget: the objective says nothing of FLOPs; give trials or hours")
-            cost = max(whole, default=least)
+            cost = max([*whole, self.run_flops or 0.0]) or self.flops
             yield self.flops, sum(spent) + cost * sum(run.running or run.lost for run in runs), cost
         if self.hours is not None:
             hours = busy(runs, now) / 3600
-            yield self.hours, hours, max(hours / max(len(runs), 1), least)
+            yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
 
 
 def judging(few: int) -> int:
     """How many runs it takes to judge so many."""
-    return few * RERUNS + (CONFIRMATIONS if few > 1 else 0)
+    return few * RERUNS + (2 * CONFIRMATIONS if few > 1 else 0)  # of the chosen point and of the start
 
 
 def busy(runs: Sequence[Run], now: float) -> float:

@@ -9,8 +9,10 @@ from optuna.trial import FrozenTrial
 from leaven.training.outcome import Rival
 from leaven.tuning import noise
 from leaven.tuning.ledger import FINALIST, Run, purpose, seed
-from leaven.tuning.plan import NothingFound, Plan, floor, nothing, record
+from leaven.tuning.plan import NothingFound, Plan, nothing, record
 from leaven.tuning.trust_region import Axes, finished, loss_of
+
+SURE = 2  # degrees of freedom of the noise from which on it gives trials up
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,13 @@ def found(plan: Plan, runs: Sequence[Run], now: float, stopped: bool) -> Found:
     said = plan.verdict(runs)
     if said is None:
         raise NothingFound(nothing(runs))
-    between, degrees = _floor(runs, plan.axes, plan.noise)
+    between, degrees = _between(runs, plan.axes, plan.noise)
     around = (-math.inf, math.inf)
     if between is not None and said.fresh:
         around = noise.interval(said.losses, between, degrees)
     searched = [run for run in runs if not plan.judges(run)]
     return Found(
-        params=plan.params(runs, said),
+        params=plan.params(runs, said.point),
         loss=said.loss,
         interval=around,
         fresh=said.fresh,
@@ -67,15 +69,15 @@ def trial(ended: FrozenTrial, label: str) -> Trial:
     return Trial(ended.number, dict(ended.params), loss_of(ended), finalist, purpose(ended), seed(ended))
 
 
-def _floor(runs: Sequence[Run], axes: Axes, given: float | None) -> tuple[float | None, int]:
-    return floor([record(run, axes) for run in runs], list(axes.start), given)
+def _between(runs: Sequence[Run], axes: Axes, given: float | None) -> tuple[float | None, int]:
+    return noise.between([record(run, axes) for run in runs], list(axes.start), given)
 
 
 def rival(runs: Sequence[Run], axes: Axes, given: float | None) -> Rival | None:
     """The best run of the search, for others to be compared with, once it is known how far seeds lie apart."""
-    between, _ = _floor(runs, axes, given)
+    between, degrees = _between(runs, axes, given)
     curves = [run.last for run in runs if run.complete and seed(run.origin) == 0 and "curve" in run.last.user_attrs]
-    if between is None or not curves:
+    if between is None or degrees < SURE or not curves:
         return None
     best = min(curves, key=loss_of)
     return Rival(

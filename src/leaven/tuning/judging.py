@@ -5,8 +5,9 @@
 2. It must be better than the start by more than the noise, compared by the seeds that both were run with. Otherwise
    the start is the answer: nothing was found.
 3. The lowest of several means is lucky too, if less (of three equal ones, by 0.6 standard deviations of a run where
-   each is of two). So what was chosen among several is run again, with seeds that chose nothing, and those runs are
-   its loss. What was run with fresh seeds alone needs no more.
+   each is of two). So what was chosen among several is run again, with seeds that chose nothing, and so is the start.
+   These runs have the last word: by them, too, it must be better than the start by more than the noise, and they are
+   its loss and its gain. What was run with fresh seeds alone needs no more.
 """
 
 import math
@@ -19,7 +20,7 @@ import numpy as np
 from leaven.training.study_file import Trial
 
 RERUNS = 2  # that choose, of each of the best few
-CONFIRMATIONS = 2  # of the one that was chosen among several
+CONFIRMATIONS = 2  # of the one that was chosen among several, and of the start
 
 Point = tuple[float, ...]  # octaves from the start
 Losses = Mapping[int, float]  # by seed
@@ -30,6 +31,7 @@ class Verdict:
     point: Point
     losses: tuple[float, ...]  # those that its loss is the mean of
     fresh: int  # how many of them had no part in choosing it: all or none
+    gain: float | None  # how far it is below the start, by such runs; None without any
 
     @property
     def loss(self) -> float:
@@ -38,41 +40,83 @@ class Verdict:
 
 def verdict(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Verdict | None:
     """The answer after ``trials``, in nats per token as ``noise`` is; None if none of them ended with a loss."""
-    start: Point = (0.0,) * len(paths)
-    searched: dict[Point, dict[int, float]] = {}
-    choosing: dict[Point, dict[int, float]] = {}
-    confirming: dict[Point, dict[int, float]] = {}
-    for trial in trials:
-        if trial.octaves is not None and trial.state in {"complete", "diverged"}:
-            into = confirming if trial.confirms else choosing if trial.purpose == "rerun" else searched
-            loss = math.inf if trial.state == "diverged" or trial.loss is None else trial.loss
-            into.setdefault(tuple(trial.octaves[path] for path in paths), {})[trial.seed] = loss
-    at_start = {seed: loss for seed, loss in searched.get(start, {}).items() if math.isfinite(loss)}
-    whole = min(RERUNS, max(map(len, choosing.values()), default=0))
-    candidates = {
-        point: losses
-        for point, losses in choosing.items()
-        if len(losses) >= whole and math.isfinite(sum({**losses, **confirming.get(point, {})}.values()))
-    }
-    if not choosing or not (candidates or at_start):
-        candidates = {
-            point: losses
-            for point, losses in searched.items()
-            if point not in choosing and math.isfinite(sum({**losses, **confirming.get(point, {})}.values()))
-        }
-    if not candidates and not at_start:
+    heard = _Heard.of(trials, paths)
+    chosen = heard.chosen(noise)
+    if chosen is None:
         return None
-    if not candidates:
-        return Verdict(start, tuple(at_start.values()), len(at_start))
-    chosen = min(candidates, key=lambda point: (statistics.fmean(candidates[point].values()), changes(point)))
-    if at_start and not gain(at_start, candidates[chosen]) > noise:
-        return Verdict(start, tuple(at_start.values()), len(at_start))
-    if chosen in confirming:
-        losses = tuple(confirming[chosen].values())
-        return Verdict(chosen, losses, len(losses))
-    losses = tuple(candidates[chosen].values())
-    alone = chosen in choosing and len(choosing) == 1
-    return Verdict(chosen, losses, len(losses) if alone else 0)
+    if confirmed := heard.confirming.get(chosen):
+        better = gain(heard.at_start, confirmed) if heard.at_start else None
+        if better is None or better > noise:
+            return Verdict(chosen, tuple(confirmed.values()), len(confirmed), better)
+        chosen = heard.start
+    if chosen == heard.start:
+        losses = heard.at_start
+        return Verdict(chosen, tuple(losses.values()), len(losses), 0.0)
+    losses = heard.candidates[chosen]
+    if not heard.alone:
+        return Verdict(chosen, tuple(losses.values()), 0, None)
+    return Verdict(
+        chosen, tuple(losses.values()), len(losses), gain(heard.at_start, losses) if heard.at_start else None
+    )
+
+
+def to_confirm(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Point | None:
+    """What was chosen among several, to be run again beside the start; None if that is the start, or nothing."""
+    heard = _Heard.of(trials, paths)
+    chosen = heard.chosen(noise)
+    return None if heard.alone or chosen == heard.start else chosen
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """What serves to judge: losses by seed, infinite for a divergence."""
+
+    start: Point
+    at_start: Losses  # of all its runs; none if one diverged
+    choosing: Mapping[Point, Losses]
+    confirming: Mapping[Point, Losses]
+    candidates: Mapping[Point, Losses]  # to choose from; none of their runs diverged
+
+    @classmethod
+    def of(cls, trials: Sequence[Trial], paths: Sequence[str]) -> "_Heard":
+        searched: dict[Point, dict[int, float]] = {}
+        choosing: dict[Point, dict[int, float]] = {}
+        confirming: dict[Point, dict[int, float]] = {}
+        for trial in trials:
+            if trial.octaves is not None and trial.state in {"complete", "diverged"}:
+                into = confirming if trial.confirms else choosing if trial.purpose == "rerun" else searched
+                loss = math.inf if trial.state == "diverged" or trial.loss is None else trial.loss
+                into.setdefault(tuple(trial.octaves[path] for path in paths), {})[trial.seed] = loss
+        start: Point = (0.0,) * len(paths)
+        at_start = searched.pop(start, {}) | confirming.pop(start, {})
+        if not math.isfinite(sum(at_start.values())):
+            at_start = {}
+
+        def ends(point: Point, losses: Losses) -> bool:
+            return math.isfinite(sum({**losses, **confirming.get(point, {})}.values()))
+
+        whole = min(RERUNS, max(map(len, choosing.values()), default=0))
+        found = {point: losses for point, losses in choosing.items() if len(losses) >= whole and ends(point, losses)}
+        if not choosing or not (found or at_start):
+            found = {
+                point: losses for point, losses in searched.items() if point not in choosing and ends(point, losses)
+            }
+        return cls(start, at_start, choosing, confirming, found)
+
+    @property
+    def alone(self) -> bool:
+        """Whether what is chosen had no other beside it."""
+        return len(self.choosing) == 1
+
+    def chosen(self, noise: float) -> Point | None:
+        """By the runs that choose alone, whatever was confirmed."""
+        if not self.candidates:
+            return self.start if self.at_start else None
+        means = {point: statistics.fmean(losses.values()) for point, losses in self.candidates.items()}
+        lowest = min(means, key=lambda point: (means[point], changes(point)))
+        if self.at_start and not gain(self.at_start, self.candidates[lowest]) > noise:
+            return self.start
+        return lowest
 
 
 def gain(start: Losses, there: Losses) -> float:

@@ -86,6 +86,12 @@ def seed(trial: FrozenTrial) -> int:
     return int(trial.user_attrs.get(SEED, 0))
 
 
+def turn(trial: FrozenTrial) -> int:
+    """Which proposal of the search a trial is: a number that no void trial and no retry before it changes."""
+    job = trial.user_attrs.get(JOB, "")
+    return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
+
+
 def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Run]:
     """The runs that trials of a space of so many ``dimensions`` amount to, in the order of their first numbers.
 

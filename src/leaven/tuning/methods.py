@@ -13,6 +13,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
 from leaven.recipe.errors import InputError
+from leaven.tuning.ledger import turn
 from leaven.tuning.trust_region import START, Axes, TrustRegionSampler
 
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
@@ -60,7 +61,7 @@ def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> B
 
 
 class _Numbered(BaseSampler):
-    """One of Optuna's samplers, seeded anew by the number of each trial.
+    """One of Optuna's samplers, seeded anew for each proposal.
 
     They draw from a stream of their own: two commands with one seed, or one that goes on, would propose the same.
     """
@@ -71,7 +72,7 @@ class _Numbered(BaseSampler):
 
     def _of(self, trial: FrozenTrial) -> BaseSampler:
         if trial.number != self._number:
-            seed = np.random.SeedSequence([self._seed, trial.number]).generate_state(1)[0]
+            seed = np.random.SeedSequence([self._seed, turn(trial)]).generate_state(1)[0]
             self._number, self._sampler = trial.number, self._make(int(seed))
         return self._sampler
 

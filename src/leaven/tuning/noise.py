@@ -4,6 +4,8 @@ import math
 import statistics
 from collections.abc import Hashable, Iterable, Sequence
 
+from leaven.training.study_file import Trial
+
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 _Z95 = 1.959964
@@ -44,6 +46,24 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
     seeds = {seed for ran in repeated for seed, _ in ran}
     noise, degrees = pooled([loss for _, loss in sorted(ran)] for ran in repeated)
     return noise, min(degrees, len(seeds) - 1) if len(seeds) > 1 else degrees
+
+
+def between(trials: Iterable[Trial], paths: Sequence[str], given: float | None = None) -> tuple[float | None, int]:
+    """The noise of trials at points in ``paths``, unless it is given, and its degrees of freedom.
+
+    The search's own run of a point that was run again is left out: it was run again because it was low. Those of the
+    start are not. What was stopped has no loss of its own.
+    """
+    if given is not None:
+        return given, GIVEN
+    return floor(
+        (tuple(trial.octaves[path] for path in paths), trial.seed, trial.loss)
+        for trial in trials
+        if trial.octaves is not None
+        and trial.state == "complete"
+        and trial.loss is not None
+        and not (trial.purpose == "search" and any(trial.octaves.values()))
+    )
 
 
 def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, float]]]:

@@ -8,13 +8,14 @@ any machines work on one study, and going on is the same as starting.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
 import optuna
 from optuna.distributions import FloatDistribution
 from optuna.exceptions import UpdateFinishedTrialError
@@ -26,7 +27,7 @@ from leaven.training.outcome import Outcome
 from leaven.tuning import ledger
 from leaven.tuning.agreement import agree, begin, check_name
 from leaven.tuning.budget import Budget
-from leaven.tuning.found import Found, Trial, found, rival, trial
+from leaven.tuning.found import Found, found, rival
 from leaven.tuning.leases import Leases
 from leaven.tuning.ledger import Job, Run
 from leaven.tuning.methods import check_method, sampler
@@ -54,7 +55,7 @@ class Watch(Protocol):
     """Who is told what happens."""
 
     def asked(self, proposal: Proposal, /) -> None: ...
-    def ended(self, trial: Trial, /) -> None: ...
+    def ended(self, numbers: Sequence[int], /) -> None: ...
 
 
 def search(  # noqa: PLR0917 - in the order in which one thinks of them
@@ -69,6 +70,7 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     scales: Mapping[str, float] | None = None,
     flops: float | None = None,
     hours: float | None = None,
+    run_flops: float | None = None,
     noise: float | None = None,
     stop_at_noise: bool = True,
     storage: BaseStorage | Path | str | None = None,
@@ -89,9 +91,11 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
         objective: takes log2 multipliers by name (a :class:`leaven.tuning.proposal.Proposal`) and gives a loss, or
             an :class:`leaven.training.outcome.Outcome`; infinite or nan is a divergence. With ``workers`` it is
             called from so many threads.
-        space: the lowest and the highest log2 multiplier, by name.
+        space: the lowest and the highest log2 multiplier, by name. As long as every run diverges, those that are
+            called ``lr``, or end in ``.lr``, are lowered.
         start: log2 multipliers that are right as far as one knows; 0 for those that are not given.
-        trials: None where ``flops`` or ``hours`` are the budget, of which see :class:`leaven.tuning.budget.Budget`.
+        trials: None where ``flops`` or ``hours`` are the budget, of which, as of ``run_flops``, see
+            :class:`leaven.tuning.budget.Budget`.
         method: one of ``leaven.tuning.methods.METHODS``.
         scales: how many octaves from the start an optimum typically is; 1 for those that are not given.
         noise: the standard deviation of the loss between runs of one point, if it is known.
@@ -112,9 +116,10 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     check_method(method)
     check_name(name)
     axes = _axes(space, start or {}, scales or {})
-    budget = Budget(trials, flops, hours)
-    if workers < 1:
-        raise InputError(f"workers = {workers}: at least 1")
+    budget = Budget(trials, flops, hours, run_flops)
+    for what, given, least in (("workers", workers, 1), ("seed", seed, 0), ("trials", trials or 1, 1)):
+        if not isinstance(given, int | np.integer) or given < least:
+            raise InputError(f"{what} = {given}: at least {least}, and a whole number")
     first(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     if noise is not None and not 0 <= noise < math.inf:
         raise InputError(f"noise = {noise}: a standard deviation is 0 or above, and finite")
@@ -145,6 +150,8 @@ def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float], 
     if not space:
         raise InputError("the space is empty; give it at least one name with its lowest and highest log2 multiplier")
     for name, limits in space.items():
+        if not isinstance(name, str):
+            raise InputError(f"space of {name!r}: its name is text")
         try:
             low, high = map(float, limits)
         except (TypeError, ValueError):
@@ -187,6 +194,7 @@ class _Loop:
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
         self._pending: dict[Future[float | Outcome], Proposal] = {}
         self._error: Exception | None = None  # of the objective
+        self._ended: list[int] = []  # that the watch has not been told of
         self.runs: list[Run] = []  # at the last look
 
     def run(self) -> list[Run]:
@@ -198,6 +206,10 @@ class _Loop:
                 job = self._plan.next(runs, time.time()) if self._free and not stopping else None
                 if job is not None:
                     self._begin(job, runs)
+                elif self._ended:  # once all workers are at work again, for to tell may take its time
+                    if self._watch is not None:
+                        self._watch.ended(self._ended)
+                    self._ended = []
                 elif self._pending:
                     for future in wait(self._pending, LOOK, FIRST_COMPLETED).done:
                         self._end(self._pending.pop(future), future)
@@ -310,8 +322,7 @@ class _Loop:
             state = TrialState.PRUNED
         # Not Optuna's tell, which looks first whether the trial is running: another may end it in between.
         self._store.set_trial_state_values(trial_id, state, [loss])
-        if self._watch is not None:
-            self._watch.ended(trial(self._store.get_trial(trial_id), self._plan.budget.label))
+        self._ended.append(number)
 
     def _trial_id(self, number: int) -> int:
         study = self._store.get_study_id_from_name(self._study.study_name)

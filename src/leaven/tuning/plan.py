@@ -6,7 +6,7 @@
    noise.
 4. When nothing is running any more, the best few are run with seeds that they have not had. The first of these runs
    has the list of them, for all commands to go by.
-5. What is best by these is run once more (judging.py).
+5. What is best by these is run again, and so is the start (judging.py).
 """
 
 import itertools
@@ -22,7 +22,7 @@ from leaven.training.study_file import Dimension, Trial
 from leaven.tuning import noise
 from leaven.tuning.answer import finalists
 from leaven.tuning.budget import Budget
-from leaven.tuning.judging import CONFIRMATIONS, RERUNS, Verdict, verdict
+from leaven.tuning.judging import CONFIRMATIONS, RERUNS, Verdict, to_confirm, verdict
 from leaven.tuning.ledger import CONFIRMS, DIVERGED, ENDED, FINALIST, FINALISTS, JOB, Job, Run, purpose, seed
 from leaven.tuning.methods import grid
 from leaven.tuning.trust_region import Axes, loss_of, region_of
@@ -72,7 +72,7 @@ class Plan:
                 return run.retry
         begun = {run.origin.user_attrs.get(JOB) for run in runs}
         for known in first(self.axes, self.method, self.budget, self.noise):
-            if known.name not in begun and (self.budget.trials is None or len(runs) < self.budget.trials):
+            if known.name not in begun and self.budget.left(runs, now) >= 1:
                 return known
         points = self.chosen(runs)
         if points is None:
@@ -82,7 +82,8 @@ class Plan:
                 return None
             points = self._best(runs)[: self.budget.finalists(runs, now)]
         job = next((job for job in self._judging(runs, points) if job.name not in begun), None)
-        if job is None and len(points) > 1 and not any(run.running for run in runs):
+        choosing = any(run.running and not run.origin.user_attrs.get(CONFIRMS) for run in runs)
+        if job is None and not choosing:
             job = next((job for job in self._confirming(runs, now) if job.name not in begun), None)
         return job
 
@@ -113,26 +114,33 @@ class Plan:
                 yield Job("rerun", f"rerun:{self.budget.label}:{which}:{k}", other, point, attributes)
 
     def _confirming(self, runs: Sequence[Run], now: float) -> Iterator[Job]:
-        said = self.verdict(runs)
-        if said is None or not any(said.point) or self.budget.left(runs, now) < 1:
+        """The chosen point and the start in turn, with the same seeds."""
+        trials, paths = self._records(runs)
+        point = to_confirm(trials, paths, noise.between(trials, paths, self.noise)[0] or 0.0)
+        if point is None or self.budget.left(runs, now) < 1:
             return
-        point = self.params(runs, said)
+        attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, None]), (CONFIRMS, True))
         others = [run for run in runs if not run.origin.user_attrs.get(CONFIRMS)]
-        for k, other in enumerate(_fresh(others, point, CONFIRMATIONS)):
-            attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, None]), (CONFIRMS, True))
-            yield Job("rerun", f"confirm:{list(said.point)}:{k}", other, point, attributes)
+        at, start = self.params(runs, point), dict(self.axes.start)
+        for other in _fresh(others, at, CONFIRMATIONS):
+            yield Job("rerun", f"confirm:{list(point)}:{other}", other, at, attributes)
+            if other not in _seeds(others, start):
+                yield Job("rerun", f"confirm:start:{other}", other, start, attributes)
 
     def verdict(self, runs: Sequence[Run]) -> Verdict | None:
         """The answer so far."""
-        trials, paths = [record(run, self.axes) for run in runs], list(self.axes.start)
-        return verdict(trials, paths, floor(trials, paths, self.noise)[0] or 0.0)
+        trials, paths = self._records(runs)
+        return verdict(trials, paths, noise.between(trials, paths, self.noise)[0] or 0.0)
 
-    def params(self, runs: Sequence[Run], said: Verdict) -> Point:
-        """The log2 multipliers of the answer, as they were run."""
+    def _records(self, runs: Sequence[Run]) -> tuple[list[Trial], list[str]]:
+        return [record(run, self.axes) for run in runs], list(self.axes.start)
+
+    def params(self, runs: Sequence[Run], point: tuple[float, ...]) -> Point:
+        """The log2 multipliers of a point in octaves, as they were run."""
         return next(
             dict(run.last.params)
             for run in runs
-            if run.finished and tuple(self.axes.octaves(run.last.params).tolist()) == said.point
+            if run.finished and tuple(self.axes.octaves(run.last.params).tolist()) == point
         )
 
     def _best(self, runs: Sequence[Run]) -> list[Point]:
@@ -157,8 +165,12 @@ class Plan:
 def _fresh(others: Sequence[Run], point: Point, count: int) -> list[int]:
     """The first seeds that a point has not had in other runs. The search saw seed 0 alone, also where it promises a
     point that was never run."""
-    had = {0} | {seed(run.origin) for run in others if run.origin.params == point}
+    had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
+
+
+def _seeds(runs: Sequence[Run], point: Point) -> set[int]:
+    return {seed(run.origin) for run in runs if run.origin.params == point}
 
 
 def nothing(runs: Sequence[Run]) -> str:
@@ -168,16 +180,6 @@ def nothing(runs: Sequence[Run]) -> str:
     if failed := sum(run.failed for run in runs):
         return f"no run ended: {failed} died, each of them twice; memory may be short, for one"
     return "stopped before any run ended; the same again goes on"
-
-
-def floor(trials: Sequence[Trial], paths: Sequence[str], given: float | None) -> tuple[float | None, int]:
-    """The noise between runs of one point, and its degrees of freedom; None and 0 where no point was repeated."""
-    if given is not None:
-        return given, noise.GIVEN
-    whole = [(trial.octaves, trial.seed, trial.loss) for trial in trials if trial.state == "complete"]
-    return noise.floor(
-        (tuple(at[path] for path in paths), k, loss) for at, k, loss in whole if at and loss is not None
-    )
 
 
 def record(run: Run, axes: Axes) -> Trial:

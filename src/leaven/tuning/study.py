@@ -5,6 +5,7 @@ fewest.toml and centre.toml, written whole by whoever ends a trial, and checkpoi
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import optuna
 
 from leaven.data.tokens import TokenSet
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, make_folder, read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
@@ -25,14 +27,13 @@ from leaven.tuning import ledger
 from leaven.tuning.agreement import agree, begin, check_name
 from leaven.tuning.answer import Answer, answer, front
 from leaven.tuning.found import Found
-from leaven.tuning.found import Trial as Ended
 from leaven.tuning.methods import check_method
 from leaven.tuning.objective import about, search
 from leaven.tuning.plan import NothingFound, record
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.space import Space, moved
 from leaven.tuning.stores import StoreGone, open_store
-from leaven.tuning.trainer import Trainer
+from leaven.tuning.trainer import Trainer, forget
 from leaven.tuning.trust_region import START, Axes, finished, region_of
 from leaven.tuning.wording import advice_when_all_diverged, why, why_fewest
 
@@ -40,13 +41,14 @@ CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # what a study that was killed as it began leaves
 ANSWERED = "leaven:answered"  # an attribute of the study: a command has seen one to its end
 SAID_AFTER = 5.0  # seconds for which a store is away
+SAVING = 0.1  # of the time, at most, goes into study.json; of thousands of trials it takes seconds each time
 
 
 class Screen(Protocol):
     """What a person watches."""
 
     def asked(self, number: int, worker: str, /) -> None: ...
-    def ended(self, trial: Trial, state: StudyState, /) -> None: ...
+    def ended(self, state: StudyState, /) -> None: ...
     def note(self, text: str, /) -> None: ...
 
 
@@ -89,6 +91,7 @@ class Study:
         self.nothing = ""  # why there is no best, once a run of this command came to none
         self._screen: Screen | None = None
         self._stop: Callable[[], bool] = lambda: False
+        self._rests_until = 0.0  # by time.monotonic()
         self._check()
 
     def _check(self) -> None:
@@ -112,6 +115,7 @@ class Study:
         others = [other.study_name for other in self._store.get_all_studies() if other.study_name != self.recipe.name]
         if others and isinstance(self._where, Path):
             raise InputError(f"{self._name} holds a study {others[0]}, not {self.recipe.name}; use another --study")
+        self._bring_back()
         # Other machines have no folder: what the study is of is in the store too.
         here = about(self.method, self._axes, self.recipe.data.seed, None)
         here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
@@ -126,6 +130,24 @@ class Study:
         if not (self.out / "centre.toml").exists():
             write_recipe(self.recipe, self.out / "centre.toml")
         return self
+
+    def _bring_back(self) -> None:
+        """Refuse to write over the results of a study whose store is empty.
+
+        Raises:
+            InputError: if it is.
+        """
+        try:
+            told = json.loads((self.out / "study.json").read_text())["trials"]
+            ended = sum(trial["state"] != "running" for trial in told)
+        except (OSError, ValueError, TypeError, KeyError):
+            return  # nothing that anyone could read
+        there = self.recipe.name in [other.study_name for other in self._store.get_all_studies()]
+        if ended and not (there and self._store.get_all_trials(self._id, deepcopy=False)):
+            raise InputError(
+                f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store "
+                "back, or use another folder"
+            )
 
     def __exit__(self, *exception: object) -> None:
         self._store.remove_session()
@@ -178,6 +200,8 @@ class Study:
                     scales=self._axes.scales,
                     flops=flops,
                     hours=hours,
+                    run_flops=flops_per_token(self.recipe.model)
+                    * max(self._durations, default=self.recipe.data.tokens),
                     stop_at_noise=stop_at_noise,
                     storage=self._store,
                     name=self.recipe.name,
@@ -192,17 +216,38 @@ class Study:
             self._study.set_user_attr(ANSWERED, True)
         for run in self._runs:
             if run.failed or run.finished:
-                here.forget(run.origin.number)
-        return self.save()
+                forget(self.out / CHECKPOINTS, run.origin.number)
+        try:
+            state = self.save()
+        except InputError as error:
+            raise StoreGone(f"{error}; the trials are in the store, and the same command writes it") from None
+        if screen is not None:
+            screen.ended(state)
+        return state
 
     def asked(self, proposal: Proposal) -> None:
         if self._screen is not None:
             self._screen.asked(proposal.number, f"w{proposal.worker + 1}")
 
-    def ended(self, trial: Ended) -> None:
-        state = self.save()
+    def ended(self, numbers: Sequence[int]) -> None:
+        """Trials have ended: what they leave is in the store by now. What follows from all of them waits where it
+        would take more than its share of the time."""
+        for run in self._runs:
+            if run.last.number in numbers:
+                forget(self.out / CHECKPOINTS, run.origin.number)
+        began = time.monotonic()
+        if began < self._rests_until:
+            return
+        try:
+            state = self.save()
+        except InputError as error:  # a full disk, say; the trials are in the store
+            if self._screen is not None:
+                self._screen.note(str(error))
+            return
         if self._screen is not None:
-            self._screen.ended(next(other for other in state.trials if other.number == trial.number), state)
+            self._screen.ended(state)
+        now = time.monotonic()
+        self._rests_until = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyState:
         """The study as it stands; it has a ``best`` once a command has seen it to its end, be it of less."""
@@ -247,6 +292,10 @@ class Study:
         states = {trial.state for trial in trials}
         all_diverged = "diverged" in states and not states & {"complete", "stopped"}
         return advice_when_all_diverged(trials, self.space.dimensions) if all_diverged else ""
+
+    @property
+    def _id(self) -> int:
+        return self._store.get_study_id_from_name(self.recipe.name)
 
     @property
     def _axes(self) -> Axes:

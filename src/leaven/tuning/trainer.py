@@ -92,25 +92,25 @@ class Trainer:
             if self.stop() or leaving.is_set():
                 raise Released
         try:
-            outcome = future.result()
+            return future.result()
         except BrokenProcessPool:
             raise Lost from None
-        self.forget(proposal.origin)
-        return outcome
 
     def _taken_over(self, proposal: Proposal) -> Path:
         """A folder of this attempt's own, with what the last one left: a worker of a command that was killed may
         live half a second longer, and must not write between."""
         folder = self.checkpoints / f"{proposal.origin:06d}-{proposal.number:06d}"
-        for left in self._attempts(proposal.origin)[-1:]:
+        for left in _attempts(self.checkpoints, proposal.origin)[-1:]:
             with suppress(OSError):  # another's by now, or gone: then it begins anew
                 left.rename(folder)
         return folder
 
-    def forget(self, origin: int) -> None:
-        """Remove what the attempts of a run that is over have left."""
-        for left in self._attempts(origin):
-            shutil.rmtree(left, ignore_errors=True)
 
-    def _attempts(self, origin: int) -> list[Path]:
-        return sorted(self.checkpoints.glob(f"{origin:06d}-*"))
+def forget(checkpoints: Path, origin: int) -> None:
+    """Remove what the attempts of a run that is over have left."""
+    for left in _attempts(checkpoints, origin):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _attempts(checkpoints: Path, origin: int) -> list[Path]:
+    return sorted(checkpoints.glob(f"{origin:06d}-*"))

@@ -37,7 +37,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from leaven.tuning import bowl, cliffs
-from leaven.tuning.ledger import DIVERGED, ENDED, OWNER, SEED
+from leaven.tuning.ledger import DIVERGED, ENDED, OWNER, SEED, turn
 from leaven.tuning.noise import floor
 
 Array = NDArray[np.float64]
@@ -188,7 +188,8 @@ def region(
         lowered = np.zeros(len(low)) if rates is None else np.clip(-DOWN * len(points) * rates, low, high)
         nothing = bowl.fit(np.zeros((1, len(low))), np.zeros(1))
         quiet = cliffs.fit(np.zeros((1, len(low))), np.zeros(1, bool))
-        radius = max(START * CLOSER ** len(points), CLOSEST)
+        known = rates is not None and rates.any()  # else it looks ever farther
+        radius = float(np.clip(START * CLOSER ** (len(points) if known else -len(points)), CLOSEST, WIDEST))
         return Region(lowered, radius, nothing, quiet, 0, low, high, lowered, scale)
     at_start = ~points.any(1)
     left = at_start.any() and not (at_start & ended).any()
@@ -283,7 +284,7 @@ class TrustRegionSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        rng = np.random.default_rng([self._seed, trial.number])
+        rng = np.random.default_rng([self._seed, turn(trial)])
         return self._axes.values(region_of(study, self._axes, self._noise).proposal(rng))
 
     def sample_independent(

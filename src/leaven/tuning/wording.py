@@ -31,7 +31,9 @@ def lines(answer: "Answer") -> tuple[str, ...]:
         if answer.best.fresh > 1:
             said += [f"{'':11}the mean of {answer.best.fresh} runs that had no part in choosing it"]
         if not _moved(answer):
-            said += [f"{'':11}the start itself: nothing was found that is better by more than the noise"]
+            tried = any(each.importance for each in answer.coordinates)
+            found = "nothing was found that is better by more than the noise" if tried else "nothing else was run"
+            said += [f"{'':11}the start itself: {found}"]
     if answer.noise is not None:
         of = "given" if answer.degrees == GIVEN else f"{answer.degrees} degrees of freedom"
         said += [f"noise      {answer.noise:.4f} nats, standard deviation between seeds ({of})"]
@@ -66,7 +68,7 @@ def _fewest(answer: "Answer") -> list[str]:
     if not _moved(answer):
         return []
     if answer.fewest_octaves == answer.octaves:
-        return ["fewest     no point with fewer changes was found to be equal to the best within noise"]
+        return ["fewest     no point with fewer changes that was run is equal to the best within noise"]
     moved = {path: octaves for path, octaves in answer.fewest_octaves.items() if octaves}
     far = sum(map(abs, moved.values()))
     said = [f"fewest     {len(moved)} of {len(answer.octaves)} changed, {far:.1f} octaves in all"]
@@ -83,8 +85,10 @@ def _fewest(answer: "Answer") -> list[str]:
 
 def _sure(best: Best) -> str:
     """How sure a loss is."""
+    if not best.fresh and best.runs > 1:
+        return f"the mean of {best.runs} runs that chose it among several, so that it may be too low"
     if not best.fresh:
-        return "of runs that chose it, so that it is too low"
+        return "of the run that chose it, so that it is too low"
     low, high = best.interval
     if not math.isfinite(low):
         return "of one run"
