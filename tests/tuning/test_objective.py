@@ -32,6 +32,7 @@ from leaven.tuning.proposal import Proposal
 from leaven.tuning.trust_region import finished
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
+SPACE_OF_RATE = {"rate": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
 
 def bowl(x: dict[str, float]) -> float:
@@ -537,3 +538,59 @@ def test_where_nothing_ended_it_is_not_said_to_have_diverged() -> None:
         search(dies, SPACE, trials=3, method="random")
     with pytest.raises(NothingFound, match="stopped before any run ended"):
         search(bowl, SPACE, trials=3, stop=lambda: True)
+
+
+def test_as_many_workers_as_trials_leave_something_to_judge_with() -> None:
+    found = search(bowl, SPACE, trials=32, workers=32)
+    assert Counter(t.purpose for t in found.trials) == {"search": 22, "noise": 2, "rerun": 8}
+    assert found.fresh == 2
+
+
+def test_a_budget_of_flops_holds_for_any_number_of_workers() -> None:
+    """Where it is not known what a run costs the first one tells."""
+    lock, running, most = threading.Lock(), 0, list[int]()
+
+    def objective(x: dict[str, float]) -> Outcome:
+        nonlocal running
+        with lock:
+            running += 1
+            most.append(running)
+        try:
+            return Outcome(bowl(x), flops=2.0)
+        finally:
+            with lock:
+                running -= 1
+
+    assert len(search(objective, SPACE, trials=None, flops=8.0, workers=16).trials) == 4
+    assert most[0] == 1
+    assert len(search(objective, SPACE, trials=None, flops=8.0, run_flops=2.0, workers=16).trials) == 4
+
+
+def test_a_larger_budget_confirms_what_a_smaller_one_has_judged() -> None:
+    """Of two that were judged one by one the lower is lucky, too."""
+    rng, store = np.random.default_rng(0), InMemoryStorage()
+    runs = Runs(lambda x: bowl(x) + rng.normal(0, 0.02))
+    small = search(runs, SPACE, trials=8, storage=store)
+    large = search(runs, SPACE, trials=32, storage=store)
+    assert (small.fresh, large.fresh) == (2, 2)
+    confirming = [t for t in large.trials if t.purpose == "rerun" and t.params == large.params and t.seed > 2]
+    assert large.loss == pytest.approx(np.mean([t.loss for t in confirming]))
+
+
+def test_proposals_are_the_same_whatever_died_before() -> None:
+    def proposals(dies: bool) -> list[dict[str, float]]:
+        def mortal(x: Proposal) -> float:
+            if dies and x.number == 4:
+                raise Lost
+            return bowl(x)
+
+        runs = Runs(mortal)
+        search(runs, SPACE, trials=10, noise=0.01)
+        return list({x.origin: dict(x) for x in runs.asked}.values())
+
+    assert proposals(dies=True) == proposals(dies=False)
+
+
+def test_where_all_diverges_and_nothing_is_called_lr_it_looks_farther() -> None:
+    found = search(lambda x: math.nan if x["rate"] > -0.5 else bowl({**x, "a": 0.0}), SPACE_OF_RATE, trials=40)
+    assert found.params["rate"] <= -0.5

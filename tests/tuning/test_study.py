@@ -489,3 +489,47 @@ def test_a_study_of_something_else_is_refused(
     with pytest.raises(InputError, match="method best: there are trust-region, random, grid, tpe"):
         Study(tmp_path / "new", short, around, "best", tokens)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("gone", ["journal", "emptied"])
+def test_the_results_of_a_study_whose_store_is_gone_are_not_written_over(
+    study: Callable[..., Study], tmp_path: Path, gone: str
+) -> None:
+    with study() as opened:
+        opened.run(4, 1)
+    journal, kept = tmp_path / "study" / "journal.log", (tmp_path / "study" / "study.json").read_bytes()
+    journal.unlink()
+    if gone == "emptied":
+        journal.touch()
+    with pytest.raises(InputError, match="has the results of 4 trials, and --study .* has none of them"), study():
+        pass
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    with pytest.raises(InputError, match="bring the store back, or use another folder"), study(store=other):
+        pass
+    assert (tmp_path / "study" / "study.json").read_bytes() == kept
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_results_that_cannot_be_written_wait(
+    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full for what is read off the store: trials go on, and the next command writes it."""
+
+    def full(path: Path, text: str) -> None:
+        raise InputError(f"{path}: cannot be written: No space left on device")
+
+    class Told(Screen):
+        def note(self, text: str) -> None:
+            self.notes = text
+
+    screen = Told()
+    with study() as opened, monkeypatch.context() as patched:
+        patched.setattr("leaven.tuning.study.write_text", full)
+        with pytest.raises(StoreGone, match="No space left on device; the trials are in the store"):
+            opened.run(4, 1, screen=screen)
+    assert "No space left" in screen.notes
+    assert not (tmp_path / "study" / "study.json").exists()
+    with study() as opened:
+        assert len(opened.run(4, 1).trials) == 4
+    assert len(saved(tmp_path / "study")) == 4
