@@ -16,6 +16,7 @@ from leaven.recipe.units import parse_quantity
 from leaven.report import chapters, multipliers, points, searches, slices, study_tables, trial_marks
 from leaven.report.folders import read_study
 from leaven.report.page import write_page
+from leaven.report.study import verdict
 from leaven.scaling.table import resolve
 from leaven.tuning.space import space
 
@@ -187,10 +188,15 @@ def test_not_worth_tuning_is_what_may_go_back_together(study):
     assert not any(each.worth for each in small)
 
 
-def test_the_gain_is_of_common_seeds_where_the_study_says_it(study):
-    assert study.gained == study.gain
-    old = replace(study, gain=None)
-    assert old.gained == pytest.approx(sum(trial.loss for trial in study.trials[:5]) / 5 - study.best.loss)
+def test_the_gain_is_the_one_that_the_terminal_says(study):
+    assert f"{study.gain:.3f} below the start" in verdict(study)
+    assert "the start" not in verdict(replace(study, gain=None))
+
+
+def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):
+    said = verdict(replace(study, best=replace(study.best, fresh=0, runs=2)))
+    assert f"Trial {study.best.number} is the best of" in said
+    assert "the mean of 2 runs that chose it among several: expect a little worse" in said
 
 
 def test_what_no_fresh_seed_has_judged_is_said_to_be_too_low(tmp_path):

@@ -58,7 +58,9 @@ def search(study: Study) -> "go.Figure":
 def _answer(chart: "go.Figure", study: Study, x: float) -> None:
     assert study.best is not None
     bar = None
-    judged = f"fresh seeds: {study.best.fresh}" if study.best.fresh else "the lowest of the search; expect worse"
+    judged = f"fresh seeds: {study.best.fresh}"
+    if not study.best.fresh:
+        judged = "the lowest of the search; expect worse" if study.unjudged else "of runs that chose it"
     said = f"<b>the answer</b><br>{numbers.loss(study.best.loss)} nats per token<br>{judged}"
     if study.interval:
         low, high = study.interval

@@ -123,21 +123,17 @@ class Study(StudyState):
         return next((trial for trial in self.trials if self.best and trial.number == self.best.number), None)
 
     @property
-    def gained(self) -> float | None:
-        """By how much the best is below the start, in nats: by common seeds if the study says it, else by means."""
-        if self.best is None:
-            return None
-        if self.gain is not None:
-            return self.gain
-        return None if self.start_loss is None else self.start_loss - self.best.loss
-
-    @property
     def interval(self) -> tuple[float, float] | None:
         """The 95% interval of the best; None where it says nothing, or only the run that chose it was there."""
         if self.best is None or not self.best.fresh:
             return None
         low, high = self.best.interval
         return (low, high) if math.isfinite(high - low) else None
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether the loss of the best is that of the one run which chose it."""
+        return self.best is not None and not self.best.fresh and self.best.runs == 1
 
     @property
     def fewer(self) -> dict[str, float] | None:

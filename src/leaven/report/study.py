@@ -21,7 +21,7 @@ def head(made: chapters.Sheet, study: Study) -> Html:
 
 def verdict(study: Study) -> str:
     """What came out, in a sentence or two."""
-    best, gain, count = study.best, study.gained, len(study.trials)
+    best, gain, count = study.best, study.gain, len(study.trials)
     one = len(study.space) == 1
     searched, are, were = ("one value", "is", "was") if one else (f"{len(study.space)} values", "are", "were")
     if best is None:
@@ -48,17 +48,19 @@ def verdict(study: Study) -> str:
     alone = alone if study.coordinates and not one else ""
     stalled = " The search stopped of itself: its last rounds gained less than the noise." if study.stalled else ""
     return (
-        f"Trial {best.number} {'is the best' if best.fresh else 'has the lowest loss'} of {count}: "
-        f"{numbers.loss(best.loss)} nats per token{against}.{'' if best.fresh else UNJUDGED} "
+        f"Trial {best.number} {'has the lowest loss' if study.unjudged else 'is the best'} of {count}: "
+        f"{numbers.loss(best.loss)} nats per token{against}.{_doubt(study)} "
         f"{searched.capitalize()} {were} searched by {study.method}{alone}.{stalled}"
     )
 
 
 def _four(study: Study) -> Html:
-    best, gain, interval = study.best, study.gained, study.interval
+    best, gain, interval = study.best, study.gain, study.interval
     told = f"; 95%: {interval[0]:.4f} to {interval[1]:.4f}" if interval else ""
     if best and not best.fresh:
-        told = "; the lowest of the search, expect worse"
+        told = (
+            "; the lowest of the search, expect worse" if study.unjudged else "; of runs that chose it, expect worse"
+        )
     lost = [f"{study.count(state)} {state}" for state in ("diverged", "stopped", "failed", "running")]
     lost = [each for each in lost if not each.startswith("0 ")]
     noise = f"nats; noise between seeds {study.noise_floor:.4f}" if study.noise_floor else "nats"
@@ -93,7 +95,14 @@ def _four(study: Study) -> Html:
     )
 
 
-UNJUDGED = " That is the run that chose it, the lowest of the search, and not judged by fresh seeds: expect worse."
+def _doubt(study: Study) -> str:
+    if study.best is None or study.best.fresh:
+        return ""
+    if study.unjudged:
+        return (
+            " That is the run that chose it, the lowest of the search, and not judged by fresh seeds: expect worse."
+        )
+    return f" That is the mean of {study.best.runs} runs that chose it among several: expect a little worse."
 
 
 def searched(made: chapters.Sheet, study: Study) -> None:
@@ -117,8 +126,10 @@ def searched(made: chapters.Sheet, study: Study) -> None:
     if study.best and study.best.fresh:
         runs = "a run with a fresh seed" if study.best.fresh == 1 else f"the mean of {study.best.fresh} fresh seeds"
         told += f" The answer stands at the right{' with its interval' if study.interval else ''}: {runs}."
-    elif study.best:
+    elif study.unjudged:
         told += " The answer, at the right, is the lowest of the search and not judged by fresh seeds: expect worse."
+    elif study.best:
+        told += f" The answer stands at the right: the mean of {study.best.runs} runs that chose it among several."
     chart = made.chart("search", searches.search(study), "loss of every trial")
     made.section("The search", told, trial_marks.key(study), chart)
     if study.coordinates:
