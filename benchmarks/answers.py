@@ -7,6 +7,7 @@ to all runs of a seed. Landscapes from 1000 on; those below 1000 served to choos
 """
 
 import argparse
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ from optuna.storages import InMemoryStorage
 from leaven.training.study_file import Dimension, Trial
 from leaven.tuning import search
 from leaven.tuning.answer import answer
+from leaven.tuning.judging import to_confirm
 from leaven.tuning.ledger import runs
+from leaven.tuning.noise import between
 from leaven.tuning.plan import record
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.trust_region import Axes
@@ -53,14 +56,19 @@ ROWS = {
 MEDIANS = {"regret", "noise", "flat width"}
 
 
-def searched(truth: Landscape, trials: int, seed: int, share: float) -> tuple[list[Trial], tuple[Dimension, ...]]:
-    """A study of a landscape."""
-    limits = {f"m{i}": (-REACH, REACH) for i in range(len(truth.optimum))}
+def searched(
+    truth: Landscape | None, trials: int, seed: int, share: float, d: int = 0
+) -> tuple[list[Trial], tuple[Dimension, ...]]:
+    """A study of a landscape; without one, of ``d`` values that do nothing."""
+    d = len(truth.optimum) if truth else d
+    limits = {f"m{i}": (-REACH, REACH) for i in range(d)}
     dimensions = tuple(Dimension(name, 1.0, *both) for name, both in limits.items())
     rng, common = np.random.default_rng([seed, trials]), np.random.default_rng([seed, 0]).normal(size=SEEDS)
     store = InMemoryStorage()
 
     def run(point: Proposal) -> float:
+        if truth is None:
+            return FLOOR + NOISE * (share**0.5 * float(common[point.seed]) + (1 - share) ** 0.5 * rng.normal())
         return truth.trial(np.array(list(point.values())), rng, float(common[point.seed]), share)
 
     search(run, limits, None, trials, seed=seed, stop_at_noise=False, storage=store)
@@ -126,6 +134,19 @@ def _ranked(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
+def found_in_nothing(seeds: Sequence[int]) -> None:
+    """How often a search of values that do nothing tells of a gain, and how often the choosing runs alone would."""
+    print("| values | trials | common to a seed | gain by the choosing runs | gain told |\n|---|---|---|---|---|")
+    for d, trials, share in itertools.product((6, 30), (32, 60), (0.0, 0.5, 0.9)):
+        chosen, told = 0, 0
+        for seed in seeds:
+            study, dimensions = searched(None, trials, seed, share, d)
+            paths = [dimension.path for dimension in dimensions]
+            chosen += to_confirm(study, paths, between(study, paths)[0] or 0.0) is not None
+            told += any(answer(study, dimensions, over=True).octaves.values())
+        print(f"| {d} | {trials} | {share:.0%} | {chosen / len(seeds):.0%} | {told / len(seeds):.0%} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -134,8 +155,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--nothing", action="store_true", help="of values that do nothing: how often a gain is told")
     parser.add_argument("--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds")
     options = parser.parse_args()
+    if options.nothing:
+        found_in_nothing(range(options.first, options.first + options.seeds))
+        return
     cells, seeds = (["6x24"], 3) if options.quick else (options.cells, options.seeds)
     columns = []
     for cell in cells:
