@@ -70,19 +70,9 @@ def test_the_search_has_its_diverged_trials_at_the_upper_edge(demo):
     assert (band.y1 - band.y0) / 2 == pytest.approx(demo.study.noise_floor)
 
 
-def test_a_hyperparameter_is_drawn_over_the_logarithm_of_its_value(demo):
-    for path in demo.study.space:
-        chart = searches.by_value(demo.study, path)
-        assert chart.layout.xaxis.type == "log"
-        assert sum(len(trace.x) for trace in chart.data) == 20
-        assert len(chart.layout.xaxis.tickvals) >= 2
-
-
 def test_a_study_that_has_moved_nothing_yet_is_drawn_too(demo):
     trials = tuple(replace(trial, values={"hyperparameters.weight_decay": 0.1}) for trial in demo.study.trials)
     study = replace(demo.study, trials=trials, best=None, noise_floor=None)
-    assert searches.by_value(study, "hyperparameters.weight_decay").layout.xaxis.type is None
-    assert searches.by_value(study, "hyperparameters.lr") is None
     assert searches.search(study).data
 
 

@@ -193,6 +193,14 @@ def test_the_gain_is_the_one_that_the_terminal_says(study):
     assert "the start" not in verdict(replace(study, gain=None))
 
 
+def test_what_is_at_the_end_of_its_range_is_named(tmp_path):
+    state = studied.study(6, 24)
+    first, *others = state.coordinates
+    ends = replace(state, coordinates=(replace(first, at_end=True), *others))
+    page = write_page(studied.write(tmp_path / "study", ends), tmp_path / "study.html")
+    assert f"As far as was searched: {points.short(first.path)}. The optimum may lie beyond" in Reader(page).text
+
+
 def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):
     said = verdict(replace(study, best=replace(study.best, fresh=0, runs=2)))
     assert f"Trial {study.best.number} is the best of" in said
@@ -238,7 +246,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
             lambda state: replace(studied.all_diverged(state), trials=state.trials[:1]),
             "1 of 1 trials reached their end",
         ),
-        (lambda state: replace(state, coordinates=(), front=(), fewest=None, fewest_octaves=None), "Loss over each"),
+        (lambda state: replace(state, front=(), fewest=None, fewest_octaves=None), "is the best of 24"),
         (lambda state: replace(state, noise_floor=None), "is the best of 24"),
         (lambda state: replace(state, best=replace(state.best, interval=(-math.inf, math.inf))), "is the best of 24"),
         (

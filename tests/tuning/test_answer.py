@@ -236,6 +236,16 @@ def test_the_lines_are_aligned_and_say_all() -> None:
     )
 
 
+def test_what_is_best_at_the_end_of_its_range_is_named() -> None:
+    trials = study([OPTIMUM])
+    narrow = (dataclasses.replace(DIMENSIONS[0], high=1.0), dataclasses.replace(DIMENSIONS[1], low=-0.51))
+    found = answer(trials, (*narrow, *DIMENSIONS[2:]), 0.02)
+    assert {each.path for each in found.coordinates if each.at_end} == set(PATHS[:2])
+    told = "\n".join(found.lines)
+    assert "at the end lr, embedding.lr\n           as far as was searched" in told
+    assert "at the end" not in "\n".join(answer(trials, DIMENSIONS, 0.02).lines)
+
+
 def test_why_says_the_study_the_interval_and_how_far_it_may_be_moved() -> None:
     found = answer(study([OPTIMUM]), DIMENSIONS, 0.02)
 

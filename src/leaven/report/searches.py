@@ -75,31 +75,6 @@ def _answer(chart: "go.Figure", study: Study, x: float) -> None:
     chart.add_trace(answer)
 
 
-def by_value(study: Study, path: str) -> "go.Figure | None":
-    """Loss over one hyperparameter, every trial a dot; None if no trial says what value it had."""
-    chart = small_figure()
-    low, high = window(study)
-    top = edge(study)
-    values = {trial.number: trial.values[path] for trial in study.trials if path in trial.values}
-    if not values:
-        return None
-    low_value, high_value = min(values.values()), max(values.values())
-    if high_value > low_value > 0:
-        log_axis(chart, "xaxis", low_value, high_value, numbers.value, most=4, pad=0.06)
-    else:
-        chart.update_xaxes(nticks=4)
-    for name, trials in by_kind(study).items():
-        shown = [trial for trial in trials if trial.number in values]
-        y = [top if trial.loss is None or name == "diverged" else min(trial.loss, top) for trial in shown]
-        said = [f"<b>trial {trial.number}</b><br>{numbers.value(values[trial.number])}" for trial in shown]
-        if shown:
-            MARKS[name].on(chart, [values[trial.number] for trial in shown], y, said)
-    if study.best and study.best.number in values:
-        chart.add_vline(x=values[study.best.number], line={"color": BEST, "width": 1, "dash": "dot"}, layer="below")
-    chart.update_yaxes(range=[low - 0.06 * (high - low), top + 0.03 * (high - low)], nticks=4)
-    return chart
-
-
 def small_figure(**layout: Any) -> "go.Figure":
     """A chart of a panel: no titles, what they would say stands above all panels."""
     chart = figure("", "", margin={"l": 44, "r": 12, "t": 8, "b": 26})

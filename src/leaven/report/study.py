@@ -134,8 +134,6 @@ def searched(made: chapters.Sheet, study: Study) -> None:
     made.section("The search", told, trial_marks.key(study), chart)
     if study.coordinates:
         _slices(made, study)
-    elif study.start_loss is not None:
-        _clouds(made, study)
 
 
 def _slices(made: chapters.Sheet, study: Study) -> None:
@@ -176,6 +174,11 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
         "Each value by itself, all others at the best. Importance is its share of how much the loss varies over what "
         "was tried; what moving it from the start brought has its standard deviation beside it."
     )
+    if at_end := [points.short(each.path) for each in study.coordinates if each.at_end]:
+        told += (
+            f" As far as was searched: {', '.join(at_end)}. The optimum may lie beyond; [tuning.octaves] in the "
+            "recipe takes the search farther."
+        )
     if study.idle:
         were, they = ("was", "it costs") if len(study.idle) == 1 else ("were", "all of them together cost")
         told += (
@@ -187,31 +190,6 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
         each, together = (" each", " together") if len(small) > 1 else ("", "")
         told += f" {len(small)} gained less than the noise{each}: {numbers.delta(-sum(small))} nats{together}."
     made.section("What mattered", told, study_tables.values(study))
-
-
-def _clouds(made: chapters.Sheet, study: Study) -> None:
-    """Of a study that has not been made sense of, every trial over each value."""
-    panels = []
-    best = study.best_trial
-    for i, path in enumerate(study.space[: slices.MOST]):
-        chart = searches.by_value(study, path)
-        if chart is not None:
-            value = best.values.get(path) if best else None
-            caption = element(
-                "figcaption",
-                element("b", points.short(path)),
-                element("span", f"best {numbers.value(value)}") if value is not None else None,
-            )
-            box = made.chart(f"value-{i}", chart, f"loss over {points.short(path)}", "small")
-            panels.append(element("figure", caption, box))
-    if panels:
-        which = f" The first {slices.MOST} of {len(study.space)}." if len(study.space) > slices.MOST else ""
-        made.section(
-            "Loss over each hyperparameter",
-            "Every trial in each panel: loss in nats per token upwards, the value sideways on a logarithmic axis, "
-            f"the best one marked. A valley says that the value matters, a cloud that it does not.{which}",
-            element("div", *panels, class_="panels"),
-        )
 
 
 def _network(made: chapters.Sheet, study: Study) -> None:

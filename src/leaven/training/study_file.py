@@ -69,6 +69,7 @@ class Coordinate:
     worth: bool  # whether tuning it paid: the gain is above the noise
     slice: tuple[SlicePoint, ...] = ()
     gain_deviation: float = 0.0  # standard deviation of the gain, nats per token
+    at_end: bool = False  # the best is as far as was searched: the optimum may lie beyond
     optuna_importance: float = 0.0  # share, of 1, by PED-ANOVA: what the best tenth of the trials have in common
 
 

@@ -203,6 +203,7 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> t
                 importance=float(shares[i]),
                 worth=bool(gains[i] - SURE * doubts[i] > seen.floor),
                 slice=points,
+                at_end=bool(min(best[i] - low[i, 0], high[i, 0] - best[i]) < FINE * scale[i, 0]),
                 optuna_importance=float(theirs[i]),
             )
         )

@@ -51,6 +51,9 @@ def lines(answer: "Answer") -> tuple[str, ...]:
                 f"{each.gain:7.4f} +-{each.gain_deviation:.4f}  {each.importance:10.0%}"
             ]
         said += [f"{'':11}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
+    if at_end := [short(each.path) for each in answer.coordinates if each.at_end]:
+        said += [f"at the end {some(at_end)}"]
+        said += [f"{'':11}as far as was searched: the optimum may lie beyond; [tuning.octaves] takes it farther"]
     said += _fewest(answer)
     if answer.idle:
         said += [
