@@ -172,7 +172,7 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
             paired = [mine[seed] - other for seed, other in base.items() if other is not None]
             ratios = [] if arm != "per-module" else speed_ups(losses, mine)
             against = "" if arm == "global" else mean(paired, "+.4f")
-            speed = ", ".join(f"{ratio:.2f}" if ratio else f"> {LONGER[scale][-1]:g}" for ratio in ratios)
+            speed = times(ratios, LONGER[scale][-1])
             loss = mean(list(mine.values()), ".4f")
             lines.append(f"| {scale} | {arm} | {loss} | {against} | {speed} | {len(mine)} |")
     return lines
@@ -197,6 +197,16 @@ def speed_ups(losses: dict[tuple[str, float, int], float], mine: dict[int, float
         share = (at_a - loss) / (at_a - at_b) if at_a > at_b else 0.0
         found.append(2 ** (math.log2(a) + share * (math.log2(b) - math.log2(a))))
     return found
+
+
+def times(ratios: Sequence[float | None], longest: float) -> str:
+    """Their geometric mean with its 95% interval; one by one where some are beyond the longest run."""
+    known = [math.log2(ratio) for ratio in ratios if ratio is not None]
+    if len(known) < len(ratios) or len(known) < 2:
+        return ", ".join(f"> {longest:g}" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+    middle = statistics.fmean(known)
+    margin = t95(len(known) - 1) * statistics.stdev(known) / math.sqrt(len(known))
+    return f"{2**middle:.2f} ({2 ** (middle - margin):.2f} to {2 ** (middle + margin):.2f})"
 
 
 def mean(values: Sequence[float], form: str) -> str:
