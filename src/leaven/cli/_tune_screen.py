@@ -14,7 +14,7 @@ from leaven.cli._screens import Screen
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.report import points
 from leaven.report.terminal import cut, joined
-from leaven.training.study_file import StudyState, Trial
+from leaven.training.study_file import UNDER_WAY, StudyState, Trial
 
 EVERY = 10  # trials, after which the foot is said once where there is no terminal to see it on
 MOST_LINES = 6  # of workers below the rows
@@ -233,7 +233,7 @@ def _noise(state: StudyState) -> str | None:
 
 
 def _ended(state: StudyState) -> list[Trial]:
-    trials = [trial for trial in state.trials if trial.state != "running"]
+    trials = [trial for trial in state.trials if trial.state not in UNDER_WAY]
     return sorted(trials, key=lambda trial: (trial.ended or 0.0, trial.number))
 
 

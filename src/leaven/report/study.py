@@ -3,6 +3,7 @@
 from leaven.report import chapters, multipliers, numbers, points, searches, slices, study_tables, tables, trial_marks
 from leaven.report.html import Html, element, join
 from leaven.report.story import Study
+from leaven.training.study_file import UNDER_WAY
 
 
 def head(made: chapters.Sheet, study: Study) -> Html:
@@ -61,7 +62,7 @@ def _four(study: Study) -> Html:
         told = (
             "; the lowest of the search, expect worse" if study.unjudged else "; of runs that chose it, expect worse"
         )
-    lost = [f"{study.count(state)} {state}" for state in ("diverged", "stopped", "failed", "running")]
+    lost = [f"{study.count(state)} {state}" for state in ("diverged", "stopped", "failed", *UNDER_WAY)]
     lost = [each for each in lost if not each.startswith("0 ")]
     noise = f"nats; noise between seeds {study.noise_floor:.4f}" if study.noise_floor else "nats"
     flops = sum(trial.flops for trial in study.trials)

@@ -95,7 +95,7 @@ def by_kind(study: Study) -> dict[str, list[Trial]]:
 def _kind(trial: Trial, study: Study, top: float) -> str | None:
     if trial.state in {"diverged", "failed"}:
         return "diverged"
-    if trial.loss is None or trial.state == "running":
+    if trial.loss is None:
         return None
     if study.best and trial.number == study.best.number:
         return "best"  # which may have been run first among the reruns, where all trials together pointed

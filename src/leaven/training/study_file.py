@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from leaven.training.outcome import Curve
 
+UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
+
 
 @dataclass(frozen=True)
 class Dimension:
@@ -19,7 +21,7 @@ class Dimension:
 @dataclass(frozen=True)
 class Trial:
     number: int
-    state: str  # complete | diverged | stopped | failed | running
+    state: str  # complete | diverged | stopped | failed | running | waiting (given back or lost, to be done again)
     loss: float | None  # nats per token; of a stopped one, what is expected of it
     values: dict[str, float]  # by path, as the recipe has them
     seconds: float | None
@@ -108,4 +110,4 @@ class StudyState:
     @property
     def ended(self) -> int:
         """The trials that ``leaven tune --trials`` counts."""
-        return sum(trial.state != "running" for trial in self.trials)
+        return sum(trial.state not in UNDER_WAY for trial in self.trials)

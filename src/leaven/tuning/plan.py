@@ -185,7 +185,7 @@ def nothing(runs: Sequence[Run]) -> str:
 def record(run: Run, axes: Axes) -> Trial:
     """A run as answers and reports take it; its values are the log2 multipliers."""
     last, ran = run.last, run.last.user_attrs
-    state = "failed" if run.failed else "running"
+    state = "failed" if run.failed else "waiting" if run.lost else "running"
     if run.finished:
         state = "diverged" if ran.get(DIVERGED) else "stopped" if ran.get("stopped") else "complete"
     seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)

@@ -21,7 +21,7 @@ from leaven.recipe.files import finite, make_folder, read_recipe, write_recipe, 
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
 from leaven.training.run_folder import listed
-from leaven.training.study_file import StudyState, Trial
+from leaven.training.study_file import UNDER_WAY, StudyState, Trial
 from leaven.training.trial import branches_of
 from leaven.tuning import ledger
 from leaven.tuning.agreement import agree, begin, check_name
@@ -139,7 +139,7 @@ class Study:
         """
         try:
             told = json.loads((self.out / "study.json").read_text())["trials"]
-            ended = sum(trial["state"] != "running" for trial in told)
+            ended = sum(trial["state"] not in UNDER_WAY for trial in told)
         except (OSError, ValueError, TypeError, KeyError):
             return  # nothing that anyone could read
         there = self.recipe.name in [other.study_name for other in self._store.get_all_studies()]
