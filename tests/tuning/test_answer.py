@@ -13,6 +13,7 @@ from benchmarks.answers import judged, searched
 
 from leaven.training.study_file import Dimension, Trial
 from leaven.tuning.answer import answer, finalists, front
+from leaven.tuning.judging import to_confirm, verdict
 from leaven.tuning.noise import GIVEN, floor
 from leaven.tuning.trust_region import region
 from leaven.tuning.wording import advice_when_all_diverged, why, why_fewest
@@ -174,6 +175,51 @@ def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
     assert any(np.array_equal(fewest, x) for x in equal)
     # Its expected cost is the truth's, and that is below the noise.
     assert excess(fewest) <= noise
+
+
+def judged_with(losses: dict[tuple[float, ...], dict[int, float]]) -> list[Trial]:
+    """Three seeds at the start, and the runs of others: of seeds 1 and 2 to choose, of 3 and 4 to confirm."""
+    runs = [(0.0, seed, 3.0) for seed in range(3)] + [
+        (x[0], k, loss) for x, of in losses.items() for k, loss in of.items()
+    ]
+    return [
+        trial(i, [x, 0, 0, 0], loss, seed=k, purpose="rerun" if i > 2 else "search", confirms=k > 2)
+        for i, (x, k, loss) in enumerate(runs)
+    ]
+
+
+def test_what_was_refuted_stands_in_nobodys_way() -> None:
+    lucky, better, start = (1.0, 0.0, 0.0, 0.0), (2.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)
+    known = {lucky: {1: 2.8, 2: 2.8, 3: 3.1, 4: 3.1}, start: {3: 3.0, 4: 3.0}}
+    trials = judged_with(known)
+    said = verdict(trials, PATHS, 0.02)
+    assert said is not None
+    assert (said.point, to_confirm(trials, PATHS, 0.02)) == (start, None)
+    # With a larger budget another is judged, a little worse by the runs that choose, and believed once confirmed.
+    trials = judged_with({**known, better: {1: 2.9, 2: 2.9}})
+    said = verdict(trials, PATHS, 0.02)
+    assert said is not None
+    assert (said.point, to_confirm(trials, PATHS, 0.02)) == (start, better)
+    said = verdict(judged_with({**known, better: {1: 2.9, 2: 2.9, 3: 2.91, 4: 2.91}}), PATHS, 0.02)
+    assert said is not None
+    assert (said.point, said.loss, said.fresh, said.gain) == (better, 2.91, 2, pytest.approx(0.09))
+
+
+def test_a_run_that_chose_is_never_called_fresh() -> None:
+    """The start diverges with a seed, and the only one that was judged with another."""
+    trials = judged_with({(1.0, 0.0, 0.0, 0.0): {1: math.inf, 2: 2.9}})
+    trials[1] = dataclasses.replace(trials[1], state="diverged", loss=math.inf)
+    trials.append(trial(9, [2.0, 0, 0, 0], 2.9))
+    said = verdict(trials, PATHS, 0.02)
+    assert said is not None
+    assert (said.point, said.losses, said.fresh) == ((2.0, 0.0, 0.0, 0.0), (2.9,), 0)
+
+
+def test_half_a_confirmation_does_not_change_what_is_confirmed() -> None:
+    lucky = (1.0, 0.0, 0.0, 0.0)
+    others: dict[tuple[float, ...], dict[int, float]] = {(2.0, 0.0, 0.0, 0.0): {1: 2.95, 2: 2.95}}
+    half = {**others, lucky: {1: 2.9, 2: 2.9, 3: 3.3}, (0.0, 0.0, 0.0, 0.0): {3: 2.5}}
+    assert to_confirm(judged_with(half), PATHS, 0.02) == lucky
 
 
 def test_the_fewest_changes_are_measured() -> None:

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -548,22 +549,38 @@ def test_as_many_workers_as_trials_leave_something_to_judge_with() -> None:
 
 def test_a_budget_of_flops_holds_for_any_number_of_workers() -> None:
     """Where it is not known what a run costs the first one tells."""
-    lock, running, most = threading.Lock(), 0, list[int]()
+    begun, begun_at_first_end = 0, list[int]()
 
-    def objective(x: dict[str, float]) -> Outcome:
-        nonlocal running
-        with lock:
-            running += 1
-            most.append(running)
-        try:
-            return Outcome(bowl(x), flops=2.0)
-        finally:
-            with lock:
-                running -= 1
+    def objective(x: Proposal) -> Outcome:
+        nonlocal begun
+        begun += 1
+        if x.number == 0:
+            time.sleep(0.2)  # in which all others would begin
+            begun_at_first_end.append(begun)
+        return Outcome(bowl(x), flops=2.0)
 
     assert len(search(objective, SPACE, trials=None, flops=8.0, workers=16).trials) == 4
-    assert most[0] == 1
+    assert begun_at_first_end == [1]
     assert len(search(objective, SPACE, trials=None, flops=8.0, run_flops=2.0, workers=16).trials) == 4
+
+
+@pytest.mark.parametrize("budget", [{"flops": 1e6, "run_flops": 2.0}, {"hours": 100.0}, {"trials": 100_000}])
+def test_where_everything_dies_it_ends(budget: dict[str, float]) -> None:
+    def dies(x: Proposal) -> float:
+        raise Lost
+
+    with pytest.raises(NothingFound, match="no run ended: 8 died, each of them twice"):
+        search(dies, SPACE, **{"trials": None, **budget})  # type: ignore[arg-type]
+
+
+def test_where_everything_diverges_at_no_cost_it_ends() -> None:
+    with pytest.raises(NothingFound, match="every run diverged"):
+        search(lambda x: Outcome(math.inf), SPACE, trials=None, flops=10.0, run_flops=2.0)
+
+
+def test_a_start_that_diverges_with_one_seed_is_the_answer_where_there_is_nothing_else() -> None:
+    found = search(lambda x: math.nan if x.seed == 1 else 3.0, SPACE, trials=3)  # type: ignore[attr-defined]
+    assert (found.params, found.loss) == ({"a": 0.0, "b": 0.0}, 3.0)
 
 
 def test_a_larger_budget_confirms_what_a_smaller_one_has_judged() -> None:

@@ -18,7 +18,6 @@ from leaven.cli._common import (
 from leaven.cli._screens import TextScreen
 from leaven.cli._tune_screen import TuneScreen
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from leaven.tuning.answer import Answer
@@ -70,6 +69,7 @@ def tune(
     loaded = load(recipe, overrides)
 
     from leaven.data.tokens import prepare
+    from leaven.planning.flops import flops_per_token
     from leaven.recipe.units import parse_quantity
     from leaven.training.machine import cores
     from leaven.tuning.budget import Budget
@@ -86,9 +86,11 @@ def tune(
     lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
     if trials is None and flops is None and hours is None:
         trials = TRIALS
-    first(Axes.of(searched.limits, {}), method, Budget(trials, flops, hours))  # refused before anything is written
-    if flops is not None:
-        _refuse_less_than_a_trial(flops, loaded, max(lengths, default=loaded.data.tokens))
+    one = flops_per_token(loaded.model) * max(lengths, default=loaded.data.tokens)
+    # Refused before anything is written.
+    first(Axes.of(searched.limits, {}), method, Budget(trials, flops, hours, one))
+    if flops is not None and flops < one:
+        raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")
     workers = workers or cores()
     stack = stack or (1 if lengths else default_size())
     searched = _stackable(searched, bool(lengths)) if stack > 1 else searched
@@ -131,11 +133,3 @@ def _stackable(space: "Space", durations: bool) -> "Space":
     if durations:
         raise InputError("--stack with --durations: a stack has no branches; leave one of them out")
     return space.without("batch.tokens", "trials of one stack have one batch")
-
-
-def _refuse_less_than_a_trial(flops: float, recipe: Recipe, tokens: int) -> None:
-    from leaven.planning.flops import flops_per_token
-
-    one = flops_per_token(recipe.model) * tokens
-    if flops < one:
-        raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")

@@ -77,7 +77,8 @@ class Budget:
             if not whole and any(run.complete for run in runs):
                 raise InputError("flops as a budget: the objective says nothing of FLOPs; give trials or hours")
             cost = max([*whole, self.run_flops or 0.0]) or self.flops
-            yield self.flops, sum(spent) + cost * sum(run.running or run.lost for run in runs), cost
+            # What died may have cost as much as what ended, and says nothing of it.
+            yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
         if self.hours is not None:
             hours = busy(runs, now) / 3600
             yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
@@ -90,13 +91,17 @@ def judging(few: int) -> int:
 
 def busy(runs: Sequence[Run], now: float) -> float:
     """The seconds in which at least one run was going on."""
-    spans = [
-        (run.last.user_attrs[BEGAN], now if run.running else run.last.user_attrs.get(ENDED))
-        for run in runs
-        if BEGAN in run.last.user_attrs
-    ]
+    spans = [(run.last.user_attrs[BEGAN], _end(run, now)) for run in runs if BEGAN in run.last.user_attrs]
     total, until = 0.0, -math.inf
-    for began, ended in sorted((began, ended) for began, ended in spans if ended is not None):
+    for began, ended in sorted(spans):
         total += max(ended - max(began, until), 0.0)
         until = max(until, ended)
     return total
+
+
+def _end(run: Run, now: float) -> float:
+    """When its last attempt ended, or now; of one that died, as Optuna has it, in the local time of this machine."""
+    ended, died = run.last.user_attrs.get(ENDED), run.last.datetime_complete
+    if ended is None:
+        ended = now if run.running or died is None else died.timestamp()
+    return float(ended)

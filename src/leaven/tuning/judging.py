@@ -45,26 +45,27 @@ def verdict(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Verd
     if chosen is None:
         return None
     if confirmed := heard.confirming.get(chosen):
-        better = gain(heard.at_start, confirmed) if heard.at_start else None
+        better = gain(heard.start_again, confirmed) if heard.start_again else None
         if better is None or better > noise:
             return Verdict(chosen, tuple(confirmed.values()), len(confirmed), better)
         chosen = heard.start
+    elif heard.refuted(noise):  # the next best is not believed unconfirmed
+        chosen = heard.start
     if chosen == heard.start:
-        losses = heard.at_start
+        losses = heard.start_again
         return Verdict(chosen, tuple(losses.values()), len(losses), 0.0)
     losses = heard.candidates[chosen]
-    if not heard.alone:
+    if not heard.alone(chosen):
         return Verdict(chosen, tuple(losses.values()), 0, None)
-    return Verdict(
-        chosen, tuple(losses.values()), len(losses), gain(heard.at_start, losses) if heard.at_start else None
-    )
+    better = gain(heard.at_start, losses) if heard.at_start else None
+    return Verdict(chosen, tuple(losses.values()), len(losses), better)
 
 
 def to_confirm(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Point | None:
     """What was chosen among several, to be run again beside the start; None if that is the start, or nothing."""
     heard = _Heard.of(trials, paths)
     chosen = heard.chosen(noise)
-    return None if heard.alone or chosen == heard.start else chosen
+    return None if chosen is None or chosen == heard.start or heard.alone(chosen) else chosen
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class _Heard:
     """What serves to judge: losses by seed, infinite for a divergence."""
 
     start: Point
-    at_start: Losses  # of all its runs; none if one diverged
+    at_start: Losses  # before anything was chosen; none if a run diverged, unless there is nothing else
+    start_again: Losses  # with the runs beside what was to be confirmed
     choosing: Mapping[Point, Losses]
     confirming: Mapping[Point, Losses]
     candidates: Mapping[Point, Losses]  # to choose from; none of their runs diverged
@@ -88,31 +90,42 @@ class _Heard:
                 loss = math.inf if trial.state == "diverged" or trial.loss is None else trial.loss
                 into.setdefault(tuple(trial.octaves[path] for path in paths), {})[trial.seed] = loss
         start: Point = (0.0,) * len(paths)
-        at_start = searched.pop(start, {}) | confirming.pop(start, {})
-        if not math.isfinite(sum(at_start.values())):
-            at_start = {}
+        at_start = searched.pop(start, {})
+        again = at_start | confirming.pop(start, {})
 
         def ends(point: Point, losses: Losses) -> bool:
             return math.isfinite(sum({**losses, **confirming.get(point, {})}.values()))
 
         whole = min(RERUNS, max(map(len, choosing.values()), default=0))
         found = {point: losses for point, losses in choosing.items() if len(losses) >= whole and ends(point, losses)}
-        if not choosing or not (found or at_start):
+        sound = bool(again) and math.isfinite(sum(again.values()))
+        if not choosing or not (found or sound):
             found = {
                 point: losses for point, losses in searched.items() if point not in choosing and ends(point, losses)
             }
-        return cls(start, at_start, choosing, confirming, found)
+        if not sound:
+            at_start = again = {seed: loss for seed, loss in again.items() if math.isfinite(loss) and not found}
+        return cls(start, at_start, again, choosing, confirming, found)
 
-    @property
-    def alone(self) -> bool:
-        """Whether what is chosen had no other beside it."""
-        return len(self.choosing) == 1
+    def alone(self, chosen: Point) -> bool:
+        """Whether it was run with fresh seeds, and no other was."""
+        return chosen in self.choosing and len(self.choosing) == 1
+
+    def refuted(self, noise: float) -> set[Point]:
+        """What was run again beside the start, and proved no better: with a smaller budget, say."""
+        beside = [
+            point
+            for point, losses in self.confirming.items()
+            if len(losses) >= CONFIRMATIONS and losses.keys() <= self.start_again.keys()
+        ]
+        return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """By the runs that choose alone, whatever was confirmed."""
-        if not self.candidates:
+        """By the runs that choose alone; what was refuted is out."""
+        refuted = self.refuted(noise)
+        means = {x: statistics.fmean(losses.values()) for x, losses in self.candidates.items() if x not in refuted}
+        if not means:
             return self.start if self.at_start else None
-        means = {point: statistics.fmean(losses.values()) for point, losses in self.candidates.items()}
         lowest = min(means, key=lambda point: (means[point], changes(point)))
         if self.at_start and not gain(self.at_start, self.candidates[lowest]) > noise:
             return self.start

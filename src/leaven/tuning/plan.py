@@ -28,6 +28,7 @@ from leaven.tuning.methods import grid
 from leaven.tuning.trust_region import Axes, loss_of, region_of
 
 REPEATS = 3  # runs of the start, where the noise is not given
+DEATHS, DIVERGENCES = 8, 100  # after so many and nothing else it ends, whatever is left of the budget
 
 Point = dict[str, float]
 
@@ -65,11 +66,16 @@ class Plan:
         """What to do after ``runs``; None if that is nothing, as long as some are running or for good.
 
         Raises:
-            NothingFound: if all that ended diverged.
+            NothingFound: if all that ended diverged, or everything died.
         """
         for run in runs:
             if run.lost:
                 return run.retry
+        finished, died = sum(run.finished for run in runs), sum(run.failed for run in runs)
+        if not any(run.complete for run in runs) and (finished >= DIVERGENCES or (died >= DEATHS and not finished)):
+            if any(run.running for run in runs):
+                return None
+            raise NothingFound(nothing(runs))
         begun = {run.origin.user_attrs.get(JOB) for run in runs}
         for known in first(self.axes, self.method, self.budget, self.noise):
             if known.name not in begun and self.budget.left(runs, now) >= 1:

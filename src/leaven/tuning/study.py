@@ -22,7 +22,7 @@ from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
 from leaven.training.run_folder import listed
 from leaven.training.study_file import UNDER_WAY, StudyState, Trial
-from leaven.training.trial import branches_of
+from leaven.training.trial import branches_of, cooldown_start
 from leaven.tuning import ledger
 from leaven.tuning.agreement import agree, begin, check_name
 from leaven.tuning.answer import Answer, answer, front
@@ -79,7 +79,9 @@ class Study:
         check_method(method)
         check_name(recipe.name)
         check_trainable(recipe, tokens)
-        branches_of(recipe, durations, tokens)
+        *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
+        cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
+        self._run_flops = flops_per_token(recipe.model) * (longest.data.tokens + cooldowns)
         if durations:
             space = space.without("batch.tokens", "durations are whole batches, and at most sizes they are not")
             space = space.below("schedule.warmup_tokens", min(durations))
@@ -200,8 +202,7 @@ class Study:
                     scales=self._axes.scales,
                     flops=flops,
                     hours=hours,
-                    run_flops=flops_per_token(self.recipe.model)
-                    * max(self._durations, default=self.recipe.data.tokens),
+                    run_flops=self._run_flops,
                     stop_at_noise=stop_at_noise,
                     storage=self._store,
                     name=self.recipe.name,

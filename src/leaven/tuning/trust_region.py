@@ -14,8 +14,8 @@ ends at its floor. So:
 4. Multipliers that bring the proposal over a cliff are shortened.
 5. The radius grows when a trial is the best yet by the bowl and shrinks when not: it stands still at one in four.
 6. Until a trial ends without divergence there is no bowl, and no cliff to be seen, for nothing is on this side of it.
-   Each divergence brings the learning rates a quarter of an octave down and the proposals closer together. The first
-   trial that ends takes the place of the start.
+   Each divergence brings the learning rates a quarter of an octave down and the proposals closer together; without
+   learning rates it looks ever farther. The first trial that ends takes the place of the start.
 
 All this is in steps, of as many octaves as the scale of a multiplier; a region takes and gives octaves.
 
