@@ -68,6 +68,14 @@ def test_the_noise_is_of_points_with_several_seeds() -> None:
     assert floor([("a", 0, 1.0), ("b", 0, 2.0)]) == (None, 0)
 
 
+def test_the_noise_at_the_start_counts_and_that_at_the_edge_of_a_cliff_does_not() -> None:
+    start = [("start", seed, 4.4 + 0.03 * sign) for seed, sign in enumerate((1, -1, 1, -1, 0))]
+    quiet = [(point, seed, 3.9 + 0.001 * seed) for point in "abc" for seed in (1, 2)]
+    edge = [("edge", 1, 4.0), ("edge", 2, 4.3)]
+    squares = 4 * 0.03**2 + 3 * 0.001**2 / 2  # about the means, with 4 + 3 degrees of freedom
+    assert floor([*start, *quiet, *edge])[0] == pytest.approx(math.sqrt(squares / 7))
+
+
 def test_flat_regions_gains_and_slices_of_a_parabola_are_its_closed_forms() -> None:
     found = answer(study([OPTIMUM]), DIMENSIONS, 0.02)
     np.testing.assert_array_equal([found.octaves[path] for path in PATHS], OPTIMUM)

@@ -69,10 +69,16 @@ def between(trials: Iterable[Trial], paths: Sequence[str], given: float | None =
 def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, float]]]:
     """Without the points whose runs lie much further apart than at others: they are at the edge of a cliff, where it
     is not seeds that make the noise. Of one noise for all, one in 150 would be left out (of three points with two
-    runs and one with three)."""
+    runs and one with three). What was run most, the start, stays: it was run to know the noise, and where seeds make
+    less of it at better points, a noise of few runs there would promise too much."""
     spreads = [statistics.stdev(loss for _, loss in ran) for ran in repeated]
     most = WILD * statistics.median(spreads) if len(spreads) > 2 else math.inf
-    return [ran for ran, spread in zip(repeated, spreads, strict=True) if spread <= most or most == 0]
+    runs = max(map(len, repeated), default=0)
+    return [
+        ran
+        for ran, spread in zip(repeated, spreads, strict=True)
+        if spread <= most or most == 0 or len(ran) == runs > 2
+    ]
 
 
 def interval(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:
