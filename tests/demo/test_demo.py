@@ -22,6 +22,7 @@ def demo(folder: Path, corpus: Path) -> list[str]:
     return [sys.executable, "-m", "leaven", "demo", "--run", str(folder), *size]
 
 
+@pytest.mark.kills
 def test_all_of_it_killed_half_way_and_run_again(demo_taken_up, corpus: Path) -> None:
     folder, stdout = demo_taken_up.folder, demo_taken_up.stdout
     finished = demo_taken_up.before
@@ -80,6 +81,7 @@ def test_a_folder_of_something_else_is_refused(corpus: Path, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.mark.kills
 def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     process = subprocess.Popen(

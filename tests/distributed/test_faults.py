@@ -122,6 +122,7 @@ def test_a_number_that_is_none_on_one_takes_all_back(
     assert events(tmp_path / "run").count("rollback") == 1
 
 
+@pytest.mark.kills
 def test_one_that_hangs_is_named(two: Recipe, tokens: TokenSet, ranks: Pool) -> None:
     two = two.replace({"layout.timeout_seconds": 12})  # to come at all, on a machine that does other things too
     assert ranks(2, hangs, two, tokens, 0.0) == ["nobody missed it"] * 2

@@ -117,6 +117,7 @@ def test_stopped_twice_or_not_at_all_the_losses_are_the_same_bits(
     ]
 
 
+@pytest.mark.kills
 def test_killed_and_started_again_the_losses_are_the_same_bits(tiny_file: Path, tmp_path: Path) -> None:
     """40 steps in one go; or kill -9 somewhere after a checkpoint, and on: from the command line."""
 

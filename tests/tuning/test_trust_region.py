@@ -148,13 +148,21 @@ def test_the_radius_grows_with_success_and_shrinks_with_failure() -> None:
 
 
 def test_divergence_shrinks_even_before_there_is_any_result() -> None:
-    points = np.random.default_rng(1).normal(0, 1, (30, 4))
-    none = look(points, np.full(30, np.inf))
-    np.testing.assert_array_equal(none.incumbent, 0.0)
-    steps = [np.abs(none.proposal(np.random.default_rng(seed))).mean() for seed in range(20)]
-    fresh = look(np.zeros((1, 4)), np.zeros(1))
-    free = [np.abs(fresh.proposal(np.random.default_rng(seed))).mean() for seed in range(20)]
-    assert np.mean(steps) < np.mean(free) / 2
+    points, edge = np.random.default_rng(1).normal(0, 1, (30, 4)), np.full(4, 3.0)
+
+    def steps(now: Region) -> float:
+        away = [np.abs(now.proposal(np.random.default_rng(seed)) - now.incumbent).mean() for seed in range(20)]
+        return float(np.mean(away))
+
+    free = steps(look(np.zeros((1, 4)), np.zeros(1)))
+    rate = np.array([True, False, False, False])
+    lowered = region(points, np.full(30, np.inf), -edge, edge, rates=rate)
+    np.testing.assert_array_equal(lowered.incumbent, [-3.0, 0.0, 0.0, 0.0])
+    assert steps(lowered) < free / 2
+    # Without a learning rate to lower, it looks farther away.
+    nameless = look(points, np.full(30, np.inf))
+    np.testing.assert_array_equal(nameless.incumbent, 0.0)
+    assert steps(nameless) > 1.2 * free
 
 
 @pytest.mark.parametrize("workers", [1, 4])
