@@ -265,6 +265,13 @@ def test_finalists_are_the_incumbent_the_promise_the_fewest_and_the_best_trials(
     assert finalists([trial(0, [0, 0, 0, 0], math.inf)], DIMENSIONS, None) == []
 
 
+def test_what_ended_far_above_all_others_is_the_last_finalist() -> None:
+    """The bowl leaves it out, and so says nothing of it, however low it would be there."""
+    near = [trial(k, OPTIMUM + 0.02 * np.eye(4)[k % 4] * k, 3.0 + 1e-4 * k) for k in range(20)]
+    far = trial(20, [-2.9, 2.9, -2.9, 2.9], 3.9)
+    assert finalists([*near, far], DIMENSIONS, 0.01)[-1] == far.octaves
+
+
 def test_a_stopped_trial_counts_in_the_bowl_and_not_in_the_noise() -> None:
     trials = study([OPTIMUM])
     expected = [dataclasses.replace(run, state="stopped") if 10 <= run.number < 40 else run for run in trials]

@@ -22,7 +22,7 @@ from leaven.tuning import wording
 from leaven.tuning.importance import ped_anova
 from leaven.tuning.judging import RERUNS, Losses, Point, changes, gain, verdict
 from leaven.tuning.noise import between, interval
-from leaven.tuning.trust_region import RISK, Region, learning_rates, region
+from leaven.tuning.trust_region import RISK, Region, learning_rates, region, without_outliers
 from leaven.tuning.wording import advice_when_all_diverged
 
 Array = NDArray[np.float64]
@@ -232,13 +232,16 @@ def finalists(
         return []
     points = seen.points[ended]
     if by_bowl:
+        ended = np.isfinite(without_outliers(seen.losses))
+        points, far = seen.points[ended], seen.points[np.isfinite(seen.losses) & ~ended]
         promise = seen.region.promise
         held = seen.region.belief(points)
         rest = seen.losses[ended] - held
         own = 1 - min((seen.noise or 0.0) / seen.region.bowl.noise, 1.0) ** 2
         ranked = points[np.argsort(held + own * (rest - rest.mean()), kind="stable")]
         ranked = ranked[ranked.any(1)]  # the start has its runs already
-        points = np.vstack([ranked[:1], promise, _fewest(seen, promise), ranked[1:]])
+        # Last what the bowl was not fitted to: it is no judge of that.
+        points = np.vstack([ranked[:1], promise, _fewest(seen, promise), ranked[1:], far])
     else:
         points = points[np.argsort(seen.losses[ended], kind="stable")]
     distinct = dict.fromkeys(tuple(point.tolist()) for point in points)

@@ -183,7 +183,7 @@ def region(
     """
     scale = np.ones(len(low)) if scale is None else scale
     seeds = np.zeros(len(points), np.int64) if seeds is None else seeds
-    ended = np.isfinite(_without_outliers(losses))
+    ended = np.isfinite(without_outliers(losses))
     if not ended.any():
         lowered = np.zeros(len(low)) if rates is None else np.clip(-DOWN * len(points) * rates, low, high)
         nothing = bowl.fit(np.zeros((1, len(low))), np.zeros(1))
@@ -211,7 +211,7 @@ def region(
     return Region(octaves[incumbent], radius, shape, walls, since, low, high, origin, scale)
 
 
-def _without_outliers(losses: Array) -> Array:
+def without_outliers(losses: Array) -> Array:
     """Infinite for what got away with a loss that no bowl holds: squares of it would drown all others."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
