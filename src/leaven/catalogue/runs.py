@@ -36,7 +36,7 @@ _TOKEN_WEIGHT = 0.125
 
 def load_runs() -> tuple[Run, ...]:
     """All published runs, from the smallest to the largest."""
-    return tuple(sorted((_read(path) for path in FOLDER.glob("*.toml")), key=lambda run: (run.params_total, run.id)))
+    return _load(FOLDER)
 
 
 def find_run(id: str) -> Run:
@@ -117,6 +117,11 @@ def diff(run_a: Run, run_b: Run) -> list[tuple[str, Any, Any]]:
     a, b = run_a.flat(), run_b.flat()
     paths = [*a, *(path for path in b if path not in a)]
     return [(path, a.get(path), b.get(path)) for path in paths if path != "id" and a.get(path) != b.get(path)]
+
+
+@cache  # the checks of one recipe ask for the runs hundreds of times
+def _load(folder: Path) -> tuple[Run, ...]:
+    return tuple(sorted((_read(path) for path in folder.glob("*.toml")), key=lambda run: (run.params_total, run.id)))
 
 
 @cache
