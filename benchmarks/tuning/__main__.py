@@ -1,4 +1,4 @@
-"""Does tuning by module pay, and does it carry? `python -m benchmarks.tuning FOLDER [--workers 2] [--trials 90]`.
+"""Does tuning by module pay, and does it carry? `python -m benchmarks.tuning FOLDER [--trials 90] [--seed 0]`.
 
 On real training (the standard library's text, 0.2 M parameters), both methods with the FLOPs of so many whole trials:
 
@@ -61,9 +61,9 @@ class Job:
         return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def searched(folder: Path, trials: int, workers: int) -> dict[str, Recipe]:
+def searched(folder: Path, seed: int, trials: int, workers: int) -> dict[str, Recipe]:
     """What the searches answer, by arm; `start` is where they begin."""
-    start = read_recipe(PROXY)
+    start = read_recipe(PROXY).replace({"data.seed": seed})
     some = study(folder / "global-first", start, "global", trials * FIRST, workers)
     return {
         "start": start,
@@ -222,10 +222,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--trials", type=int, default=90)
+    parser.add_argument("--seed", type=int, default=0, help="of the searches: their proposals, and what they train")
     parser.add_argument("--until", choices=PARTS, default="target")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    answers = searched(asked.folder, asked.trials, asked.workers)
+    answers = searched(asked.folder, asked.seed, asked.trials, asked.workers)
     for arm, recipe in answers.items():
         write_recipe(recipe, asked.folder / f"{arm}.toml")
     for scale in PARTS[1 : PARTS.index(asked.until) + 1]:
