@@ -58,7 +58,10 @@ EXPECTED = "expected"  # a trial's attribute: the loss expected of one that was 
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched values in octaves from the start; a distribution without ``log`` is of octaves itself.
+    """The searched log2 multipliers by name: where a search starts, how far it may go, and in which steps.
+
+    Stores and objectives have the multipliers themselves (``values``); bowl and cliffs have what they are away from
+    the start (``octaves``, an array (D,) in the order of the names).
 
     ``scales``: how many octaves from the start an optimum typically is, by name; 1 where not given.
     """
@@ -69,7 +72,7 @@ class Axes:
 
     @classmethod
     def of(cls, limits: Mapping[str, tuple[float, float]], scales: Mapping[str, float]) -> "Axes":
-        """Log2 multipliers around a start at 0."""
+        """Around a start at 0."""
         distributions = {name: FloatDistribution(*both) for name, both in limits.items()}
         return cls(dict.fromkeys(limits, 0.0), distributions, scales)
 
@@ -82,18 +85,12 @@ class Axes:
         return self.octaves({name: d.high for name, d in self.distributions.items()})
 
     def octaves(self, values: Mapping[str, float]) -> Array:
-        return np.array(
-            [
-                np.log2(values[name] / self.start[name]) if d.log else values[name] - self.start[name]
-                for name, d in self.distributions.items()
-            ]
-        )
+        return np.array([values[name] - start for name, start in self.start.items()])
 
     def values(self, octaves: Array) -> dict[str, float]:
-        steps = zip(self.distributions.items(), octaves, strict=True)
         return {
-            name: float(np.clip(self.start[name] * 2**x if d.log else self.start[name] + x, d.low, d.high))
-            for (name, d), x in steps
+            name: float(np.clip(self.start[name] + x, d.low, d.high))
+            for (name, d), x in zip(self.distributions.items(), octaves, strict=True)
         }
 
 
