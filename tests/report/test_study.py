@@ -12,6 +12,7 @@ import studied
 from test_page import Reader
 
 from leaven.recipe.hyperparameters import Multipliers
+from leaven.recipe.recipe import short_path
 from leaven.recipe.units import parse_quantity
 from leaven.report import chapters, multipliers, points, searches, slices, study_tables, trial_marks
 from leaven.report.folders import read_study
@@ -198,7 +199,7 @@ def test_what_is_at_the_end_of_its_range_is_named(tmp_path):
     first, *others = state.coordinates
     ends = replace(state, coordinates=(replace(first, at_end=True), *others))
     page = write_page(studied.write(tmp_path / "study", ends), tmp_path / "study.html")
-    assert f"As far as was searched: {points.short(first.path)}. The optimum may lie beyond" in Reader(page).text
+    assert f"As far as was searched: {short_path(first.path)}. The optimum may lie beyond" in Reader(page).text
 
 
 def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):

@@ -228,6 +228,11 @@ def split_path(path: str) -> list[str]:
     return path.split(".")
 
 
+def short_path(path: str) -> str:
+    """A path as people say it: ``embedding.lr`` for ``hyperparameters.modules.embedding.lr``."""
+    return path.removeprefix("hyperparameters.").removeprefix("modules.")
+
+
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one mapping from dotted path to value."""
     flat: dict[str, Any] = {}

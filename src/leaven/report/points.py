@@ -1,18 +1,14 @@
-"""Points of a search as a person reads them: short names, octaves from the start, what changed most."""
+"""Points of a search as a person reads them: octaves from the start, what changed most."""
 
 import math
 from collections.abc import Mapping
 
+from leaven.recipe.recipe import short_path
 from leaven.report.terminal import cut
 from leaven.training.study_file import StudyState, Trial
 
 BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 UNMOVED = 0.005  # octaves: what is read as x1.00
-
-
-def short(path: str) -> str:
-    """``hyperparameters.modules.attention.query.lr`` is attention.query.lr to somebody who reads a chart."""
-    return path.removeprefix("hyperparameters.").removeprefix("modules.").replace('"', "")
 
 
 def start(state: StudyState) -> dict[str, float]:
@@ -42,7 +38,7 @@ def octaves(trial: Trial, centre: Mapping[str, float]) -> dict[str, float]:
 def changes(moved: Mapping[str, float], room: int) -> str:
     """What a point changes, in octaves, largest first, as many as there is room for: ``embedding.lr x1.41, …``."""
     names = [
-        f"{short(path)} x{2**distance:.2f}"
+        f"{short_path(path)} x{2**distance:.2f}"
         for path, distance in sorted(moved.items(), key=lambda item: -abs(item[1]))
         if abs(distance) > UNMOVED
     ]

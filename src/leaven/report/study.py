@@ -1,5 +1,6 @@
 """The page of a study: what came out, the search, what mattered, the network it found, every trial, the cost."""
 
+from leaven.recipe.recipe import short_path
 from leaven.report import chapters, multipliers, numbers, points, searches, slices, study_tables, tables, trial_marks
 from leaven.report.html import Html, element, join
 from leaven.report.story import Study
@@ -145,13 +146,13 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
             "figure",
             element(
                 "figcaption",
-                element("b", points.short(coordinate.path)),
+                element("b", short_path(coordinate.path)),
                 element("span", f"best {slices.factor(coordinate.best)}"),
             ),
             made.chart(
                 f"slice-{i}",
                 slices.panel(study, coordinate, height),
-                f"loss over {points.short(coordinate.path)} through the best point",
+                f"loss over {short_path(coordinate.path)} through the best point",
                 "small",
             ),
         )
@@ -175,7 +176,7 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
         "Each value by itself, all others at the best. Importance is its share of how much the loss varies over what "
         "was tried; what moving it from the start brought has its standard deviation beside it."
     )
-    if at_end := [points.short(each.path) for each in study.coordinates if each.at_end]:
+    if at_end := [short_path(each.path) for each in study.coordinates if each.at_end]:
         told += (
             f" As far as was searched: {', '.join(at_end)}. The optimum may lie beyond; [tuning.octaves] in the "
             "recipe takes the search farther."

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from leaven.recipe.recipe import short_path
 from leaven.report import numbers, points
 from leaven.report.html import Html, element, join
 from leaven.report.slices import factor, strip
@@ -24,7 +25,7 @@ def values(study: Study) -> Html:
         bar = element("i", style=f"width:{100 * max(coordinate.importance, 0.0) / highest:.3g}%")
         return element(
             "tr",
-            element("th", points.short(coordinate.path), scope="row"),
+            element("th", short_path(coordinate.path), scope="row"),
             element("td", strip(coordinate, ranges.get(coordinate.path)), class_="strips"),
             element("td", factor(coordinate.best), class_="number"),
             element("td", numbers.span(*coordinate.flat, factor), class_="number quiet"),
@@ -99,7 +100,7 @@ def changes(study: Study) -> Html | None:
 
     def line(path: str) -> Html:
         cells = [
-            element("th", points.short(path), scope="row"),
+            element("th", short_path(path), scope="row"),
             element("td", numbers.value(centre[path]), class_="number quiet"),
             *_moved(best.values.get(path), moved[path]),
         ]

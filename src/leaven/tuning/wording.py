@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
 from leaven.training.study_file import Best, Dimension, Trial
 from leaven.tuning import cliffs
@@ -39,7 +40,7 @@ def lines(answer: "Answer") -> tuple[str, ...]:
         said += [f"noise      {answer.noise:.4f} nats, standard deviation between seeds ({of})"]
     worth = [each for each in answer.coordinates if each.worth]
     if worth:
-        names = [short(each.path) for each in worth[:ROWS]]
+        names = [short_path(each.path) for each in worth[:ROWS]]
         wide = max(len("mattered"), *map(len, names))
         said += [
             f"{'mattered':{wide + 11}}  {'change':>6}  {'as good between':>17}  {'gain':>16}  {'importance':>10}"
@@ -51,7 +52,7 @@ def lines(answer: "Answer") -> tuple[str, ...]:
                 f"{each.gain:7.4f} +-{each.gain_deviation:.4f}  {each.importance:10.0%}"
             ]
         said += [f"{'':11}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
-    if at_end := [short(each.path) for each in answer.coordinates if each.at_end]:
+    if at_end := [short_path(each.path) for each in answer.coordinates if each.at_end]:
         said += [f"at the end {some(at_end)}"]
         said += [f"{'':11}as far as was searched: the optimum may lie beyond; [tuning.octaves] takes it farther"]
     said += _fewest(answer)
@@ -59,7 +60,7 @@ def lines(answer: "Answer") -> tuple[str, ...]:
         said += [
             f"not worth  {len(answer.idle)} of {len(answer.coordinates)}, at the start less than the noise together"
         ]
-        said += [f"{'':11}{some([short(path) for path in answer.idle])}"]
+        said += [f"{'':11}{some([short_path(path) for path in answer.idle])}"]
     small = [each.gain for each in answer.coordinates if not each.worth and each.path not in answer.idle]
     if small:
         said += [f"small      {len(small)} gained less than the noise each, {sum(small):.4f} together"]
@@ -82,7 +83,7 @@ def _fewest(answer: "Answer") -> list[str]:
         said += [f"{'':11}measured {answer.fewest.loss:.4f}, {_sure(answer.fewest)}"]
     if moved:
         ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
-        said += [f"{'':11}" + some([f"{short(path)} x{2**x:.2f}" for path, x in ordered])]
+        said += [f"{'':11}" + some([f"{short_path(path)} x{2**x:.2f}" for path, x in ordered])]
     return said
 
 
@@ -157,7 +158,7 @@ def advice_when_all_diverged(trials: Sequence[Trial], dimensions: Sequence[Dimen
     else:
         tried = -points[:, rates].max(1).min()
         rate = next(d for d, is_rate in zip(dimensions, rates, strict=True) if is_rate)
-        names = short(rate.path) if rates.sum() == 1 else "the learning rates"
+        names = short_path(rate.path) if rates.sum() == 1 else "the learning rates"
         factor = 2.0 ** (max(tried, 0.0) + 1)
         value = f", {format_number(rate.centre / factor)}" if rates.sum() == 1 else ""
         lowered = f" (1/{2**tried:.3g} of it diverged)" if tried >= DOWN else ""
@@ -165,18 +166,11 @@ def advice_when_all_diverged(trials: Sequence[Trial], dimensions: Sequence[Dimen
     lasted = np.array([trial.tokens for trial in gone])
     blamed = cliffs.fit(points, lasted < lasted.max() / 2)
     if blamed.slopes.any():
-        i = int(np.argmax(blamed.slopes))
-        worst = dimensions[i % len(dimensions)].path
-        if i % len(dimensions) not in np.flatnonzero(rates):
-            said += (
-                f"; runs diverged soonest where {short(worst)} was {'raised' if i < len(dimensions) else 'lowered'}"
-            )
+        down, i = divmod(int(np.argmax(blamed.slopes)), len(dimensions))
+        if not rates[i]:
+            moved = "lowered" if down else "raised"
+            said += f"; runs diverged soonest where {short_path(dimensions[i].path)} was {moved}"
     return said
-
-
-def short(path: str) -> str:
-    """A path as people say it: ``embedding.lr``."""
-    return path.removeprefix("hyperparameters.").removeprefix("modules.")
 
 
 def some(names: Sequence[str]) -> str:
