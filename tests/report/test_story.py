@@ -131,7 +131,7 @@ def test_a_loss_that_is_no_number_is_a_gap(folder):
         (lambda folder: (folder / "proxy/study.json").write_text('{"name": "x"}'), "study.json: method is missing"),
         (
             lambda folder: write_text(
-                folder / "proxy/study.json", json.dumps(asdict(StudyState("x", "tpe", (), None, None, ())))
+                folder / "proxy/study.json", json.dumps(asdict(StudyState("x", "tpe", (), None, None, (), ())))
             ),
             "study.json: no trials yet",
         ),

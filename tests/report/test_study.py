@@ -163,8 +163,8 @@ def test_octaves_of_a_beta_are_those_of_its_exponent(study):
     assert points.value("hyperparameters.beta1", 0.9, 1.0) == pytest.approx(0.81)
     assert points.value("hyperparameters.beta2", 0.95, -2.0) == pytest.approx(0.95**0.25)
     best = study.best_trial
-    for path, centre in points.start(study).items():
-        assert points.value(path, centre, best.octaves[path]) == pytest.approx(best.values[path])
+    for each in study.dimensions:
+        assert points.value(each.path, each.centre, best.octaves[each.path]) == pytest.approx(best.values[each.path])
 
 
 def test_the_lowest_of_each_duration_is_said_to_be_one_run(study):

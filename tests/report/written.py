@@ -128,6 +128,7 @@ def write_run(
 def write_study(folder: Path, recipe: Recipe, name: str = "wheat-proxy") -> None:
     folder.mkdir(parents=True)
     noise = random.Random(3)
+    centre = dict(zip(SPACE, (0.004, 0.05, 0.1, 1.0), strict=True))
     trials: list[dict[str, Any]] = []
     for number in range(20):
         shrink = max(0.25, 1 - number / 16)
@@ -140,16 +141,15 @@ def write_study(folder: Path, recipe: Recipe, name: str = "wheat-proxy") -> None
         diverged = number in {4, 9}
         if diverged:
             values["hyperparameters.lr"] = 0.03 + number / 500
-        centre = (0.004, 0.05, 0.1, 1.0)
-        far = sum(
-            w * math.log2(v / c) ** 2 for v, c, w in zip(values.values(), centre, (1, 0.4, 0.15, 0.3), strict=True)
-        )
+        octaves = {path: math.log2(value / centre[path]) for path, value in values.items()}
+        far = sum(w * x**2 for x, w in zip(octaves.values(), (1, 0.4, 0.15, 0.3), strict=True))
         trials.append(
             {
                 "number": number,
                 "state": "diverged" if diverged else "complete",
                 "loss": None if diverged else 3.41 + 0.035 * far + noise.gauss(0, 0.003),
                 "values": values,
+                "octaves": octaves,
                 "seconds": noise.uniform(9, 14) * (0.4 if diverged else 1),
                 "tokens_per_second": None if diverged else noise.uniform(80_000, 95_000),
             }
@@ -166,6 +166,7 @@ def write_study(folder: Path, recipe: Recipe, name: str = "wheat-proxy") -> None
             "interval": [best["loss"] - 0.008, best["loss"] + 0.008],
         },
         "trials": trials,
+        "dimensions": [{"path": path, "centre": value, "low": -6.0, "high": 6.0} for path, value in centre.items()],
     }
     (folder / "study.json").write_text(json.dumps(study))
     write_recipe(recipe.replace({"hyperparameters.lr": 0.002, "hyperparameters.modules": {}}), folder / "centre.toml")

@@ -11,28 +11,10 @@ BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 UNMOVED = 0.005  # octaves: what is read as x1.00
 
 
-def start(state: StudyState) -> dict[str, float]:
-    """The values that the search started from. A study of before it wrote them down ran them first."""
-    if state.dimensions:
-        return {dimension.path: dimension.centre for dimension in state.dimensions}
-    return dict(state.trials[0].values) if state.trials else {}
-
-
 def value(path: str, centre: float, octaves: float) -> float:
     """What a recipe has so many octaves from ``centre``; of a beta, whose exponent they double, 1 - beta doubles."""
     factor = math.exp2(octaves)
     return math.pow(centre, factor) if path in BETAS else centre * factor
-
-
-def octaves(trial: Trial, centre: Mapping[str, float]) -> dict[str, float]:
-    """How far a trial is from the start, by path."""
-    if trial.octaves is not None:
-        return trial.octaves
-    return {
-        path: math.log2(value / centre[path])
-        for path, value in trial.values.items()
-        if value > 0 and centre.get(path, 0.0) > 0
-    }
 
 
 def changes(moved: Mapping[str, float], room: int) -> str:
@@ -61,9 +43,8 @@ def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) 
     first = first_of(trial, state)
     if first.number != trial.number and trial.seed:
         return cut(f"trial {first.number} again, seed +{trial.seed}", room)
-    centre = start(state)
-    before = octaves(best, centre) if best is not None else {}
-    moved = {path: now - before.get(path, 0.0) for path, now in octaves(trial, centre).items()}
+    before = (best and best.octaves) or {}
+    moved = {path: now - before.get(path, 0.0) for path, now in (trial.octaves or {}).items()}
     return changes(moved, room) or f"nothing: {'the best' if best is not None else 'the start'}"
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leaven.report import numbers, points
+from leaven.report import numbers
 from leaven.report.figures import MUTED, PAPER, plotly
 from leaven.report.html import Html, element
 from leaven.report.searches import small_figure
@@ -88,10 +88,9 @@ def panel(study: Study, coordinate: Coordinate, height: float) -> "go.Figure":
 
 
 def _limits(study: Study, coordinate: Coordinate) -> tuple[float, float]:
-    own = next((d for d in study.dimensions if d.path == coordinate.path), None)
-    places = [point.octaves for point in coordinate.slice] or [coordinate.best, 0.0]
+    whole = next(d for d in study.dimensions if d.path == coordinate.path)
+    places = [point.octaves for point in coordinate.slice]
     room = 0.02 * (max(places) - min(places)) + 0.02
-    whole = own or Dimension(coordinate.path, 1.0, min(places), max(places))
     return max(whole.low, min(places)) - room, min(whole.high, max(places)) + room
 
 
@@ -100,7 +99,6 @@ def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, height: fl
 
     Crosses are faint where this value is not held to be the reason.
     """
-    centre = points.start(study)
     places, risk = [p.octaves for p in coordinate.slice], [p.risk for p in coordinate.slice]
     path = coordinate.path
 
@@ -111,7 +109,7 @@ def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, height: fl
 
     def where(state: str) -> set[float]:
         trials = [trial for trial in study.trials if trial.state == state and trial.purpose == "search"]
-        return {round(at, 2) for trial in trials if (at := points.octaves(trial, centre).get(path)) is not None}
+        return {round(trial.octaves[path], 2) for trial in trials if trial.octaves}
 
     draw(where("complete"), -0.15 * height, {"symbol": "line-ns-open", "size": 7, "color": MUTED, "opacity": 0.5})
     lost = where("diverged")
@@ -121,11 +119,10 @@ def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, height: fl
     draw(blamed, height, cross)
 
 
-def strip(coordinate: Coordinate, dimension: Dimension | None) -> Html:
+def strip(coordinate: Coordinate, dimension: Dimension) -> Html:
     """A line of text high: the octaves searched, what is flat, where most runs diverge, start and best."""
-    places = [point.octaves for point in coordinate.slice] or [*coordinate.flat, coordinate.best, 0.0]
-    low, high = (dimension.low, dimension.high) if dimension else (min(places), max(places))
-    span = (high - low) or 1.0
+    low, high = dimension.low, dimension.high
+    span = high - low
 
     def at(octaves: float) -> str:
         return f"{100 * (min(max(octaves, low), high) - low) / span:.4g}%"

@@ -216,9 +216,9 @@ def _network(made: chapters.Sheet, study: Study) -> None:
 
 def _changes(made: chapters.Sheet, study: Study) -> None:
     table = study_tables.changes(study)
-    if table is None or study.best_trial is None:
+    if table is None or study.best_trial is None or study.best_trial.octaves is None:
         return
-    moved = points.octaves(study.best_trial, points.start(study))
+    moved = study.best_trial.octaves
     count = sum(abs(octaves) > points.UNMOVED for octaves in moved.values())
     told = f"The best recipe moves {count} of {len(moved)} values."
     if study.fewest_octaves is not None and study.fewer is None:

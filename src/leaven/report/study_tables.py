@@ -26,7 +26,7 @@ def values(study: Study) -> Html:
         return element(
             "tr",
             element("th", short_path(coordinate.path), scope="row"),
-            element("td", strip(coordinate, ranges.get(coordinate.path)), class_="strips"),
+            element("td", strip(coordinate, ranges[coordinate.path]), class_="strips"),
             element("td", factor(coordinate.best), class_="number"),
             element("td", numbers.span(*coordinate.flat, factor), class_="number quiet"),
             element("td", _gain(coordinate), class_="number"),
@@ -81,10 +81,10 @@ def _head(name: str, unit: str = "", kind: str | None = None) -> Html:
 def changes(study: Study) -> Html | None:
     """The best point beside the one with the fewest changes; None where there is no best or it changes nothing."""
     best = study.best_trial
-    if best is None:
+    if best is None or best.octaves is None:
         return None
-    centre, fewest = points.start(study), study.fewer
-    moved = points.octaves(best, centre)
+    centre, fewest = {dimension.path: dimension.centre for dimension in study.dimensions}, study.fewer
+    moved = best.octaves
     order = sorted(
         (path for path, octaves in moved.items() if abs(octaves) > points.UNMOVED),
         key=lambda path: (-abs((fewest or moved).get(path, 0.0)), -abs(moved[path])),

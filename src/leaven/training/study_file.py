@@ -95,7 +95,7 @@ class StudyState:
     noise_floor: float | None
     best: Best | None
     trials: tuple[Trial, ...]
-    dimensions: tuple[Dimension, ...] = ()
+    dimensions: tuple[Dimension, ...]
     noise_runs: int = 0  # how many runs the noise floor is of, other than one a point
     radius: float | None = None  # octaves, of the trust region
     stalled: bool = False  # it stopped of itself: rounds had gained less than the noise
