@@ -281,8 +281,8 @@ def front(trials: Sequence[Trial]) -> tuple[Front, ...]:
     """
     runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
-        if trial.state == "complete" and trial.flops and trial.tokens and trial.loss is not None:
-            point = tuple(sorted((trial.octaves or trial.values).items()))
+        if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
+            point = tuple(sorted(trial.octaves.items()))
             for tokens, loss in trial.branches or ((trial.tokens, trial.loss),):
                 cost = trial.flops * tokens / trial.tokens
                 runs.setdefault((point, tokens), []).append((trial.number, cost, loss))

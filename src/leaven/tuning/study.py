@@ -35,7 +35,7 @@ from leaven.tuning.space import Space, moved
 from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.trainer import Trainer, forget
 from leaven.tuning.trust_region import START, Axes, finished, region_of
-from leaven.tuning.wording import advice_when_all_diverged, why, why_fewest
+from leaven.tuning.wording import why, why_fewest
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # what a study that was killed as it began leaves
@@ -212,7 +212,7 @@ class Study:
                 )
                 self._found, self.nothing = None if stop() else found, ""
             except NothingFound as nothing:
-                self._found, self.nothing = None, self._advice or str(nothing)
+                self._found, self.nothing = None, self.answer.advice or str(nothing)
         if self._found is not None:
             self._study.set_user_attr(ANSWERED, True)
         for run in self._runs:
@@ -255,7 +255,7 @@ class Study:
         return self._state(self.answer)
 
     def _state(self, found: Answer) -> StudyState:
-        trials = self._trials
+        trials = tuple(replace(each, values=self.space.values(each.octaves or {})) for each in self._trials)
         return StudyState(
             name=self.recipe.name,
             method=self.method,
@@ -287,14 +287,6 @@ class Study:
         return self._found is not None or bool(self._study.user_attrs.get(ANSWERED))
 
     @property
-    def _advice(self) -> str:
-        """What to lower, where all that came to an end diverged."""
-        trials = self._trials
-        states = {trial.state for trial in trials}
-        all_diverged = "diverged" in states and not states & {"complete", "stopped"}
-        return advice_when_all_diverged(trials, self.space.dimensions) if all_diverged else ""
-
-    @property
     def _id(self) -> int:
         return self._store.get_study_id_from_name(self.recipe.name)
 
@@ -307,10 +299,10 @@ class Study:
         return ledger.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
 
     @property
-    def _trials(self) -> tuple[Trial, ...]:
+    def _trials(self) -> list[Trial]:
+        """All runs; their values are still log2 multipliers."""
         axes = self._axes
-        trials = [record(run, axes) for run in self._runs]
-        return tuple(replace(trial, values=self.space.values(trial.octaves or {})) for trial in trials)
+        return [record(run, axes) for run in self._runs]
 
     def _radius(self) -> float | None:
         if self.method != "trust-region":
@@ -343,7 +335,7 @@ class Study:
 
     def _recipe_at(self, octaves: Mapping[str, float], found: Answer, why: Callable[..., str]) -> Recipe:
         """A point as a recipe, with its base pinned at this scale and a reason for every searched value."""
-        count = len(self._trials)
+        count = len(self._runs)
         reasons = {
             path: why(path, found, self.recipe.name, count, self.method, values=self.space.values)
             for path in self.space.paths

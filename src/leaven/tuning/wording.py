@@ -147,8 +147,6 @@ def advice_when_all_diverged(trials: Sequence[Trial], dimensions: Sequence[Dimen
     learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an octave more.
     """
     gone = [trial for trial in trials if trial.state == "diverged"]
-    if not gone:
-        return "no trial has ended with a loss, and none diverged: their processes died, or were stopped"
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in gone])
     rates = learning_rates([d.path for d in dimensions])
     start = "the start's too" if (~points.any(1)).any() else "but none was of the start"
