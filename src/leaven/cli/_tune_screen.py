@@ -1,6 +1,5 @@
 """What a person watches while a study searches, and its answer."""
 
-import math
 import statistics
 import threading
 import time
@@ -189,14 +188,12 @@ class TuneScreen(Screen):
 
     def _busy(self) -> float:
         """The seconds so far in which at least one trial was going on."""
+        from leaven.tuning.budget import covered  # with optuna, which a command that only starts does not wait for
+
         now, here = time.time(), time.monotonic()
         spans = [(now - (here - job.since), now) for job in self._running.copy().values()]
         spans += [(t.ended - t.seconds * self._stack, t.ended) for t in self._state.trials if t.ended and t.seconds]
-        total, until = 0.0, -math.inf
-        for began, ended in sorted(spans):
-            total += max(ended - max(began, until), 0.0)
-            until = max(until, ended)
-        return total
+        return covered(spans)
 
     def _summary(self) -> list[str]:
         state = self._state

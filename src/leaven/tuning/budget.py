@@ -1,7 +1,7 @@
 """What a search may cost, and how much of it is kept back to judge the best few."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from leaven.recipe.errors import InputError
@@ -91,7 +91,11 @@ def judging(few: int) -> int:
 
 def busy(runs: Sequence[Run], now: float) -> float:
     """The seconds in which at least one run was going on."""
-    spans = [(run.last.user_attrs[BEGAN], _end(run, now)) for run in runs if BEGAN in run.last.user_attrs]
+    return covered((run.last.user_attrs[BEGAN], _end(run, now)) for run in runs if BEGAN in run.last.user_attrs)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of these spans of time, from when to when, lasts: where they overlap it counts once."""
     total, until = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(ended - max(began, until), 0.0)
