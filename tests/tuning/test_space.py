@@ -13,7 +13,8 @@ from leaven.recipe.recipe import Recipe, differences
 from leaven.report.tables import provenance
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
-from leaven.tuning.space import SETS, moved, space
+from leaven.tuning.point import moved
+from leaven.tuning.space import SETS, space
 from leaven.verification.family import RecipeTrial
 
 LLAMA = (

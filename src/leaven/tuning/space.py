@@ -33,8 +33,6 @@ from leaven.training.study_file import Dimension
 from leaven.tuning import point
 from leaven.tuning.point import BATCH, GLOBAL, QUANTITIES, WARM_UP, moved
 
-__all__ = ["SETS", "Dimension", "Space", "moved", "space"]
-
 SETS = ("global", "per-module", "per-module-full")
 _FINEST = 1 / 8  # octave: a value that cannot move so far is not searched
 

@@ -30,8 +30,9 @@ from leaven.tuning.found import Found
 from leaven.tuning.methods import check_method
 from leaven.tuning.objective import about, search
 from leaven.tuning.plan import NothingFound, record
+from leaven.tuning.point import moved
 from leaven.tuning.proposal import Proposal
-from leaven.tuning.space import Space, moved
+from leaven.tuning.space import Space
 from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.trainer import Trainer, forget
 from leaven.tuning.trust_region import START, Axes, finished, region_of

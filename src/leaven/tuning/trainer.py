@@ -19,8 +19,8 @@ from leaven.training.outcome import Outcome
 from leaven.training.trial import branches_of, train_trial
 from leaven.training.worker import Pool
 from leaven.tuning.objective import Lost, Released
+from leaven.tuning.point import moved
 from leaven.tuning.proposal import Proposal
-from leaven.tuning.space import moved
 from leaven.tuning.stacking import stack_of_trials
 
 Train = Callable[[Proposal], Outcome]
