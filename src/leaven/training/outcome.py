@@ -1,7 +1,7 @@
 """What a trial comes to. Without torch: searches, their worker processes and other people's objectives share it."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,9 @@ from typing import Any
 Curve = tuple[tuple[int, float], ...]
 
 
-def curve_of(points: Iterable[tuple[int, float]]) -> Curve:
-    """A curve that was JSON, which has no tuples."""
-    return tuple((tokens, loss) for tokens, loss in points)
+def curve_of(points: Iterable[Sequence[float]]) -> Curve:
+    """A curve that was JSON, which has no tuples, or that somebody else's objective gave."""
+    return tuple((int(tokens), float(loss)) for tokens, loss in points)
 
 
 @dataclass(frozen=True)

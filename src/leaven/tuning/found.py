@@ -1,4 +1,4 @@
-"""The answer of a search."""
+"""What ``search`` returns, and what it hands to trials on the way: the best so far, to compare themselves with."""
 
 import math
 from collections.abc import Sequence
@@ -6,17 +6,19 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial
 
-from leaven.training.outcome import Rival
+from leaven.training.outcome import Rival, curve_of
 from leaven.tuning import noise
 from leaven.tuning.ledger import FINALIST, Run, purpose, seed
-from leaven.tuning.plan import NothingFound, Plan, nothing, record
-from leaven.tuning.trust_region import Axes, finished, loss_of
+from leaven.tuning.plan import NothingFound, Plan, nothing
+from leaven.tuning.trust_region import finished, loss_of
 
 SURE = 2  # degrees of freedom of the noise from which on it gives trials up
 
 
 @dataclass(frozen=True)
-class Trial:
+class Result:
+    """A trial that has a result."""
+
     number: int
     params: dict[str, float]  # log2 multipliers
     loss: float  # infinite where it diverged; where it was stopped, what was expected of it
@@ -35,7 +37,7 @@ class Found:
     fresh: int  # how many these runs are
     noise: float | None  # between runs of one point
     stalled: bool  # it stopped before its budget was used, having gained less than the noise for some rounds
-    trials: tuple[Trial, ...]  # in the order of their results
+    trials: tuple[Result, ...]  # in the order of their results
 
 
 def found(plan: Plan, runs: Sequence[Run], now: float, stopped: bool) -> Found:
@@ -47,7 +49,7 @@ def found(plan: Plan, runs: Sequence[Run], now: float, stopped: bool) -> Found:
     said = plan.verdict(runs)
     if said is None:
         raise NothingFound(nothing(runs))
-    between, degrees = _between(runs, plan.axes, plan.noise)
+    between, degrees = plan.between(runs)
     around = (-math.inf, math.inf)
     if between is not None and said.fresh:
         around = noise.interval(said.losses, between, degrees)
@@ -59,27 +61,21 @@ def found(plan: Plan, runs: Sequence[Run], now: float, stopped: bool) -> Found:
         fresh=said.fresh,
         noise=between,
         stalled=not stopped and plan.budget.room(searched, now),
-        trials=tuple(trial(ended, plan.budget.label) for ended in finished(plan.study)),
+        trials=tuple(_result(ended, plan.budget.label) for ended in finished(plan.study)),
     )
 
 
-def trial(ended: FrozenTrial, label: str) -> Trial:
+def _result(ended: FrozenTrial, label: str) -> Result:
     of, which = ended.user_attrs.get(FINALIST, ("", None))
     finalist = which if of == label else None
-    return Trial(ended.number, dict(ended.params), loss_of(ended), finalist, purpose(ended), seed(ended))
+    return Result(ended.number, dict(ended.params), loss_of(ended), finalist, purpose(ended), seed(ended))
 
 
-def _between(runs: Sequence[Run], axes: Axes, given: float | None) -> tuple[float | None, int]:
-    return noise.between([record(run, axes) for run in runs], list(axes.start), given)
-
-
-def rival(runs: Sequence[Run], axes: Axes, given: float | None) -> Rival | None:
+def rival(plan: Plan, runs: Sequence[Run]) -> Rival | None:
     """The best run of the search, for others to be compared with, once it is known how far seeds lie apart."""
-    between, degrees = _between(runs, axes, given)
+    between, degrees = plan.between(runs)
     curves = [run.last for run in runs if run.complete and seed(run.origin) == 0 and "curve" in run.last.user_attrs]
     if between is None or degrees < SURE or not curves:
         return None
     best = min(curves, key=loss_of)
-    return Rival(
-        tuple((int(tokens), float(loss)) for tokens, loss in best.user_attrs["curve"]), loss_of(best), between
-    )
+    return Rival(curve_of(best.user_attrs["curve"]), loss_of(best), between)

@@ -195,13 +195,13 @@ class _Loop:
         self._pending: dict[Future[float | Outcome], Proposal] = {}
         self._error: Exception | None = None  # of the objective
         self._ended: list[int] = []  # that the watch has not been told of
-        self.runs: list[Run] = []  # at the last look
+        self._begun = 0  # jobs, here and elsewhere, at the last look
 
     def run(self) -> list[Run]:
         """Until there is nothing to do any more, here or elsewhere, or until asked to stop."""
         try:
             while True:
-                runs = self.runs = self._look()
+                runs = self._look()
                 stopping = self._error is not None or self._stop()
                 job = self._plan.next(runs, time.time()) if self._free and not stopping else None
                 if job is not None:
@@ -276,7 +276,7 @@ class _Loop:
                 point = {name: asked.suggest_float(name, d.low, d.high) for name, d in limits.items()}
         except UpdateFinishedTrialError:
             return  # taken for dead in the middle of it
-        best = rival(runs, self._plan.axes, self._plan.noise) if job.purpose == "search" else None
+        best = rival(self._plan, runs) if job.purpose == "search" else None
         origin = int(about.get(ledger.RETRY_OF, number))
         proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
         self._pending[self._pool.submit(self._objective, proposal)] = proposal

@@ -17,7 +17,7 @@ import numpy as np
 import optuna
 
 from leaven.recipe.errors import InputError
-from leaven.training.outcome import Curve
+from leaven.training.outcome import curve_of
 from leaven.training.study_file import Dimension, Trial
 from leaven.tuning import noise
 from leaven.tuning.answer import finalists
@@ -121,8 +121,7 @@ class Plan:
 
     def _confirming(self, runs: Sequence[Run], now: float) -> Iterator[Job]:
         """The chosen point and the start in turn, with the same seeds."""
-        trials, paths = self._records(runs)
-        point = to_confirm(trials, paths, noise.between(trials, paths, self.noise)[0] or 0.0)
+        point = to_confirm(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
         if point is None or self.budget.left(runs, now) < 1:
             return
         attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, None]), (CONFIRMS, True))
@@ -135,11 +134,18 @@ class Plan:
 
     def verdict(self, runs: Sequence[Run]) -> Verdict | None:
         """The answer so far."""
-        trials, paths = self._records(runs)
-        return verdict(trials, paths, noise.between(trials, paths, self.noise)[0] or 0.0)
+        return verdict(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
 
-    def _records(self, runs: Sequence[Run]) -> tuple[list[Trial], list[str]]:
-        return [record(run, self.axes) for run in runs], list(self.axes.start)
+    def between(self, runs: Sequence[Run]) -> tuple[float | None, int]:
+        """The noise between runs of one point, and its degrees of freedom."""
+        return noise.between(self._records(runs), self._paths, self.noise)
+
+    def _records(self, runs: Sequence[Run]) -> list[Trial]:
+        return [record(run, self.axes) for run in runs]
+
+    @property
+    def _paths(self) -> list[str]:
+        return list(self.axes.start)
 
     def params(self, runs: Sequence[Run], point: tuple[float, ...]) -> Point:
         """The log2 multipliers of a point in octaves, as they were run."""
@@ -154,7 +160,7 @@ class Plan:
 
         What was stopped is none of them, nor is the start, which has runs with other seeds already.
         """
-        trials, by_bowl = [record(run, self.axes) for run in runs], self.method == "trust-region"
+        trials, by_bowl = self._records(runs), self.method == "trust-region"
         none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
         points = finalists(trials, self.dimensions, self.noise, by_bowl=by_bowl)
         if not points:
@@ -209,12 +215,8 @@ def record(run: Run, axes: Axes) -> Trial:
         seed=seed(last),
         tokens=tokens,
         flops=ran.get("flops", 0.0),
-        curve=_curve(ran.get("curve", ())),
-        branches=_curve(ran.get("branches", ())),
+        curve=curve_of(ran.get("curve", ())),
+        branches=curve_of(ran.get("branches", ())),
         worker=ran.get("worker"),
         ended=ran.get(ENDED),
     )
-
-
-def _curve(stored: Sequence[Sequence[float]]) -> Curve:
-    return tuple((int(tokens), float(loss)) for tokens, loss in stored)
