@@ -134,23 +134,27 @@ class Hyperparameters(Part):
             ValueError: naming the module and what it may have meant.
         """
         for module, multipliers in self.modules.items():
-            if module not in known:
-                close = get_close_matches(module, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-                raise ValueError(f"hyperparameters.modules: no module {module!r} in this model; {hint}")
-            if multipliers.residual != 1 and module not in BRANCH_ENDS:
-                raise ValueError(
-                    f"hyperparameters.modules: {module} ends no branch and has no residual; "
-                    f"{' and '.join(BRANCH_ENDS)} do"
-                )
-            if known[module].is_matrix:
-                continue
-            if multipliers.init_std != 1:
-                raise ValueError(
-                    f"hyperparameters.modules: {module} has no init_std: gains start at 1, biases at 0; take it out"
-                )
-            if multipliers.weight_decay != 1 and not self.decay_norm_and_bias:
-                raise ValueError(
-                    f"hyperparameters.modules: {module} is not decayed; take its weight_decay out, or set "
-                    "hyperparameters.decay_norm_and_bias = true"
-                )
+            stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]
+            for quantity in ("lr", *stated):  # which every module has, so that one that is not there is told
+                if reason := self.refusal(known, module, quantity):
+                    raise ValueError(reason)
+
+    def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
+        """Why a module's multiplier has nothing to multiply, in a line that names the module; None if it has."""
+        where = "hyperparameters.modules"
+        if module not in known:
+            close = get_close_matches(module, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            return f"{where}: no module {module!r} in this model; {hint}"
+        if quantity == "residual" and module not in BRANCH_ENDS:
+            return f"{where}: {module} ends no branch and has no residual; {' and '.join(BRANCH_ENDS)} do"
+        if known[module].is_matrix:
+            return None
+        if quantity == "init_std":
+            return f"{where}: {module} has no init_std: gains start at 1, biases at 0; take it out"
+        if quantity == "weight_decay" and not self.decay_norm_and_bias:
+            return (
+                f"{where}: {module} is not decayed; take its weight_decay out, or set "
+                "hyperparameters.decay_norm_and_bias = true"
+            )
+        return None

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import BRANCH_ENDS
 from leaven.report import numbers
 from leaven.report.figures import MUTED, PAPER, figure, log_axis, plotly
 from leaven.report.html import Html, element
-from leaven.report.network import shade
+from leaven.report.network import chips, shade
 from leaven.report.tables import HEADERS, scroll
 
 if TYPE_CHECKING:
@@ -37,15 +36,8 @@ def _per_module(path: str) -> bool:
 
 
 def acts(recipe: Recipe, module: str, kind: str) -> bool:
-    """Whether a module has that multiplier: gains have no init and no decay, and only branches' ends a residual."""
-    if kind == "residual":
-        return module in BRANCH_ENDS
-    matrix = recipe.model.roles[module].is_matrix
-    return (
-        matrix
-        or kind not in {"init_std", "weight_decay"}
-        or (kind == "weight_decay" and recipe.hyperparameters.decay_norm_and_bias)
-    )
+    """Whether a module has anything that such a multiplier multiplies."""
+    return recipe.hyperparameters.refusal(recipe.model.roles, module, kind) is None
 
 
 def layers(recipe: Recipe, module: str, kind: str) -> list[float]:
@@ -97,7 +89,8 @@ def picture(recipe: Recipe, space: tuple[str, ...]) -> Html | None:
             rows.append(_band(name, shown.get((module, kind)), reach, number, state))
     grid = element("div", *head, *rows, class_="multipliers", style=f"--kinds:{len(columns)}")
     readout = element("p", "Point at a band, or tap it, to read its layers.", class_="readout", aria_live="polite")
-    return element("div", scroll(grid, "multipliers of every module"), readout, _legend(reach), class_="told-by")
+    legend = element("p", chips(reach, 3), element("span", "of the global value"), class_="scale")
+    return element("div", scroll(grid, "multipliers of every module"), readout, legend, class_="told-by")
 
 
 def _band(name: str, factors: list[float] | None, reach: int, number: str, state: str) -> Html:
@@ -122,16 +115,6 @@ def _band(name: str, factors: list[float] | None, reach: int, number: str, state
         data_told=told,
     )
     return element("span", svg, element("small", number), class_=f"band {state}")
-
-
-def _legend(reach: int) -> Html:
-    every = -(-reach // 3)
-    steps = range(-(reach // every) * every, reach + 1, every)
-    chips = [
-        element("span", element("i", style=f"background:{shade(2.0**step, reach)}"), " ", numbers.ratio(2.0**step))
-        for step in steps
-    ]
-    return element("p", chips, element("span", "of the global value"), class_="scale")
 
 
 def depth(recipe: Recipe, space: tuple[str, ...]) -> "go.Figure | None":

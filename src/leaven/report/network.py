@@ -32,7 +32,13 @@ def picture(recipe: Recipe, table: ParameterTable) -> Html:
             class_="readout",
             aria_live="polite",
         ),
-        _legend(reach, base),
+        element(
+            "p",
+            element("span", "lower lr"),
+            chips(reach, 4),
+            element("span", f"higher lr; 1× is the base lr, {numbers.value(base)}"),
+            class_="scale",
+        ),
     )
 
 
@@ -102,18 +108,10 @@ def shade(factor: float, reach: int) -> str:
     return f"color-mix(in oklab, {side} {100 * share:.0f}%, var(--neutral))"
 
 
-def _legend(reach: int, base: float) -> Html:
-    every = -(-reach // 4)
-    steps = range(-(reach // every) * every, reach + 1, every)
-    return element(
-        "p",
-        element("span", "lower lr"),
-        [
-            element(
-                "span", element("i", style=f"background:{shade(2.0**step, reach)}"), " ", numbers.ratio(2.0**step)
-            )
-            for step in steps
-        ],
-        element("span", f"higher lr; 1× is the base lr, {numbers.value(base)}"),
-        class_="scale",
-    )
+def chips(reach: int, most: int) -> list[Html]:
+    """The colours of ``shade`` with their factors: whole octaves, at most so many to either side of 1×."""
+    every = -(-reach // most)
+    return [
+        element("span", element("i", style=f"background:{shade(2.0**step, reach)}"), " ", numbers.ratio(2.0**step))
+        for step in range(-(reach // every) * every, reach + 1, every)
+    ]

@@ -18,9 +18,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from leaven.recipe.hyperparameters import DepthProfile, Hyperparameters, Multipliers
+from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe, split_path
-from leaven.recipe.shape import Role
 from leaven.scaling.transfer import moved_batch
 
 QUANTITIES = tuple(Multipliers.model_fields)
@@ -35,21 +34,11 @@ _POINT = re.compile(r"hyperparameters\.depth\.(\w+)\[(\d+)\]")
 def searchable(recipe: Recipe) -> tuple[str, ...]:
     """The paths of all values that have something to act on, in the order of quantities and of the forward pass."""
     paths = [path for path in GLOBAL if value_at(recipe, path) is not None]
-    roles = recipe.model.roles
+    roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
-        modules = (module for module in roles if refusal(recipe.hyperparameters, roles, module, quantity) is None)
+        modules = (module for module in roles if refusal(roles, module, quantity) is None)
         paths += [f"hyperparameters.modules.{module}.{quantity}" for module in modules]
     return tuple(paths + [path for quantity in QUANTITIES for path in depth_points(recipe, quantity)])
-
-
-def refusal(base: Hyperparameters, roles: Mapping[str, Role], module: str, quantity: str) -> str | None:
-    """Why a multiplier of a module has nothing to multiply; None if it has."""
-    probe = {module: Multipliers.model_validate({quantity: 2.0})}
-    try:
-        base.model_copy(update={"modules": probe}).require_modules(roles)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:

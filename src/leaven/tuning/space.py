@@ -195,10 +195,9 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
     """Why a path is nothing to search in a recipe."""
     keys = split_path(path)
-    if path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES:
-        reason = point.refusal(recipe.hyperparameters, recipe.model.roles, keys[2], keys[3])
-        if reason:
-            return reason
+    of_module = path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES
+    if of_module and (reason := recipe.hyperparameters.refusal(recipe.model.roles, keys[2], keys[3])):
+        return reason
     if close := get_close_matches(path, [*SETS, *known], 1, 0.8):
         return f"not a value to search; did you mean {close[0]}?"
     return (
