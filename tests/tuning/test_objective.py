@@ -25,12 +25,11 @@ from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.budget import Budget, busy
 from leaven.tuning.found import Found
-from leaven.tuning.ledger import Run
+from leaven.tuning.ledger import Run, finished
 from leaven.tuning.methods import METHODS
 from leaven.tuning.objective import Lost
 from leaven.tuning.plan import NothingFound
 from leaven.tuning.proposal import Proposal
-from leaven.tuning.trust_region import finished
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 SPACE_OF_RATE = {"rate": (-3.0, 3.0), "b": (-2.0, 4.0)}

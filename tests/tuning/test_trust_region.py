@@ -11,9 +11,9 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 
 from leaven.tuning import bowl, cliffs
+from leaven.tuning.ledger import DIVERGED, finished, loss_of
 from leaven.tuning.noise import interval, pooled, t95
 from leaven.tuning.trust_region import (
-    DIVERGED,
     NARROWEST,
     RISK,
     START,
@@ -22,9 +22,7 @@ from leaven.tuning.trust_region import (
     Axes,
     Region,
     TrustRegionSampler,
-    finished,
     learning_rates,
-    loss_of,
     region,
 )
 

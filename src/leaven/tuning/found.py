@@ -8,9 +8,8 @@ from optuna.trial import FrozenTrial
 
 from leaven.training.outcome import Rival, curve_of
 from leaven.tuning import noise
-from leaven.tuning.ledger import FINALIST, Run, purpose, seed
+from leaven.tuning.ledger import FINALIST, Run, finished, loss_of, purpose, seed
 from leaven.tuning.plan import NothingFound, Plan, nothing
-from leaven.tuning.trust_region import finished, loss_of
 
 SURE = 2  # degrees of freedom of the noise from which on it gives trials up
 

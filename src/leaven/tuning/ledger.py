@@ -9,16 +9,19 @@ A run whose process died is done once more, by a trial with the job ``retry:`` a
 lost. If that is lost too, the run has failed. A trial that its owner gave back (Ctrl-C) is not held against the run.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 # User attributes of a trial, next to the fields of an Outcome.
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
 OWNER, JOB, FINALISTS, RELEASED, CONFIRMS = "owner", "job", "finalists", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # seconds since 1970, by the owner's clock
+EXPECTED = "expected"  # the loss expected of a trial that was stopped early (pruned, to Optuna)
 LIVES = 2  # attempts of a run that may die
 
 
@@ -137,3 +140,32 @@ def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Run:
             break
         last = following
     return Run(origin, last, deaths)
+
+
+def finished(study: Study) -> list[FrozenTrial]:
+    """The trials with a result, in the order of their results; those that were stopped have an expected one.
+
+    In a study that commands work on, what others put there (their own ask and tell) counts for nothing, as in
+    ``runs``: it has no owner. The order is by the clocks of the machines, in seconds since 1970; Optuna's own are in
+    the local time of each.
+    """
+    trials = study.get_trials(deepcopy=False)
+    if any(OWNER in trial.user_attrs for trial in trials):
+        trials = [trial for trial in trials if OWNER in trial.user_attrs]
+    stopped = [t for t in trials if t.state is TrialState.PRUNED and EXPECTED in t.user_attrs]
+    told = stopped + [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    return sorted(told, key=lambda trial: (_ended(trial), trial.number))
+
+
+def _ended(trial: FrozenTrial) -> float:
+    assert trial.datetime_complete is not None
+    return float(trial.user_attrs.get(ENDED, trial.datetime_complete.timestamp()))
+
+
+def loss_of(trial: FrozenTrial) -> float:
+    """What a trial with a result came to: infinite if it diverged, whatever it was scored."""
+    if trial.user_attrs.get(DIVERGED):
+        return math.inf
+    loss = trial.value if trial.state is TrialState.COMPLETE else trial.user_attrs[EXPECTED]
+    assert loss is not None
+    return float(loss)

@@ -29,12 +29,12 @@ from leaven.tuning.agreement import agree, begin, check_name
 from leaven.tuning.budget import Budget
 from leaven.tuning.found import Found, found, rival
 from leaven.tuning.leases import Leases
-from leaven.tuning.ledger import Job, Run
+from leaven.tuning.ledger import EXPECTED, Job, Run, finished, loss_of
 from leaven.tuning.methods import check_method, sampler
 from leaven.tuning.plan import Plan, first
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.stores import StoreGone, open_store
-from leaven.tuning.trust_region import EXPECTED, Axes, finished, loss_of
+from leaven.tuning.trust_region import Axes
 
 Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
 

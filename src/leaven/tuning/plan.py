@@ -23,9 +23,21 @@ from leaven.tuning import noise
 from leaven.tuning.answer import finalists
 from leaven.tuning.budget import Budget
 from leaven.tuning.judging import CONFIRMATIONS, RERUNS, Verdict, to_confirm, verdict
-from leaven.tuning.ledger import CONFIRMS, DIVERGED, ENDED, FINALIST, FINALISTS, JOB, Job, Run, purpose, seed
+from leaven.tuning.ledger import (
+    CONFIRMS,
+    DIVERGED,
+    ENDED,
+    FINALIST,
+    FINALISTS,
+    JOB,
+    Job,
+    Run,
+    loss_of,
+    purpose,
+    seed,
+)
 from leaven.tuning.methods import grid
-from leaven.tuning.trust_region import Axes, loss_of, region_of
+from leaven.tuning.trust_region import Axes, region_of
 
 REPEATS = 3  # runs of the start, where the noise is not given
 DEATHS, DIVERGENCES = 8, 100  # after so many and nothing else it ends, whatever is left of the budget

@@ -35,7 +35,7 @@ from leaven.tuning.proposal import Proposal
 from leaven.tuning.space import Space
 from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.trainer import Trainer, forget
-from leaven.tuning.trust_region import START, Axes, finished, region_of
+from leaven.tuning.trust_region import START, Axes, region_of
 from leaven.tuning.wording import why, why_fewest
 
 CHECKPOINTS = "checkpoints"
@@ -308,7 +308,7 @@ class Study:
     def _radius(self) -> float | None:
         if self.method != "trust-region":
             return None
-        return region_of(self._study, self._axes).radius if finished(self._study) else START
+        return region_of(self._study, self._axes).radius if ledger.finished(self._study) else START
 
     def save(self) -> StudyState:
         """Write study.json, and once there is a best, best.toml and, where that is another point, fewest.toml."""

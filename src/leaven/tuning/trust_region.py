@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from leaven.tuning import bowl, cliffs
-from leaven.tuning.ledger import DIVERGED, ENDED, OWNER, SEED, turn
+from leaven.tuning.ledger import finished, loss_of, seed, turn
 from leaven.tuning.noise import floor
 
 Array = NDArray[np.float64]
@@ -52,8 +52,6 @@ OUTLIER = 10.0  # times the way from the median down to the lowest loss: what is
 DOWN = 0.25  # octaves of learning rate for each divergence, as long as there is nothing else
 CLOSER, CLOSEST = 0.9, 0.05  # times the radius, likewise, and its least
 ROUNDS = 3  # without a gain beyond the noise, and it stops
-
-EXPECTED = "expected"  # a trial's attribute: the loss expected of one that was stopped early (pruned, to Optuna)
 
 
 @dataclass(frozen=True)
@@ -224,35 +222,6 @@ def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])
 
 
-def finished(study: Study) -> list[FrozenTrial]:
-    """The trials with a result, in the order of their results; those that were stopped have an expected one.
-
-    In a study that commands work on, what others put there (their own ask and tell) counts for nothing, as in the
-    ledger: it has no owner. The order is by the clocks of the machines, in seconds since 1970; Optuna's own are in
-    the local time of each.
-    """
-    trials = study.get_trials(deepcopy=False)
-    if any(OWNER in trial.user_attrs for trial in trials):
-        trials = [trial for trial in trials if OWNER in trial.user_attrs]
-    stopped = [t for t in trials if t.state is TrialState.PRUNED and EXPECTED in t.user_attrs]
-    told = stopped + [trial for trial in trials if trial.state is TrialState.COMPLETE]
-    return sorted(told, key=lambda trial: (_ended(trial), trial.number))
-
-
-def _ended(trial: FrozenTrial) -> float:
-    assert trial.datetime_complete is not None
-    return float(trial.user_attrs.get(ENDED, trial.datetime_complete.timestamp()))
-
-
-def loss_of(trial: FrozenTrial) -> float:
-    """What a trial with a result came to: infinite if it diverged, whatever it was scored."""
-    if trial.user_attrs.get(DIVERGED):
-        return np.inf
-    loss = trial.value if trial.state is TrialState.COMPLETE else trial.user_attrs[EXPECTED]
-    assert loss is not None
-    return float(loss)
-
-
 def region_of(study: Study, axes: Axes, noise: float | None = None) -> Region:
     """The region of a study as it stands."""
     trials = finished(study)
@@ -263,7 +232,7 @@ def region_of(study: Study, axes: Axes, noise: float | None = None) -> Region:
         axes.low,
         axes.high,
         noise,
-        seeds=np.array([trial.user_attrs.get(SEED, 0) for trial in trials], np.int64),
+        seeds=np.array([seed(trial) for trial in trials], np.int64),
         scale=np.array([axes.scales.get(name, 1.0) for name in axes.start]),
         rates=learning_rates(list(axes.start)),
     )
