@@ -30,10 +30,7 @@ Array = NDArray[np.float64]
 SURE = 1.0  # standard deviations by which what is called equal is to be equal
 TOGETHER = 2.0  # likewise, of many multipliers at once: what the bowl has wrong, it has wrong of them all
 SLICE = 21  # points
-WIDE, FINE = (
-    2.0,
-    1 / 32,
-)  # of a flat region to either side of the best: steps at most, and how finely its ends are found
+WIDE, FINE = 2.0, 1 / 32  # steps to either side of the best: how far a flat region is looked for, and how finely
 BEYOND = 0.5  # steps of a slice beyond what was tried
 
 
@@ -83,23 +80,12 @@ def answer(
         return Answer(None, {}, seen.noise, seen.degrees, (), None, None, None, advice=advice)
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
     said = verdict(seen.trials, paths, seen.noise or 0.0) if over else None
-    best, point = None, seen.region.promise
-    if said is not None:
-        best, point = _best(seen, said.point, said.losses, said.fresh), np.array(said.point)
+    point = seen.region.promise if said is None else np.array(said.point)
     fewer = _fewest(seen, point)
-    fewest, near = None, fewer
-    if best is not None and said is not None:
-        judged = _judged(seen)
-        mine = judged.get(said.point, {0: best.loss})  # the search's own run, where there is no other
-        equal = {
-            x: losses
-            for x, losses in judged.items()
-            if gain(losses, mine) <= seen.floor and _cost(seen, np.array(x), point)[0] <= seen.floor
-        }
-        fewest, near = best, point
-        if equal and (nearest := min(equal, key=changes)) != said.point and changes(nearest) < changes(said.point):
-            losses = list(equal[nearest].values())
-            fewest, near = _best(seen, nearest, losses, len(losses)), np.array(nearest)
+    best, fewest, near = None, None, fewer
+    if said is not None:
+        best = _best(seen, said.point, said.losses, said.fresh)
+        fewest, near = _fewest_measured(seen, said.point, best)
     return Answer(
         best,
         dict(zip(paths, point.tolist(), strict=True)),
@@ -163,7 +149,23 @@ def _judged(seen: _Seen) -> dict[Point, Losses]:
     return {x: losses for x, losses in found.items() if len(losses) >= RERUNS and math.isfinite(sum(losses.values()))}
 
 
-def _best(seen: _Seen, point: tuple[float, ...], losses: Sequence[float], fresh: int) -> Best:
+def _fewest_measured(seen: _Seen, point: Point, best: Best) -> tuple[Best, Array]:
+    """Of the points that were run with fresh seeds and are equal to ``best`` within noise, that of fewest changes."""
+    judged = _judged(seen)
+    mine = judged.get(point, {0: best.loss})  # the search's own run, where there is no other
+    equal = [
+        x
+        for x, losses in judged.items()
+        if gain(losses, mine) <= seen.floor and _cost(seen, np.array(x), np.array(point))[0] <= seen.floor
+    ]
+    nearest = min([point, *equal], key=changes)
+    if nearest == point:
+        return best, np.array(point)
+    losses = list(judged[nearest].values())
+    return _best(seen, nearest, losses, len(losses)), np.array(nearest)
+
+
+def _best(seen: _Seen, point: Point, losses: Sequence[float], fresh: int) -> Best:
     number = min(run.number for run, x in zip(seen.trials, seen.points, strict=True) if tuple(x) == point)
     around = interval(losses, seen.noise, seen.degrees) if fresh and seen.noise is not None else (-math.inf, math.inf)
     return Best(number, statistics.fmean(losses), around, fresh, len(losses))

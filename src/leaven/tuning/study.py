@@ -118,7 +118,7 @@ class Study:
         others = [other.study_name for other in self._store.get_all_studies() if other.study_name != self.recipe.name]
         if others and isinstance(self._where, Path):
             raise InputError(f"{self._name} holds a study {others[0]}, not {self.recipe.name}; use another --study")
-        self._bring_back()
+        self._check_results()
         # Other machines have no folder: what the study is of is in the store too.
         here = about(self.method, self._axes, self.recipe.data.seed, None)
         here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
@@ -134,7 +134,7 @@ class Study:
             write_recipe(self.recipe, self.out / "centre.toml")
         return self
 
-    def _bring_back(self) -> None:
+    def _check_results(self) -> None:
         """Refuse to write over the results of a study whose store is empty.
 
         Raises:
