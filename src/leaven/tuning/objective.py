@@ -242,6 +242,19 @@ class _Loop:
         return ledger.runs(trials, len(self._plan.axes.start))
 
     def _begin(self, job: Job, runs: list[Run]) -> None:
+        created = self._created(job)
+        if created is None:
+            return
+        number, point = created
+        best = rival(self._plan, runs) if job.purpose == "search" else None
+        origin = int(dict(job.attributes).get(ledger.RETRY_OF, number))
+        proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
+        self._pending[self._pool.submit(self._objective, proposal)] = proposal
+        if self._watch is not None:
+            self._watch.asked(proposal)
+
+    def _created(self, job: Job) -> tuple[int, dict[str, float]] | None:
+        """A trial for the job, its number and its point; None if another command does the job, or is to."""
         about = {
             ledger.OWNER: self._leases.node,
             ledger.PURPOSE: job.purpose,
@@ -252,36 +265,28 @@ class _Loop:
             **dict(job.attributes),
         }
         limits = self._plan.axes.distributions
+        drawn = job.point or {}
+        # All of it at once: a job is known by its name from the moment that it has a number.
+        template = create_trial(
+            state=TrialState.RUNNING,
+            params=drawn,
+            distributions={name: limits[name] for name in drawn},
+            user_attrs=about,
+        )
+        name = self._study.study_name
+        trial_id = self._store.create_new_trial(self._store.get_study_id_from_name(name), template)
+        number = self._store.get_trial_number_from_id(trial_id)
+        if ledger.void(number, self._study.get_trials(deepcopy=False)):
+            self._close(number)
+            return None
+        if job.point is not None:
+            return number, job.point
+        # A study of its own: what Optuna's methods know of the trials is read once for each.
+        asked = optuna.Trial(optuna.Study(name, self._store, sampler=self._study.sampler), trial_id)
         try:
-            # All of it at once: a job is known by its name from the moment that it has a number.
-            drawn = {} if job.point is None else job.point
-            template = create_trial(
-                state=TrialState.RUNNING,
-                params=drawn,
-                distributions={name: limits[name] for name in drawn},
-                user_attrs=about,
-            )
-            trial_id = self._store.create_new_trial(
-                self._store.get_study_id_from_name(self._study.study_name), template
-            )
-            number = self._store.get_trial_number_from_id(trial_id)
-            if ledger.void(number, self._study.get_trials(deepcopy=False)):
-                self._close(number)
-                return
-            point = job.point
-            if point is None:
-                # A study of its own: what Optuna's methods know of the trials is read once for each.
-                study = optuna.Study(self._study.study_name, self._store, sampler=self._study.sampler)
-                asked = optuna.Trial(study, trial_id)
-                point = {name: asked.suggest_float(name, d.low, d.high) for name, d in limits.items()}
-        except UpdateFinishedTrialError:
-            return  # taken for dead in the middle of it
-        best = rival(self._plan, runs) if job.purpose == "search" else None
-        origin = int(about.get(ledger.RETRY_OF, number))
-        proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
-        self._pending[self._pool.submit(self._objective, proposal)] = proposal
-        if self._watch is not None:
-            self._watch.asked(proposal)
+            return number, {name: asked.suggest_float(name, d.low, d.high) for name, d in limits.items()}
+        except UpdateFinishedTrialError:  # taken for dead in the middle of it
+            return None
 
     def _end(self, proposal: Proposal, future: "Future[float | Outcome]") -> None:
         self._free.append(proposal.worker)
