@@ -31,31 +31,22 @@ def changes(moved: Mapping[str, float], room: int) -> str:
     return cut(said, room)
 
 
-def first_of(trial: Trial, state: StudyState) -> Trial:
-    """The trial whose point another runs again, or itself."""
-    return next((other for other in state.trials if other.values == trial.values), trial)
-
-
 def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) -> str:
     """What a trial is, in one line: what it changes against ``best`` or the start, or which point it runs again."""
     if trial.purpose == "noise":
         return cut(f"the start again, seed +{trial.seed}", room)
-    first = first_of(trial, state)
-    if first.number != trial.number and trial.seed:
-        return cut(f"trial {first.number} again, seed +{trial.seed}", room)
+    if trial.seed:
+        first = next((other.number for other in state.trials if other.values == trial.values), trial.number)
+        if first != trial.number:
+            return cut(f"trial {first} again, seed +{trial.seed}", room)
     before = (best and best.octaves) or {}
     moved = {path: now - before.get(path, 0.0) for path, now in (trial.octaves or {}).items()}
     return changes(moved, room) or f"nothing: {'the best' if best is not None else 'the start'}"
 
 
-def full_tokens(state: StudyState) -> int:
-    """What a trial that ends is trained on; 0 while none has ended."""
-    return max((trial.tokens for trial in state.trials if trial.state == "complete"), default=0)
-
-
 def share(trial: Trial, state: StudyState) -> str:
     """Where a trial broke off: ``at 18%`` of a whole run, or nothing while no run has been whole."""
-    whole = full_tokens(state)
+    whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
 
 

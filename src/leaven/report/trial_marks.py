@@ -143,8 +143,9 @@ def edge(study: Study) -> float:
 
 def hover(trial: Trial, study: Study) -> str:
     """What a trial says of itself: its loss, and what it changes."""
-    state = f"{trial.state} {points.share(trial, study)}".strip()
-    expected = " expected" if trial.state == "stopped" else ""
-    loss = f"{numbers.loss(trial.loss)} nats per token{expected}" if trial.loss is not None else state
-    lines = [f"<b>trial {trial.number}</b>", loss, *([state] if expected else [])]
+    lines = [f"<b>trial {trial.number}</b>"]
+    if trial.loss is not None:
+        lines.append(f"{numbers.loss(trial.loss)} nats per token{' expected' if trial.state == 'stopped' else ''}")
+    if trial.state != "complete":
+        lines.append(f"{trial.state} {points.share(trial, study)}".strip())
     return "<br>".join([*lines, *(text(part) for part in points.told(trial, study, 150).split(", "))])
