@@ -301,6 +301,18 @@ def test_a_proposal_is_a_function_of_the_seed_and_the_results_in_their_order() -
     )
 
 
+def test_the_region_is_worked_out_once_for_the_same_results() -> None:
+    sampler = TrustRegionSampler(AXES, 0)
+    study = optuna.create_study(sampler=sampler)
+    limits = dict(AXES.distributions)
+    study.add_trial(optuna.trial.create_trial(value=1.0, params=dict(AXES.start), distributions=limits))
+    before = sampler.region(study)
+    asked = study.ask(limits)
+    assert sampler.region(study) is before
+    study.tell(asked, 0.0)
+    assert len(sampler.region(study).bowl.points) == 2
+
+
 @pytest.mark.parametrize("shuffle", range(5))
 def test_any_order_of_results_leads_down(shuffle: int) -> None:
     """Six workers, whose trials end in whatever order."""

@@ -37,7 +37,7 @@ from leaven.tuning.ledger import (
     seed,
 )
 from leaven.tuning.methods import grid
-from leaven.tuning.trust_region import Axes, region_of
+from leaven.tuning.trust_region import Axes, TrustRegionSampler
 
 REPEATS = 3  # runs of the start, where the noise is not given
 DEATHS, DIVERGENCES = 8, 100  # after so many and nothing else it ends, whatever is left of the budget
@@ -107,11 +107,8 @@ class Plan:
 
     def stalled(self) -> bool:
         """Whether the search stops of itself."""
-        return (
-            self.method == "trust-region"
-            and self.stop_at_noise
-            and region_of(self.study, self.axes, self.noise).stalled()
-        )
+        sampler = self.study.sampler
+        return self.stop_at_noise and isinstance(sampler, TrustRegionSampler) and sampler.region(self.study).stalled()
 
     def judges(self, run: Run) -> bool:
         """Whether a run is one of those that decide between the best few of this budget."""

@@ -308,7 +308,8 @@ class Study:
     def _radius(self) -> float | None:
         if self.method != "trust-region":
             return None
-        return region_of(self._study, self._axes).radius if ledger.finished(self._study) else START
+        trials = ledger.finished(self._study)
+        return region_of(trials, self._axes).radius if trials else START
 
     def save(self) -> StudyState:
         """Write study.json, and once there is a best, best.toml and, where that is another point, fewest.toml."""

@@ -222,9 +222,8 @@ def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])
 
 
-def region_of(study: Study, axes: Axes, noise: float | None = None) -> Region:
-    """The region of a study as it stands."""
-    trials = finished(study)
+def region_of(trials: Sequence[FrozenTrial], axes: Axes, noise: float | None = None) -> Region:
+    """The region after the finished trials of a study, in the order of their results."""
     points = np.array([axes.octaves(trial.params) for trial in trials]).reshape(-1, len(axes.start))
     return region(
         points,
@@ -243,6 +242,19 @@ class TrustRegionSampler(BaseSampler):
 
     def __init__(self, axes: Axes, seed: int, noise: float | None = None) -> None:
         self._axes, self._seed, self._noise = axes, seed, noise
+        self._known: tuple[list[object], Region] | None = None
+
+    def region(self, study: Study) -> Region:
+        """The region of a study as it stands.
+
+        Kept for as long as no other trial ends: all workers that are free ask for it, and whether to stop. After
+        2,000 trials of 90 values it takes seconds.
+        """
+        trials = finished(study)
+        results = [study.study_name, *(trial.number for trial in trials)]
+        if self._known is None or self._known[0] != results:
+            self._known = results, region_of(trials, self._axes, self._noise)
+        return self._known[1]
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return dict(self._axes.distributions)
@@ -251,7 +263,7 @@ class TrustRegionSampler(BaseSampler):
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         rng = np.random.default_rng([self._seed, turn(trial)])
-        return self._axes.values(region_of(study, self._axes, self._noise).proposal(rng))
+        return self._axes.values(self.region(study).proposal(rng))
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
