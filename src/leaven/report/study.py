@@ -136,9 +136,11 @@ def searched(made: chapters.Sheet, study: Study) -> None:
     made.section("The search", told, trial_marks.key(study), chart)
     if study.coordinates:
         _slices(made, study)
+        _mattered(made, study)
 
 
 def _slices(made: chapters.Sheet, study: Study) -> None:
+    """The landscape along the most important values, a panel each."""
     shown = [coordinate for coordinate in study.coordinates if coordinate.slice][: slices.MOST]
     height = slices.scale(study)
     panels = [
@@ -172,6 +174,10 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
             "crosses are trials that diverged, faint where this value is hardly the reason; ticks are the others.",
             element("div", *panels, class_="panels"),
         )
+
+
+def _mattered(made: chapters.Sheet, study: Study) -> None:
+    """What each value came to."""
     told = (
         "Each value by itself, all others at the best. Importance is its share of how much the loss varies over what "
         "was tried; what moving it from the start brought has its standard deviation beside it."

@@ -29,6 +29,7 @@ class Mark:
     opacity: float = 1.0
 
     def on(self, chart: "go.Figure", x: Sequence[float], y: Sequence[float], hover: Sequence[str]) -> None:
+        """Draw the mark at points of a chart, each of which says its ``hover`` when pointed at."""
         edge = {"color": self.colour if self.line else PAPER, "width": self.line or 1.0}
         marker = {
             "symbol": self.symbol,

@@ -36,6 +36,8 @@ BEYOND = 0.5  # steps of a slice beyond what was tried
 
 @dataclass(frozen=True)
 class Answer:
+    """All that the trials say. Points and distances are in octaves from the start, by path."""
+
     best: Best | None  # of the points that were run with fresh seeds; None where there are none
     octaves: dict[str, float]  # that point; without it, the one that all trials together hold to be best
     noise: float | None  # floor, nats per token, standard deviation between runs of one point

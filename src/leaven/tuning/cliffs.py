@@ -24,6 +24,8 @@ _STEPS = 60
 
 @dataclass(frozen=True)
 class Cliffs:
+    """The model above; ``fit`` makes it."""
+
     level: float  # c
     slopes: Array  # (2 D,), up then down, log odds per octave squared
 

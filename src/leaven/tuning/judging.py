@@ -28,6 +28,8 @@ Losses = Mapping[int, float]  # by seed
 
 @dataclass(frozen=True)
 class Verdict:
+    """The point that is the answer, and the runs that its loss is known by."""
+
     point: Point
     losses: tuple[float, ...]  # those that its loss is the mean of
     fresh: int  # how many of them had no part in choosing it: all or none

@@ -67,6 +67,8 @@ def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -
 
 @dataclass(frozen=True)
 class Plan:
+    """What a search is of, and what follows from that and from the runs so far. It remembers nothing itself."""
+
     study: optuna.Study
     axes: Axes
     method: str

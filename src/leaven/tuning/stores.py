@@ -197,6 +197,8 @@ def _reason(error: Exception) -> str:
 
 
 class _Waiting:
+    """What a storage that waits adds to another one: each call is repeated for as long as that is away."""
+
     def __init__(
         self, store: BaseStorage, name: str, waited: Callable[[float], None], patience_seconds: float
     ) -> None:

@@ -145,8 +145,10 @@ class Study:
             ended = sum(trial["state"] not in UNDER_WAY for trial in told)
         except (OSError, ValueError, TypeError, KeyError):
             return  # nothing that anyone could read
-        there = self.recipe.name in [other.study_name for other in self._store.get_all_studies()]
-        if ended and not (there and self._store.get_all_trials(self._id, deepcopy=False)):
+        name = self.recipe.name
+        there = name in [other.study_name for other in self._store.get_all_studies()]
+        study_id = self._store.get_study_id_from_name(name) if there else None
+        if ended and (study_id is None or not self._store.get_all_trials(study_id, deepcopy=False)):
             raise InputError(
                 f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store "
                 "back, or use another folder"
@@ -286,10 +288,6 @@ class Study:
     def _over(self) -> bool:
         """Whether a command has seen it to its end, be it of less than is asked for now."""
         return self._found is not None or bool(self._study.user_attrs.get(ANSWERED))
-
-    @property
-    def _id(self) -> int:
-        return self._store.get_study_id_from_name(self.recipe.name)
 
     @property
     def _axes(self) -> Axes:

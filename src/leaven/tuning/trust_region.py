@@ -180,12 +180,7 @@ def region(
     seeds = np.zeros(len(points), np.int64) if seeds is None else seeds
     ended = np.isfinite(without_outliers(losses))
     if not ended.any():
-        lowered = np.zeros(len(low)) if rates is None else np.clip(-DOWN * len(points) * rates, low, high)
-        nothing = bowl.fit(np.zeros((1, len(low))), np.zeros(1))
-        quiet = cliffs.fit(np.zeros((1, len(low))), np.zeros(1, bool))
-        known = rates is not None and rates.any()  # else it looks ever farther
-        radius = float(np.clip(START * CLOSER ** (len(points) if known else -len(points)), CLOSEST, WIDEST))
-        return Region(lowered, radius, nothing, quiet, 0, low, high, lowered, scale)
+        return _without_ground(len(points), low, high, scale, np.zeros(len(low), bool) if rates is None else rates)
     at_start = ~points.any(1)
     left = at_start.any() and not (at_start & ended).any()
     origin = points[np.argmax(ended)] if left else np.zeros(len(low))
@@ -204,6 +199,15 @@ def region(
             incumbent = j
     since = len(points) - 1 - incumbent
     return Region(octaves[incumbent], radius, shape, walls, since, low, high, origin, scale)
+
+
+def _without_ground(tried: int, low: Array, high: Array, scale: Array, rates: NDArray[np.bool_]) -> Region:
+    """The region after so many trials, all of which diverged: point 6 above."""
+    lowered = np.clip(-DOWN * tried * rates, low, high)
+    nowhere = np.zeros((1, len(low)))
+    nothing, quiet = bowl.fit(nowhere, np.zeros(1)), cliffs.fit(nowhere, np.zeros(1, bool))
+    radius = float(np.clip(START * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))
+    return Region(lowered, radius, nothing, quiet, 0, low, high, lowered, scale)
 
 
 def without_outliers(losses: Array) -> Array:
