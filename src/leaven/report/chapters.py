@@ -126,12 +126,12 @@ def tune_command(study: Study, recipe: str, folder: str) -> str:
 
 def _space(study: Study) -> str:
     """What was searched as ``--space`` takes it: a quantity of all modules that have it as one pattern."""
-    recipe, searched = study.centre, [path.replace('"', "") for path in study.space]
+    recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
-    for path in searched:
+    for path in study.space:
         *outer, quantity = split_path(path)
         every = {f"hyperparameters.modules.{m}.{quantity}" for m in recipe.model.modules if acts(recipe, m, quantity)}
-        whole = len(outer) == 3 and every <= set(searched)
+        whole = len(outer) == 3 and every <= searched
         names[f"hyperparameters.modules.*.{quantity}" if whole else path] = None
     return ",".join(names)
 
