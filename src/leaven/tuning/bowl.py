@@ -13,6 +13,7 @@ words: a Gaussian process of a quadratic kernel with a mean; Rasmussen and Willi
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,8 @@ class Bowl:
 
     def value(self, x: Array) -> Array:
         """The posterior mean of the loss at points (m, D), up to the constant ``a``: (m,)."""
-        slope, bend = self._update(self._weights)
-        return np.asarray(x @ slope + x**2 @ (self.curvature + bend) / 2)
+        slope, bend = self._mean
+        return np.asarray(x @ slope + x**2 @ bend / 2)
 
     def deviation(self, x: Array, base: Array) -> Array:
         """The posterior standard deviation of the loss at points (m, D) less that at ``base`` (D,): (m,)."""
@@ -51,23 +52,16 @@ class Bowl:
 
         The mean and the standard deviation, (D, m) each: what ``value`` and ``deviation`` say, for many points.
         """
-        halves = self.points**2 / 2
-        slope, bend = self._update(self._weights)
-        first, second = (self.curvature * _FAR) ** 2, self.curvature**2
-        by_points, by_halves = self._inverse @ self.points, self._inverse @ halves
-        slopes = first - first**2 * np.sum(self.points * by_points, 0)  # the posterior covariance of b_i and h_i
-        both = -first * second * np.sum(self.points * by_halves, 0)
-        bends = second - second**2 * np.sum(halves * by_halves, 0)
+        (slope, bend), (slopes, both, bends) = self._mean, self._covariance
         u, w = x - base[:, None], (x**2 - base[:, None] ** 2) / 2
-        mean = slope[:, None] * u + (self.curvature + bend)[:, None] * w
+        mean = slope[:, None] * u + bend[:, None] * w
         variance = slopes[:, None] * u**2 + 2 * both[:, None] * u * w + bends[:, None] * w**2
         return mean, np.sqrt(np.maximum(variance, 0.0))
 
     @property
     def bottom(self) -> Array:
         """Where the posterior mean is lowest, (D,)."""
-        slope, bend = self._update(self._weights)
-        return self._lowest(slope, self.curvature + bend)
+        return self._lowest(*self._mean)
 
     def draw(self, rng: np.random.Generator) -> Array:
         """The bottom of a bowl drawn from the posterior, (D,): Thompson sampling, by Matheron's rule."""
@@ -77,6 +71,22 @@ class Bowl:
         seen = self.points @ slope + self.points**2 @ bend / 2 + rng.normal(0.0, self.noise, n)
         more_slope, more_bend = self._update(self._weights - self._inverse @ seen)
         return self._lowest(slope + more_slope, self.curvature + bend + more_bend)
+
+    @cached_property
+    def _mean(self) -> tuple[Array, Array]:
+        """The posterior mean of b and of h, (D,) each."""
+        slope, bend = self._update(self._weights)
+        return slope, self.curvature + bend
+
+    @cached_property
+    def _covariance(self) -> tuple[Array, Array, Array]:
+        """The posterior variance of b_i, the covariance of b_i and h_i, and the variance of h_i, (D,) each."""
+        halves = self.points**2 / 2
+        first, second = (self.curvature * _FAR) ** 2, self.curvature**2
+        by_points, by_halves = self._inverse @ self.points, self._inverse @ halves
+        slopes = first - first**2 * np.sum(self.points * by_points, 0)
+        both = -first * second * np.sum(self.points * by_halves, 0)
+        return slopes, both, second - second**2 * np.sum(halves * by_halves, 0)
 
     def _update(self, weights: Array) -> tuple[Array, Array]:
         """What the trials add to the prior mean of b and of h."""

@@ -140,7 +140,7 @@ def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, 
     return {
         "method": method,
         "space": {name: [d.low, d.high, axes.start[name]] for name, d in axes.distributions.items()},
-        "scales": {name: float(axes.scales.get(name, 1.0)) for name in axes.start},
+        "scales": dict(zip(axes.start, axes.scale.tolist(), strict=True)),
         "seed": int(seed),
         "noise": None if noise is None else float(noise),
     }

@@ -181,8 +181,8 @@ class Plan:
     @property
     def dimensions(self) -> list[Dimension]:
         axes = self.axes
-        ends = zip(axes.start, axes.low, axes.high, strict=True)
-        return [Dimension(name, 0.0, float(low), float(high), axes.scales.get(name, 1.0)) for name, low, high in ends]
+        ends = zip(axes.start, axes.low.tolist(), axes.high.tolist(), axes.scale.tolist(), strict=True)
+        return [Dimension(name, 0.0, low, high, scale) for name, low, high, scale in ends]
 
 
 def _fresh(others: Sequence[Run], point: Point, count: int) -> list[int]:

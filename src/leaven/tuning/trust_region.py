@@ -82,6 +82,10 @@ class Axes:
     def high(self) -> Array:
         return self.octaves({name: d.high for name, d in self.distributions.items()})
 
+    @property
+    def scale(self) -> Array:
+        return np.array([self.scales.get(name, 1.0) for name in self.start], float)
+
     def octaves(self, values: Mapping[str, float]) -> Array:
         return np.array([values[name] - start for name, start in self.start.items()])
 
@@ -236,7 +240,7 @@ def region_of(trials: Sequence[FrozenTrial], axes: Axes, noise: float | None = N
         axes.high,
         noise,
         seeds=np.array([seed(trial) for trial in trials], np.int64),
-        scale=np.array([axes.scales.get(name, 1.0) for name in axes.start]),
+        scale=axes.scale,
         rates=learning_rates(list(axes.start)),
     )
 
