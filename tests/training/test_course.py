@@ -20,6 +20,9 @@ UNIFORM = math.log(256)
         ([5.0] * 500 + [400.0], True),
         ([5.0] * 1023 + [math.nan], True),
         ([math.inf], True),
+        ([5.0] * 10 + [1e3] * 10 + [UNIFORM] * 1004, True),  # its softmax saturated
+        ([5.0] * 10 + [1e3] * 10 + [UNIFORM - 0.1] * 1004, False),
+        ([UNIFORM] * 1024, False),  # too low a learning rate
     ],
 )
 def test_a_run_is_lost_when_it_stays_worse_than_a_uniform_guess(losses: list[float], lost: bool) -> None:

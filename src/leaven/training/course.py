@@ -11,6 +11,10 @@ POINTS = 32
 """Stretches of equal tokens that a run is looked at in."""
 
 
+LEARNT = 0.01
+"""Nats below a uniform guess: how often each token comes is worth tenths, and is what any run learns first."""
+
+
 def lost_above(vocab_size: int) -> float:
     """The loss that counts as divergence, in nats: one worse than a uniform guess."""
     return math.log(vocab_size) + 1.0
@@ -22,7 +26,8 @@ class Course:
 
     A point of ``curve`` is the mean loss since the one before, at the first step that ends in or after its stretch.
     The run is judged by ``mean``, over about the last stretch: the loss of one small batch of odd text may be above a
-    uniform guess, and so may the first ones at a large init.
+    uniform guess, and so may the first ones at a large init. What blew up and settled at a uniform guess, its softmax
+    saturated, has diverged as well: such runs end alike to the last digit, and no search finds its way among them.
     """
 
     vocab_size: int
@@ -43,7 +48,10 @@ class Course:
             last = self.curve[-1][0] if self.curve else 0
             self.curve = (*self.curve, (self.done, self.since / (self.done - last)))
             self.since = 0.0
-        return self.mean > lost_above(self.vocab_size) and self.done > self.tokens / 4
+        limit = lost_above(self.vocab_size)
+        if self.done >= self.tokens and any(loss > limit for _, loss in self.curve):
+            return self.mean > math.log(self.vocab_size) - LEARNT
+        return self.mean > limit and self.done > self.tokens / 4
 
     def taken_up(self, saved: Mapping[str, Any]) -> "Course":
         """Where it was when ``asdict`` was saved as JSON."""

@@ -225,8 +225,8 @@ def finalists(
 ) -> list[dict[str, float]]:
     """The points to be run again with fresh seeds, in octaves by path, the likeliest first; as many as one can pay.
 
-    Of a trust region: the best trial; what the bowl promises, which need not have been run, and which few trials
-    promise too well; the point of the fewest changes that is equal to that within noise; and the other trials. What
+    Of a trust region: the best trial; what the bowl promises, with the fewest changes that are equal to that within
+    noise, and then with all: neither need have been run, and few trials promise too well; and the other trials. What
     a trial is worth is what the bowl holds of it, and of what the bowl has not the part that is no noise of seeds.
     Other methods (``by_bowl`` false) have only the losses. Empty if everything diverged.
     """
@@ -245,7 +245,7 @@ def finalists(
         ranked = points[np.argsort(held + own * (rest - rest.mean()), kind="stable")]
         ranked = ranked[ranked.any(1)]  # the start has its runs already
         # Last what the bowl was not fitted to: it is no judge of that.
-        points = np.vstack([ranked[:1], promise, _fewest(seen, promise), ranked[1:], far])
+        points = np.vstack([ranked[:1], _fewest(seen, promise), promise, ranked[1:], far])
     else:
         points = points[np.argsort(seen.losses[ended], kind="stable")]
     distinct = dict.fromkeys(tuple(point.tolist()) for point in points)

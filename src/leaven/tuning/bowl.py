@@ -107,14 +107,20 @@ def fit(points: Array, losses: Array, noise: float = 0.0) -> Bowl:
     # Steps of an octave around the start spread the loss by about h sqrt(D).
     curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)[:, None]
     centred, half = losses - losses.mean(), squares.sum(1) / 2 - squares.sum() / 2 / n
-    kernel = _FAR**2 * (points @ points.T) + squares @ squares.T / 4
-    kernel = kernel - kernel.mean(0) - kernel.mean(1, keepdims=True) + kernel.mean()
-    values, vectors = np.linalg.eigh(kernel)
-    rest = vectors.T @ centred - curvatures * (vectors.T @ half)  # (curvatures, n)
-    scales = (curvatures**2 * np.maximum(values, 0.0))[:, None] + noises[:, None] ** 2  # (curvatures, noises, n)
+    # The trials' prior covariance without noise is curvature^2 times the product of these features with themselves, so
+    # that at most 2 D directions of it are more than noise, however many trials there are.
+    features = np.hstack([_FAR * points, squares / 2])
+    vectors, roots, _ = np.linalg.svd(features - features.mean(0), full_matrices=False)
+    told = centred - curvatures * half  # (curvatures, n): what slopes and bends are to explain
+    along = told @ vectors
+    beyond = told - along @ vectors.T
+    scales = ((curvatures * roots) ** 2)[:, None] + noises[:, None] ** 2  # (curvatures, noises, at most 2 D)
     # The constant vector is projected out of everything: it adds log(noise^2) to the sum, and no more.
-    evidence = np.log(noises) - 0.5 * (np.log(scales) + rest[:, None] ** 2 / scales).sum(2)
+    evidence = (len(roots) - n + 1) * np.log(noises) - 0.5 * (beyond**2).sum(1)[:, None] / noises**2
+    evidence = evidence - 0.5 * (np.log(scales) + along[:, None] ** 2 / scales).sum(2)
     i, k = np.unravel_index(np.argmax(evidence), evidence.shape)
     found = float(noises[k])
-    inverse = (vectors / scales[i, k]) @ vectors.T - 1 / (n * found**2)
-    return Bowl(points, float(curvatures[i, 0]), found, vectors @ (rest[i] / scales[i, k]), inverse)
+    weights = beyond[i] / found**2 + vectors @ (along[i] / scales[i, k])
+    less = 1 / scales[i, k] - 1 / found**2  # than noise alone would leave
+    inverse = np.eye(n) / found**2 + (vectors * less) @ vectors.T - 1 / (n * found**2)
+    return Bowl(points, float(curvatures[i, 0]), found, weights, inverse)
