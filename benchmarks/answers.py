@@ -145,7 +145,8 @@ def found_in_nothing(seeds: Sequence[int]) -> None:
         for seed in seeds:
             study, dimensions = searched(None, trials, seed, share)
             paths = [dimension.path for dimension in dimensions]
-            chosen += to_confirm(study, paths, between(study, paths)[0] or 0.0) is not None
+            before = [trial for trial in study if not trial.confirms]
+            chosen += to_confirm(before, paths, between(before, paths)[0] or 0.0) is not None
             told += any(answer(study, dimensions, over=True).octaves.values())
         print(f"| {trials} | {share:.0%} | {chosen / len(seeds):.0%} | {told / len(seeds):.0%} |", flush=True)
 

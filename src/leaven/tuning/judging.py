@@ -3,8 +3,8 @@
 1. The best few are run with fresh seeds: the lowest of many noisy losses was lucky. The lowest mean of these runs is
    chosen. A point that diverges with any seed is none.
 2. It must be better than the start by more than the noise, compared by the seeds that both were run with. Otherwise
-   the start is the answer: nothing was found. Where nothing confirms it (3.), by more than twice the noise: once the
-   noise is about one standard deviation of what is compared there.
+   the start is the answer: nothing was found. Where nothing confirms it (3.), by more than two and a half times the
+   noise: once the noise is about one standard deviation of what is compared there.
 3. The lowest of several means is lucky too, if less (of three equal ones, by 0.6 standard deviations of a run where
    each is of two). So what was chosen among several is run again, with seeds that chose nothing, and so is the start.
    These runs have the last word: by them, too, it must be better than the start by more than the noise, and they are
@@ -22,7 +22,7 @@ from leaven.training.study_file import Trial
 
 RERUNS = 2  # that choose, of each of the best few
 CONFIRMATIONS = 2  # of the one that was chosen among several, and of the start
-ALONE = 2.0  # times the noise, by which what is not confirmed has to be better than the start
+ALONE = 2.5  # times the noise, by which what is not confirmed has to be better than the start
 
 Point = tuple[float, ...]  # octaves from the start
 Losses = Mapping[int, float]  # by seed
