@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import optuna
@@ -29,19 +30,23 @@ def begin(
 ) -> tuple[optuna.Study, dict[str, Any]]:
     """The study of that name, which is made to be of what is ``here`` if there is none, and what it is of.
 
-    Of commands that start at once the one that makes the study says what it is of, for a store makes it once. Should
-    it die between the two, another does, and reads what is there in the end.
+    It is looked for first: in a journal the attempt to make one that is there is a line more, also of a command that
+    is then refused. Of commands that start at once the one that makes the study says what it is of, for a store makes
+    it once. Should it die between the two, another does, and reads what is there in the end.
 
     Raises:
         InputError: if the study is none of ours.
     """
+    one: dict[str, Any] = {"study_name": name, "storage": store, "sampler": sampler}
     try:
-        study = optuna.create_study(study_name=name, storage=store, sampler=sampler)
-    except DuplicatedStudyError:
-        study = optuna.load_study(study_name=name, storage=store, sampler=sampler)
-        until = time.monotonic() + PATIENCE
-        while ABOUT not in study.user_attrs and not _begun(study) and time.monotonic() < until:
-            time.sleep(LOOK)
+        study = optuna.load_study(**one)
+    except KeyError:
+        with suppress(DuplicatedStudyError):  # another was quicker
+            optuna.create_study(**one).set_user_attr(ABOUT, dict(here))
+        study = optuna.load_study(**one)
+    until = time.monotonic() + PATIENCE
+    while ABOUT not in study.user_attrs and not _begun(study) and time.monotonic() < until:
+        time.sleep(LOOK)
     if ABOUT not in study.user_attrs:
         if _begun(study):
             raise InputError(f"{what} was begun by an older version, or by another program; begin another")
