@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 from leaven.recipe.errors import InputError
 from leaven.tuning import search, stores
 from leaven.tuning.ledger import void
-from leaven.tuning.stores import StoreGone, open_store
+from leaven.tuning.stores import StoreGone, is_made, open_store
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 PROGRAMS = FOUND[-1].parent if FOUND else Path()
@@ -164,6 +164,15 @@ def test_a_database_that_stays_away(server: Server) -> None:
 def test_a_database_that_is_not_there(server: Server) -> None:
     with pytest.raises(InputError, match='cannot be opened: .* database "none" does not exist'):
         open_store(f"postgresql://leaven@/none?host={server.folder}")
+
+
+def test_to_look_whether_there_is_a_store_makes_none(server: Server) -> None:
+    url = server.database("look")
+    assert [is_made(url), is_made(url)] == [False, False]
+    open_store(url)
+    assert is_made(url)
+    with pytest.raises(InputError, match='database "none" does not exist'):
+        is_made(f"postgresql://leaven@/none?host={server.folder}")
 
 
 @pytest.mark.kills

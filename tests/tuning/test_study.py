@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from leaven.cli import INTERRUPTED, app
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.report.folders import read_study
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
@@ -512,6 +512,79 @@ def test_the_results_of_a_study_whose_store_is_gone_are_not_written_over(
     with pytest.raises(InputError, match="bring the store back, or use another folder"), study(store=other):
         pass
     assert (tmp_path / "study" / "study.json").read_bytes() == kept
+
+
+def tree(folder: Path) -> dict[Path, bytes | None]:
+    """All that is in a folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "method": ("another method: random there, tpe here", {"method": "tpe"}),
+    "space": ("another space: .* only here", {"which": "global"}),
+    "recipe": ("another recipe: hyperparameters.lr 0.01 there, 0.02 here", {"change": {LR: 0.02}}),
+    "seed": ("another recipe: data.seed 0 there, 3 here", {"change": {"data.seed": 3}}),
+    "name": ("holds a study tiny, not big; use another --study", {"change": {"name": "big"}}),
+    "text": ("another text: .* there, x here", {"text": "x"}),
+    "durations": ("durations: a cosine run holds no shorter one", {"durations": (1024, 2048)}),
+    "method, elsewhere": ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
+    "recipe, elsewhere": ("another recipe", {"change": {LR: 0.02}, "out": "new", "store": "kept.db"}),
+    "seed, elsewhere": ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
+    "a new database": ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "new.db"}),
+    "an empty database": ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "empty.db"}),
+    "no trials there": ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "kept.db"}),
+    "no journal": ("has the results of 2 trials, and .* none of them", {"out": "ended"}),
+    "another's journal": ("holds a study leaven, not tiny; use another --study", {"out": "leaven"}),
+    "no journal of ours": ("no journal of Optuna's; give another file", {"out": "notes"}),
+    "a full folder": ("is not empty and holds no study; use another folder", {"out": "full"}),
+    "a file": ("full/x: a file; give a folder", {"out": "full/x", "store": "new.db"}),
+    "below a file": ("full/x: a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
+    "no folder": ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
+}
+
+
+@pytest.mark.parametrize(("said", "asked"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_writes_nothing(
+    said: str, asked: dict[str, Any], short: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    def of(
+        out: str = "study",
+        method: str = "random",
+        which: str = LR,
+        change: dict[str, Any] = {},  # noqa: B006 - it is read
+        text: str = tokens.fingerprint,
+        store: str | None = None,
+        **more: Any,
+    ) -> Study:
+        recipe, where = short.replace(change), store and f"sqlite:///{tmp_path / store}"
+        around, there = space(recipe, which), replace(tokens, fingerprint=text)
+        return Study(tmp_path / out, recipe, around, method, there, where, **more)
+
+    for out, store in (("study", None), ("kept", "kept.db")):
+        with of(out, store=store):
+            pass
+    for folder in ("full", "leaven", "notes", "ended"):
+        (tmp_path / folder).mkdir()
+    for name, content in (("full/x", ""), ("notes/journal.log", "notes"), ("empty.db", "")):
+        (tmp_path / name).write_text(content)
+    optuna.create_study(study_name="leaven", storage=open_store(tmp_path / "leaven" / "journal.log"))
+    write_recipe(short, tmp_path / "ended" / "centre.toml")
+    (tmp_path / "ended" / "study.json").write_text(json.dumps({"trials": [{"state": "complete"}] * 2}))
+    before = tree(tmp_path)
+    for _ in range(2):
+        with pytest.raises(InputError, match=said) as refused, of(**asked):
+            pass
+        assert "\n" not in str(refused.value)
+    assert tree(tmp_path) == before
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_refused_before_the_store_is_made(
+    short: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: not (Path(path) == tmp_path and mode & os.W_OK))  # as root
+    with pytest.raises(InputError, match=f"out: nothing can be written in {tmp_path}; use another folder"):
+        Study(tmp_path / "out", short, space(short, LR), "random", tokens, f"sqlite:///{tmp_path}/new.db")
+    assert tree(tmp_path) == {}
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage
@@ -24,6 +24,8 @@ from leaven.tuning.journal import open_journal
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection
+
+T = TypeVar("T")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
 BUSY_SECONDS = 60  # for which SQLite waits until another has written
@@ -75,7 +77,31 @@ def open_store(
     if isinstance(where, Path) or "://" not in where:
         return Patient(open_journal(Path(where).absolute()), str(where), waited, patience_seconds)
     url = _url(where)
-    return Patient(_open_database(url), _name(url), waited, patience_seconds)
+    return Patient(_reached(url, _database), _name(url), waited, patience_seconds)
+
+
+def is_made(where: str | Path) -> bool:
+    """Whether there is a store at ``where``: a file, or Optuna's tables on a server. To open one is to make it.
+
+    Raises:
+        InputError: if the server is not there.
+    """
+    if isinstance(where, Path) or "://" not in where:
+        return Path(where).exists()
+    url = _url(where)
+    if url.drivername == "sqlite" and not Path(url.database or "").exists():  # to look is to make that too
+        return False
+    return _reached(url, _has_tables)
+
+
+def _has_tables(url: "URL") -> bool:
+    from sqlalchemy import create_engine, inspect
+
+    engine = create_engine(url)
+    try:
+        return inspect(engine).has_table("studies")
+    finally:
+        engine.dispose()
 
 
 def _url(where: str) -> "URL":
@@ -109,12 +135,17 @@ def _name(url: "URL") -> str:
     return plain.render_as_string(hide_password=True)
 
 
-def _open_database(url: "URL") -> BaseStorage:
+def _reached(url: "URL", call: "Callable[[URL], T]") -> T:
+    """What ``call`` makes of a database, also while others make its tables.
+
+    Raises:
+        InputError: if it cannot be reached, or is no database.
+    """
     from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
     for left in reversed(range(OPENINGS)):
         try:
-            return _database(url)
+            return call(url)
         except ImportError:
             raise InputError("PostgreSQL needs a driver: pip install 'leaven[postgresql]'") from None
         except SQLAlchemyError as error:

@@ -5,6 +5,7 @@ fewest.toml and centre.toml, written whole by whoever ends a trial, and checkpoi
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -33,7 +34,7 @@ from leaven.tuning.plan import NothingFound, record
 from leaven.tuning.point import moved
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.space import Space
-from leaven.tuning.stores import StoreGone, open_store
+from leaven.tuning.stores import StoreGone, is_made, open_store
 from leaven.tuning.trainer import Trainer, forget
 from leaven.tuning.trust_region import START, Axes, region_of
 from leaven.tuning.wording import why, why_fewest
@@ -98,8 +99,12 @@ class Study:
         self._check()
 
     def _check(self) -> None:
-        if self.out.exists() and not self.out.is_dir():
-            raise InputError(f"{self.out}: a file; give a folder")
+        out = self.out.absolute()
+        nearest = next(path for path in (out, *out.parents) if os.path.lexists(path))  # Path.exists may be refused
+        if not nearest.is_dir():
+            raise InputError(f"{nearest}: a file; give a folder")
+        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+            raise InputError(f"{self.out}: nothing can be written in {nearest}; use another folder")
         centre = self.out / "centre.toml"
         if centre.exists():
             self._same(read_recipe(centre), str(self.out))
@@ -111,14 +116,15 @@ class Study:
             raise InputError(f"{what} is of another recipe: {listed(changes)}; use another --study")
 
     def __enter__(self) -> "Study":
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._check_results(lambda: is_made(self._where))
         if isinstance(self._where, Path):
             make_folder(self.out)
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._store = open_store(self._where, self._waited)
         others = [other.study_name for other in self._store.get_all_studies() if other.study_name != self.recipe.name]
         if others and isinstance(self._where, Path):
             raise InputError(f"{self._name} holds a study {others[0]}, not {self.recipe.name}; use another --study")
-        self._check_results()
+        self._check_results(self._has_trials)
         # Other machines have no folder: what the study is of is in the store too.
         here = about(self.method, self._axes, self.recipe.data.seed, None)
         here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
@@ -134,8 +140,8 @@ class Study:
             write_recipe(self.recipe, self.out / "centre.toml")
         return self
 
-    def _check_results(self) -> None:
-        """Refuse to write over the results of a study whose store is empty.
+    def _check_results(self, stored: Callable[[], bool]) -> None:
+        """Refuse to write over the results of a study whose store is not there, or is empty.
 
         Raises:
             InputError: if it is.
@@ -145,14 +151,16 @@ class Study:
             ended = sum(trial["state"] not in UNDER_WAY for trial in told)
         except (OSError, ValueError, TypeError, KeyError):
             return  # nothing that anyone could read
-        name = self.recipe.name
-        there = name in [other.study_name for other in self._store.get_all_studies()]
-        study_id = self._store.get_study_id_from_name(name) if there else None
-        if ended and (study_id is None or not self._store.get_all_trials(study_id, deepcopy=False)):
+        if ended and not stored():
             raise InputError(
                 f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store "
                 "back, or use another folder"
             )
+
+    def _has_trials(self) -> bool:
+        name = self.recipe.name
+        there = name in [other.study_name for other in self._store.get_all_studies()]
+        return there and bool(self._store.get_all_trials(self._store.get_study_id_from_name(name), deepcopy=False))
 
     def __exit__(self, *exception: object) -> None:
         self._store.remove_session()
