@@ -23,6 +23,7 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
+from leaven.tuning.arguments import HUGE, OCTAVES
 from leaven.tuning.budget import Budget, busy
 from leaven.tuning.found import Found
 from leaven.tuning.ledger import Run, finished
@@ -226,25 +227,55 @@ def test_a_start_that_diverges_is_left() -> None:
     [
         ({"method": "trust-regoin"}, "method trust-regoin: did you mean trust-region?"),
         ({"method": "x"}, "method x: there are trust-region, random, grid, tpe, cma, gp"),
-        ({"space": {}}, "the space is empty"),
-        ({"space": {"a": (1, -1)}}, "space of a: 1 to -1; the lowest first"),
-        ({"space": {"a": (-math.inf, 1)}}, "space of a: -inf to 1"),
-        ({"start": {"a": 4}}, "start of a: 4 is outside its space, -3 to 3"),
+        ({"method": None}, "method None: there are trust-region, random"),
+        ({"objective": 3}, "objective = 3: give a function, which takes log2 multipliers by name"),
+        ({"space": {}}, "space = {}: give names, each with the lowest and the highest log2 multiplier, within -1000"),
+        ({"space": ["a"]}, "space = ['a']: give names, each with the lowest and the highest log2 multiplier"),
+        ({"space": {1: (-1, 1)}}, "space of 1: its name is text"),
+        ({"space": {"a": (1, -1)}}, "space of a = (1, -1): give the lowest and the highest log2 multiplier, within"),
+        ({"space": {"a": (-math.inf, 1)}}, "space of a = (-inf, 1): give"),
+        ({"space": {"a": (math.nan, 1)}}, "space of a = (nan, 1): give"),
+        ({"space": {"a": "12"}}, "space of a = '12': give"),
+        ({"space": {"a": (-1e308, 1e308)}}, "space of a = (-1e+308, 1e+308): give the lowest and the highest"),
+        (
+            {"space": {"a": (0, 1001)}},
+            "space of a = (0, 1001): give the lowest and the highest log2 multiplier, within",
+        ),
+        ({"start": [0.5]}, "start = [0.5]: give a number by name"),
+        ({"start": {"a": 4}}, "start of a = 4: give a number from -3 to 3"),
+        ({"start": {"a": "x"}}, "start of a = 'x': give a number from -3 to 3"),
+        ({"start": {"a": None}}, "start of a = None: give a number from -3 to 3"),
         ({"start": {"c": 0}}, "start of c: it is not in the space, which has a, b"),
-        ({"space": {"a": (1, 2)}}, "start of a: 0 is outside its space, 1 to 2"),
-        ({"trials": 0}, "trials = 0: above 0"),
-        ({"workers": 0}, "workers = 0: at least 1, and a whole number"),
-        ({"seed": -1}, "seed = -1: at least 0, and a whole number"),
-        ({"trials": 2.5}, "trials = 2.5: at least 1, and a whole number"),
-        ({"space": {"a": 3}}, "space of a: 3; give the lowest and the highest log2"),
-        ({"space": {"a": (-1, 0, 1)}}, "space of a: (-1, 0, 1); give"),
-        ({"space": {"a": ("low", "high")}}, "space of a: ('low', 'high'); give"),
-        ({"noise": -0.1}, "noise = -0.1: a standard deviation is 0 or above"),
-        ({"noise": math.nan}, "noise = nan: a standard deviation"),
-        ({"scales": {"a": 0.0}}, "scale of a: 0.0 octaves; above 0"),
+        ({"space": {"a": (1, 2)}}, "start of a = 0.0: give a number from 1 to 2"),
+        ({"trials": 0}, "trials = 0: give a whole number, at least 1"),
+        ({"trials": 2.5}, "trials = 2.5: give a whole number, at least 1"),
+        ({"trials": "8"}, "trials = '8': give a whole number, at least 1"),
+        ({"trials": 10**400}, "give a whole number, at least 1"),
+        ({"trials": None}, "a search without end: give it trials, flops or hours"),
+        ({"hours": "a"}, "hours = 'a': give a number above 0, and finite"),
+        ({"hours": math.inf}, "hours = inf: give a number above 0, and finite"),
+        ({"flops": "a"}, "flops = 'a': give a number above 0, and finite"),
+        ({"flops": 0}, "flops = 0: give a number above 0, and finite"),
+        ({"run_flops": -1}, "run_flops = -1: give a number above 0, and finite"),
+        ({"workers": 0}, "workers = 0: give a whole number, at least 1"),
+        ({"workers": "2"}, "workers = '2': give a whole number, at least 1"),
+        ({"seed": -1}, "seed = -1: give a whole number, at least 0"),
+        ({"seed": "x"}, "seed = 'x': give a whole number, at least 0"),
+        ({"space": {"a": 3}}, "space of a = 3: give the lowest and the highest log2"),
+        ({"space": {"a": (-1, 0, 1)}}, "space of a = (-1, 0, 1): give"),
+        ({"space": {"a": ("low", "high")}}, "space of a = ('low', 'high'): give"),
+        ({"noise": -0.1}, "noise = -0.1: give a number from 0 to 1e+50"),
+        ({"noise": math.nan}, "noise = nan: give a number from 0"),
+        ({"noise": "a"}, "noise = 'a': give a number from 0"),
+        ({"scales": {"a": 0.0}}, "scale of a = 0.0: give a number above 0, and finite"),
+        ({"scales": {"a": "x"}}, "scale of a = 'x': give a number above 0, and finite"),
+        ({"scales": 2.0}, "scales = 2.0: give a number by name"),
         ({"scales": {"c": 1.0}}, "scale of c: it is not in the space, which has a, b"),
-        ({"lease_seconds": 0}, "lease_seconds = 0: above 0"),
-        ({"name": "n" * 513}, "the study's name has 513 characters; give it one of 1 to 512"),
+        ({"lease_seconds": 0}, "lease_seconds = 0: give a number above 0"),
+        ({"name": "n" * 513}, "the study's name is 'nnn"),
+        ({"name": ""}, "the study's name is ''; give it a text of 1 to 512 characters"),
+        ({"name": 5}, "the study's name is 5; give it a text of 1 to 512 characters"),
+        ({"storage": 5}, "storage = 5: give the file of a journal, or sqlite:///FILE"),
         ({"space": {str(i): (-1, 1) for i in range(9)}, "method": "grid"}, "a grid over 9 values has at least 2^9"),
     ],
 )
@@ -253,8 +284,48 @@ def test_bad_input_is_refused_before_anything_runs(change: dict[str, object], sa
         raise AssertionError(x)
 
     with pytest.raises(InputError) as refused:
-        search(never, **({"space": SPACE, "trials": 10} | change))  # type: ignore[arg-type]
+        search(**({"objective": never, "space": SPACE, "trials": 10} | change))  # type: ignore[arg-type]
     assert said in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    limits = {"a": np.array([-3, 3]), "b": [np.float32(-2), np.int64(4)]}
+    found = search(bowl, limits, {"b": np.float32(0.5)}, np.int64(8), seed=np.int64(1))  # type: ignore[arg-type]
+    assert found == search(bowl, SPACE, {"b": 0.5}, 8, seed=1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [2.0**161, -(2.0**161)])
+def test_losses_just_below_the_largest_are_losses(method: str, scale: float) -> None:
+    """25 times this is just below, and nowhere is the bowl higher. A power of two changes no digit of a loss."""
+    if method in {"cma", "gp"}:
+        pytest.importorskip({"cma": "cmaes", "gp": "scipy"}[method])
+    assert HUGE / 2 < 25 * abs(scale) < HUGE
+    found = search(lambda x: scale * bowl(x), SPACE, trials=14, method=method)
+    plain = search(lambda x: math.copysign(1, scale) * bowl(x), SPACE, trials=14, method=method)
+    assert found.params == pytest.approx(plain.params, rel=1e-6)
+    assert found.loss == pytest.approx(scale * abs(plain.loss))
+
+
+@pytest.mark.parametrize("method", ["trust-region", "random", "tpe"])
+@pytest.mark.parametrize(("beyond", "diverges"), [(0.99 * HUGE, False), (1.01 * HUGE, True), (10**400, True)])
+def test_a_loss_above_the_largest_is_a_divergence(method: str, beyond: float, diverges: bool) -> None:
+    found = search(lambda x: beyond if x["a"] > 0.1 else bowl(x), SPACE, trials=24, method=method)
+    there = [trial.loss for trial in found.trials if trial.params["a"] > 0.1]
+    assert there
+    assert set(there) == {math.inf if diverges else beyond}
+    assert found.params["a"] <= 0.1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_farthest_limits_are_searched(method: str) -> None:
+    if method in {"cma", "gp"}:
+        pytest.importorskip({"cma": "cmaes", "gp": "scipy"}[method])
+    ends = (float(-OCTAVES), float(OCTAVES))
+    found = search(bowl, {"a": ends, "b": ends}, trials=14, method=method)
+    assert len(found.trials) == 14
+    assert math.isfinite(found.loss)
 
 
 def test_a_grid_is_gone_through() -> None:

@@ -21,8 +21,8 @@ About = Mapping[str, Any]
 
 def check_name(name: str) -> None:
     """Refuse a name that no store takes."""
-    if not 0 < len(name) <= LONGEST:
-        raise InputError(f"the study's name has {len(name)} characters; give it one of 1 to {LONGEST}")
+    if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
+        raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
 
 
 def begin(

@@ -22,9 +22,9 @@ METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 def check_method(method: str) -> None:
     """Refuse a method that there is not."""
     if method not in METHODS:
-        close = get_close_matches(method, METHODS, n=1, cutoff=0.5)
+        close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise InputError(f"method {method}: {hint}there are {', '.join(METHODS)}")
+        raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
 
 
 def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> BaseSampler:

@@ -15,9 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import numpy as np
 import optuna
-from optuna.distributions import FloatDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState, create_trial
@@ -26,6 +24,8 @@ from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import ledger
 from leaven.tuning.agreement import agree, begin, check_name
+from leaven.tuning.arguments import HUGE, check
+from leaven.tuning.arguments import axes as axes_of
 from leaven.tuning.budget import Budget
 from leaven.tuning.found import Found, found, rival
 from leaven.tuning.leases import Leases
@@ -39,7 +39,6 @@ from leaven.tuning.trust_region import Axes
 Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
 
 NEVER_ENDED = 1e6  # what a divergence scores before there is any finite loss
-HUGE = 1e100  # a loss above which a run has diverged
 LOOK = 0.5  # seconds between looks at what other commands do
 
 
@@ -89,10 +88,10 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
 
     Args:
         objective: takes log2 multipliers by name (a :class:`leaven.tuning.proposal.Proposal`) and gives a loss, or
-            an :class:`leaven.training.outcome.Outcome`; infinite or nan is a divergence. With ``workers`` it is
-            called from so many threads.
-        space: the lowest and the highest log2 multiplier, by name. As long as every run diverges, those that are
-            called ``lr``, or end in ``.lr``, are lowered.
+            an :class:`leaven.training.outcome.Outcome`; infinite, nan or beyond +-1e50 is a divergence. With
+            ``workers`` it is called from so many threads.
+        space: the lowest and the highest log2 multiplier by name, within -1000 and 1000. As long as every run
+            diverges, those that are called ``lr``, or end in ``.lr``, are lowered.
         start: log2 multipliers that are right as far as one knows; 0 for those that are not given.
         trials: None where ``flops`` or ``hours`` are the budget, of which, as of ``run_flops``, see
             :class:`leaven.tuning.budget.Budget`.
@@ -108,23 +107,18 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
         lease_seconds: for how long another machine's process may be silent before its runs are taken over.
 
     Raises:
-        InputError: if the space, the start, the method or the budget is wrong, or the stored study is of another
-            space, method, seed or noise; or if the objective gives no loss.
+        InputError: if an argument is not what it should be, or the stored study is of another space, method, seed or
+            noise; or if the objective gives no loss.
         NothingFound: if every run diverged, or none ended.
         StoreGone: if the storage went away and did not come back.
     """
     check_method(method)
     check_name(name)
-    axes = _axes(space, start or {}, scales or {})
+    check(objective=objective, space=space, start=start, scales=scales, trials=trials, flops=flops, hours=hours)
+    check(run_flops=run_flops, noise=noise, seed=seed, workers=workers, lease_seconds=lease_seconds)
+    axes = axes_of(space, start or {}, scales or {})
     budget = Budget(trials, flops, hours, run_flops)
-    for what, given, least in (("workers", workers, 1), ("seed", seed, 0), ("trials", trials or 1, 1)):
-        if not isinstance(given, int | np.integer) or given < least:
-            raise InputError(f"{what} = {given}: at least {least}, and a whole number")
     first(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
-    if noise is not None and not 0 <= noise < math.inf:
-        raise InputError(f"noise = {noise}: a standard deviation is 0 or above, and finite")
-    if not 0 < lease_seconds < math.inf:
-        raise InputError(f"lease_seconds = {lease_seconds}: above 0, and finite")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     store, here, what = open_store(storage), about(method, axes, seed, noise), f"the stored study {name}"
     study, there = begin(store, name, sampler(method, axes, seed, noise), here, what)
@@ -144,36 +138,6 @@ def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, 
         "seed": int(seed),
         "noise": None if noise is None else float(noise),
     }
-
-
-def _axes(space: Mapping[str, tuple[float, float]], start: Mapping[str, float], scales: Mapping[str, float]) -> Axes:
-    if not space:
-        raise InputError("the space is empty; give it at least one name with its lowest and highest log2 multiplier")
-    for name, limits in space.items():
-        if not isinstance(name, str):
-            raise InputError(f"space of {name!r}: its name is text")
-        try:
-            low, high = map(float, limits)
-        except (TypeError, ValueError):
-            raise InputError(
-                f"space of {name}: {limits!r}; give the lowest and the highest log2 multiplier"
-            ) from None
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise InputError(f"space of {name}: {low:g} to {high:g}; the lowest first, both finite, and apart")
-    for name, scale in scales.items():
-        if name not in space:
-            raise InputError(f"scale of {name}: it is not in the space, which has {', '.join(space)}")
-        if not 0 < scale < math.inf:
-            raise InputError(f"scale of {name}: {scale} octaves; above 0, and finite")
-    for name in start:
-        if name not in space:
-            raise InputError(f"start of {name}: it is not in the space, which has {', '.join(space)}")
-    begin = {name: float(start.get(name, 0.0)) for name in space}
-    for name, (low, high) in space.items():
-        if not low <= begin[name] <= high:
-            raise InputError(f"start of {name}: {begin[name]:g} is outside its space, {low:g} to {high:g}")
-    distributions = {name: FloatDistribution(float(low), float(high)) for name, (low, high) in space.items()}
-    return Axes(begin, distributions, scales)
 
 
 class _Loop:
@@ -345,7 +309,7 @@ class _Loop:
 
 
 def _outcome(result: object) -> Outcome:
-    """What an objective gave. Losses whose squares are no numbers would end all that is worked out from them.
+    """What an objective gave. With a loss that is huge nothing can be worked out: it counts as a divergence.
 
     Raises:
         InputError: if it is no loss.
@@ -355,6 +319,8 @@ def _outcome(result: object) -> Outcome:
         if isinstance(outcome.loss, str | bytes):
             raise TypeError
         loss = float(outcome.loss)
+    except OverflowError:  # of an int
+        loss = math.inf
     except (TypeError, ValueError, RuntimeError):
         raise InputError(
             f"the objective gave {outcome.loss!r:.60}; it gives a loss, which is a number, or an Outcome"

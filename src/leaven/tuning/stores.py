@@ -74,6 +74,8 @@ def open_store(
     if isinstance(where, BaseStorage):
         ours = isinstance(where, _Waiting)
         return where if ours else Patient(where, type(where).__name__, waited, patience_seconds)
+    if not isinstance(where, Path | str):
+        raise InputError(f"storage = {where!r:.60}: give the file of a journal, or sqlite:///FILE")
     if isinstance(where, Path) or "://" not in where:
         return Patient(open_journal(Path(where).absolute()), str(where), waited, patience_seconds)
     url = _url(where)
