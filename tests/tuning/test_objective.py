@@ -23,7 +23,7 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.arguments import HUGE, OCTAVES
+from leaven.tuning.arguments import FINEST, HUGE, OCTAVES
 from leaven.tuning.budget import Budget, busy
 from leaven.tuning.found import Found
 from leaven.tuning.ledger import Run, finished
@@ -267,8 +267,8 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"noise": -0.1}, "noise = -0.1: give a number from 0 to 1e+50"),
         ({"noise": math.nan}, "noise = nan: give a number from 0"),
         ({"noise": "a"}, "noise = 'a': give a number from 0"),
-        ({"scales": {"a": 0.0}}, "scale of a = 0.0: give a number above 0, and finite"),
-        ({"scales": {"a": "x"}}, "scale of a = 'x': give a number above 0, and finite"),
+        ({"scales": {"a": 0.0}}, "scale of a = 0.0: give a number from 1e-09 to 1000"),
+        ({"scales": {"a": "x"}}, "scale of a = 'x': give a number from 1e-09 to 1000"),
         ({"scales": 2.0}, "scales = 2.0: give a number by name"),
         ({"scales": {"c": 1.0}}, "scale of c: it is not in the space, which has a, b"),
         ({"lease_seconds": 0}, "lease_seconds = 0: give a number above 0"),
@@ -296,7 +296,7 @@ def test_numpys_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("scale", [2.0**161, -(2.0**161)])
+@pytest.mark.parametrize("scale", [2.0**161, -(2.0**161)], ids=["above 0", "below 0"])
 def test_losses_just_below_the_largest_are_losses(method: str, scale: float) -> None:
     """25 times this is just below, and nowhere is the bowl higher. A power of two changes no digit of a loss."""
     if method in {"cma", "gp"}:
@@ -309,7 +309,11 @@ def test_losses_just_below_the_largest_are_losses(method: str, scale: float) -> 
 
 
 @pytest.mark.parametrize("method", ["trust-region", "random", "tpe"])
-@pytest.mark.parametrize(("beyond", "diverges"), [(0.99 * HUGE, False), (1.01 * HUGE, True), (10**400, True)])
+@pytest.mark.parametrize(
+    ("beyond", "diverges"),
+    [(0.99 * HUGE, False), (1.01 * HUGE, True), (10**400, True)],
+    ids=["below", "above", "no float"],
+)
 def test_a_loss_above_the_largest_is_a_divergence(method: str, beyond: float, diverges: bool) -> None:
     found = search(lambda x: beyond if x["a"] > 0.1 else bowl(x), SPACE, trials=24, method=method)
     there = [trial.loss for trial in found.trials if trial.params["a"] > 0.1]
@@ -318,12 +322,19 @@ def test_a_loss_above_the_largest_is_a_divergence(method: str, beyond: float, di
     assert found.params["a"] <= 0.1
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("scale", [FINEST, 1.0, OCTAVES])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_farthest_limits_are_searched(method: str) -> None:
+def test_the_farthest_limits_are_searched(method: str, scale: float) -> None:
+    """With the largest losses, so that nothing is larger in the bowl."""
     if method in {"cma", "gp"}:
         pytest.importorskip({"cma": "cmaes", "gp": "scipy"}[method])
-    ends = (float(-OCTAVES), float(OCTAVES))
-    found = search(bowl, {"a": ends, "b": ends}, trials=14, method=method)
+    limits, scales = dict.fromkeys("ab", (-OCTAVES, OCTAVES)), dict.fromkeys("ab", scale)
+
+    def steep(x: dict[str, float]) -> float:
+        return HUGE * max(-1.0, min(1.0, (x["a"] + x["b"]) / OCTAVES))
+
+    found = search(steep, limits, trials=14, method=method, scales=scales, noise=HUGE)
     assert len(found.trials) == 14
     assert math.isfinite(found.loss)
 

@@ -12,6 +12,7 @@ from leaven.recipe.errors import InputError
 from leaven.tuning.trust_region import Axes
 
 OCTAVES = 1000  # to either side: 2 to the power of 1024 is no number any more
+FINEST = 1e-9  # octaves of a step, of which there are then 2e12 at most
 HUGE = 1e50  # of a loss, and of its noise: the bowl squares variances, so their fourth powers have to be numbers
 
 
@@ -82,7 +83,7 @@ def axes(space: Mapping[str, Any], start: Mapping[str, Any], scales: Mapping[str
     for name, at in begin.items():
         _check(f"start of {name}", at, _number(*limits[name]))
     for name, scale in scales.items():
-        _check(f"scale of {name}", scale, _ABOVE_0)
+        _check(f"scale of {name}", scale, _number(FINEST, OCTAVES))
     return Axes(
         {name: float(at) for name, at in begin.items()},
         {name: FloatDistribution(*both) for name, both in limits.items()},
