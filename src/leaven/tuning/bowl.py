@@ -107,8 +107,8 @@ def fit(points: Array, losses: Array, noise: float = 0.0) -> Bowl:
     # Steps of an octave around the start spread the loss by about h sqrt(D).
     curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)[:, None]
     centred, half = losses - losses.mean(), squares.sum(1) / 2 - squares.sum() / 2 / n
-    # Without noise, the prior covariance of trials is curvature^2 times the product of these features with themselves,
-    # so that at most 2 D directions of it are more than noise, however many trials there are.
+    # Without noise the prior covariance of trials is curvature^2 times the product of these features with themselves:
+    # at most 2 D directions of it are more than noise, however many trials there are.
     features = np.hstack([_FAR * points, squares / 2])
     vectors, roots, _ = np.linalg.svd(features - features.mean(0), full_matrices=False)
     told = centred - curvatures * half  # (curvatures, n): what slopes and bends are to explain
