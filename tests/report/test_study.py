@@ -160,11 +160,24 @@ def test_the_fewest_changes_stand_beside_the_best(study):
 
 def test_octaves_of_a_beta_are_those_of_its_exponent(study):
     """So that beta stays below 1, and a doubling forgets twice as fast: as the search moves it."""
-    assert points.value("hyperparameters.beta1", 0.9, 1.0) == pytest.approx(0.81)
-    assert points.value("hyperparameters.beta2", 0.95, -2.0) == pytest.approx(0.95**0.25)
+    assert points.value("hyperparameters.beta1", 0.9, 1.0, 64) == pytest.approx(0.81)
+    assert points.value("hyperparameters.beta2", 0.95, -2.0, 64) == pytest.approx(0.95**0.25)
     best = study.best_trial
     for each in study.dimensions:
-        assert points.value(each.path, each.centre, best.octaves[each.path]) == pytest.approx(best.values[each.path])
+        assert points.value(each.path, each.centre, best.octaves[each.path], 64) == pytest.approx(
+            best.values[each.path]
+        )
+
+
+@pytest.mark.parametrize("octaves", [-3.0, -0.679, 0.0, 0.3, 1.0])
+def test_a_value_that_was_not_run_is_one_that_a_recipe_can_have(study, octaves):
+    """A batch of whole sequences, a warm-up of whole tokens: as the search has them."""
+    start, searched = study.centre, space(study.centre, "global")
+    here = searched.values(dict.fromkeys(searched.paths, octaves))
+    for each in searched.dimensions:
+        shown = points.value(each.path, each.centre, octaves, start.model.seq_len)
+        assert shown == pytest.approx(here[each.path], rel=1e-12)
+    assert {"batch.tokens", "schedule.warmup_tokens"} <= set(here)
 
 
 def test_the_lowest_of_each_duration_is_said_to_be_one_run(study):
@@ -187,6 +200,28 @@ def test_not_worth_tuning_is_what_may_go_back_together(study):
     small = [each for each in study.coordinates if told[each.path] == "small"]
     assert small  # each alone less than the noise, and yet not said to be worth nothing
     assert not any(each.worth for each in small)
+
+
+def test_a_run_of_the_start_is_one_however_late_it_is(study):
+    again = replace(study.trials[0], number=64, purpose="rerun", confirms=True, seed=9)
+    with_it = replace(study, trials=(*study.trials, again))
+    kinds = trial_marks.by_kind(with_it)
+    assert [trial.number for trial in kinds["noise"]] == [1, 2, 3, 4, 64]
+    assert 64 not in [trial.number for trial in kinds["rerun"]]
+    assert points.told(again, with_it, 72) == points.told(again, with_it, 72, study.best_trial)
+    assert points.told(again, with_it, 72) == "the start again, seed +9"
+
+
+def test_a_rerun_of_a_point_that_was_never_run_says_its_seed(study):
+    octaves = dict(study.trials[-1].octaves) | {"hyperparameters.lr": 2.5}
+    promise = replace(study.trials[-1], number=64, seed=1, octaves=octaves, values={"hyperparameters.lr": 9.0})
+    with_it = replace(study, trials=(*study.trials, promise))
+    for room in (30, 72):
+        said = points.told(promise, with_it, room)
+        assert said.startswith("lr x5.66")
+        assert said.endswith(", seed +1")
+        assert len(said) <= room
+    assert points.told(replace(promise, seed=0), with_it, 72).startswith("lr x5.66")
 
 
 def test_the_gain_is_the_one_that_the_terminal_says(study):

@@ -11,10 +11,14 @@ BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 UNMOVED = 0.005  # octaves: what is read as x1.00
 
 
-def value(path: str, centre: float, octaves: float) -> float:
-    """What a recipe has so many octaves from ``centre``; of a beta, whose exponent they double, 1 - beta doubles."""
+def value(path: str, centre: float, octaves: float, seq_len: int) -> float:
+    """What a recipe has so many octaves from ``centre``: of a beta, whose exponent they double, 1 - beta doubles; a
+    batch is of whole sequences, and a warm-up of whole tokens."""
     factor = math.exp2(octaves)
-    return math.pow(centre, factor) if path in BETAS else centre * factor
+    if path in BETAS:
+        return math.pow(centre, factor)
+    whole = {"batch.tokens": seq_len, "schedule.warmup_tokens": 1}.get(path)
+    return centre * factor if whole is None else max(round(centre * factor / whole), 1) * whole
 
 
 def changes(moved: Mapping[str, float], room: int) -> str:
@@ -33,15 +37,19 @@ def changes(moved: Mapping[str, float], room: int) -> str:
 
 def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) -> str:
     """What a trial is, in one line: what it changes against ``best`` or the start, or which point it runs again."""
-    if trial.purpose == "noise":
-        return cut(f"the start again, seed +{trial.seed}", room)
-    if trial.seed:
-        first = next((other.number for other in state.trials if other.values == trial.values), trial.number)
-        if first != trial.number:
-            return cut(f"trial {first} again, seed +{trial.seed}", room)
+    seed = f", seed +{trial.seed}" if trial.seed else ""
+    if seed and at_start(trial):
+        return cut(f"the start again{seed}", room)
+    first = next((other.number for other in state.trials if other.values == trial.values), trial.number)
+    if seed and first != trial.number:
+        return cut(f"trial {first} again{seed}", room)
     before = (best and best.octaves) or {}
     moved = {path: now - before.get(path, 0.0) for path, now in (trial.octaves or {}).items()}
-    return changes(moved, room) or f"nothing: {'the best' if best is not None else 'the start'}"
+    return (changes(moved, room - len(seed)) or f"nothing: {'the best' if best is not None else 'the start'}") + seed
+
+
+def at_start(trial: Trial) -> bool:
+    return trial.octaves is not None and not any(trial.octaves.values())
 
 
 def share(trial: Trial, state: StudyState) -> str:

@@ -106,7 +106,7 @@ def changes(study: Study) -> Html | None:
         ]
         octaves = fewest.get(path, 0.0) if fewest is not None else None
         if octaves is not None and abs(octaves) > points.UNMOVED:
-            cells += _moved(points.value(path, centre[path], octaves), octaves)
+            cells += _moved(points.value(path, centre[path], octaves, study.centre.model.seq_len), octaves)
         elif octaves is not None:
             cells.append(element("td", "as at the start", colspan=3, class_="first quiet"))
         return element("tr", *cells)

@@ -101,7 +101,7 @@ def _kind(trial: Trial, study: Study, top: float) -> str | None:
     if study.best and trial.number == study.best.number:
         return "best"  # which may have been run first among the reruns, where all trials together pointed
     if trial.purpose != "search":
-        return trial.purpose
+        return "noise" if points.at_start(trial) else trial.purpose
     if trial.state == "stopped":
         return "stopped"
     return "beyond" if trial.loss > top else "complete"
