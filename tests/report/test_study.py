@@ -224,6 +224,23 @@ def test_a_rerun_of_a_point_that_was_never_run_says_its_seed(study):
     assert points.told(replace(promise, seed=0), with_it, 72).startswith("lr x5.66")
 
 
+def test_a_slice_below_the_best_is_inside_its_frame(study):
+    first = study.coordinates[0]
+    for depth in (0.4, 1.0, 3.0):  # of the frame's height
+        height = slices.scale(study)[1]
+        low = min(first.slice, key=lambda point: abs(point.octaves - first.best))
+        curve = tuple(replace(p, loss=-depth * height) if p is low else p for p in first.slice)
+        dipped = replace(study, coordinates=(replace(first, slice=curve), *study.coordinates[1:]))
+        chart = slices.panel(dipped, dipped.coordinates[0], slices.scale(dipped))
+        line = next(trace for trace in chart.data if trace.line.width == 2)
+        bottom, top = chart.layout.yaxis.range
+        assert bottom < min(line.y) <= -min(depth, 1.0) * height + 1e-4
+        assert bottom > -1.5 * height  # however far it goes, the others can still be read
+        assert top > height
+        ticks = next(trace for trace in chart.data if trace.marker.symbol == "line-ns-open")
+        assert bottom < ticks.y[0] < min(line.y)
+
+
 def test_the_gain_is_the_one_that_the_terminal_says(study):
     assert f"{study.gain:.3f} below the start" in verdict(study)
     assert "the start" not in verdict(replace(study, gain=None))

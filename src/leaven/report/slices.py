@@ -26,18 +26,23 @@ def factor(octaves: float) -> str:
     return numbers.ratio(2.0**octaves)
 
 
-def scale(study: Study) -> float:
-    """The loss above the best, in nats, up to which panels show: one for all, so that they compare."""
+def scale(study: Study) -> tuple[float, float]:
+    """Down to where and up to where panels show, in nats above the best: one for all, so that they compare.
+
+    The best was run, and need not be the bottom of what all trials together say: downwards it is as far as any panel
+    goes below the best, but no farther than upwards.
+    """
     gains = [abs(coordinate.gain) for coordinate in study.coordinates if math.isfinite(coordinate.gain)]
-    highest = [
+    losses = [
         point.loss for coordinate in study.coordinates for point in coordinate.slice if math.isfinite(point.loss)
     ]
     wanted = max(2.5 * max(gains, default=0.0), 8 * (study.noise_floor or 0.0), 1e-3)
-    return min(wanted, max(highest, default=wanted)) or wanted
+    height = min(wanted, max(losses, default=wanted)) or wanted
+    return max(min([0.0, *losses]), -height), height
 
 
-def panel(study: Study, coordinate: Coordinate, height: float) -> "go.Figure":
-    """Loss above the best over one value, in nats, the value in factors of the start.
+def panel(study: Study, coordinate: Coordinate, frame: tuple[float, float]) -> "go.Figure":
+    """Loss above the best over one value, in nats, the value in factors of the start, in a ``frame`` of ``scale``.
 
     The line is what all trials together say, its band one standard deviation; grey is flat within the noise; the red
     hill is the chance of divergence, of the panel's whole height; crosses are trials that diverged, ticks those that
@@ -46,6 +51,7 @@ def panel(study: Study, coordinate: Coordinate, height: float) -> "go.Figure":
     go = plotly()
     chart = small_figure(yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})
     low, high = _limits(study, coordinate)
+    depth, height = frame
     chart.add_vrect(
         x0=max(coordinate.flat[0], low),
         x1=min(coordinate.flat[1], high),
@@ -73,17 +79,18 @@ def panel(study: Study, coordinate: Coordinate, height: float) -> "go.Figure":
     ]
     chart.add_trace(
         go.Scatter(
-            x=x, y=[round(min(point.loss, 3 * height), 5) for point in inside], mode="lines",
+            x=x, y=[round(min(max(point.loss, depth), 3 * height), 5) for point in inside], mode="lines",
             line={"color": BEST, "width": 2}, hovertext=said, hovertemplate="%{hovertext}<extra></extra>",
         )
     )  # fmt: skip
-    _trials(chart, study, coordinate, height)
+    room = height - depth
+    _trials(chart, study, coordinate, depth - 0.15 * room, height)
     marker = {"color": BEST, "size": 9, "line": {"color": PAPER, "width": 1.5}}
     chart.add_trace(go.Scatter(x=[coordinate.best], y=[0.0], mode="markers", marker=marker, hoverinfo="skip"))
     every = next(step for step in (1, 2, 4, 8, 16) if (high - low) / step <= 3.5)
     places = [place for place in range(math.ceil(low), math.floor(high) + 1) if place % every == 0]
     chart.update_xaxes(range=[low, high], tickvals=places, ticktext=[factor(place) for place in places], tickangle=0)
-    chart.update_layout(yaxis={"range": [-0.18 * height, 1.08 * height], "nticks": 4})
+    chart.update_layout(yaxis={"range": [depth - 0.18 * room, height + 0.08 * room], "nticks": 4})
     return chart
 
 
@@ -94,7 +101,7 @@ def _limits(study: Study, coordinate: Coordinate) -> tuple[float, float]:
     return max(whole.low, min(places)) - room, min(whole.high, max(places)) + room
 
 
-def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, height: float) -> None:
+def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, lower: float, upper: float) -> None:
     """Where trials have been along one value: ticks at the lower edge, and crosses at the upper for diverged ones.
 
     Crosses are faint where this value is not held to be the reason.
@@ -111,12 +118,12 @@ def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, height: fl
         trials = [trial for trial in study.trials if trial.state == state and trial.purpose == "search"]
         return {round(trial.octaves[path], 2) for trial in trials if trial.octaves}
 
-    draw(where("complete"), -0.15 * height, {"symbol": "line-ns-open", "size": 7, "color": MUTED, "opacity": 0.5})
+    draw(where("complete"), lower, {"symbol": "line-ns-open", "size": 7, "color": MUTED, "opacity": 0.5})
     lost = where("diverged")
     blamed = {at for at in lost if risk and np.interp(at, places, risk) > BLAMED}
     cross = {"symbol": "x-thin", "size": 7, "line": {"color": BAD, "width": 1.6}}
-    draw(lost - blamed, height, cross | {"opacity": 0.3})
-    draw(blamed, height, cross)
+    draw(lost - blamed, upper, cross | {"opacity": 0.3})
+    draw(blamed, upper, cross)
 
 
 def strip(coordinate: Coordinate, dimension: Dimension) -> Html:

@@ -142,7 +142,7 @@ def searched(made: chapters.Sheet, study: Study) -> None:
 def _slices(made: chapters.Sheet, study: Study) -> None:
     """The landscape along the most important values, a panel each."""
     shown = [coordinate for coordinate in study.coordinates if coordinate.slice][: slices.MOST]
-    height = slices.scale(study)
+    frame = slices.scale(study)
     panels = [
         element(
             "figure",
@@ -153,7 +153,7 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
             ),
             made.chart(
                 f"slice-{i}",
-                slices.panel(study, coordinate, height),
+                slices.panel(study, coordinate, frame),
                 f"loss over {short_path(coordinate.path)} through the best point",
                 "small",
             ),
