@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks.answers import judged, searched
 
 from leaven.training.study_file import Dimension, Trial
 from leaven.tuning.answer import answer, finalists, front
+from leaven.tuning.importance import ped_anova
 from leaven.tuning.judging import to_confirm, verdict
 from leaven.tuning.noise import GIVEN, floor
 from leaven.tuning.trust_region import region
@@ -400,3 +402,11 @@ def test_on_landscapes_what_is_said_is_mostly_true() -> None:
     trials, _ = searched(landscape(12, 0), 60, 0, 0.5)
     assert len(trials) == 60
     assert len({(run.seed, *(run.octaves or {}).values()) for run in trials}) == 60
+
+
+def test_losses_that_are_all_alike_are_no_reason_to_warn() -> None:
+    """The best tenth of them are all there are, of which Optuna warns in the middle of the screen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shares = ped_anova(np.random.default_rng(0).normal(size=(20, 2)), np.full(20, 3.0))
+    assert shares.tolist() == [0.5, 0.5]

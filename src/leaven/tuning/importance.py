@@ -37,6 +37,8 @@ def ped_anova(points: Array, losses: Array) -> Array:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # until Optuna 5
+        # Where the losses are all alike, the best tenth are all there are.
+        warnings.filterwarnings("ignore", "Target and region quantiles select the same set of trials")
         shares = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
         )
