@@ -215,7 +215,8 @@ def durations(state: StudyState) -> StudyState:
 def all_diverged(state: StudyState) -> StudyState:
     lost = tuple(replace(t, state="diverged", loss=None, tokens=t.tokens // 3) for t in state.trials[:9])
     none = dict.fromkeys(("best", "noise_floor", "fewest", "fewest_octaves", "gain"))
-    return replace(state, trials=lost, coordinates=(), idle=(), noise_runs=0, **none)
+    advice = "all 9 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.001 or lower"
+    return replace(state, trials=lost, coordinates=(), idle=(), noise_runs=0, advice=advice, **none)
 
 
 def unjudged(state: StudyState) -> StudyState:

@@ -293,7 +293,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (studied.all_diverged, "All 9 trials diverged: the start is beyond a cliff"),
+        (studied.all_diverged, "All 9 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.001"),
         (studied.at_first, "The first trial has not completed yet; 6 values are searched"),
         (
             lambda state: replace(studied.all_diverged(state), trials=state.trials[:1]),

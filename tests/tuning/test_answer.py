@@ -18,7 +18,7 @@ from leaven.tuning.importance import ped_anova
 from leaven.tuning.judging import to_confirm, verdict
 from leaven.tuning.noise import GIVEN, floor
 from leaven.tuning.trust_region import region
-from leaven.tuning.wording import advice_when_all_diverged, why, why_fewest
+from leaven.tuning.wording import ELSEWHERE, advice_when_all_diverged, why, why_fewest
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -379,7 +379,8 @@ def test_advice_when_all_diverged_names_what_to_lower() -> None:
     assert "start from the learning rates at 1/2 of what it was or lower" in advice_when_all_diverged(
         of_modules, modules
     )
-    assert "lower the learning rate of the recipe" in advice_when_all_diverged(gone, DIMENSIONS[2:])
+    assert advice_when_all_diverged(gone, DIMENSIONS[2:]).endswith(ELSEWHERE)
+    assert advice_when_all_diverged(gone[:1], DIMENSIONS).startswith("the only trial diverged: start from lr at 1/2")
     # Those with a large eps^-1 went first.
     rng = np.random.default_rng(0)
     fast = [rng.normal(0, 1, 4) for _ in range(30)]

@@ -168,9 +168,12 @@ def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_divergence_everywhere_is_said_when_all_of_the_budget_went_into_it() -> None:
     runs = Runs(lambda x: math.inf)
-    with pytest.raises(InputError, match="every run diverged, the start's too"):
+    said = "all 12 trials diverged, the start's too: give it a start at which the objective is finite"
+    with pytest.raises(InputError, match=f"^{said}$"):  # nothing in this space is called lr
         search(runs, SPACE, trials=12)
     assert len(runs.asked) == 12
+    with pytest.raises(InputError, match=r"^all 6 .* start from lr at 1/[\d.]+ of what it was or lower \(1/[\d.]+ "):
+        search(runs, {"lr": (-3, 3)}, trials=6)
 
 
 def test_what_diverges_with_every_other_seed_is_not_the_answer() -> None:
@@ -655,7 +658,7 @@ def test_where_everything_dies_it_ends(budget: dict[str, float]) -> None:
 
 
 def test_where_everything_diverges_at_no_cost_it_ends() -> None:
-    with pytest.raises(NothingFound, match="every run diverged"):
+    with pytest.raises(NothingFound, match="all 100 trials diverged"):
         search(lambda x: Outcome(math.inf), SPACE, trials=None, flops=10.0, run_flops=2.0)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from leaven.recipe.recipe import Recipe
-from leaven.training.study_file import StudyState, Trial
+from leaven.training.study_file import UNDER_WAY, StudyState, Trial
 
 
 def _finite(value: Any) -> Any:
@@ -117,6 +117,15 @@ class Study(StudyState):
 
     def count(self, state: str) -> int:
         return sum(trial.state == state for trial in self.trials)
+
+    @property
+    def under_way(self) -> bool:
+        return any(trial.state in UNDER_WAY for trial in self.trials)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the best is another point than the start."""
+        return any(coordinate.best for coordinate in self.coordinates)
 
     @property
     def best_trial(self) -> Trial | None:

@@ -30,9 +30,10 @@ def verdict(study: Study) -> str:
         complete, diverged = study.count("complete"), study.count("diverged")
         if complete:
             return f"{complete} of {count} trials reached their end; the best few are not judged yet."
+        if study.advice and not study.under_way:
+            return f"{study.advice[0].upper()}{study.advice[1:]}."
         if diverged == count:
-            every = f"All {count} trials" if count > 1 else "The only trial"
-            return f"{every} diverged: the start is beyond a cliff. Begin again from lower learning rates."
+            return f"All {count} trials diverged." if count > 1 else "The only trial diverged."
         none = f"None of {count} trials has" if count > 1 else "The first trial has not"
         return f"{none} completed yet; {searched} {are} searched by {study.method}."
     against = ""

@@ -106,6 +106,7 @@ class StudyState:
     durations: tuple[int, ...] = ()  # in tokens, that each trial compared
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
     front: tuple[Front, ...] = ()
+    advice: str = ""  # where everything diverged: what to lower
 
     @property
     def ended(self) -> int:

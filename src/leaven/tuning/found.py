@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial
 from leaven.training.outcome import Rival, curve_of
 from leaven.tuning import noise
 from leaven.tuning.ledger import FINALIST, Run, finished, loss_of, purpose, seed
-from leaven.tuning.plan import NothingFound, Plan, nothing
+from leaven.tuning.plan import NothingFound, Plan
 
 SURE = 2  # degrees of freedom of the noise from which on it gives trials up
 
@@ -47,7 +47,7 @@ def found(plan: Plan, runs: Sequence[Run], now: float, stopped: bool) -> Found:
     """
     said = plan.verdict(runs)
     if said is None:
-        raise NothingFound(nothing(runs))
+        raise NothingFound(plan.nothing(runs))
     between, degrees = plan.between(runs)
     around = (-math.inf, math.inf)
     if between is not None and said.fresh:

@@ -38,6 +38,7 @@ from leaven.tuning.ledger import (
 )
 from leaven.tuning.methods import grid
 from leaven.tuning.trust_region import Axes, TrustRegionSampler
+from leaven.tuning.wording import advice_when_all_diverged
 
 REPEATS = 3  # runs of the start, where the noise is not given
 DEATHS, DIVERGENCES = 8, 100  # after so many and nothing else it ends, whatever is left of the budget
@@ -89,7 +90,7 @@ class Plan:
         if not any(run.complete for run in runs) and (finished >= DIVERGENCES or (died >= DEATHS and not finished)):
             if any(run.running for run in runs):
                 return None
-            raise NothingFound(nothing(runs))
+            raise NothingFound(self.nothing(runs))
         begun = {run.origin.user_attrs.get(JOB) for run in runs}
         for known in first(self.axes, self.method, self.budget, self.noise):
             if known.name not in begun and self.budget.left(runs, now) >= 1:
@@ -175,8 +176,18 @@ class Plan:
         none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
         points = finalists(trials, self.dimensions, self.noise, by_bowl=by_bowl)
         if not points:
-            raise NothingFound(nothing(runs))
+            raise NothingFound(self.nothing(runs))
         return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
+
+    def nothing(self, runs: Sequence[Run]) -> str:
+        """Why there is no answer."""
+        if any(run.finished for run in runs):
+            return advice_when_all_diverged(
+                self._records(runs), self.dimensions, "give it a start at which the objective is finite"
+            )
+        if failed := sum(run.failed for run in runs):
+            return f"no run ended: {failed} died, each of them twice; memory may be short, for one"
+        return "stopped before any run ended; the same again goes on"
 
     @property
     def dimensions(self) -> list[Dimension]:
@@ -194,15 +205,6 @@ def _fresh(others: Sequence[Run], point: Point, count: int) -> list[int]:
 
 def _seeds(runs: Sequence[Run], point: Point) -> set[int]:
     return {seed(run.origin) for run in runs if run.origin.params == point}
-
-
-def nothing(runs: Sequence[Run]) -> str:
-    """Why there is no answer."""
-    if any(run.finished for run in runs):
-        return "every run diverged, the start's too; start from lower learning rates"
-    if failed := sum(run.failed for run in runs):
-        return f"no run ended: {failed} died, each of them twice; memory may be short, for one"
-    return "stopped before any run ended; the same again goes on"
 
 
 def record(run: Run, axes: Axes) -> Trial:

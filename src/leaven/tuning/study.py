@@ -285,6 +285,7 @@ class Study:
             durations=self._durations,
             coordinates=found.coordinates,
             front=front(trials),
+            advice=found.advice,
         )
 
     @property

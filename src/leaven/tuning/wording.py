@@ -139,8 +139,14 @@ def _measured(point: Best | None, study: str, trials: int, method: str) -> list[
     ]
 
 
-def advice_when_all_diverged(trials: Sequence[Trial], dimensions: Sequence[Dimension]) -> str:
-    """Which value to lower after trials that all diverged, in one line.
+ELSEWHERE = "lower the learning rate of the recipe, which this study leaves alone, to half or a quarter"
+
+
+def advice_when_all_diverged(
+    trials: Sequence[Trial], dimensions: Sequence[Dimension], elsewhere: str = ELSEWHERE
+) -> str:
+    """Which value to lower after trials that all diverged, in one line; ``elsewhere``, where no learning rate is
+    searched. A dimension around 0 is known by its multipliers alone.
 
     Where nothing ends, nothing tells the bad values from the good but how long a run lasted: the cliffs of the trials
     that lasted less than half as long as the longest blame what these have and the others have not. That aside the
@@ -150,15 +156,15 @@ def advice_when_all_diverged(trials: Sequence[Trial], dimensions: Sequence[Dimen
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in gone])
     rates = learning_rates([d.path for d in dimensions])
     start = "the start's too" if (~points.any(1)).any() else "but none was of the start"
-    said = f"all {len(gone)} trials diverged, {start}: "
+    said = f"all {len(gone)} trials diverged, {start}: " if len(gone) > 1 else "the only trial diverged: "
     if not rates.any():
-        said += "lower the learning rate of the recipe, which this study leaves alone, to half or a quarter"
+        said += elsewhere
     else:
         tried = -points[:, rates].max(1).min()
         rate = next(d for d, is_rate in zip(dimensions, rates, strict=True) if is_rate)
         names = short_path(rate.path) if rates.sum() == 1 else "the learning rates"
         factor = 2.0 ** (max(tried, 0.0) + 1)
-        value = f", {format_number(rate.centre / factor)}" if rates.sum() == 1 else ""
+        value = f", {format_number(rate.centre / factor)}" if rates.sum() == 1 and rate.centre else ""
         lowered = f" (1/{2**tried:.3g} of it diverged)" if tried >= DOWN else ""
         said += f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{lowered}"
     lasted = np.array([trial.tokens for trial in gone])
