@@ -43,7 +43,7 @@ ROWS = {
     "flat width": "width of flat regions, octaves, median",
     "worth": "said to have gained more than the noise, all else at the best",
     "worth true": "and did",
-    "small true": "said to have gained less, and did",
+    "small true": "not known to have gained more, and had not",
     "idle": "together not worth tuning, of all",
     "idle one": "together truly within the noise",
     "fewest": "fewest changes: multipliers changed, of all",

@@ -197,9 +197,33 @@ def test_the_lowest_of_each_duration_is_said_to_be_one_run(study):
 def test_not_worth_tuning_is_what_may_go_back_together(study):
     told = {each.path: study_tables.word(each, study) for each in study.coordinates}
     assert {path for path, word in told.items() if word == "not worth tuning"} == set(study.idle)
-    small = [each for each in study.coordinates if told[each.path] == "small"]
-    assert small  # each alone less than the noise, and yet not said to be worth nothing
-    assert not any(each.worth for each in small)
+    unsure = [each for each in study.coordinates if told[each.path] == "unsure"]
+    assert unsure  # none alone is known to have gained more than the noise, and yet not said to be worth nothing
+    assert not any(each.worth for each in unsure)
+
+
+def test_what_is_not_known_is_not_said_to_be_small(tmp_path):
+    """A gain of five times the noise with a large deviation did not gain less than the noise."""
+    state = studied.study(6, 24)
+    first, *others = (replace(each, worth=False) for each in state.coordinates)
+    first = replace(first, gain=5 * studied.NOISE, gain_deviation=6 * studied.NOISE)
+    doubtful = replace(state, coordinates=(first, *others), idle=tuple(each.path for each in others))
+    text = Reader(write_page(studied.write(tmp_path / "study", doubtful), tmp_path / "study.html")).text
+    assert "none is known to have gained more than the noise by itself" in text
+    assert "1 is not known to have gained more than the noise: −0.0155 nats." in text
+    assert "gained less than the noise:" not in text
+    assert "small" not in [study_tables.word(each, doubtful) for each in doubtful.coordinates]
+
+
+def test_of_gains_nothing_is_said_where_the_start_is_the_best(tmp_path):
+    state = studied.study(6, 24)
+    unmoved = [replace(each, best=0.0, gain=0.0, worth=False) for each in state.coordinates]
+    same = replace(state, coordinates=tuple(unmoved), idle=(), gain=0.0, best=replace(state.best, number=0))
+    page = write_page(studied.write(tmp_path / "study", same), tmp_path / "study.html")
+    text = Reader(page).text
+    assert "nats per token, the start itself: nothing was found that is better" in text
+    assert "known to have gained" not in text
+    assert "unsure" not in text
 
 
 def test_a_run_of_the_start_is_one_however_late_it_is(study):

@@ -12,13 +12,13 @@ import pytest
 from benchmarks._landscapes import landscape
 from benchmarks.answers import judged, searched
 
-from leaven.training.study_file import Dimension, Trial
-from leaven.tuning.answer import answer, finalists, front
+from leaven.training.study_file import Best, Coordinate, Dimension, Trial
+from leaven.tuning.answer import Answer, answer, finalists, front
 from leaven.tuning.importance import ped_anova
 from leaven.tuning.judging import to_confirm, verdict
 from leaven.tuning.noise import GIVEN, floor
 from leaven.tuning.trust_region import region
-from leaven.tuning.wording import ELSEWHERE, advice_when_all_diverged, why, why_fewest
+from leaven.tuning.wording import ELSEWHERE, advice_when_all_diverged, factor, lines, stopped, why, why_fewest
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -309,6 +309,73 @@ def test_the_lines_are_aligned_and_say_all() -> None:
     )
 
 
+def said_of(gains: dict[str, tuple[float, float, bool]], degrees: int = 2) -> Answer:
+    """An answer an octave up in all of ``gains``: the gain, its deviation, and whether it surely is one."""
+    coordinates = tuple(
+        Coordinate(path, 1.0, (-5.55, 1.0), gain, 0.5, worth, gain_deviation=deviation)
+        for path, (gain, deviation, worth) in gains.items()
+    )
+    octaves = dict.fromkeys(gains, 1.0)
+    best = Best(5, 3.5, (3.4, 3.6), 2, 2)
+    return Answer(best, octaves, 0.03, degrees, coordinates, best, octaves, 0.0, gain=0.7)
+
+
+def test_what_is_not_known_is_not_said_to_be_small() -> None:
+    """A gain of five times the noise with a large deviation, and a loss: neither gained less than the noise."""
+    told = "\n".join(said_of({PATHS[0]: (0.1428, 0.1942, False), PATHS[1]: (0.4, 0.1, True)}).lines)
+    assert told.endswith("\nunsure     1 not known to have gained more than the noise, 0.1428")
+    found = said_of({PATHS[0]: (0.1428, 0.194, False), PATHS[1]: (-0.2, 0.02, False), PATHS[3]: (0.4, 0.1, True)})
+    assert found.lines[-1] == "unsure     2 not known to have gained more than the noise, -0.0572 together"
+    values = dict.fromkeys(PATHS, 0.008)
+    said = {path: why(path, found, "wheat", 64, "grid", values=lambda _: values) for path in found.octaves}
+    costs = "0.008 at the start costs "
+    assert said[PATHS[0]].endswith(costs + "+0.1428 +-0.1940, not known to be more than the noise")
+    assert said[PATHS[1]].endswith(costs + "-0.2000 +-0.0200, not known to be more than the noise")
+    assert said[PATHS[3]].endswith(costs + "+0.4000 +-0.1000")
+
+
+def test_of_gains_nothing_is_said_where_the_start_is_the_best() -> None:
+    at_start = [trial(k, [0, 0, 0, 0], 3.0 + k / 100, seed=k, purpose="noise" if k else "search") for k in range(2)]
+    for count in (1, 2):
+        told = "\n".join(answer(at_start[:count], DIMENSIONS, over=True).lines)
+        assert "the start itself: nothing else was run" in told
+        assert "gained" not in told
+    worse = [trial(3 + k, x, 3.5, seed=0) for k, x in enumerate(np.eye(4))]
+    told = "\n".join(answer([*at_start, *worse], DIMENSIONS, over=True).lines)
+    assert "the start itself: nothing was found" in told
+    assert "gained" not in told
+
+
+def test_the_table_leaves_out_what_has_no_room() -> None:
+    found = said_of({PATHS[1]: (0.4, 0.1, True), PATHS[0]: (0.3, 0.1, True)})
+    kept = {80: 4, 68: 3, 60: 2, 40: 1}
+    columns = ["change", "as good between", "gain", "importance"]
+    for width, count in kept.items():
+        told = lines(found, width)
+        at = next(i for i, line in enumerate(told) if line.startswith("mattered"))
+        head, *rows = told[at : at + 3]
+        assert {len(head), *map(len, rows)} == {len(head)}
+        assert len(head) <= width
+        left = {4: columns, 3: columns[:3], 2: ["change", "gain"], 1: ["change"]}[count]
+        assert head.split() == ["mattered", *" ".join(left).split()]
+        assert rows[0].split()[:2] == ["embedding.lr", "x2.00"]
+    # Far from 1 two decimals tell no value from another.
+    assert any("x0.0213 to x2.00" in line for line in found.lines)
+    assert [factor(x) for x in (0.0, 3.32, -2.0, -10.0)] == ["x1.00", "x9.99", "x0.25", "x0.000977"]
+
+
+def test_that_it_stopped_of_itself_is_said() -> None:
+    why_it_did = "trials: the last rounds gained less than the noise"
+    assert stopped(37, 60) == f"stopped    after 37 of 60 {why_it_did}"
+    assert stopped(37, None) == stopped(37, 30) == f"stopped    after 37 {why_it_did}"
+
+
+def test_one_degree_of_freedom_is_one() -> None:
+    gained = {PATHS[0]: (0.4, 0.1, True)}
+    assert "between seeds (1 degree of freedom)" in "\n".join(said_of(gained, 1).lines)
+    assert "between seeds (2 degrees of freedom)" in "\n".join(said_of(gained, 2).lines)
+
+
 def test_what_is_best_at_the_end_of_its_range_is_named() -> None:
     trials = study([OPTIMUM])
     narrow = (dataclasses.replace(DIMENSIONS[0], high=1.0), dataclasses.replace(DIMENSIONS[1], low=-0.51))
@@ -328,7 +395,7 @@ def test_why_says_the_study_the_interval_and_how_far_it_may_be_moved() -> None:
 
     said = why(PATHS[0], found, "wheat", 64, "trust-region", values=values)
     assert said.startswith(
-        "study wheat, trial 63 of 64 (trust-region); validation loss 3.0000, 95% interval 2.9723 to"
+        "study wheat, trial 63 (trust-region, 64 trials); validation loss 3.0000, 95% interval 2.9723 to"
     )
     assert "; as good between 0.01" in said
     assert "; 0.01 at the start costs +0.5" in said
@@ -346,7 +413,7 @@ def test_the_recipe_of_the_fewest_changes_says_why() -> None:
     moved, left = (
         why_fewest(path, found, "wheat", 64, "trust-region", values=lambda _: values) for path in (PATHS[0], PATHS[3])
     )
-    begin = "study wheat, trial 65 of 64 (trust-region); validation loss 3.0675, 95% interval "
+    begin = "study wheat, trial 65 (trust-region, 64 trials); validation loss 3.0675, 95% interval "
     assert moved.startswith(begin)
     assert moved.endswith("; the fewest changes that are as good within the noise; 0.01 at the start")
     assert left == moved.removesuffix("0.01 at the start") + "as at the start"

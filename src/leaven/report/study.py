@@ -46,9 +46,12 @@ def verdict(study: Study) -> str:
         against = f", {gain:.3f} below the start{times}"
         if gain <= study.noise_floor:
             against = ", no better than the start by more than the noise between seeds"
+            if study.coordinates and not study.moved:
+                against = ", the start itself: nothing was found that is better by more than the noise between seeds"
     worth = sum(coordinate.worth for coordinate in study.coordinates)
-    alone = f"; {worth or 'none'} gained more than the noise by {'itself' if worth == 1 else 'themselves'}"
-    alone = alone if study.coordinates and not one else ""
+    alone = f"; {worth} gained more than the noise by {'itself' if worth == 1 else 'themselves'}"
+    alone = alone if worth else "; none is known to have gained more than the noise by itself"
+    alone = alone if study.coordinates and study.moved and not one else ""
     stalled = " The search stopped of itself: its last rounds gained less than the noise." if study.stalled else ""
     return (
         f"Trial {best.number} {'has the lowest loss' if study.unjudged else 'is the best'} of {count}: "
@@ -194,10 +197,13 @@ def _mattered(made: chapters.Sheet, study: Study) -> None:
             f" {len(study.idle)} of {len(study.coordinates)} {were} not worth tuning: back at the start {they} less "
             "than the noise."
         )
-    small = [each.gain for each in study.coordinates if study_tables.word(each, study) == "small"]
-    if small:
-        each, together = (" each", " together") if len(small) > 1 else ("", "")
-        told += f" {len(small)} gained less than the noise{each}: {numbers.delta(-sum(small))} nats{together}."
+    unsure = [each.gain for each in study.coordinates if study_tables.word(each, study) == study_tables.UNSURE]
+    if unsure:
+        are, together = ("are", " together") if len(unsure) > 1 else ("is", "")
+        told += (
+            f" {len(unsure)} {are} not known to have gained more than the noise: "
+            f"{numbers.delta(-sum(unsure))} nats{together}."
+        )
     made.section("What mattered", told, study_tables.values(study))
 
 

@@ -56,12 +56,15 @@ def values(study: Study) -> Html:
     return _folding(table, study.coordinates, "more values")
 
 
-IDLE = "not worth tuning"
+MATTERED, IDLE, UNSURE = "mattered", "not worth tuning", "unsure"
 
 
 def word(coordinate: Coordinate, study: Study) -> str:
-    """In the words of the terminal: what mattered by itself, what may go back to the start together, and the rest."""
-    return "mattered" if coordinate.worth else IDLE if coordinate.path in study.idle else "small"
+    """In the words of the terminal: what mattered by itself, what may go back to the start together, and the rest,
+    which may have gained much or nothing; of what stayed at the start nothing is known."""
+    if coordinate.worth or coordinate.path in study.idle:
+        return MATTERED if coordinate.worth else IDLE
+    return UNSURE if coordinate.best else ""
 
 
 def _optuna(coordinate: Coordinate) -> str | None:

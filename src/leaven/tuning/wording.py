@@ -8,7 +8,7 @@ import numpy as np
 
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
-from leaven.training.study_file import Best, Dimension, Trial
+from leaven.training.study_file import Best, Coordinate, Dimension, Trial
 from leaven.tuning import cliffs
 from leaven.tuning.noise import GIVEN
 from leaven.tuning.trust_region import DOWN, learning_rates
@@ -21,8 +21,11 @@ ROWS, NAMED = 8, 6  # values in the table, names in a sentence
 Values = Callable[[Mapping[str, float]], Mapping[str, float]]  # of a recipe, at octaves from the start
 
 
-def lines(answer: "Answer") -> tuple[str, ...]:
-    """What a search found out, in aligned lines; before anything was run with fresh seeds, what is expected."""
+def lines(answer: "Answer", width: int | None = None) -> tuple[str, ...]:
+    """What a search found out, in aligned lines; before anything was run with fresh seeds, what is expected.
+
+    The table has as many of its columns as ``width`` characters have room for; sentences are for others to fold.
+    """
     if not answer.coordinates:
         return (answer.advice,) if answer.advice else ()
     said = []
@@ -36,21 +39,11 @@ def lines(answer: "Answer") -> tuple[str, ...]:
             found = "nothing was found that is better by more than the noise" if tried else "nothing else was run"
             said += [f"{'':11}the start itself: {found}"]
     if answer.noise is not None:
-        of = "given" if answer.degrees == GIVEN else f"{answer.degrees} degrees of freedom"
+        freedom = "1 degree" if answer.degrees == 1 else f"{answer.degrees} degrees"
+        of = "given" if answer.degrees == GIVEN else f"{freedom} of freedom"
         said += [f"noise      {answer.noise:.4f} nats, standard deviation between seeds ({of})"]
-    worth = [each for each in answer.coordinates if each.worth]
-    if worth:
-        names = [short_path(each.path) for each in worth[:ROWS]]
-        wide = max(len("mattered"), *map(len, names))
-        said += [
-            f"{'mattered':{wide + 11}}  {'change':>6}  {'as good between':>17}  {'gain':>16}  {'importance':>10}"
-        ]
-        for name, each in zip(names, worth, strict=False):
-            flat = f"x{2 ** each.flat[0]:.2f} to x{2 ** each.flat[1]:.2f}"
-            said += [
-                f"{'':11}{name:{wide}}  {'x' + format(2**each.best, '.2f'):>6}  {flat:>17}  "
-                f"{each.gain:7.4f} +-{each.gain_deviation:.4f}  {each.importance:10.0%}"
-            ]
+    if worth := [each for each in answer.coordinates if each.worth]:
+        said += _mattered(worth[:ROWS], width)
         said += [f"{'':11}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
     if at_end := [short_path(each.path) for each in answer.coordinates if each.at_end]:
         said += [f"at the end {some(at_end)}"]
@@ -61,10 +54,48 @@ def lines(answer: "Answer") -> tuple[str, ...]:
             f"not worth  {len(answer.idle)} of {len(answer.coordinates)}, at the start less than the noise together"
         ]
         said += [f"{'':11}{some([short_path(path) for path in answer.idle])}"]
-    small = [each.gain for each in answer.coordinates if not each.worth and each.path not in answer.idle]
-    if small:
-        said += [f"small      {len(small)} gained less than the noise each, {sum(small):.4f} together"]
+    known = {each.path for each in answer.coordinates if each.worth or not each.best} | {*answer.idle}
+    if unsure := [each.gain for each in answer.coordinates if each.path not in known]:
+        together = " together" if len(unsure) > 1 else ""
+        told = (
+            f"{len(unsure)} not known to have gained more than the noise, {round(sum(unsure), 4) + 0.0:.4f}{together}"
+        )
+        said += [f"unsure     {told}"]
     return tuple(said)
+
+
+def _mattered(worth: Sequence[Coordinate], width: int | None) -> list[str]:
+    """The table of what mattered; columns that do not fit are left out, those first that say least."""
+    names = [short_path(each.path) for each in worth]
+    columns = {
+        "change": [factor(each.best) for each in worth],
+        "as good between": [f"{factor(each.flat[0])} to {factor(each.flat[1])}" for each in worth],
+        "gain": [f"{each.gain:.4f} +-{each.gain_deviation:.4f}" for each in worth],
+        "importance": [f"{each.importance:.0%}" for each in worth],
+    }
+    first = 11 + max(map(len, names))
+    wide = {head: max(len(head), *map(len, cells)) for head, cells in columns.items()}
+    for head in ("importance", "as good between", "gain"):
+        if width is not None and first + sum(2 + wide[kept] for kept in columns) > width:
+            del columns[head]
+    rows = [("mattered", list(columns))]
+    rows += [(f"{'':11}{name}", [cells[i] for cells in columns.values()]) for i, name in enumerate(names)]
+    return [
+        f"{begin:{first}}" + "".join(f"  {cell:>{wide[head]}}" for head, cell in zip(columns, cells, strict=True))
+        for begin, cells in rows
+    ]
+
+
+def stopped(ended: int, trials: int | None) -> str:
+    """That a search ended after so many trials, of as many as there might have been, for want of gain."""
+    of = f"{ended} of {trials}" if trials is not None and trials > ended else f"{ended}"
+    return f"stopped    after {of} trials: the last rounds gained less than the noise"
+
+
+def factor(octaves: float) -> str:
+    """``x0.29``: two decimals, or three digits where that is more."""
+    times = 2**octaves
+    return f"x{times:.2f}" if times >= 0.1 else f"x{times:.3g}"
 
 
 def _fewest(answer: "Answer") -> list[str]:
@@ -83,7 +114,7 @@ def _fewest(answer: "Answer") -> list[str]:
         said += [f"{'':11}measured {answer.fewest.loss:.4f}, {_sure(answer.fewest)}"]
     if moved:
         ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
-        said += [f"{'':11}" + some([f"{short_path(path)} x{2**x:.2f}" for path, x in ordered])]
+        said += [f"{'':11}" + some([f"{short_path(path)} {factor(x)}" for path, x in ordered])]
     return said
 
 
@@ -117,7 +148,8 @@ def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, va
     ends = sorted(values({**answer.octaves, path: octaves})[path] for octaves in each.flat)
     said += [f"as good between {format_number(ends[0])} and {format_number(ends[1])}"]
     start = format_number(values({**answer.octaves, path: 0.0})[path])
-    said += [f"{start} at the start costs {_signed(each.gain)}" + ("" if each.worth else ", within the noise")]
+    doubt = "" if each.worth else ", not known to be more than the noise"
+    said += [f"{start} at the start costs {_signed(each.gain)} +-{each.gain_deviation:.4f}{doubt}"]
     return "; ".join(said)
 
 
@@ -134,7 +166,8 @@ def _measured(point: Best | None, study: str, trials: int, method: str) -> list[
         return [f"study {study}"]
     runs = f" over {point.fresh} fresh seeds" if point.fresh > 1 else ""
     return [
-        f"study {study}, trial {point.number} of {trials} ({method})",
+        # Not "trial 63 of 64": a run that was done again has another number, and counts once.
+        f"study {study}, trial {point.number} ({method}, {trials} trials)",
         f"validation loss {point.loss:.4f}, {_sure(point)}{runs}",
     ]
 
