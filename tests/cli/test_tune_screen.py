@@ -1,17 +1,19 @@
-"""What a person reads while a study searches."""
+"""What a person reads while a study searches, and its answer."""
 
 import math
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from leaven.cli import _screens
+from leaven.cli import _screens, tune
 from leaven.cli._tune_screen import TuneScreen, headline
 from leaven.report.points import changes
-from leaven.training.study_file import Dimension, StudyState, Trial
+from leaven.training.study_file import Best, Coordinate, Dimension, StudyState, Trial
+from leaven.tuning.answer import Answer
 
 PATHS = tuple(f"hyperparameters.modules.attention.query{n}.lr" for n in range(9))
 NEW = StudyState(
@@ -91,7 +93,7 @@ def test_trials_of_other_commands_are_seen_too_and_none_twice(plain: StringIO) -
         screen.ended(after(4))  # 1 and 3 are of another command
         screen.ended(after(5))
     rows = plain.getvalue().splitlines()
-    assert "  1 of 6 trials are done; going on" in rows
+    assert "  1 of 6 trials are done" in rows
     assert [row.split()[0] for row in rows if row[:5].strip().isdigit() and row[5:7] == "  "] == ["1", "2", "3", "4"]
     workers = {row.split()[0]: row[43:49].strip() for row in rows if row[:5].strip().isdigit() and row[5:7] == "  "}
     assert workers == {"1": "w2", "2": "w1", "3": "w2", "4": "w3"}
@@ -161,3 +163,45 @@ def test_changes_are_whole_as_long_as_one_fits() -> None:
     assert changes(moved, 20) == "lr x2.00, …"
     assert changes(moved, 6) == "lr x2…"
     assert changes({}, 20) == ""
+
+
+# --- the answer
+
+VALUE = "hyperparameters.modules.attention.value.weight_decay"
+COORDINATE = Coordinate(VALUE, 1.0, (0.5, 1.5), 0.4, 1.0, True, gain_deviation=0.01, at_end=True)
+BEST = Best(5, 3.8601, (3.7096, 4.0107), 2, 2)
+FOUND = Answer(BEST, {VALUE: 1.0}, 0.0495, 2, (COORDINATE,), BEST, {VALUE: 1.0}, 0.0, gain=0.3673)
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, width: int, terminal: bool, stalled: bool = False) -> list[str]:
+    written = StringIO()
+    console = Console(width=width, file=written, force_terminal=terminal, soft_wrap=True, highlight=False)
+    monkeypatch.setattr(tune, "console", console)
+    state = replace(after(6), best=BEST, stalled=stalled)
+    tune._say(FOUND, state, 60, Path("runs/a-study-with-a-name"))
+    return written.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_are_folded_below_their_labels(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    lines = answered(monkeypatch, width, terminal=True, stalled=True)
+    assert all(len(line) <= width for line in lines)
+    assert {line[:11].strip() for line in lines} == {
+        "", "best", "noise", "mattered", "at the end", "fewest", "stopped", "recipe"
+    }  # fmt: skip
+    assert " ".join(" ".join(lines).split()).startswith(
+        "best 3.8601 nats per token, 95% interval 3.7096 to 4.0107, -0.3673 against the start"
+    )
+    assert ("importance" in " ".join(lines)) == (width > 80)
+
+
+def test_what_reads_a_pipe_gets_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = answered(monkeypatch, 60, terminal=False, stalled=True)
+    assert lines[0].endswith("95% interval 3.7096 to 4.0107, -0.3673 against the start")
+    assert "  importance" in next(line for line in lines if line.startswith("mattered"))
+
+
+def test_that_a_search_stopped_of_itself_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said_so = "stopped    after 6 of 60 trials: the last rounds gained less than the noise"
+    assert said_so in answered(monkeypatch, 120, terminal=True, stalled=True)
+    assert not [line for line in answered(monkeypatch, 120, terminal=True) if line.startswith("stopped")]

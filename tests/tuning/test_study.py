@@ -385,6 +385,18 @@ def test_divergence_everywhere_ends_without_a_best(study: Callable[..., Study], 
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_what_to_lower_is_said_once_and_on_the_page(tiny_file: Path, tmp_path: Path) -> None:
+    wild = [f"--set={LR}=1e20", "--set=hyperparameters.weight_decay=1e-30", "--set=data.tokens=2048"]
+    options = ["--study", str(tmp_path / "study"), "--trials", "4", "--workers", "1", "--space", LR]
+    done = CliRunner().invoke(app, ["tune", str(tiny_file), *options, *wild])
+    assert (done.exit_code, done.stdout) == (1, "")
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("all 4 trials diverged, the start's too: start from lr at 1/")
+    assert done.stderr.count(said) == 1
+    assert json.loads((tmp_path / "study" / "study.json").read_text())["advice"] == said
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_a_point_that_is_no_recipe_counts_as_diverged(study: Callable[..., Study], tiny: Recipe) -> None:
     """lr x weight_decay above 1 is no recipe; a search may well ask for it."""
     edge = tiny.replace({LR: 0.9, "hyperparameters.weight_decay": 1.0, **SHORT, "data.tokens": 1024})

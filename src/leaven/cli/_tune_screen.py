@@ -59,8 +59,8 @@ class TuneScreen(Screen):
         for line in joined(headline(state), self._width):
             self.row(line)
         if self._shown:
-            going_on = "" if self._trials and len(self._shown) >= self._trials else "; going on"
-            self.row(f"  {self._done()} trials are done{going_on}")
+            # Whether there is more to do turns out: a search may have stopped of itself.
+            self.row(f"  {self._done()} trials are done")
         self._best = _best(state)
         self._headed = False
 
@@ -93,7 +93,7 @@ class TuneScreen(Screen):
 
     def _say(self, trial: Trial) -> None:
         if not self._headed:
-            self.row(Text(self.HEADER, style="dim"))
+            self.row(Text(cut(self.HEADER, self._width), style="dim"))
             self._headed = True
         self._shown.add(trial.number)
         running = self._running.pop(trial.number, None)

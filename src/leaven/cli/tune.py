@@ -1,5 +1,6 @@
 """leaven tune RECIPE"""
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from leaven.cli._common import (
 from leaven.cli._screens import TextScreen
 from leaven.cli._tune_screen import TuneScreen
 from leaven.recipe.errors import InputError
+from leaven.training.study_file import StudyState
 
 if TYPE_CHECKING:
     from leaven.tuning.answer import Answer
@@ -110,8 +112,8 @@ def tune(
     document = opened.document(state)
     if json_output:
         emit_json(document)
-    elif not interrupted:
-        _say(opened.answer, folder)
+    elif not interrupted and state.best is not None:
+        _say(opened.answer, state, trials, folder)
     if interrupted:
         errors.print(f"stopped after {document['trials']} trials; the same command goes on from there")
         raise typer.Exit(75)
@@ -120,13 +122,24 @@ def tune(
         raise typer.Exit(1)
 
 
-def _say(answer: "Answer", folder: Path) -> None:
-    for line in answer.lines:
-        console.print(line)
-    if answer.best is not None:
-        console.print(f"recipe     {folder / 'best.toml'} (each value with its reason under [why])")
+def _say(answer: "Answer", state: StudyState, trials: int | None, folder: Path) -> None:
+    """The answer, folded under its labels in a terminal; what reads a pipe gets a line each."""
+    from leaven.tuning.wording import lines, stopped
+
+    width = console.width if console.is_terminal else None
+    said = [*lines(answer, width)]
+    if state.stalled:
+        said += [stopped(state.ended, trials)]
+    said += [f"recipe     {folder / 'best.toml'} (each value with its reason under [why])"]
     if answer.fewer is not None:
-        console.print(f"{'':11}{folder / 'fewest.toml'} (the fewest changes)")
+        said += [f"{'':11}{folder / 'fewest.toml'} (the fewest changes)"]
+    for line in said:
+        console.print("\n".join(folded(line, width)) if width else line)
+
+
+def folded(line: str, width: int) -> list[str]:
+    """A line of the answer in lines of at most ``width``, all but the first below what its label is of."""
+    return textwrap.wrap(line, width, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
 
 
 def _stackable(space: "Space", durations: bool) -> "Space":
