@@ -425,6 +425,7 @@ def test_a_store_that_stays_away_is_75_and_one_line(
     ("options", "said"),
     [
         (["--hours", "0"], "hours = 0.0: above 0, and finite"),
+        (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
         (["--flops", "1e3"], r"--flops 1000: one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: how fine it is follows from the number of trials"),
         (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),

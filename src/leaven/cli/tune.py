@@ -83,6 +83,8 @@ def tune(
     from leaven.tuning.trust_region import Axes
 
     searched = space_of(loaded, space)
+    if not study:
+        raise InputError("--study is empty; give a folder, or the URL of a database")
     url = study if "://" in study else None
     folder = out or Path("studies", loaded.name) if url else Path(study)
     lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
