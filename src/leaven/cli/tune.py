@@ -83,10 +83,7 @@ def tune(
     from leaven.tuning.trust_region import Axes
 
     searched = space_of(loaded, space)
-    if not study:
-        raise InputError("--study is empty; give a folder, or the URL of a database")
-    url = study if "://" in study else None
-    folder = out or Path("studies", loaded.name) if url else Path(study)
+    url, folder = _place(study, out, loaded.name)
     lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
     if trials is None and flops is None and hours is None:
         trials = TRIALS
@@ -122,6 +119,13 @@ def tune(
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
+    """The URL of a database, if it is one, and the folder of the results."""
+    if not study:
+        raise InputError("--study is empty; give a folder, or the URL of a database")
+    return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
 
 
 def _say(answer: "Answer", state: StudyState, trials: int | None, folder: Path) -> None:
