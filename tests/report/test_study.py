@@ -221,7 +221,7 @@ def test_of_gains_nothing_is_said_where_the_start_is_the_best(tmp_path):
     same = replace(state, coordinates=tuple(unmoved), idle=(), gain=0.0, best=replace(state.best, number=0))
     page = write_page(studied.write(tmp_path / "study", same), tmp_path / "study.html")
     text = Reader(page).text
-    assert "nats per token, the start itself: nothing was found that is better" in text
+    assert "nats per token, the start itself: nothing was found that is known to be better" in text
     assert "known to have gained" not in text
     assert "unsure" not in text
 

@@ -223,6 +223,10 @@ def test_what_nothing_confirms_has_to_be_better_by_two_and_a_half_times_the_nois
         assert said.point == point
     both: dict[tuple[float, ...], dict[int, float]] = {alone: {1: 2.97, 2: 2.97}, (2.0, 0.0, 0.0, 0.0): {1: 3, 2: 3}}
     assert to_confirm(judged_with(both), PATHS, 0.02) == alone
+    # Nor does another that was judged beside it, with a larger budget say, make it any surer.
+    said = verdict(judged_with(both), PATHS, 0.02)
+    assert said is not None
+    assert said.point == start
 
 
 def test_a_run_that_chose_is_never_called_fresh() -> None:

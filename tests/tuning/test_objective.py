@@ -267,9 +267,10 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"space": {"a": 3}}, "space of a = 3: give the lowest and the highest log2"),
         ({"space": {"a": (-1, 0, 1)}}, "space of a = (-1, 0, 1): give"),
         ({"space": {"a": ("low", "high")}}, "space of a = ('low', 'high'): give"),
-        ({"noise": -0.1}, "noise = -0.1: give a number from 0 to 1e+50"),
-        ({"noise": math.nan}, "noise = nan: give a number from 0"),
-        ({"noise": "a"}, "noise = 'a': give a number from 0"),
+        ({"noise": -0.1}, "noise = -0.1: give 0, or from 1e-50 to 1e+50"),
+        ({"noise": 1e-170}, "noise = 1e-170: give 0, or from 1e-50"),
+        ({"noise": math.nan}, "noise = nan: give 0, or from 1e-50"),
+        ({"noise": "a"}, "noise = 'a': give 0, or from 1e-50"),
         ({"scales": {"a": 0.0}}, "scale of a = 0.0: give a number from 1e-09 to 1000"),
         ({"scales": {"a": "x"}}, "scale of a = 'x': give a number from 1e-09 to 1000"),
         ({"scales": 2.0}, "scales = 2.0: give a number by name"),
@@ -613,6 +614,11 @@ def test_results_are_in_the_order_of_their_ends_wherever_they_ended() -> None:
             create_trial(state=TrialState.COMPLETE, value=ended, user_attrs={"owner": "x", "ended": ended})
         )
     assert [trial.number for trial in finished(study)] == [1, 2, 0]
+
+
+def test_where_everything_was_stopped_it_is_not_said_to_have_diverged() -> None:
+    with pytest.raises(NothingFound, match="no run came to its end: 8 were stopped, 0 diverged"):
+        search(lambda x: Outcome(2.0, stopped=True), {"lr": (-2, 2), "b": (-2, 2)}, trials=8)
 
 
 def test_where_nothing_ended_it_is_not_said_to_have_diverged() -> None:

@@ -347,6 +347,7 @@ def is_damaged(path: Path) -> None:
         (None, "{}/study.log", "there is no folder"),
         (None, "sqlite:///{}/study.db", "there is no folder"),
         (None, "sqlite://", "no file; give sqlite:///FILE"),
+        (None, "sqlite:///file:some.db?uri=true", "no file; give sqlite:///FILE"),
         (Path.mkdir, "sqlite:///{}", "a folder"),
         (is_text, "sqlite:///{}", "cannot be opened: file is not a database"),
         (None, "mysql://user:secret@host/x", "mysql://: no store of that kind; give the file of a journal, sqlite"),

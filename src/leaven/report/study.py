@@ -47,7 +47,7 @@ def verdict(study: Study) -> str:
         if gain <= study.noise_floor:
             against = ", no better than the start by more than the noise between seeds"
             if study.coordinates and not study.moved:
-                against = ", the start itself: nothing was found that is better by more than the noise between seeds"
+                against = ", the start itself: nothing was found that is known to be better"
     worth = sum(coordinate.worth for coordinate in study.coordinates)
     alone = f"; {worth} gained more than the noise by {'itself' if worth == 1 else 'themselves'}"
     alone = alone if worth else "; none is known to have gained more than the noise by itself"

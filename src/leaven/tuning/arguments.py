@@ -46,7 +46,7 @@ ARGUMENTS = {
     "flops": _ABOVE_0,
     "hours": _ABOVE_0,
     "run_flops": _ABOVE_0,
-    "noise": _number(0, HUGE),
+    "noise": _Wanted(Real, lambda x: x == 0 or 1 / HUGE <= x <= HUGE, f"give 0, or from {1 / HUGE:g} to {HUGE:g}"),
     "lease_seconds": _ABOVE_0,
 }
 OPTIONAL = {"start", "scales", "trials", "flops", "hours", "run_flops", "noise"}  # may be None

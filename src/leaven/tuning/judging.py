@@ -3,8 +3,8 @@
 1. The best few are run with fresh seeds: the lowest of many noisy losses was lucky. The lowest mean of these runs is
    chosen. A point that diverges with any seed is none.
 2. It must be better than the start by more than the noise, compared by the seeds that both were run with. Otherwise
-   the start is the answer: nothing was found. Where nothing confirms it (3.), by more than two and a half times the
-   noise: once the noise is about one standard deviation of what is compared there.
+   the start is the answer: nothing was found. What is not confirmed (3.) must be better by more than two and a half
+   times the noise: once the noise is about one standard deviation of what is compared there.
 3. The lowest of several means is lucky too, if less (of three equal ones, by 0.6 standard deviations of a run where
    each is of two). So what was chosen among several is run again, with seeds that chose nothing, and so is the start.
    These runs have the last word: by them, too, it must be better than the start by more than the noise, and they are
@@ -53,7 +53,7 @@ def verdict(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Verd
         if better is None or better > noise:
             return Verdict(chosen, tuple(confirmed.values()), len(confirmed), better)
         chosen = heard.start
-    elif heard.refuted(noise):  # the next best is not believed unconfirmed
+    elif heard.refuted(noise) or not heard.ahead(chosen, ALONE * noise):  # the next best is not believed unconfirmed
         chosen = heard.start
     if chosen == heard.start:
         losses = heard.start_again
@@ -131,10 +131,11 @@ class _Heard:
         if not means:
             return self.start if self.at_start else None
         lowest = min(means, key=lambda point: (means[point], changes(point)))
-        enough = noise if len(self.choosing) > 1 else ALONE * noise
-        if self.at_start and not gain(self.at_start, self.candidates[lowest]) > enough:
-            return self.start
-        return lowest
+        return lowest if self.ahead(lowest, noise) else self.start
+
+    def ahead(self, chosen: Point, least: float) -> bool:
+        """Whether it is below the start by more than ``least``, or the start has no runs to compare it with."""
+        return chosen != self.start and (not self.at_start or gain(self.at_start, self.candidates[chosen]) > least)
 
 
 def gain(start: Losses, there: Losses) -> float:

@@ -181,9 +181,13 @@ class Plan:
 
     def nothing(self, runs: Sequence[Run]) -> str:
         """Why there is no answer."""
+        trials = self._records(runs)
+        if stopped := sum(trial.state == "stopped" for trial in trials):
+            gone = sum(trial.state == "diverged" for trial in trials)
+            return f"no run came to its end: {stopped} were stopped, {gone} diverged"
         if any(run.finished for run in runs):
             return advice_when_all_diverged(
-                self._records(runs), self.dimensions, "give it a start at which the objective is finite"
+                trials, self.dimensions, "give it a start at which the objective is finite"
             )
         if failed := sum(run.failed for run in runs):
             return f"no run ended: {failed} died, each of them twice; memory may be short, for one"

@@ -117,7 +117,7 @@ def _url(where: str) -> "URL":
         raise InputError(f"{scheme}://: no URL; as in postgresql://USER@HOST:PORT/DATABASE") from None
     if scheme == "sqlite":
         file = Path(url.database or "")
-        if not url.database or url.database == ":memory:":
+        if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
             raise InputError(f"{where}: no file; give sqlite:///FILE, with a fourth slash from the root on")
         if file.is_dir() or not file.parent.is_dir():
             raise InputError(f"{where}: " + ("a folder" if file.is_dir() else f"there is no folder {file.parent}"))

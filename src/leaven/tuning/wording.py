@@ -36,7 +36,7 @@ def lines(answer: "Answer", width: int | None = None) -> tuple[str, ...]:
             said += [f"{'':11}the mean of {answer.best.fresh} runs that had no part in choosing it"]
         if not _moved(answer):
             tried = any(each.importance for each in answer.coordinates)
-            found = "nothing was found that is better by more than the noise" if tried else "nothing else was run"
+            found = "nothing was found that is known to be better" if tried else "nothing else was run"
             said += [f"{'':11}the start itself: {found}"]
     if answer.noise is not None:
         freedom = "1 degree" if answer.degrees == 1 else f"{answer.degrees} degrees"
