@@ -262,6 +262,7 @@ def test_a_kill_at_a_chosen_moment_loses_one_shard_at_most(
     assert not list(tmp_path.rglob(".*.tmp"))
 
 
+@pytest.mark.kills
 def test_kills_at_random_moments_of_two_processes_lose_nothing_that_was_finished(
     data: Data, prepared: TokenSet, tmp_path: Path
 ) -> None:

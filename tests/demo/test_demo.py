@@ -22,7 +22,6 @@ def demo(folder: Path, corpus: Path) -> list[str]:
     return [sys.executable, "-m", "leaven", "demo", "--run", str(folder), *size]
 
 
-@pytest.mark.kills
 def test_all_of_it_killed_half_way_and_run_again(demo_taken_up, corpus: Path) -> None:
     folder, stdout = demo_taken_up.folder, demo_taken_up.stdout
     finished = demo_taken_up.before

@@ -173,6 +173,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return folder
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_killed_while_saving(killed: Path, number: int) -> None:
     folder = killed / str(number)

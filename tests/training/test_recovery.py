@@ -37,6 +37,9 @@ def in_order_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 Result = tuple[float, RunFolder]
 
 
+pytestmark = pytest.mark.xdist_group("recovery")  # many of these tests compare with the same few runs
+
+
 @pytest.fixture(scope="module")
 def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TokenSet, int], Result]:
     """The loss and folder of a run with all defaults, by text and seed."""

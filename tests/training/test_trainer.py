@@ -324,6 +324,7 @@ def test_a_layout_of_several_devices_is_refused(tiny: Recipe, tokens: TokenSet) 
         Training(tiny.replace({"layout.tp": 2}), tokens)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("checkpoint_every", [256, 10_240], ids=["checkpoints first", "metrics and curves first"])
 def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path, checkpoint_every: int) -> None:
     """The whole verb on a file system of one megabyte, where one may be mounted; then with room again."""
