@@ -28,6 +28,11 @@ def choose_adam(draft: Draft, at: Setting, batch: int, lr: float) -> None:
         reason = said.counted("{:g}".format) if said else "no neighbour tells; what nearly all published runs have"
         counted += list(said.by) if said else []
         draft.set(path, chosen[path], reason)
+    if not at.lead and not at.model.tied_embeddings:
+        without = (
+            "small embeddings have large gradients; OLMo 2 left their decay out against spikes (arXiv 2501.00656)"
+        )
+        draft.set("hyperparameters.modules.embedding.weight_decay", 0.0, without)
     clip = near.most("hyperparameters.grad_clip")
     limit = float(clip.value) if clip else 1.0
     draft.set("hyperparameters.grad_clip", limit, clip.counted("{:g}".format) if clip else "as nearly all runs")
