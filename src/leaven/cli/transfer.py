@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from leaven.cli import _next
 from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load, warn
 from leaven.planning.flops import flops_per_token
 from leaven.planning.tested_ground import dropped, warnings
@@ -67,12 +68,15 @@ def transfer_(
     warn(found)
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
+    following = _next.after_transfer(output, big)
     if json_output:
-        emit_json(describe(big, flops_per_token(big.model)) | {"warnings": [asdict(warning) for warning in found]})
+        told = {"warnings": [asdict(warning) for warning in found], "next": following}
+        emit_json(describe(big, flops_per_token(big.model)) | told)
         return
     console.print(parameter_table(resolve(big), big))
     if output is not None:
         console.print(f"wrote {output}")
+    _next.say(following)
 
 
 def _require_new(output: Path, inputs: list[Path], force: bool) -> None:
