@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/350m.toml"
 def test_a_recipe_within_the_published_range_passes(leaven: Verb) -> None:
     code, out, err = leaven("recipes", "check", EXAMPLE)
     assert (code, err) == (0, "")
-    assert out.rstrip().endswith("4 notes")
+    assert out.partition("\nnext ")[0].endswith("4 notes")
     assert "passed: 32 checks, none outside" in out
 
 

@@ -14,6 +14,7 @@ from leaven.catalogue.run import Kind
 from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, size_ratio
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
+from leaven.cli import _next
 from leaven.cli._catalogue import MARKED, diff_table, nearest_table, run_lines, run_table, stack
 from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load
 from leaven.cli._findings import finding_lines
@@ -170,6 +171,7 @@ def check(
         raise InputError("a text of no tokens has no epochs; give --corpus-tokens above 0, for example 25B")
     found = findings(read, lambda one: resolve(one).rows, corpus_tokens)
     passed = all(one.severity == "note" for one in found)
+    following = _next.after_check(recipe, read, overrides or ()) if passed else []
     if json_output:
         emit_json(
             {
@@ -179,11 +181,13 @@ def check(
                 "passed": passed,
                 "checks": [name for name, *_ in CHECKS],
                 "findings": [asdict(one) for one in found],
+                "next": following,
             }
         )
     else:
         for line in finding_lines(read, found, len(CHECKS), console.width):
             console.print(line)
+        _next.say(following)
     if not passed:
         raise typer.Exit(1)
 
