@@ -115,9 +115,11 @@ def test_the_target_is_set_beside_the_published_runs_of_its_size() -> None:
 
 
 def test_a_disagreement_is_reported_with_both_readings() -> None:
-    """The lr of a proxy 500 times smaller is kept for the embedding, above all published lrs of the target's size."""
-    started = new("70B", "1.4T", proxy=140_000_000)
-    assert any(one.outside for one in started.compared)
+    """The lr of a proxy 200 times smaller is kept for the embedding, above all published lrs of the target's size."""
+    started = new("32B", "6T", proxy=170_000_000)
+    outside = {one.what: one.factor for one in started.compared if one.outside}
+    assert outside.keys() == {"lr of the embedding", "lr x weight decay"}
+    assert outside["lr of the embedding"] == pytest.approx(1.2e-3 / 7e-4, rel=0.05)
     assert "two readings" in " ".join(started.derivation.steps[-1].said)
 
 

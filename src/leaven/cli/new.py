@@ -9,8 +9,8 @@ import typer
 
 from leaven.catalogue.lead import find_lead
 from leaven.catalogue.starter.asked import Asked
+from leaven.cli import _next
 from leaven.cli._common import JsonOption, console, count_option, emit_json
-from leaven.cli._next import say, train
 from leaven.data.corpus import estimated_tokens
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import Start, start
@@ -121,7 +121,7 @@ def new(
     console.print(derivation(started.derivation, []))
     for file, recipe in files:
         _wrote(file, recipe.why)
-    say(following)
+    _next.say(following)
 
 
 def _proxy_params(text: str | None) -> int | None:
@@ -142,13 +142,13 @@ def next_commands(started: Start, path: Path) -> list[str]:
     target, proxy = started.target, started.derivation.tuning.proxy
     study, tuned_path = f"studies/{target.name}", path.with_stem(f"{path.stem}-tuned")
     if proxy is None:
-        return [f"leaven recipes check {file}", *train(path, target)]
+        return [f"leaven recipes check {file}", *_next.train(path, target)]
     return [
         f"leaven recipes check {proxy_file}",
         f"leaven tune {proxy_file} --study {study} --trials {proxy.trials}",
         f"leaven transfer {study}/best.toml --like {file} -o {tuned}",
         f"leaven recipes check {tuned}",
-        *train(tuned_path, target),
+        *_next.train(tuned_path, target),
     ]
 
 

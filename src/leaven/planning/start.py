@@ -33,10 +33,12 @@ class Compared:
 
     @property
     def factor(self) -> float:
-        """How far outside of the published range the value lies, as a factor; 1 inside."""
-        if not (self.low > 0 and self.value > 0):
-            return 1.0
-        return max(self.low / self.value, self.value / self.high, 1.0)
+        """How far outside of the published range the value lies, as a factor; 1 inside. Betas count as the number of
+        steps that they look back."""
+        value, low, high = self.value, self.low, self.high
+        if self.what.startswith("beta"):
+            value, low, high = (1 / (1 - beta) for beta in (value, low, high))
+        return max(low / value, value / high, 1.0)
 
     @property
     def outside(self) -> bool:

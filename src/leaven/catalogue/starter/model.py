@@ -169,7 +169,7 @@ def _seq_len(asked: Asked, near: Neighbours) -> int:
     """As the recent neighbours have it, but `LEAST_SEQUENCES_A_BATCH` fit into the batch that the laws suggest."""
     if asked.seq_len:
         return asked.seq_len
-    usual = middle(_lengths(near)).value
+    usual = float(middle(_lengths(near)).value)
     if near.lead:
         return round(usual)
     laws = [law for law in evaluate(asked.params, asked.tokens) if law.form_of is None]
