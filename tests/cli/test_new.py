@@ -117,5 +117,5 @@ def test_a_folder_that_is_not_there(leaven: Verb, tmp_path: Path) -> None:
 
 def test_the_docs_quote_what_is_printed() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page.count("$ leaven new ") == 5
+    assert page.count("$ leaven new ") == 4
     assert renewed(page) == page, "type: make docs-starters"

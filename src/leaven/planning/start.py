@@ -87,7 +87,7 @@ def start(asked: Asked, cluster: Cluster | None = None) -> Start:
     target = derived.recipe
     near = neighbours(target.model.params, target.data.tokens)
     compared = tuple(_compared(target, near))
-    derived = derived.add("at the target", list(_said(target, near, compared)))
+    derived = derived.add("at the target", _said(near, compared, tuned=derived.tuning.proxy is not None))
     return Start(derived, _proxy(derived), compared)
 
 
@@ -146,7 +146,7 @@ def _compared(target: Recipe, near: Neighbours) -> list[Compared]:
     ]
 
 
-def _said(target: Recipe, near: Neighbours, compared: tuple[Compared, ...]) -> list[str]:
+def _said(near: Neighbours, compared: tuple[Compared, ...], *, tuned: bool) -> list[str]:
     """What the rule gives the target, value by value, and both readings where it leaves the published range."""
     if not near.within:
         return ["no published run is near this size, so there is nothing to compare with"]
@@ -155,7 +155,7 @@ def _said(target: Recipe, near: Neighbours, compared: tuple[Compared, ...]) -> l
         + (f": {one.factor:.2g}x outside" if one.outside else "")
         for one in compared
     ]
-    if any(one.outside for one in compared):
+    if tuned and any(one.outside for one in compared):
         said.append(
             "two readings where they disagree: the rule moves what is best for a small model and is exact in the "
             "limit of large widths; published values are set by hand, one for all modules, and few tried others. "

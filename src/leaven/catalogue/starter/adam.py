@@ -80,7 +80,9 @@ def _init(draft: Draft, at: Setting) -> None:
         for run in at.near.runs
         if run.init_std and run.arch.d_model
     }
-    if lead and lead.init_std:
+    # With norms on the branches' outputs a flat and large start is fine (OLMo 2: 0.02); in pre-norm blocks it is not.
+    pre_norm = lead is None or lead.arch.norm_placement in (None, "pre")
+    if lead and lead.init_std and pre_norm:
         std, depth = lead.init_std, lead.arch.n_layers or model.n_layers
         residual = (lead.residual_init_std or std) / std
         reason = f"as {lead.id}, at its width"
