@@ -7,6 +7,7 @@ import pytest
 from leaven.catalogue.findings import findings
 from leaven.catalogue.starter.asked import Asked
 from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, choose_proxy, proxy_shape
+from leaven.catalogue.starter.tuned import tuned_bases
 from leaven.planning.start import Start, start
 from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
@@ -148,7 +149,7 @@ def test_a_proxy_of_a_size_is_taken_or_refused() -> None:
     assert started.proxy
     assert started.proxy.model.params == pytest.approx(1e8, rel=0.2)
     assert new("1B", "20B", proxy=0).proxy is None
-    with pytest.raises(InputError, match=r"--proxy 900 M: no shape of this family has that size; give .* to 504 M"):
+    with pytest.raises(InputError, match=r"--proxy 900 M: no shape of this family has that size; .* are the nearest"):
         new("1B", "20B", proxy=900_000_000)
 
 
@@ -172,5 +173,21 @@ def test_the_cost_is_that_of_all_trials() -> None:
     assert shape
     tuning = choose_proxy(model, 2**21, 300 * 10**9, lineages=5, size=shape.params)
     assert tuning.proxy
-    assert tuning.proxy.cost == pytest.approx(64 * (shape.params / model.params) ** 2, rel=1e-3)
+    assert tuning.proxy.cost == pytest.approx(tuning.proxy.trials * (shape.params / model.params) ** 2, rel=1e-3)
     assert math.isclose(tuning.proxy.tokens / shape.params, 300e9 / model.params, rel_tol=1e-3)
+
+
+def test_where_nothing_is_published_leavens_own_tuned_base_is_the_start() -> None:
+    base = tuned_bases()[0]
+    started = new("300k", "6M")
+    target = started.target
+    assert (target.base.width, target.base.depth, target.base.batch_tokens, target.base.tokens) == (
+        *(base.model.d_model, base.model.n_layers),
+        *(base.batch.tokens, base.data.tokens),
+    )
+    assert target.hyperparameters == base.hyperparameters
+    assert base.name in target.why["hyperparameters.lr"]
+    assert warnings(target) == []
+    # Above 32 times its size, and where runs are published, they decide.
+    assert base.name not in new("30M", "600M").target.why["hyperparameters.lr"]
+    assert base.name not in new("125M", "2.5B").target.why["hyperparameters.lr"]

@@ -69,7 +69,7 @@ def z_loss(case: Case) -> Iterator[Finding]:
     without = [run for run in case.neighbours if not _z_loss(run)]
     with_it = [run for run in case.runs if _z_loss(run) and (run.peak_lr or 0) >= case.hidden("lr") / 2]
     highest = max((run.peak_lr or 0.0 for run in without), default=math.inf)
-    if case.hidden("lr") > 1.5 * highest and with_it:
+    if len(without) > 1 and case.hidden("lr") > 1.5 * highest and with_it:
         yield Finding(
             path="hyperparameters.lr",
             severity="note",

@@ -1,4 +1,4 @@
-"""The scale that hyperparameters are chosen and written at: the proxy to tune, a lead's own, or the target's."""
+"""The scale that hyperparameters are written at: of the proxy, of a tuned base of leaven's, or of the target."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,10 @@ from leaven.catalogue.derivation import Draft
 from leaven.catalogue.starter.asked import Asked
 from leaven.catalogue.starter.proxy import Tuning, choose_proxy
 from leaven.catalogue.starter.setting import Setting
+from leaven.catalogue.starter.tuned import tuned_base
 from leaven.catalogue.votes import neighbours
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
@@ -19,6 +21,7 @@ class StarterBase:
     setting: Setting
     batch_tokens: int
     tuning: Tuning
+    tuned: Recipe | None = None  # the base of leaven's own whose values are taken
 
     @property
     def shape(self) -> ModelShape:
@@ -39,6 +42,19 @@ def choose_base(draft: Draft, asked: Asked, at: Setting, batch: int) -> StarterB
     else:
         tuning = choose_proxy(at.model, batch, at.tokens, at.near.lineages_within, asked.proxy)
     proxy = tuning.proxy
+    tuned = None if at.near.within else tuned_base(at.model, at.tokens)
+    if tuned:
+        shape = at.model.scaled(tuned.model.d_model, tuned.model.n_layers, d_ff=tuned.model.d_ff)
+        own = Setting(at.near, shape, tuned.data.tokens, 1)
+        again = f"tune {format_quantity(proxy.shape.params)} on your text: " if proxy else "not again: "
+        draft.step(
+            "proxy",
+            [
+                f"nothing near this size is published; the values are those of {tuned.name}, which leaven has tuned",
+                f"{again}{tuning.reason}",
+            ],
+        )
+        return StarterBase(own, tuned.batch.tokens, tuning, tuned)
     if proxy is None:
         draft.step("proxy", [f"none: {tuning.reason}", "lr, moments, decay and init are chosen at this size"])
         return StarterBase(at, batch, tuning)

@@ -46,14 +46,14 @@ def finish(draft: Draft, at: Setting, base: StarterBase) -> None:
     for path in flatten(finished):
         if path not in draft.why and path in DEFAULTS:
             draft.why[path] = DEFAULTS[path]
+    unsure = [
+        f"{one.about}, {one.spread:.3g}x between its sources ({one.remedy})"
+        for one in sorted(draft.unsure, key=lambda one: -one.spread)
+    ]
     said = [
         f"checkpoint and evaluation every {format_quantity(checkpoint)} tokens",
         "rollback from spikes",
-        "least sure: "
-        + "; ".join(
-            f"{one.about}, {one.spread:.3g}x between its sources ({one.remedy})"
-            for one in sorted(draft.unsure, key=lambda one: -one.spread)
-        ),
+        *(["least sure: " + "; ".join(unsure)] if unsure else []),
     ]
     draft.step("guards", said)
 
@@ -78,7 +78,9 @@ def _scaling(draft: Draft, at: Setting, base: StarterBase) -> None:
     implied = model.d_ff * base.shape.d_model == base.shape.d_ff * model.d_model
     if not implied:
         scale |= {"d_ff": base.shape.d_ff, "d_head": base.shape.d_head, "n_kv_heads": base.shape.n_kv_heads}
-    if base.tuning.proxy:
+    if base.tuned:
+        why = f"the scale of {base.tuned.name}, where leaven tuned the values; the rule carries them to this recipe"
+    elif base.tuning.proxy:
         why = "the proxy's scale: the values are chosen and tuned there, and the rule carries them to this recipe"
     else:
         why = "this recipe's own scale: the values are chosen for it, and every ratio is 1"

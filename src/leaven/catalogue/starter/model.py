@@ -38,6 +38,9 @@ FARTHEST = 0.05
 
 SHORT = 4_096
 """Positions up to which RoPE's own theta of 10,000 will do."""
+SMALL_ASPECT = 16.0
+"""d / L at most where nothing near the size is published: small models are better deep and narrow (MobileLLM, arXiv
+2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
 RECENT = "2024"
 """Sequence length and shared key-value heads follow the year more than the size: runs from this year on decide."""
 LEAST_SEQUENCES_A_BATCH = 64
@@ -80,6 +83,8 @@ def _nearest(asked: Asked, near: Neighbours) -> ModelShape:
     lead = near.lead
     stack = _stack_of(lead) if lead else _STACK
     aspect = middle(_aspects(near)).value
+    if not (lead or near.within):
+        aspect = min(aspect, SMALL_ASPECT)
     width = usual_width(asked.params, aspect)
     usual = middle(near.values("model.vocab_size")).value
     vocab = asked.vocab or (round(usual) if lead else vocabulary(asked.params, width, usual))

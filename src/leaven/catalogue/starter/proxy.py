@@ -7,6 +7,7 @@ them up in width and depth.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from leaven.recipe.errors import InputError
@@ -72,9 +73,11 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
     if size is not None:
         shape = proxy_shape(model, size)
         if shape is None or not 1 / NEAR <= shape.params / size <= NEAR:
-            raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(model)}")
-        proxy = _proxy(model, shape, batch_tokens, tokens, TRIALS[0])
-        return Tuning(proxy, "asked for")
+            raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(model, size)}")
+        each = _proxy(model, shape, batch_tokens, tokens, 1).cost
+        trials = next((trials for trials in TRIALS if trials * each <= WORTH), TRIALS[-1])
+        proxy = _proxy(model, shape, batch_tokens, tokens, trials)
+        return Tuning(proxy, f"as asked for: {_cost(proxy)}")
     known = lineages >= ENOUGH_LINEAGES
     least = max(SMALLEST, model.params / FARTHEST) if known else model.params / SMALL_FACTOR
     most = max(SAFE, 1.5 * least)
@@ -102,28 +105,30 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
 
 def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelShape | None:
     """The smaller shape of the family that is nearest to ``params`` and to the target's proportions, of ``least``
-    parameters or more. The head dimension, the query heads to a key-value head and d_ff / d_model stay.
+    parameters or more; None if there is none."""
 
-    None if there is none of half the target's size or less within the ratios that the rule was tested on.
-    """
+    def off(size: int, width: int, depth: int) -> float:
+        wider, deeper = model.d_model / width, model.n_layers / depth
+        return abs(math.log(size / params)) + abs(math.log(wider / deeper)) / 2
+
+    found = [one for one in _smaller(model) if one[0] >= least]
+    best = min(found, key=lambda one: off(*one), default=None)
+    return _scaled(model, *best[1:]) if best else None
+
+
+def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
+    """Parameters, width and depth of the family's shapes of half the size or less, within the ratios that the rule
+    was tested on. The head dimension, the query heads to a key-value head and d_ff / d_model stay."""
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
     half, aspect = model.params / 2, model.d_model / model.n_layers
-    thinnest, widest = min(THINNEST, aspect), max(WIDEST, aspect)
+    thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
     shallowest = max(-(-model.n_layers // SHALLOWER), min(LEAST_DEPTH, model.n_layers))
-    best: tuple[float, int, int] | None = None
-    for width in range(unit, model.d_model, unit):
-        wider = model.d_model / width
-        if wider > NARROWER:
-            continue
+    for width in range(max(unit, -(-model.d_model // NARROWER // unit) * unit), model.d_model, unit):
         one, two = (_scaled(model, width, depth).params for depth in (1, 2))
         for depth in range(shallowest, model.n_layers + 1):
             size = one + (depth - 1) * (two - one)
-            if not (least <= size <= half and thinnest <= width / depth <= widest):
-                continue
-            off = abs(math.log(size / params)) + abs(math.log(wider / (model.n_layers / depth))) / 2
-            if best is None or off < best[0]:
-                best = off, width, depth
-    return _scaled(model, *best[1:]) if best else None
+            if size <= half and thinnest <= width / depth <= widest:
+                yield size, width, depth
 
 
 def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
@@ -167,13 +172,10 @@ def _not_worth(model: ModelShape, smallest: Proxy | None, least: float) -> str:
     )
 
 
-def _no_shape(model: ModelShape) -> str:
-    unit = model.d_head * (model.n_heads // model.n_kv_heads)
-    widths = range(max(unit, -(-model.d_model // NARROWER // unit) * unit), model.d_model, unit)
-    sizes = [_scaled(model, width, LEAST_DEPTH).params for width in widths]
-    if not sizes:
+def _no_shape(model: ModelShape, size: float) -> str:
+    sizes = [params for params, *_ in _smaller(model)]
+    below, above = [one for one in sizes if one < size], [one for one in sizes if one > size]
+    near = [format_quantity(one) for one in (*([max(below)] if below else []), *([min(above)] if above else []))]
+    if not near:
         return "this model is too small to have a proxy; leave --proxy out"
-    return (
-        f"no shape of this family has that size; give {format_quantity(min(sizes))} to "
-        f"{format_quantity(model.params // 2)}, or leave --proxy out"
-    )
+    return f"no shape of this family has that size; {' and '.join(near)} are the nearest"

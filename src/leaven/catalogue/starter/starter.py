@@ -25,6 +25,7 @@ from leaven.catalogue.starter.guards import finish
 from leaven.catalogue.starter.lr import choose_lr, choose_schedule
 from leaven.catalogue.starter.model import choose_shape, explain_shape
 from leaven.catalogue.starter.setting import Setting
+from leaven.catalogue.starter.tuned import take_tuned
 from leaven.catalogue.votes import FACTOR, Neighbours, neighbours
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
@@ -60,8 +61,11 @@ def starter(asked: Asked) -> Derivation:
     choose_ramp(draft, setting, batch)
     choose_schedule(draft, setting, batch)
     base = choose_base(draft, asked, setting, batch)
-    lr = choose_lr(draft, base.setting, base.batch_tokens)
-    choose_adam(draft, base.setting, base.batch_tokens, lr)
+    if base.tuned:
+        take_tuned(draft, base.tuned, asked.tokens)
+    else:
+        lr = choose_lr(draft, base.setting, base.batch_tokens)
+        choose_adam(draft, base.setting, base.batch_tokens, lr)
     finish(draft, setting, base)
     try:
         return Derivation(draft.recipe(), tuple(draft.steps), base.tuning)
