@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from leaven.interop.configs.vocabulary import Loss, Wanted
+from leaven.interop.configs.vocabulary import SAME_START, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 
 
@@ -70,6 +70,7 @@ def common_notes(wanted: Wanted) -> list[str]:
     ]
     if recipe.batch.micro_batch != wanted.micro_batch:
         notes.append(f"micro_batch is {recipe.batch.micro_batch} in the recipe and {wanted.micro_batch} here")
+    notes.append(f"an init_std counts as the same within {SAME_START:.1%}")
     return notes
 
 
