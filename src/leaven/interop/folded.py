@@ -15,8 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from leaven.distributed.pieces import cut, piece_of
 from leaven.interop.anatomy import dissect, is_a, unwrapped
 from leaven.interop.hooks import ScaleInput, ScaleOutput
 from leaven.interop.roles import is_linear
@@ -66,8 +68,15 @@ def fold(model: nn.Module) -> nn.Module:
         InputError: if the model is not parametrized, or a multiplier has no weight to go to. The model is unchanged.
     """
     target = unwrapped(model, "fold")
+    for module in target.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward it may hold whole parameters, which are thrown away
     for parameter, factor in _factors(target).items():
-        parameter.mul_(factor)
+        if isinstance(factor, Tensor):
+            piece = piece_of("", parameter)  # all of it, or what this process holds
+            piece.local.mul_(cut(factor.expand(parameter.shape), piece.offset, piece.local.shape))
+        else:
+            parameter.mul_(factor)
     for module in target.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, ScaleOutput | ScaleInput)]:
@@ -97,7 +106,8 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
         raise InputError(
             f"{type(target).__name__} has no save_pretrained; fold a copy with leaven.fold and save its state dict"
         )
-    if any(isinstance(parameter, DTensor) for parameter in target.parameters()):
+    sharded = any(isinstance(module, FSDPModule) for module in target.modules())
+    if sharded or any(isinstance(parameter, DTensor) for parameter in target.parameters()):
         raise InputError(
             "the model is sharded over processes; call leaven.fold on it and save it as you save sharded models"
         )
@@ -193,6 +203,7 @@ def _queries(
         )
     for parameter in fused.parameters(recurse=False):
         column = parameter.ndim == 2 and not is_a(fused, "Conv1D")
-        by_output = torch.ones(heads, 3, parameter.shape[0 if column else -1] // (3 * heads)).to(parameter)
+        size = parameter.shape[0 if column else -1] // (3 * heads)
+        by_output = torch.ones(heads, 3, size, dtype=parameter.dtype, device=parameter.device)
         by_output[:, 0] = factor
         yield fused, parameter, by_output.flatten()[:, None] if column else by_output.flatten()
