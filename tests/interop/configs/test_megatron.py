@@ -188,7 +188,10 @@ def test_a_start_in_four_digits_is_the_same_and_what_differs_looks_different(tin
         ends = {"init_std": relative / (2 * tiny.model.n_layers) ** 0.5}
         return tiny.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
 
-    assert export(starting(1.0003)).losses == ()
+    near = export(starting(1.0003))
+    assert near.losses == ()
+    assert "init_std of attention.out, mlp.out is the recipe's within 0.1%" in near.notes
+    assert not any("within 0.1%" in note for note in export(starting(1)).notes)
     (loss,) = export(starting(1.002)).losses
     assert loss.text.startswith("init_std of attention.out, mlp.out = 0.0501: would be 0.05:")
     # Values that agree in four digits are told with more.

@@ -88,7 +88,7 @@ def export(recipe: Recipe) -> Export:
         | _schedule(wanted, groups)
         | _layout(recipe)
     )
-    notes = [*common_notes(wanted), *_notes(wanted, flags)]
+    notes = [*common_notes(wanted, given), *_notes(wanted, flags)]
     return Export({"": _text(recipe.name, flags, losses, notes)}, tuple(losses), tuple(notes))
 
 
