@@ -46,6 +46,10 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
     return train(path, recipe, sets)
 
 
+def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
+    return [_line("recipes", "check", path, *_sets(overrides))]
+
+
 def after_tune(path: Path, study: Path) -> list[str]:
     """After a study of the recipe at ``path``: back to the target if it stands beside the proxy."""
     best = study / "best.toml"

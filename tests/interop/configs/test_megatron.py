@@ -174,3 +174,27 @@ def test_the_schema_is_of_the_installed_megatron_core_where_there_is_one() -> No
     shared |= {"embedding-init-method-std", "qk-layernorm", "lr", "decoupled-lr", "decoupled-min-lr", "adam-eps"}
     shared |= {"hidden-dropout", "attention-dropout", "weight-decay", "clip-grad", "use-distributed-optimizer"}
     assert shared <= known
+
+
+def test_seed_0_is_one_that_megatron_takes(tiny: Recipe) -> None:
+    exported = export(tiny)
+    assert flags_of(tiny)["seed"] == 1234
+    assert any("--seed 1234 is data.seed = 0" in note for note in exported.notes)
+    assert flags_of(tiny.replace({"data.seed": 7}))["seed"] == 7
+
+
+def test_a_start_in_four_digits_is_the_same_and_what_differs_looks_different(tiny: Recipe) -> None:
+    def starting(relative: float) -> Recipe:
+        ends = {"init_std": relative / (2 * tiny.model.n_layers) ** 0.5}
+        return tiny.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
+
+    near = export(starting(1.0003))
+    assert near.losses == ()
+    assert "init_std of attention.out, mlp.out is the recipe's within 0.1%" in near.notes
+    assert not any("within 0.1%" in note for note in export(starting(1)).notes)
+    (loss,) = export(starting(1.002)).losses
+    assert loss.text.startswith("init_std of attention.out, mlp.out = 0.0501: would be 0.05:")
+    # Values that agree in four digits are told with more.
+    (lr,) = [loss for loss in export(tiny.replace({"hyperparameters.modules": {"mlp.in": {"lr": 1.00001}}})).losses
+             if loss.key.startswith("lr of")]  # fmt: skip
+    assert lr.text.startswith("lr of mlp.in = 0.0100001: would be 0.01:")

@@ -1,8 +1,8 @@
 """Losses and notes that several targets share: what of a schedule, a batch, a clip or a start they do not have."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from leaven.interop.configs.vocabulary import Loss, Wanted
+from leaven.interop.configs.vocabulary import SAME, SAME_START, Given, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 
 
@@ -61,8 +61,11 @@ def of_floor(wanted: Wanted, target: str) -> list[Loss]:
     return [Loss("schedule.min_lr_ratio", schedule.min_lr_ratio, why)] if reached else []
 
 
-def common_notes(wanted: Wanted) -> list[str]:
-    """What no target takes over and no number depends on, and what was rounded."""
+def common_notes(wanted: Wanted, given: Mapping[str, Given] | None = None) -> list[str]:
+    """What no target takes over and no number depends on, and what was rounded.
+
+    ``given`` is what a target that computes initial values by itself gives each parameter.
+    """
     recipe = wanted.recipe
     notes = [
         "data: source and tokenizer are the target's to be told; leaven's order of the samples is its own",
@@ -70,6 +73,13 @@ def common_notes(wanted: Wanted) -> list[str]:
     ]
     if recipe.batch.micro_batch != wanted.micro_batch:
         notes.append(f"micro_batch is {recipe.batch.micro_batch} in the recipe and {wanted.micro_batch} here")
+    close = {
+        row.module
+        for row in wanted.table.rows
+        if given and row.name in given and SAME < abs(row.init_std / (given[row.name].init_std or 1) - 1) < SAME_START
+    }
+    if close:
+        notes.append(f"init_std of {', '.join(sorted(close))} is the recipe's within {SAME_START:.1%}")
     return notes
 
 
