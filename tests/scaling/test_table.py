@@ -209,7 +209,6 @@ def test_qk_gains_shared_or_per_head(tiny: Recipe, per_head: bool) -> None:
     assert large.eps / small.eps == (1 / 4 if per_head else 1)
 
 
-
 def test_the_document_has_the_keys_that_stay(tiny: Recipe) -> None:
     document = describe(tiny, 123.0)
     assert {"scale", "ratios", "totals", "parameters"} <= document.keys()

@@ -88,8 +88,8 @@ def test_a_scaled_ramp_is_adamw_with_the_values_of_each_step(
         told, table = training.step(), resolve(at_its_batch(recipe, batch))
         multiplier = recipe.schedule.multiplier(training.progress.tokens, recipe.data.tokens)
         assert told.lr == pytest.approx(table["layers.0.mlp.out.weight"].lr * multiplier, rel=1e-12)
-        for name, gradient in seen[step].items():
-            row, w = table[name], weights[name]
+        for name, taken in seen[step].items():
+            row, w, gradient = table[name], weights[name], taken
             lr = row.lr * multiplier
             if kind == "adamw":
                 w = w * (1 - lr * row.weight_decay)
@@ -126,9 +126,7 @@ def test_a_fixed_ramp_is_torchs_adamw_to_the_last_bit(tiny: Recipe, tokens: Toke
 def test_the_factors_are_those_of_complete_d_p(tiny: Recipe) -> None:
     recipe = ramped(tiny, "scaled")
     first, longer = ramp_factors(recipe, 0)
-    assert (first.lr, first.eps, first.weight_decay, first.half_life) == pytest.approx(
-        (8**-0.5, 8**0.5, 8**-0.5, 8)
-    )
+    assert (first.lr, first.eps, first.weight_decay, first.half_life) == pytest.approx((8**-0.5, 8**0.5, 8**-0.5, 8))
     assert longer == 1
     second = next(step for step in range(STEPS) if recipe.batches.tokens_at_step(step + 1) - 32 * (step + 1) > 0)
     assert ramp_factors(recipe, second)[1] == pytest.approx(1 / 2)
@@ -194,7 +192,9 @@ def test_only_rules_that_move_something_with_the_batch_have_a_scaled_ramp(tiny: 
         assert ("B^1/2" in rule.columns["lr"].text) if rule.columns else rule.name not in moves
     for name in RULES.keys() - BATCH_RULES:
         ramped(tiny, "fixed", **{"scaling.rule": name})
-        with pytest.raises(ValidationError, match=r'ramp.rule = "scaled": scaling rule .* moves nothing with the batch'):
+        with pytest.raises(
+            ValidationError, match=r'ramp.rule = "scaled": scaling rule .* moves nothing with the batch'
+        ):
             ramped(tiny, "scaled", **{"scaling.rule": name})
 
 

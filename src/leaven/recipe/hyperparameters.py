@@ -35,11 +35,11 @@ class Multipliers(Part):
 
 
 class DepthProfile(Part):
-    """Multipliers at evenly spaced relative depths 0 .. 1, for any number of layers: their logarithms are interpolated
-    linearly in l / L.
+    """Multipliers at evenly spaced relative depths 0 .. 1, for any number of layers: their logarithms are
+    interpolated linearly.
 
-    They multiply those of the modules: type and depth add up in the logarithm (Mlodozeniec et al. 2025), which is also
-    where they are searched, so halfway between 1/4 and 4 is 1.
+    They multiply those of the modules: type and depth add up in the logarithm (Mlodozeniec et al. 2025), where they
+    are searched, too. Halfway between 1/4 and 4 is 1.
     """
 
     lr: Profile = (1.0,)

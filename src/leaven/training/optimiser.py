@@ -39,8 +39,8 @@ class Optimiser:
     """Adam or AdamW over the table's groups; the schedule multiplies each group's own peak.
 
     In a scaled ramp the betas change with the batch. Adam's moments start at 0, and what corrects them is
-    1 - prod(beta_i) over the steps so far. Here beta_i = beta ** (1 / half_life_i), so that the product is
-    beta_now ** n with n = half_life_now x sum(1 / half_life_i): torch's own correction is exact if its step count is n.
+    1 - prod(beta_i) over the steps so far. Here beta_i = beta ** (1 / half_life_i), so the product is beta_now ** n
+    with n = half_life_now x sum(1 / half_life_i): torch's own correction is exact if its step count is n.
     :meth:`recount` keeps it so: when the batch changes, it converts the count into steps of the new batch.
     """
 

@@ -74,8 +74,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 def device_peak(device: torch.device, compute: str) -> Peak:
     """The peak of a device: of its data sheet, or else measured here, once a process.
 
-    What a device only emulates it can at best compute in fp32. Without that bound a processor without fp16 showed MFUs
-    of 227%: its fp16 product of two plain matrices takes ten times as long as that of a matrix and a transposed one.
+    What a device only emulates it can at best compute in fp32. Without that bound a processor without fp16 showed
+    MFUs of up to 227%: its fp16 product of two matrices takes eight times as long if neither is transposed.
     """
     known = known_peak(device, compute)
     if known is not None:
