@@ -1,6 +1,6 @@
 """A batch ramp with values that stay (``fixed``) or move with the batch (``scaled``), against no ramp: paired seeds.
 
-    python benchmarks/ramp.py --lr 0.008 --seeds 4 --out ramp.jsonl
+    python benchmarks/ramp.py --lr 0.016 --seeds 4 --out ramp.jsonl
 
 One line of JSON a run: the same initial values and the same order of samples for the same seed.
 """
@@ -26,24 +26,24 @@ seq_len = 64
 qk_norm = true
 [data]
 source = "python-stdlib"
-tokens = 2_097_152
+tokens = 1_048_576
 [batch]
-tokens = 16_384
+tokens = 8_192
 micro_batch = 32
 [schedule]
-warmup_tokens = 104_448
+warmup_tokens = 52_224
 [hyperparameters]
-lr = 0.008
+lr = 0.016
 init_std = 0.08
 [evaluation]
-tokens = 131_072
+tokens = 65_536
 """
-START = 2_048
+START = 1_024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.008])
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.016])
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--over", type=float, nargs="+", default=[0.0, 0.15, 0.5], help="0: no ramp")
     parser.add_argument("--out", type=Path, required=True)
