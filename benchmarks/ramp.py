@@ -1,6 +1,6 @@
 """A batch ramp with values that stay (``fixed``) or move with the batch (``scaled``), against no ramp: paired seeds.
 
-    python benchmarks/ramp.py --lr 0.016 --seeds 4 --out ramp.jsonl
+    python benchmarks/ramp.py --out ramp.jsonl
 
 One line of JSON a run: the same initial values and the same order of samples for the same seed.
 """
@@ -44,13 +44,13 @@ START = 1_024
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.016])
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--over", type=float, nargs="+", default=[0.0, 0.15, 0.5], help="0: no ramp")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     base = parse_recipe(RECIPE, "ramp")
     arms = [(over, rule) for over in options.over for rule in (["fixed", "scaled"] if over else ["none"])]
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         for lr in options.lr:
             for over, rule in arms:
                 ramp = {
