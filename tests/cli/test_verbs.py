@@ -191,6 +191,16 @@ def test_bench_is_one_document_and_writes_nothing(leaven: Verb, tiny_file: Path,
     assert "give --micro-batch 1" in err
 
 
+def test_show_says_what_a_scaled_ramp_starts_with(leaven: Verb, tiny_file: Path) -> None:
+    ramp = "batch.ramp={start_tokens = 64, increment_tokens = 64, over_tokens = 1_000, rule = 'scaled'}"
+    shown = document(leaven("show", tiny_file, "--set", ramp, "--json"))["ramp"]
+    assert shown["rule"] == "scaled"
+    assert "the first, of 64 tokens, has lr x 0.5, weight decay x 0.5, eps x 2 and moments that" in shown["why"]
+    assert "ramp" in leaven("show", tiny_file, "--set", ramp)[1]
+    fixed = document(leaven("show", tiny_file, "--set", ramp, "--set", "batch.ramp.rule=fixed", "--json"))["ramp"]
+    assert fixed == {"rule": "fixed", "why": None}
+
+
 def test_a_ramp_is_proposed_from_the_noise_scale_of_a_run(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -238,6 +238,18 @@ def clip_reason(recipe: Recipe) -> str:
             )
 
 
+def ramp_reason(recipe: Recipe) -> str | None:
+    """What a scaled ramp makes of the table's values at its first batch; None where they stay."""
+    first, _ = ramp_factors(recipe, 0)
+    if first == AT_BASE:
+        return None
+    return (
+        f"scaled: the table is that of the full batch; the first, of {recipe.batch.sizes[0][1]:,} tokens, has lr x "
+        f"{first.lr:.3g}, weight decay x {first.weight_decay:.3g}, eps x {first.eps:.3g} and moments that look back "
+        f"{first.half_life:.3g} x as many steps ({recipe.scaling.rule})"
+    )
+
+
 def _label(name: str) -> str:
     """A parameter's name without its block."""
     return _LAYER.sub("", name)
