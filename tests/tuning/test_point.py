@@ -123,7 +123,7 @@ def test_a_module_has_its_own_memory(beta: str) -> None:
 
 
 @pytest.mark.parametrize(
-    # Blocks lie at depth 0, 1/4, 1/2, 3/4, 1; of three points the first is felt by the first half, linearly in octaves.
+    # Blocks lie at depth 0, 1/4, 1/2, 3/4, 1; of three points the first moves the first half, linearly in octaves.
     ("point", "shares"),
     [(0, (1, 0.5, 0, 0, 0)), (1, (0, 0.5, 1, 0.5, 0)), (2, (0, 0, 0, 0.5, 1))],
 )
