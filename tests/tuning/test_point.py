@@ -123,7 +123,7 @@ def test_a_module_has_its_own_memory(beta: str) -> None:
 
 
 @pytest.mark.parametrize(
-    # Blocks lie at depth 0, 1/4, 1/2, 3/4, 1; of three points the first is felt by the first half, linearly.
+    # Blocks lie at depth 0, 1/4, 1/2, 3/4, 1; of three points the first moves the first half, linearly in octaves.
     ("point", "shares"),
     [(0, (1, 0.5, 0, 0, 0)), (1, (0, 0.5, 1, 0.5, 0)), (2, (0, 0, 0, 0.5, 1))],
 )
@@ -131,7 +131,7 @@ def test_a_point_of_a_depth_profile_moves_the_blocks_near_it(point: int, shares:
     there = moved(RECIPE, {f"hyperparameters.depth.lr[{point}]": 1.0})
     before, after = resolve(RECIPE), resolve(there)
     for row in after.rows:
-        factor = 1.0 if row.layer is None else 1 + shares[row.layer]  # twice the lr at the point itself
+        factor = 1.0 if row.layer is None else 2 ** shares[row.layer]  # twice the lr at the point itself
         assert row.lr == pytest.approx(factor * before[row.name].lr, rel=1e-12), row.name
     for other in ("init_std", "weight_decay", "beta1", "beta2", "eps", "multiplier"):
         assert column(before, other) == column(after, other)

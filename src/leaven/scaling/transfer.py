@@ -223,7 +223,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
     """``[batch]`` with batches of so many tokens, in a run so much longer; ramp and stages move along."""
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
-    moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch}
+    moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch, "stages_rule": batch.stages_rule}
     if batch.stages:
         moved["stages"] = [
             {
@@ -243,6 +243,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
                 "start_tokens": tokens - increments * increment,
                 "increment_tokens": increment,
                 "over_tokens": max(round(batch.ramp.over_tokens * longer), 1),
+                "rule": batch.ramp.rule,
             }
     return moved
 

@@ -142,6 +142,14 @@ def test_a_ramp_is_what_a_current_megatron_reads(tiny: Recipe) -> None:
     assert sizes == ours
 
 
+def test_a_ramp_that_moves_the_values_loses_that(tiny: Recipe) -> None:
+    ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
+    recipe = megatron_like(tiny.replace({"batch.ramp": ramp, "scaling.rule": "complete-d-p"}))
+    assert "batch.ramp.rule" not in keys(export(recipe).losses)
+    scaled = recipe.replace({"batch.ramp.rule": "scaled", "scaling.rule": "complete-d-p"})
+    assert "batch.ramp.rule" in keys(export(scaled).losses)
+
+
 def test_mup_is_written_where_it_loses_less(tiny: Recipe) -> None:
     """Table 8 of Yang et al.: only the eps of the readout is another (1 there, 1 / m in Megatron's form)."""
     recipe = transferred(megatron_like(tiny), rule="mup")

@@ -46,6 +46,14 @@ def of_ramp(recipe: Recipe, target: str) -> list[Loss]:
     ]
 
 
+def of_ramp_rule(recipe: Recipe, target: str) -> list[Loss]:
+    """Of a target that has the ramp."""
+    if recipe.batch.rule == "fixed":
+        return []
+    key = "batch.ramp.rule" if recipe.batch.ramp else "batch.stages_rule"
+    return [Loss(key, "scaled", f"would be fixed: {target} keeps lr, betas, eps and decay while the batch grows")]
+
+
 def of_schedule(recipe: Recipe, target: str, known: Iterable[str], instead: str) -> list[Loss]:
     decay = recipe.schedule.decay
     if decay in known:

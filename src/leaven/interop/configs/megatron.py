@@ -23,7 +23,7 @@ from typing import Any
 
 from leaven.interop.configs import formats
 from leaven.interop.configs import vocabulary as v
-from leaven.interop.configs.losses import common_notes, of_clip, of_start
+from leaven.interop.configs.losses import common_notes, of_clip, of_ramp_rule, of_start
 from leaven.interop.configs.vocabulary import Export, Given, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
@@ -74,7 +74,7 @@ def export(recipe: Recipe) -> Export:
     candidates = [_standard(wanted)] + ([_mup(wanted)] if recipe.base.width < shape.d_model else [])
     groups, given, scale = min(candidates, key=lambda each: v.weight(_unlike(wanted, each[1], each[2])))
     losses += _unlike(wanted, given, scale)
-    losses += of_start(recipe) + of_clip(wanted, folded=wanted.unlike(given))
+    losses += of_start(recipe) + of_ramp_rule(recipe, TARGET) + of_clip(wanted, folded=wanted.unlike(given))
     if not wanted.decoupled:
         why = "would be adamw: no argument turns off decoupled_weight_decay of OptimizerConfig"
         losses.append(Loss("hyperparameters.optimizer", "adam", why))
