@@ -23,7 +23,11 @@ from benchmarks._landscapes import EXCESS, FLOOR, REACH, landscape
 from leaven.tuning import search
 
 NARROW = 0.5  # octaves to either side: a box in which runs seldom diverge
-METHODS = ("trust-region", "random", "random, narrow", "tpe", "tpe, narrow", "cma", "gp", "gp, narrow")
+WIDE = 12.0  # likewise, of a space with the usual box of REACH to begin in, as `leaven tune` has it
+METHODS = (
+    *("trust-region", "trust-region, wide", "random", "random, narrow", "random, wide"),
+    *("tpe", "tpe, narrow", "tpe, wide", "cma", "cma, wide", "gp", "gp, narrow"),
+)
 FIRST = 100  # seed; on those below it the constants of the trust region were chosen
 
 
@@ -36,10 +40,11 @@ def run(method: str, dimensions: int, trials: int, seed: int, offset: float) -> 
         return truth.trial(np.array([multipliers[name] for name in names]), rng)
 
     began = time.perf_counter()
-    name, _, narrow = method.partition(", ")
-    reach = NARROW if narrow else REACH
+    name, _, which = method.partition(", ")
+    reach = {"narrow": NARROW, "wide": WIDE}.get(which, REACH)
     space = dict.fromkeys(names, (-reach, reach))
-    found = search(trial, space, trials=trials, method=name, seed=seed, stop_at_noise=False)
+    near = dict.fromkeys(names, (-REACH, REACH)) if which == "wide" else None
+    found = search(trial, space, trials=trials, method=name, seed=seed, near=near, stop_at_noise=False)
     loss = truth.loss(np.array([found.params[name] for name in names]))
     low, high = found.interval
     return {
@@ -92,7 +97,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.quick:
-        options.methods = METHODS[:5]
+        options.methods = ("trust-region", "random", "random, narrow", "tpe", "tpe, narrow")
         options.dimensions, options.trials, options.seeds = "6", "24", 3
     options.results.parent.mkdir(parents=True, exist_ok=True)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
