@@ -182,7 +182,9 @@ VALUE = "hyperparameters.modules.attention.value.weight_decay"
 COORDINATE = Coordinate(VALUE, 1.0, (0.5, 1.5), 0.4, 1.0, True, gain_deviation=0.01, at_end=True, end="the bound, 10")
 SEARCHED = (Dimension(VALUE, 1.0, -4.0, 1.0, 2.0),)
 BEST = Best(5, 3.8601, (3.7096, 4.0107), 2, 2)
-FOUND = Answer(BEST, {VALUE: 1.0}, 0.0495, 2, (COORDINATE,), BEST, {VALUE: 1.0}, 0.0, gain=0.3673, dimensions=SEARCHED)
+FOUND = Answer(
+    BEST, {VALUE: 1.0}, 0.0495, 2, (COORDINATE,), BEST, {VALUE: 1.0}, 0.0, gain=0.3673, dimensions=SEARCHED
+)
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, width: int, terminal: bool, stalled: bool = False) -> list[str]:

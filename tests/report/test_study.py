@@ -175,7 +175,7 @@ def test_a_value_that_was_not_run_is_one_that_a_recipe_can_have(study, octaves):
     start, searched = study.centre, space(study.centre, "global")
     here = searched.values(dict.fromkeys(searched.paths, octaves))
     for each in searched.dimensions:
-        shown = points.value(each.path, each.centre, octaves, start.model.seq_len)
+        shown = points.value(each, octaves, start.model.seq_len)
         assert shown == pytest.approx(here[each.path], rel=1e-12)
     assert {"batch.tokens", "schedule.warmup_tokens"} <= set(here)
 
@@ -273,9 +273,9 @@ def test_the_gain_is_the_one_that_the_terminal_says(study):
 def test_what_is_at_the_end_of_its_range_is_named(tmp_path):
     state = studied.study(6, 24)
     first, *others = state.coordinates
-    ends = replace(state, coordinates=(replace(first, at_end=True), *others))
+    ends = replace(state, coordinates=(replace(first, at_end=True, end="the bound, 2"), *others))
     page = write_page(studied.write(tmp_path / "study", ends), tmp_path / "study.html")
-    assert f"As far as was searched: {short_path(first.path)}. The optimum may lie beyond" in Reader(page).text
+    assert f"At the end of its range: {short_path(first.path)} (the bound, 2). The optimum may lie beyond" in Reader(page).text
 
 
 def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):

@@ -14,8 +14,8 @@ from benchmarks.answers import judged, searched
 
 from leaven.training.study_file import Best, Coordinate, Dimension, Trial
 from leaven.tuning.answer import Answer, answer, finalists, front
+from leaven.tuning.confirmation import confirm, to_confirm
 from leaven.tuning.importance import ped_anova
-from leaven.tuning.confirmation import to_confirm, confirm
 from leaven.tuning.noise import GIVEN, floor
 from leaven.tuning.trust_region import region
 from leaven.tuning.wording import ELSEWHERE, advice_when_all_diverged, lines, stopped, why, why_fewest

@@ -108,7 +108,9 @@ def test_cliffs_are_blamed_on_what_only_the_diverged_trials_have() -> None:
     assert found.risk(shortened) <= 0.2
     assert 0 < shortened[2] < 1.2
     assert shortened[0] == pytest.approx(0.5, abs=0.45)
-    np.testing.assert_array_equal(divergence.fit(points, np.zeros(100, bool)).shorten(beyond, np.zeros(6), 0.2), beyond)
+    np.testing.assert_array_equal(
+        divergence.fit(points, np.zeros(100, bool)).shorten(beyond, np.zeros(6), 0.2), beyond
+    )
 
 
 def test_the_incumbent_moves_by_more_than_the_noise_only() -> None:

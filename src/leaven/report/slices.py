@@ -69,7 +69,8 @@ def panel(study: Study, coordinate: Coordinate, frame: tuple[float, float]) -> "
     chart.add_trace(go.Scatter(x=x, y=above, **band))
     chart.add_trace(go.Scatter(x=x, y=below, fill="tonexty", fillcolor="var(--band)", **band))
     said = [
-        f"<b>{points.change(dimension, point.octaves)}</b><br>{numbers.delta(point.loss)} ± {point.deviation:.4f} nats"
+        f"<b>{points.change(dimension, point.octaves)}</b>"
+        f"<br>{numbers.delta(point.loss)} ± {point.deviation:.4f} nats"
         + (f"<br>{point.risk:.0%} diverge" if point.risk > 0.005 else "")
         for point in inside
     ]
@@ -85,7 +86,12 @@ def panel(study: Study, coordinate: Coordinate, frame: tuple[float, float]) -> "
     chart.add_trace(go.Scatter(x=[coordinate.best], y=[0.0], mode="markers", marker=marker, hoverinfo="skip"))
     every = next(step for step in (1, 2, 4, 8, 16) if (high - low) / step <= 3.5)
     places = [place for place in range(math.ceil(low), math.floor(high) + 1) if place % every == 0]
-    chart.update_xaxes(range=[low, high], tickvals=places, ticktext=[points.change(dimension, place) for place in places], tickangle=0)
+    chart.update_xaxes(
+        range=[low, high],
+        tickvals=places,
+        ticktext=[points.change(dimension, place) for place in places],
+        tickangle=0,
+    )
     chart.update_layout(yaxis={"range": [depth - 0.18 * room, height + 0.08 * room], "nticks": 4})
     return chart
 

@@ -174,9 +174,10 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
         made.section(
             "Slices through the best point",
             f"{many}, all others at the best: nats above the best upwards, the same scale in all; factors of the "
-            "start sideways (or what is added, or the choices). The band is one standard deviation of what the trials know. Grey is flat within the "
-            "noise, the dotted line is the start. The red hill is the chance of divergence, certain at the top; "
-            "crosses are trials that diverged, faint where this value is hardly the reason; ticks are the others.",
+            "start sideways, or what is added to it, or the choices. The band is one standard deviation of what the "
+            "trials know. Grey is flat within the noise, the dotted line is the start. The red hill is the chance of "
+            "divergence, certain at the top; crosses are trials that diverged, faint where this value is hardly the "
+            "reason; ticks are the others.",
             element("div", *panels, class_="panels"),
         )
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from leaven.training.study_file import Best, Coordinate, Dimension, Front, SlicePoint, Trial
 from leaven.tuning import wording
-from leaven.tuning.importance import ped_anova
 from leaven.tuning.confirmation import RERUNS, Losses, Point, changes, confirm, gain
+from leaven.tuning.importance import ped_anova
 from leaven.tuning.noise import between, interval
 from leaven.tuning.trust_region import RISK, Region, learning_rates, region, without_outliers
 from leaven.tuning.wording import advice_when_all_diverged
@@ -75,9 +75,9 @@ def answer(
     As long as nothing was run with fresh seeds there is no best, unless the search is ``over``.
 
     Importance is the standard deviation of the loss along the slice through the best point, over the values that the
-    trials tried, as a share of all values': fANOVA's first order on the surrogate in the place of a forest. Optuna's own
-    (PED-ANOVA) is given beside it and not mixed in: with as many values as trials it follows the truth hardly at all
-    (docs/search.md).
+    trials tried, as a share of all values': fANOVA's first order, on the surrogate in the place of a forest. Optuna's
+    own (PED-ANOVA) is given beside it and not mixed in: with as many values as trials it follows the truth hardly at
+    all (docs/search.md).
     """
     seen = _look(trials, dimensions, noise)
     paths = [d.path for d in dimensions]
@@ -201,7 +201,9 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> t
         if levels := len(dimensions[i].levels):
             # All levels, and none as good as the best but itself.
             every = np.tile(np.arange(SLICE) % levels, (len(best), 1)).astype(float)
-            for curve, values in zip(curves, (every, *seen.region.along(best, every), _risks(seen, best, every)), strict=True):
+            for curve, values in zip(
+                curves, (every, *seen.region.along(best, every), _risks(seen, best, every)), strict=True
+            ):
                 curve[i] = values[i]
             equal[i] = False
         below, above = np.flatnonzero(~equal[i, :middle]), np.flatnonzero(~equal[i, middle + 1 :])
@@ -248,9 +250,10 @@ def finalists(
 ) -> list[dict[str, float]]:
     """The points to be run again with fresh seeds, in octaves by path, the likeliest first; as many as one can pay.
 
-    Of a trust region: the best trial; what the surrogate predicts, with the fewest changes that are equal to that within
-    noise, and then with all: neither need have been run, and few trials predict too well; and the other trials. What
-    a trial is worth is what the surrogate holds of it, and of what the surrogate has not the part that is no noise of seeds.
+    Of a trust region: the best trial; what the surrogate predicts to be best, with the fewest changes that are equal
+    to that within noise, and then with all: neither need have been run, and few trials predict too well; and the
+    other trials. What a trial is worth is what the surrogate holds of it, and the part of the rest that is no noise
+    of seeds.
     Other methods (``by_surrogate`` false) have only the losses. Empty if everything diverged.
     """
     seen = _look(trials, dimensions, noise)

@@ -103,7 +103,7 @@ def _limits(name: object, both: Any, what: str = "space") -> Any:
     if not isinstance(name, str):
         raise InputError(f"space of {name!r}: its name is text")
     if isinstance(both, range):
-        if both.start or both.step != 1 or len(both) < 2:  # noqa: PLR2004 - levels, of a choice
+        if both.start or both.step != 1 or len(both) < 2:
             raise InputError(f"{what} of {name} = {both}: give range(n) with at least 2 levels")
         return both
     try:

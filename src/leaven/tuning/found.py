@@ -76,7 +76,9 @@ def rival(plan: Plan, runs: Sequence[Run], point: Mapping[str, float]) -> Rival 
 
     Curves of other choices (of a schedule, say) have another course, and say nothing of it.
     """
-    choices = [name for name, limits in plan.axes.distributions.items() if isinstance(limits, CategoricalDistribution)]
+    choices = [
+        name for name, limits in plan.axes.distributions.items() if isinstance(limits, CategoricalDistribution)
+    ]
     between, degrees = plan.between(runs)
     alike = (run for run in runs if all(run.origin.params.get(name) == point[name] for name in choices))
     curves = [run.last for run in alike if run.complete and seed(run.origin) == 0 and "curve" in run.last.user_attrs]

@@ -60,7 +60,7 @@ def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> B
                         x0=dict(axes.start),
                         sigma0=START / (2 * _farthest(axes)),  # as a part of the box
                         seed=seed,
-                        use_separable_cma=len(axes.start) > 1,
+                        use_separable_cma=int((axes.levels == 0).sum()) > 1,
                     )
             case _:
                 return optuna.samplers.RandomSampler(seed=seed)
@@ -69,12 +69,13 @@ def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> B
 
 
 class _SeededAnew(BaseSampler):
-    """One of Optuna's samplers, seeded anew for each proposal, in a box that is extended while the best lie at its end.
+    """One of Optuna's samplers, seeded anew for each proposal, in a box that grows while the best lie at its end.
 
     They draw from a stream of their own: two commands with one seed, or one that goes on, would propose the same.
     The store has the whole space, and the sampler is given the box, a function of the trials that have ended. With
     ``everywhere`` it is as wide as the whole space from the beginning, as many steps to every side, for a method that
-    stays near the start by itself; a choice is rounded to its nearest level.
+    stays near the start by itself, and knows no choices: these are the best trial's in one of two proposals, and else
+    random.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, axes: Axes, *, everywhere: bool) -> None:
@@ -106,7 +107,8 @@ class _SeededAnew(BaseSampler):
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         if self._everywhere:
-            return dict(self._axes.distributions)
+            whole = self._axes.distributions.items()
+            return {name: limits for name, limits in whole if isinstance(limits, FloatDistribution)}
         return self._of(trial).infer_relative_search_space(study, trial)
 
     def sample_relative(
@@ -120,15 +122,17 @@ class _SeededAnew(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         limits = param_distribution if self._everywhere else self._box(study)[param_name]
-        return self._inside(
-            param_name, self._of(trial).sample_independent(study, trial, param_name, limits)
-        )
+        drawn = self._of(trial).sample_independent(study, trial, param_name, limits)
+        if self._everywhere and isinstance(limits, CategoricalDistribution) and (trials := finished(study)):
+            rng = np.random.default_rng([self._seed, turn(trial), list(self._axes.start).index(param_name)])
+            return min(trials, key=loss_of).params[param_name] if rng.random() < 1 / 2 else drawn
+        return self._inside(param_name, drawn)
 
     def _inside(self, name: str, value: float) -> float:
         limits = self._axes.distributions[name]
-        if isinstance(limits, CategoricalDistribution):
-            return float(np.clip(round(value), 0, len(limits.choices) - 1))
-        return float(np.clip(value, limits.low, limits.high))
+        return (
+            value if isinstance(limits, CategoricalDistribution) else float(np.clip(value, limits.low, limits.high))
+        )
 
 
 def _farthest(axes: Axes) -> float:

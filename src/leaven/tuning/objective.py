@@ -146,12 +146,12 @@ def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, 
 
     near = {"near": {name: list(both) for name, both in axes.near.items()}} if axes.near else {}
     return {
-        **near,
         "method": method,
         "space": {name: limits(name) for name in axes.distributions},
         "scales": dict(zip(axes.start, axes.scale.tolist(), strict=True)),
         "seed": int(seed),
         "noise": None if noise is None else float(noise),
+        **near,
     }
 
 

@@ -39,7 +39,6 @@ TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
 CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
 """What there is to choose from besides the recipe's own; the decays that end at min_lr_ratio."""
 
-_BETAS = {"hyperparameters.beta1", "hyperparameters.beta2"}
 _POINT = re.compile(r"hyperparameters\.depth\.(\w+)\[(\d+)\]")
 
 Value = float | str
@@ -119,21 +118,23 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
         return levels(recipe, path)[round(x)]
     value = value_at(recipe, path)
     assert isinstance(value, float), f"{path} is nothing to search"
-    if path in TENTHS:
-        return min(max(value + x / 10, 0.0), TENTHS[path])
-    factor = math.exp2(x)
-    if path in _BETAS:
-        return math.pow(value, factor)
-    if path in {WARM_UP, TOKENS}:
-        return max(round(value * factor), 1)
-    if path == COOLDOWN:
-        return min(value * factor, 1.0)
-    if path == BATCH:
-        sequences = round(value * factor / recipe.model.seq_len)
-        if not sequences:
-            raise ValueError(f"a batch of {value * factor:.0f} tokens is less than half a sequence")
-        return sequences * recipe.model.seq_len
-    return value * factor
+    times = value * math.exp2(x)
+    match path:
+        case "model.dropout" | "schedule.min_lr_ratio":
+            found = min(max(value + x / 10, 0.0), TENTHS[path])
+        case "hyperparameters.beta1" | "hyperparameters.beta2":
+            found = math.pow(value, math.exp2(x))
+        case "schedule.warmup_tokens" | "data.tokens":
+            found = max(round(times), 1)
+        case "schedule.decay_ratio":
+            found = min(times, 1.0)
+        case "batch.tokens":
+            found = round(times / recipe.model.seq_len) * recipe.model.seq_len
+            if not found:
+                raise ValueError(f"a batch of {times:.0f} tokens is less than half a sequence")
+        case _:
+            found = times
+    return found
 
 
 def moved(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:

@@ -1,10 +1,10 @@
 """What is searched: values of a recipe, from where the recipe has them as far as the bounds of ``REACH``.
 
-``global`` has the values that hold for all modules, ``global-full`` also clipping, dropout, the schedule's end and the
-choices of decay and optimizer. ``per-module`` has by module what matters first of what Mlodozeniec et al. 2025
-(arXiv 2512.22382) tuned so, lr, init_std and residual; of the lr two points over depth, which brought less than module
-types, but something; and the rest of the optimiser globally: 25 to 35 values. ``per-module-full`` has every quantity by
-module and over depth, about 90. A lr of each layer and module apart brought them next to nothing.
+``global`` has the values that hold for all modules, ``global-full`` also clipping, dropout, the schedule's end and
+the choices of decay and optimizer. ``per-module`` has by module what matters first of what Mlodozeniec et al. 2025
+(arXiv 2512.22382) tuned so, lr, init_std and residual; of the lr two points over depth, which brought less than
+module types, but something; and the rest of the optimiser globally: 25 to 35 values. ``per-module-full`` has every
+quantity by module and over depth, about 90. A lr of each layer and module apart brought them next to nothing.
 
 Where some values times c and others over c are the same model, the loss has a valley without a lowest point: none of
 the values has an optimum or an importance of its own, and a search that follows each slope apart goes twice as far as
@@ -73,12 +73,14 @@ class Reach(NamedTuple):
 REACH = {
     "lr": Reach(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
     "init_std": Reach(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
-    "residual": Reach(1 / 32, 8.0, 3.0, 1.0, "named inits divide the branch ends by sqrt(2 n_layers): 1/32 at 512 blocks"),
+    "residual": Reach(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
     "weight_decay": Reach(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1, a hundred times less and more"),
     "beta1": Reach(0.5, 0.995, 2.0, 2.0, "half-lives of 1 to 138 steps; published: 0.9"),
     "beta2": Reach(0.8, 0.9999, 4.0, 2.0, "half-lives of 3 to 6,931 steps; published: 0.95 to 0.999"),
     "eps": Reach(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it acts only where it comes near the gradients"),
-    "warmup_tokens": Reach(0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)),
+    "warmup_tokens": Reach(
+        0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)
+    ),
     "batch.tokens": Reach(
         0.0, 1 / LEAST_STEPS, 2.0, 1.0, f"one sequence to what leaves {LEAST_STEPS} steps", True, (True, False)
     ),
@@ -155,7 +157,7 @@ class Space:
 
 
 def space(recipe: Recipe, which: str | None = None) -> Space:
-    """A space around the recipe. Values that it has not, or that nothing moves, are left out; by name they are refused.
+    """A space around the recipe. Values that it has not, or that do nothing, are left out; by name they are refused.
 
     Args:
         which: with commas between: one of ``SETS``, paths, patterns of paths with ``*``. ``recipe`` is what its
@@ -261,27 +263,26 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
 
 def _nothing(recipe: Recipe, path: str) -> str | None:
     """Why a value is nothing to search."""
-    if path in CHOICES:
-        return None
-    value, quantity = point.value_at(recipe, path), _quantity(path)
+    value, quantity, decay = point.value_at(recipe, path), _quantity(path), recipe.schedule.decay
+    said = None
     if value is None:
-        return (
+        said = (
             f'init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
             "hyperparameters.modules.MODULE.init_std, or write an init_std"
         )
-    decay = recipe.schedule.decay
-    if path == COOLDOWN and decay != "wsd":
-        return f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'
-    if path == FLOOR and decay == "constant":
-        return 'decay = "constant" does not decay; set schedule.decay to another'
-    if value == 0 and path not in TENTHS:
-        return "it is 0 in the recipe, and a search goes by factors; set it above 0"
-    if path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
-        return f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
-    for end in (-_FINEST, _FINEST):
-        if reason := _no_recipe(recipe, path, end):
-            return f"there is no recipe {end:+g} octaves from here: {reason}"
-    return None
+    elif path == COOLDOWN and decay != "wsd":
+        said = f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'
+    elif path == FLOOR and decay == "constant":
+        said = 'decay = "constant" does not decay; set schedule.decay to another'
+    elif value == 0 and path not in TENTHS:
+        said = "it is 0 in the recipe, and a search goes by factors; set it above 0"
+    elif path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
+        said = f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
+    elif path not in CHOICES:
+        for end in (-_FINEST, _FINEST):
+            if reason := _no_recipe(recipe, path, end):
+                said = said or f"there is no recipe {end:+g} octaves from here: {reason}"
+    return said
 
 
 def _fixed(recipe: Recipe, path: str) -> str | None:
@@ -325,7 +326,7 @@ def _reach(path: str) -> Reach:
 
 
 def _bound(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """How far a value goes down (``side`` 0) or up (1), and what is there; that is empty where nothing lies beyond."""
+    """How far a value goes down (``side`` 0) or up (1), and what is there: empty where nothing can lie beyond."""
     reach, run = _reach(path), recipe.data.tokens
     value = point.value_at(recipe, path)
     assert isinstance(value, float)

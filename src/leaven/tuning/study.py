@@ -90,8 +90,8 @@ class Study:
             space = space.below(WARM_UP, min(durations))
         if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
             raise InputError(
-                f"--space {TOKENS}: no text is repeated, so that more tokens are always better and cost more; leave it "
-                "out, and compare durations with --durations"
+                f"--space {TOKENS}: no text is repeated, so that more tokens are always better and cost more; "
+                "leave it out, or compare durations with --durations"
             )
         if method == "grid":
             space = space.within_near()

@@ -112,7 +112,7 @@ class Surrogate:
 
 
 def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
-    """The surrogate of trials at ``points`` (n, D) with finite ``losses`` (n,), in which seeds alone make ``noise``."""
+    """The surrogate of trials at ``points`` (n, D) with finite ``losses`` (n,); seeds alone make ``noise``."""
     n, d = points.shape
     squares = points**2
     spread = float(np.std(losses)) or noise or 1.0

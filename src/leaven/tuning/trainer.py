@@ -70,8 +70,8 @@ class Trainer:
         return moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
 
     def _there(self, proposal: Proposal) -> bool:
-        """Prepare a proposal. Whether there is a recipe; lr x weight_decay above 1, say, is none, and has diverged at no cost. Nor is a
-        warm-up that is longer than the shortest duration."""
+        """Prepare a proposal, and say whether there is a recipe. With lr x weight_decay above 1, say, or a warm-up
+        longer than the shortest duration there is none, and it has diverged at no cost."""
         if not self.gives_up:
             proposal.rival = None
         try:

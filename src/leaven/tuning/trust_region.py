@@ -14,14 +14,15 @@ ends at its floor. So:
    moves far, and proposals made at once differ. A choice takes the level that is best by the drawn surrogate where it
    is among that half, and else the best by the mean; a level that was never run is expected to be somewhat worse.
 4. Multipliers that bring the proposal over the divergence boundary are shortened, and choices that do are undone.
-5. The radius grows when a trial is the best yet by the surrogate and shrinks when not: it stands still at one in four.
+5. The radius grows when a trial is the best yet by the surrogate and shrinks when not: it stands still at one in
+   four.
 6. Until a trial ends without divergence there is no surrogate and no boundary, for nothing is on this side of it.
    Each divergence brings the learning rates a quarter of an octave down and the proposals closer together; without
    learning rates it looks ever farther. The first trial that ends takes the place of the start.
 
-All this is in steps, of as many octaves as the scale of a multiplier; a region takes and gives octaves. Proposals stay
-within a box around the start (``near``), which reaches at least a step beyond the incumbent: so it is extended while
-the best lies at its end, up to the bounds of the space, and is a function of the trials as all else.
+All this is in steps, of as many octaves as the scale of a multiplier; a region takes and gives octaves. Proposals
+stay within a box around the start (``near``), which reaches at least a step beyond the incumbent: so it is extended
+while the best lies at its end, up to the bounds of the space, and is a function of the trials as all else.
 
 Trials of a search share one seed, and with it init and data, so differences between them are less noisy than runs of
 other seeds are (``noise``, the floor). But what is better with one seed only is no answer, so the floor remains the
@@ -289,7 +290,7 @@ def region(
     """The region after trials at ``points`` (n, D), in their order, with ``losses`` (n,) infinite for divergence.
 
     Args:
-        noise: between seeds; without it, it is that of points that were run again, and what the surrogate cannot follow.
+        noise: between seeds; without it, that of points that were run again, and what the surrogate cannot follow.
         seeds: (n,), of the trials; without, all have the same.
         scale: (D,), octaves of a step; 1 without.
         levels: (D,), how many a choice has, and 0 of a number; without, all are numbers.

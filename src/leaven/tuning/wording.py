@@ -193,9 +193,10 @@ def advice_when_all_diverged(
     """Which value to lower after trials that all diverged, in one line; ``elsewhere``, where no learning rate is
     searched. A dimension around 0 is known by its multipliers alone.
 
-    Where nothing ends, nothing tells the bad values from the good but how long a run lasted: a divergence model
-    of the trials that lasted less than half as long as the longest blames what these have and the others have not. That
-    aside the learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an octave more.
+    Where nothing ends, nothing tells the bad values from the good but how long a run lasted: a divergence model of
+    the trials that lasted less than half as long as the longest blames what these have and the others have not. That
+    aside the learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an
+    octave more.
     """
     gone = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in gone])
@@ -209,7 +210,11 @@ def advice_when_all_diverged(
         rate = next(d for d, is_rate in zip(dimensions, rates, strict=True) if is_rate)
         names = short_path(rate.path) if rates.sum() == 1 else "the learning rates"
         factor = 2.0 ** (max(tried, 0.0) + 1)
-        value = f", {format_number(rate.centre / factor)}" if rates.sum() == 1 and isinstance(rate.centre, float) and rate.centre else ""
+        value = (
+            f", {format_number(rate.centre / factor)}"
+            if rates.sum() == 1 and isinstance(rate.centre, float) and rate.centre
+            else ""
+        )
         lowered = f" (1/{2**tried:.3g} of it diverged)" if tried >= DOWN else ""
         said += f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{lowered}"
     lasted = np.array([trial.tokens for trial in gone])
