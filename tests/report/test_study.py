@@ -19,6 +19,7 @@ from leaven.report.folders import read_study
 from leaven.report.page import write_page
 from leaven.report.study import verdict
 from leaven.scaling.table import resolve
+from leaven.training.study_file import Dimension
 from leaven.tuning.space import space
 
 
@@ -160,13 +161,11 @@ def test_the_fewest_changes_stand_beside_the_best(study):
 
 def test_octaves_of_a_beta_are_those_of_its_exponent(study):
     """So that beta stays below 1, and a doubling forgets twice as fast: as the search moves it."""
-    assert points.value("hyperparameters.beta1", 0.9, 1.0, 64) == pytest.approx(0.81)
-    assert points.value("hyperparameters.beta2", 0.95, -2.0, 64) == pytest.approx(0.95**0.25)
+    assert points.value(Dimension("hyperparameters.beta1", 0.9, -2, 2), 1.0, 64) == pytest.approx(0.81)
+    assert points.value(Dimension("hyperparameters.beta2", 0.95, -2, 2), -2.0, 64) == pytest.approx(0.95**0.25)
     best = study.best_trial
     for each in study.dimensions:
-        assert points.value(each.path, each.centre, best.octaves[each.path], 64) == pytest.approx(
-            best.values[each.path]
-        )
+        assert points.value(each, best.octaves[each.path], 64) == pytest.approx(best.values[each.path])
 
 
 @pytest.mark.parametrize("octaves", [-3.0, -0.679, 0.0, 0.3, 1.0])
@@ -275,7 +274,10 @@ def test_what_is_at_the_end_of_its_range_is_named(tmp_path):
     first, *others = state.coordinates
     ends = replace(state, coordinates=(replace(first, at_end=True, end="the bound, 2"), *others))
     page = write_page(studied.write(tmp_path / "study", ends), tmp_path / "study.html")
-    assert f"At the end of its range: {short_path(first.path)} (the bound, 2). The optimum may lie beyond" in Reader(page).text
+    assert (
+        f"At the end of its range: {short_path(first.path)} (the bound, 2). The optimum may lie beyond"
+        in Reader(page).text
+    )
 
 
 def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):

@@ -11,8 +11,8 @@ ends at its floor. So:
 3. A proposal is the minimum of the surrogate, at most ``TRUST`` octaves from the incumbent along each multiplier, and
    a step along a random half of the multipliers. The step is the radius times what the surrogate does not know: the
    way from its minimum to that of one drawn from the posterior. So what is settled is left alone, what hardly matters
-   moves far, and proposals made at once differ. A choice takes the level that is best by the drawn surrogate where it
-   is among that half, and else the best by the mean; a level that was never run is expected to be somewhat worse.
+   moves far, and proposals made at once differ. A choice that is among that half takes a level that was never run, if
+   there is one, and else the best by the drawn surrogate; the others are at their best by the mean.
 4. Multipliers that bring the proposal over the divergence boundary are shortened, and choices that do are undone.
 5. The radius grows when a trial is the best yet by the surrogate and shrinks when not: it stands still at one in
    four.
@@ -45,7 +45,7 @@ from leaven.tuning.divergence import DivergenceModel
 from leaven.tuning.divergence import fit as fit_divergence
 from leaven.tuning.ledger import finished, loss_of, seed, turn
 from leaven.tuning.noise import floor
-from leaven.tuning.surrogate import Quadratic, Surrogate
+from leaven.tuning.surrogate import Surrogate
 from leaven.tuning.surrogate import fit as fit_surrogate
 
 Array = NDArray[np.float64]
@@ -197,12 +197,13 @@ class Region:
     low: Array  # (D,), of the box
     high: Array
     features: Features  # around the start, or what takes its place
+    never: NDArray[np.bool_]  # (F,), columns that are 0 in all trials
 
     @property
     def predicted(self) -> Array:
         """The point that the surrogate holds to be best, of those to be trusted, (D,)."""
         still = np.zeros(len(self.features.owner))
-        return self._within(still, self._lowest(self.surrogate.mean))
+        return self._within(still, self._lowest(self.surrogate.mean.at_one))
 
     def proposal(self, rng: np.random.Generator) -> Array:
         """The point to try next, (D,)."""
@@ -210,7 +211,9 @@ class Region:
         steps = np.clip(self.radius * (drawn.minimum - self.surrogate.mean.minimum), -FARTHEST, FARTHEST)
         moves = rng.random(d) < CHANGED
         moves[rng.integers(d)] = True
-        levels = np.where(moves, self._lowest(drawn), self._lowest(self.surrogate.mean))
+        first = 2 * np.abs(drawn.at_one).max() + 1  # so much in favour of a level that was never run
+        explored = self._lowest(drawn.at_one - first * self.never)
+        levels = np.where(moves, explored, self._lowest(self.surrogate.mean.at_one))
         return self._within(moves[self.features.owner] * steps, levels)
 
     def stalled(self) -> bool:
@@ -252,10 +255,10 @@ class Region:
         """The chance that a run at points (..., D) diverges."""
         return self.divergence.risk(self.features.of(x))
 
-    def _lowest(self, shape: Quadratic) -> Array:
-        """The level of each choice at which a surrogate is lowest, (D,); 0 of a number."""
+    def _lowest(self, effects: Array) -> Array:
+        """The level of each choice with the lowest of the ``effects`` (F,), and of 0 at the start's: (D,)."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
-        for owner, level, effect in zip(self.features.owner, self.features.level, shape.at_one, strict=True):
+        for owner, level, effect in zip(self.features.owner, self.features.level, effects, strict=True):
             if level and effect < lowest[owner]:
                 found[owner], lowest[owner] = level, effect
         return found
@@ -326,7 +329,7 @@ def region(
     if near is not None:
         low = np.maximum(low, np.minimum(near[0], best - scale))
         high = np.minimum(high, np.maximum(near[1], best + scale))
-    return Region(best, radius, surrogate, divergence, since, low, high, features)
+    return Region(best, radius, surrogate, divergence, since, low, high, features, np.asarray(~seen.any(0)))
 
 
 def _without_ground(  # noqa: PLR0917 - the arguments of region
@@ -338,7 +341,7 @@ def _without_ground(  # noqa: PLR0917 - the arguments of region
     nowhere = np.zeros((1, len(features.owner)))
     nothing, quiet = fit_surrogate(nowhere, np.zeros(1)), fit_divergence(nowhere, np.zeros(1, bool))
     radius = float(np.clip(START * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))
-    return Region(lowered, radius, nothing, quiet, 0, low, high, features)
+    return Region(lowered, radius, nothing, quiet, 0, low, high, features, np.asarray(~nowhere.any(0)))
 
 
 def without_outliers(losses: Array) -> Array:
