@@ -31,9 +31,9 @@ METHODS = (
 FIRST = 100  # seed; on those below it the constants of the trust region were chosen
 
 
-def run(method: str, dimensions: int, trials: int, seed: int, offset: float) -> dict[str, Any]:
+def run(method: str, dimensions: int, trials: int, seed: int, *, offset: float, far: float) -> dict[str, Any]:
     """One search, and how good its answer truly is."""
-    truth, rng = landscape(dimensions, seed, offset), np.random.default_rng([seed, trials])
+    truth, rng = landscape(dimensions, seed, offset, far), np.random.default_rng([seed, trials])
     names = [f"m{i}" for i in range(dimensions)]
 
     def trial(multipliers: dict[str, float]) -> float:
@@ -53,6 +53,7 @@ def run(method: str, dimensions: int, trials: int, seed: int, offset: float) -> 
         "trials": trials,
         "seed": seed,
         "offset": offset,
+        "far": far,
         "regret": (loss - FLOOR) / EXCESS if math.isfinite(loss) else None,
         "diverged": sum(math.isinf(trial.loss) for trial in found.trials) / len(found.trials),
         "covered": low <= loss <= high,
@@ -91,6 +92,9 @@ def main() -> None:
     parser.add_argument("--trials", default="60,200")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--offset", type=float, default=1.0, help="octaves from the start to the optimum, typically")
+    parser.add_argument(
+        "--far", type=float, default=0.0, help="octaves from the start to the optimum, of one multiplier"
+    )
     parser.add_argument("--results", type=Path, default=Path("runs/search.jsonl"))
     parser.add_argument(
         "--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds, without CMA-ES and GP"
@@ -102,16 +106,18 @@ def main() -> None:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     runs = [json.loads(line) for line in lines]
-    done = {(r["method"], r["dimensions"], r["trials"], r["seed"], r["offset"]) for r in runs}
+    asked = (options.offset, options.far)
+    runs = [r for r in runs if (r["offset"], r.get("far", 0.0)) == asked]
+    done = {(r["method"], r["dimensions"], r["trials"], r["seed"]) for r in runs}
     for trials in map(int, options.trials.split(",")):
         for dimensions in map(int, options.dimensions.split(",")):
             for method in options.methods:
                 for seed in range(FIRST, FIRST + options.seeds):
-                    if (method, dimensions, trials, seed, options.offset) not in done:
-                        runs.append(run(method, dimensions, trials, seed, options.offset))
+                    if (method, dimensions, trials, seed) not in done:
+                        runs.append(run(method, dimensions, trials, seed, offset=options.offset, far=options.far))
                         with options.results.open("a") as file:
                             file.write(json.dumps(runs[-1]) + "\n")
-    print("\n".join(table([r for r in runs if r["offset"] == options.offset])))
+    print("\n".join(table(runs)))
 
 
 if __name__ == "__main__":
