@@ -1,4 +1,4 @@
-"""The landscape along each value through the best point, with its cliffs."""
+"""The landscape along each value through the best point, with where runs diverge."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST = 12  # panels
-SEEN = 0.05  # chance of divergence below which a panel shows no cliff
+SEEN = 0.05  # chance of divergence below which a panel does not show it
 BLAMED = 0.15  # chance of divergence from which a value may have been the reason
 
 

@@ -40,7 +40,7 @@ class Budget:
 
     @property
     def label(self) -> str:
-        """Tells the judging of one budget from that of a larger one, later."""
+        """Tells the confirmation runs of one budget from those of a larger one, later."""
         given = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
         return ", ".join(f"{limit:g} {name}" for name, limit in given.items() if limit is not None)
 
