@@ -81,6 +81,9 @@ def axes(
         for name in named:
             if name not in limits:
                 raise InputError(f"{what} of {name}: it is not in the space, which has {', '.join(limits)}")
+    for name in near:
+        if isinstance(limits[name], range):
+            raise InputError(f"near of {name}: a choice has no box; leave it out")
     begin = {name: start.get(name, 0.0) for name in limits}
     for name, at in begin.items():
         both = limits[name]
