@@ -165,8 +165,9 @@ def _not_worth(smallest: Proxy | None, least: float) -> str:
     if smallest is None:
         return f"{format_quantity(round(least))} parameters are the smallest with evidence, half of this run or more"
     return (
-        f"{smallest.trials} trials of {format_quantity(smallest.shape.params)} parameters, the smallest with evidence, "
-        f"cost {smallest.cost:.0%} of this run; tuning has brought {WORTH:.0%} at most"
+        f"{smallest.trials} trials of {format_quantity(smallest.shape.params)} parameters, the smallest with "
+        "evidence, cost "
+        f"{smallest.cost:.0%} of this run; tuning has brought {WORTH:.0%} at most"
     )
 
 
