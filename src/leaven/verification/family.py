@@ -1,14 +1,15 @@
-"""Families: one model at any width and depth, with its optimiser and its data. Checks know nothing else of a model.
+"""Families: one model at any width and depth, with its optimiser and its data. Checks see a model as a family only.
 
 A recipe is a family. So is a factory of yours, ``module:factory``; see :mod:`leaven.verification.foreign`.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,9 @@ from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
+from leaven.scaling.cells import TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.table import ParameterTable, exponents, resolve
 from leaven.scaling.transfer import transfer
 from leaven.training.course import lost_above
 from leaven.training.optimiser import Optimiser
@@ -60,23 +62,42 @@ class Member:
             group["lr"] *= factor
 
 
+Quantity = Literal["lr", "weight_decay", "init_std"]
+"""A hyperparameter whose best value a check of whole runs looks for."""
+
+Axis = Literal["width", "depth", "batch", "tokens"]
+
+
 @dataclass(frozen=True)
-class Setting:
-    """One whole run of a family. ``lr`` is in the family's unit, and ``batch`` a multiple of the family's own;
-    a run that is not ``ruled`` moves the batch and nothing with it."""
+class Scale:
+    """The scale of a run. ``batch`` and ``tokens`` are multiples of the family's own."""
 
     width: int
     depth: int
-    lr: float
+    batch: float = 1.0
+    tokens: float = 1.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One whole run of a family: ``quantity`` has ``value``, in the family's unit.
+
+    ``batch`` and ``tokens`` are multiples of the family's own. Without ``ruled`` nothing else moves with them.
+    """
+
+    width: int
+    depth: int
+    value: float
     seed: int
     batch: float = 1.0
+    tokens: float = 1.0
     ruled: bool = True
+    quantity: Quantity = "lr"
 
 
 class Family(Protocol):
-    """``alpha`` is the depth exponent of its rule, 1 where that has none. ``lr`` is the family's own in the unit of
-    :class:`Setting`, and ``lr_unit`` says which that is; ``tokens`` are those of a whole run, ``batch_tokens`` of a
-    step."""
+    """``alpha`` is the depth exponent of the rule, 1 where it has none. ``tokens`` are those of a whole run,
+    ``batch_tokens`` those of a step."""
 
     @property
     def name(self) -> str: ...
@@ -88,10 +109,9 @@ class Family(Protocol):
     def alpha(self) -> float: ...
 
     @property
-    def lr(self) -> float: ...
-
-    @property
-    def lr_unit(self) -> str: ...
+    def unit(self) -> str:
+        """Of the values of a :class:`Setting`."""
+        ...
 
     @property
     def tokens(self) -> int: ...
@@ -105,6 +125,19 @@ class Family(Protocol):
     @property
     def takes_ratios(self) -> bool:
         """Whether it has members of another batch or duration."""
+        ...
+
+    def value(self, quantity: Quantity) -> float:
+        """The family's own value.
+
+        Raises:
+            InputError: if a check cannot move this quantity.
+        """
+        ...
+
+    def exponent(self, quantity: Quantity, axis: Axis) -> float:
+        """The power of the batch or the duration by which the rule moves a base value; 0 in width and depth, where
+        the power is each tensor's own."""
         ...
 
     def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
@@ -151,11 +184,7 @@ class RecipeFamily:
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
     @property
-    def lr(self) -> float:
-        return self.recipe.hyperparameters.lr
-
-    @property
-    def lr_unit(self) -> str:
+    def unit(self) -> str:
         return "base value"
 
     @property
@@ -174,6 +203,25 @@ class RecipeFamily:
     def takes_ratios(self) -> bool:
         return True
 
+    def value(self, quantity: Quantity) -> float:
+        hyperparameters = self.recipe.hyperparameters
+        if quantity == "init_std" and hyperparameters.init != "rule":
+            raise InputError(
+                f'the recipe starts from init = "{hyperparameters.init}", which has no init_std; '
+                "type --set hyperparameters.init=rule --set hyperparameters.init_std=0.05 or another value"
+            )
+        value: float = getattr(hyperparameters, quantity)
+        if not value:
+            raise InputError(f"{quantity} is 0, so there is nothing to move; set it: --set hyperparameters.{quantity}=0.1")
+        return value
+
+    def exponent(self, quantity: Quantity, axis: Axis) -> float:
+        scaling = self.recipe.scaling
+        cell = RULES[scaling.rule].columns.get(quantity)
+        if cell is None or axis not in ("batch", "tokens"):
+            return 0.0
+        return math.log2(cell.factor(replace(TensorRatios(), **{axis: 2.0}), exponents(scaling)))
+
     def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
         moved = self._moved(width, depth, round(self.recipe.batch.tokens * batch), round(self.tokens * tokens))
         table = self.table(moved)
@@ -184,19 +232,25 @@ class RecipeFamily:
     def trial(self, setting: Setting) -> "RecipeTrial":
         assert self.table is resolve, "a whole run has its recipe's own table"
         recipe = self.recipe
-        moved = self._moved(setting.width, setting.depth, round(recipe.batch.tokens * setting.batch))
+        moved = self._moved(
+            setting.width,
+            setting.depth,
+            round(recipe.batch.tokens * setting.batch),
+            round(recipe.data.tokens * setting.tokens),
+        )
         changes: dict[str, object] = {
-            "hyperparameters.lr": setting.lr,
+            f"hyperparameters.{setting.quantity}": setting.value,
             "data.seed": recipe.data.seed + setting.seed,
             "start": {},  # from scratch at every scale: weights to start from are of one shape
         }
         if not setting.ruled:
-            # With its own batch as base, nothing but the batch moves.
+            # With its own batch and duration as base, nothing but these moves.
             changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * setting.batch)
+            changes["scaling.base.tokens"] = round(recipe.base.tokens * setting.tokens)
         try:
             return RecipeTrial(moved.replace(changes))
         except ValidationError as error:
-            raise InputError(f"lr {setting.lr:g}: {explain(error)}") from None
+            raise InputError(f"{setting.quantity} {setting.value:g}: {explain(error)}") from None
 
     def _moved(self, width: int, depth: int, batch_tokens: int, tokens: int | None = None) -> Recipe:
         shape = self.recipe.model

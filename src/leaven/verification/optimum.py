@@ -1,6 +1,6 @@
 """Where the best lr is, how sure that is, and what another one costs. Losses are in nats, lrs as log2."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +35,17 @@ class Valley:
         return float(np.sqrt(self.losses[near].var(axis=1, ddof=1).mean()))
 
     @property
-    def at_the_edge(self) -> bool:
-        """Whether the lowest loss is the first or the last one: the optimum may lie outside."""
-        return int(self.losses.mean(1).argmin()) in {0, len(self.octaves) - 1}
+    def edge(self) -> int:
+        """-1 or 1 where the lowest loss is the first or the last, so that the optimum may lie outside; else 0."""
+        if not np.isfinite(self.losses).all():
+            return 0
+        place = int(self.losses.mean(1).argmin())
+        return -(place == 0) + (place == len(self.octaves) - 1)
+
+    @property
+    def lowest(self) -> float:
+        """The loss at the optimum."""
+        return self.loss_at(self.optimum())
 
     def optimum(self) -> float:
         """log2 of the best lr: the vertex of a parabola through the mean losses near the lowest."""
@@ -98,6 +106,36 @@ def shift(base: Valley, target: Valley, draws: int = 1000) -> Shift:
     ]
     (low, regret_low), (high, regret_high) = np.percentile(drawn, [2.5, 97.5], axis=0)
     return Shift(moved, float(low), float(high), regret, float(regret_low), float(regret_high))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95% interval over seeds; one seed has none."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def exponent(valleys: Mapping[float, Valley], draws: int = 1000) -> Estimate:
+    """The power of a ratio by which the optimum moves: the least-squares slope of its log2 over log2 of the ratio."""
+    ratios = np.log2(list(valleys))
+
+    def fitted(found: Iterable[Valley]) -> float:
+        return float(np.polyfit(ratios, [valley.optimum() for valley in found], 1)[0])
+
+    return estimate(fitted, list(valleys.values()), draws)
+
+
+def estimate(of: Callable[[Sequence[Valley]], float], valleys: Sequence[Valley], draws: int = 1000) -> Estimate:
+    """A number read off some valleys, with its bootstrap interval over their seeds."""
+    value = of(valleys)
+    if any(valley.losses.shape[1] < 2 for valley in valleys):
+        return Estimate(value, None, None)
+    random = np.random.default_rng(0)
+    drawn = [of([Valley(valley.octaves, valley.resampled(random)) for valley in valleys]) for _ in range(draws)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Estimate(value, float(low), float(high))
 
 
 def _moved(base: Valley, target: Valley) -> tuple[float, float]:

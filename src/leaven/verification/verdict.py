@@ -45,8 +45,26 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class MeasuredValue:
+    """A number that was measured beside what is judged, with its 95% interval (none with one seed).
+
+    ``expected`` is what the rule has, where it says something.
+    """
+
+    name: str
+    value: Number
+    low: Number
+    high: Number
+    expected: Number = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """A check's answer. ``fault`` names the module that failed most clearly, if any did."""
+    """A check's answer. ``fault`` names the module that failed most clearly, if any did.
+
+    ``advice`` is a line that says what to type next.
+    """
 
     check: str
     subject: str
@@ -54,6 +72,8 @@ class Verdict:
     rows: tuple[Row, ...]
     curves: tuple[Curve, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    measured: tuple[MeasuredValue, ...] = ()
+    advice: str = ""
 
     @property
     def passed(self) -> bool:
