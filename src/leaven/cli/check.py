@@ -15,14 +15,19 @@ from leaven.cli.check_subject import (
     SubjectArgument,
     above_0,
     finish,
-    numbers,
     short,
+    with_settings,
 )
 
 app = typer.Typer(help="Is it true? Checks of a rule on small models, minutes each; exit code 1 if one fails.")
 
-WidthsOption = Annotated[str, typer.Option(metavar="LIST", help="Widths, with commas.")]
-DepthsOption = Annotated[str, typer.Option(metavar="LIST", help="Depths, with commas.")]
+WidthsOption = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="Widths, with commas (64,128,256,512, or near).", show_default=False),
+]
+DepthsOption = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Depths, with commas (2,4,8,16).", show_default=False)
+]
 FactorOption = Annotated[float, typer.Option(help="Multiplies every lr.")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Tokens a step (512).", show_default=False)]
 AlphaOption = Annotated[
@@ -34,8 +39,8 @@ HeadsOption = Annotated[bool, typer.Option("--grow-heads", help="Widen by larger
 @app.command("coordinates")
 def coordinates_(
     subject: SubjectArgument,
-    widths: WidthsOption = "64,128,256,512",
-    depths: DepthsOption = "2,4,8,16",
+    widths: WidthsOption = None,
+    depths: DepthsOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps on one batch; beyond 3 the limits are wider.")] = 3,
     seeds: SeedsOption = 3,
     lr_factor: FactorOption = 1.0,
@@ -54,19 +59,20 @@ def coordinates_(
     """
     from leaven.verification.coordinates import START, coordinates
 
-    sizes = numbers(widths, "--widths", int), numbers(depths, "--depths", int)
     above_0(lr_factor, "--lr-factor")
-    family = short(subject, overrides, sizes, START, batch_tokens, source, alpha, grow_heads)
+    family, wide, deep, changed = short(
+        subject, overrides, widths, depths, START, batch_tokens, source, alpha, grow_heads
+    )
     with CountScreen("models") as screen:
-        verdict = coordinates(family, *sizes, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.update)
-    finish(verdict, output, json_output)
+        verdict = coordinates(family, wide, deep, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.update)
+    finish(with_settings(verdict, changed), output, json_output)
 
 
 @app.command("gradients")
 def gradients_(
     subject: SubjectArgument,
-    widths: WidthsOption = "64,128,256,512",
-    depths: DepthsOption = "2,4,8,16",
+    widths: WidthsOption = None,
+    depths: DepthsOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps; from 150 on, shared QK gains are judged too.")] = 20,
     seeds: SeedsOption = 3,
     lr_factor: FactorOption = 0.125,
@@ -78,19 +84,20 @@ def gradients_(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Does eps move with the gradient it is added to, does every parameter move, and do the books balance?
+    """Does eps move with the gradient it is added to, does every parameter move, and is the bookkeeping right?
 
-    The books are exact, read off the optimiser without a step, over width, depth, batch and tokens: lr x eps x
+    The bookkeeping is exact, read off the optimiser without a step, over width, depth, batch and tokens: lr x eps x
     entries, lr x decay x steps, the half-lives of the betas, the lr.
     """
     from leaven.verification.gradients import START, gradients
 
-    sizes = numbers(widths, "--widths", int), numbers(depths, "--depths", int)
     above_0(lr_factor, "--lr-factor")
-    family = short(subject, overrides, sizes, START, batch_tokens, source, alpha, grow_heads)
+    family, wide, deep, changed = short(
+        subject, overrides, widths, depths, START, batch_tokens, source, alpha, grow_heads
+    )
     with CountScreen("models") as screen:
-        verdict = gradients(family, *sizes, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.update)
-    finish(verdict, output, json_output)
+        verdict = gradients(family, wide, deep, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.update)
+    finish(with_settings(verdict, changed), output, json_output)
 
 
 for command in COMMANDS:

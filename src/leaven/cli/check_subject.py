@@ -72,29 +72,37 @@ def is_entry(subject: str) -> bool:
 def short(
     subject: str,
     overrides: list[str] | None,
-    sizes: tuple[list[int], list[int]],
+    widths: str | None,
+    depths: str | None,
     start: "Start",
     batch_tokens: int | None,
     source: str | None,
     alpha: float | None,
     grow_heads: bool,
-) -> "Family":
-    """What is checked within some steps."""
-    from leaven.verification.family import RecipeFamily, calibrated
+) -> "tuple[Family, list[int], list[int], tuple[str, ...]]":
+    """What is checked within some steps: the family, its widths and depths, and how it differs from the recipe."""
+    from leaven.verification.family import RecipeFamily, calibrated, calibrated_table
     from leaven.verification.samples import corpus
+    from leaven.verification.small_family import DEPTHS, TIMES, WIDTH, small_family
 
-    if all(len(set(axis)) < 2 for axis in sizes):
+    wide = numbers(widths, "--widths", int) if widths else [WIDTH * times for times in TIMES]
+    deep = numbers(depths, "--depths", int) if depths else list(DEPTHS)
+    if all(len(set(axis)) < 2 for axis in (wide, deep)):
         raise InputError("a slope needs two sizes: give more --widths or --depths")
     if is_entry(subject):
         if grow_heads:
             raise InputError(f"{subject}: --grow-heads is for recipes; change the factory")
-        family = _foreign(subject, overrides, (min(sizes[0]), min(sizes[1])), None, batch_tokens, source)
-        return replace(family, alpha=alpha or family.alpha)
+        family = _foreign(subject, overrides, (min(wide), min(deep)), None, batch_tokens, source)
+        return replace(family, alpha=alpha or family.alpha), wide, deep, ()
     recipe = _recipe(subject, overrides, {"--source": source, "--alpha": alpha})
-    recipe = calibrated(recipe, min(sizes[0]), min(sizes[1]), start)
+    changed: tuple[str, ...] = ()
+    if widths is None:
+        small = small_family(recipe)
+        recipe, wide, changed = small.recipe, list(small.widths), small.changed
+    recipe = calibrated(recipe, min(wide), min(deep), start)
     seq_len = recipe.model.seq_len
     batches = corpus(_tokens(recipe), seq_len, max((batch_tokens or BATCH_TOKENS) // seq_len, 1))
-    return RecipeFamily(recipe, batches, grow_heads=grow_heads)
+    return RecipeFamily(recipe, batches, calibrated_table, grow_heads), wide, deep, changed
 
 
 def long(
@@ -157,6 +165,12 @@ def _foreign(
     return family
 
 
+def with_settings(verdict: "Verdict", changed: tuple[str, ...]) -> "Verdict":
+    """The verdict with what was changed in the recipe to check it."""
+    settings = {**verdict.settings, "changed for the check": list(changed) or None}
+    return replace(verdict, settings=settings)
+
+
 def finish(verdict: "Verdict", output: Path | None, json_output: bool, following: str | None = None) -> None:
     """Print the verdict and what to type next, draw it, and leave with code 1 if it is no."""
     from leaven.report.checks import conclusion, terminal, write_check
@@ -170,6 +184,8 @@ def finish(verdict: "Verdict", output: Path | None, json_output: bool, following
         for table in terminal(document):
             console.print(table)
             console.print()
+        if changed := document["settings"].get("changed for the check"):
+            console.print(f"checked on small models; changed for that: {', '.join(changed)}")
         console.print(conclusion(document))
         if output is not None:
             console.print(f"wrote {output}")

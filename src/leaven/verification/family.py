@@ -20,6 +20,7 @@ from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
+from leaven.recipe.shape import Role
 from leaven.scaling.cells import TensorRatios
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, exponents, resolve
@@ -220,7 +221,8 @@ class RecipeFamily:
         cell = RULES[scaling.rule].columns.get(quantity)
         if cell is None or axis not in ("batch", "tokens"):
             return 0.0
-        return math.log2(cell.factor(replace(TensorRatios(), **{axis: 2.0}), exponents(scaling)))
+        at = TensorRatios(**{axis: 2.0})
+        return round(math.log2(cell.factor(at, exponents(scaling))), 12)
 
     def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
         moved = self._moved(width, depth, round(self.recipe.batch.tokens * batch), round(self.tokens * tokens))
@@ -298,20 +300,39 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: Start) -> Recipe:
     """The recipe with its base at a width and depth, and with initial values that are near the limit of large models.
 
     Exponents depend on neither, but how soon they show does. Here the embedding starts at RMS 1 and the readout at
-    1/width. With a small embedding the stream at depth 2 is nearly all branches, whose sum falls with depth as
+    1/width (one that is tied by its multiplier: :func:`calibrated_table`). With a small embedding the stream at depth 2 is nearly all branches, whose sum falls with depth as
     L^(1/2 - alpha), and the gradients inside the blocks are off by as much. With a large readout the gain of the
     final norm has a gradient of order N^-2 first, and the logits stay initial for longer.
+
+    Raises:
+        InputError: if the recipe has no model of this width.
     """
+    try:
+        recipe.model.scaled(width, depth)
+    except ValueError as error:
+        raise InputError(f"--widths: {error}; or leave --widths out, for widths that fit this recipe") from None
     std = start.hidden * width**-0.5
     starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}
     changes: dict[str, object] = {
         f"hyperparameters.modules.{module}.init_std": starts.get(module, std) / std for module in recipe.model.modules
     }
-    if recipe.model.tied_embeddings:
-        changes["hyperparameters.modules.embedding.init_std"] = 1 / width / std
     changes |= {"hyperparameters.init_std": std, "hyperparameters.residual": start.residual}
     base = {"width": width, "depth": depth, "batch_tokens": recipe.batch.tokens, "tokens": recipe.data.tokens}
     return recipe.replace(changes | {"hyperparameters.init": "rule", "scaling.base": base})
+
+
+def calibrated_table(recipe: Recipe) -> ParameterTable:
+    """The parameter table of a :func:`calibrated` recipe.
+
+    A tied matrix cannot start at 1 for the embedding and at 1/width for the readout. It starts at 1, and its forward
+    multiplier is divided by the base's width, at every scale, which changes no exponent.
+    """
+    table = resolve(recipe)
+    rows = tuple(
+        replace(row, multiplier=row.multiplier / recipe.base.width) if row.role is Role.TIED_EMBEDDING else row
+        for row in table.rows
+    )
+    return replace(table, rows=rows)
 
 
 def plain_label(name: str) -> str:

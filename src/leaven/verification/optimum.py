@@ -1,4 +1,4 @@
-"""Where the best lr is, how sure that is, and what another one costs. Losses are in nats, lrs as log2."""
+"""Where the best value is, how sure that is, and what another one costs. Losses are in nats, values as log2."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ five points of a grid of octaves the vertex of one whose lowest point never move
 
 @dataclass(frozen=True)
 class Valley:
-    """Losses over lrs: ``losses`` is (lrs, seeds), rows in the order of ``octaves``, log2 of the lrs."""
+    """Losses over values, three at least: ``losses`` is (values, seeds), rows in the order of ``octaves``, their log2."""
 
     octaves: Array
     losses: Array
@@ -50,13 +50,13 @@ class Valley:
     def optimum(self) -> float:
         """log2 of the best lr: the vertex of a parabola through the mean losses near the lowest."""
         a, b, _ = self._parabola(self.losses.mean(1))
-        low, high = self.octaves[0], self.octaves[-1]
-        return float(np.clip(-b / (2 * a), low, high))
+        return min(max(-b / (2 * a), float(self.octaves[0])), float(self.octaves[-1]))
 
     def loss_at(self, octave: float) -> float:
         """The loss at an lr, on the parabola through the three means that were measured nearest to it."""
         near = _around(int(np.abs(self.octaves - octave).argmin()), len(self.octaves))
-        return float(np.polyval(np.polyfit(self.octaves[near], self.losses.mean(1)[near], 2), octave))
+        a, b, c = _through(self.octaves[near], self.losses.mean(1)[near])
+        return a * octave**2 + b * octave + c
 
     def resampled(self, random: np.random.Generator) -> Array:
         """The losses with seeds drawn anew, with replacement, for each lr by itself.
@@ -71,11 +71,11 @@ class Valley:
 
     def _parabola(self, means: Array) -> tuple[float, float, float]:
         near = _near(means)
-        a, b, c = np.polyfit(self.octaves[near], means[near], 2)
+        a, b, c = _through(self.octaves[near], means[near])
         if a <= 0:  # no valley: the lowest point itself
             best = self.octaves[int(means.argmin())]
             return 1.0, -2 * float(best), 0.0
-        return float(a), float(b), float(c)
+        return a, b, c
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,10 @@ def exponent(valleys: Mapping[float, Valley], draws: int = 1000) -> Estimate:
     """The power of a ratio by which the optimum moves: the least-squares slope of its log2 over log2 of the ratio."""
     ratios = np.log2(list(valleys))
 
+    ratios -= ratios.mean()
+
     def fitted(found: Iterable[Valley]) -> float:
-        return float(np.polyfit(ratios, [valley.optimum() for valley in found], 1)[0])
+        return float(ratios @ [valley.optimum() for valley in found] / (ratios @ ratios))
 
     return estimate(fitted, list(valleys.values()), draws)
 
@@ -144,12 +146,20 @@ def _moved(base: Valley, target: Valley) -> tuple[float, float]:
     return own - best, max(target.loss_at(best) - target.loss_at(own), 0.0)
 
 
+def _through(x: Array, y: Array) -> tuple[float, float, float]:
+    """The coefficients of the parabola through three points, the highest power first."""
+    (x0, x1, x2), (y0, y1, y2) = x.tolist(), y.tolist()
+    slope = (y1 - y0) / (x1 - x0)
+    a = ((y2 - y1) / (x2 - x1) - slope) / (x2 - x0)
+    b = slope - a * (x0 + x1)
+    return a, b, y0 - (a * x0 + b) * x0
+
+
 def _near(means: Array) -> slice:
     return _around(int(means.argmin()), len(means))
 
 
 def _around(place: int, available: int) -> slice:
     """A place and its neighbours, as many on both sides as there are."""
-    count = min(POINTS, available)
-    first = int(np.clip(place - count // 2, 0, available - count))
-    return slice(first, first + count)
+    first = min(max(place - POINTS // 2, 0), max(available - POINTS, 0))
+    return slice(first, first + POINTS)

@@ -16,7 +16,7 @@ A grid whose optimum is at its edge is extended by a step at a time, at that sca
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from leaven.recipe.errors import InputError
 from leaven.verification.family import Axis, Family, Quantity, Scale, Setting
-from leaven.verification.optimum import Valley, exponent, shift
+from leaven.verification.optimum import Valley, estimate, exponent, shift
 from leaven.verification.runs import RunStore
 from leaven.verification.verdict import Curve, MeasuredValue, Row, Verdict, curve
 
@@ -92,7 +92,7 @@ def sweep(
         rows=tuple(
             _row(swept, names[base], names[scale], valleys[base], valleys[scale], seeds) for scale in scales[1:]
         ),
-        curves=tuple(_curve(names[scale], swept, valleys[scale]) for scale in scales),
+        curves=tuple(_curves(swept, valleys, names)),
         settings={
             "rule": family.rule,
             "scales": list(names.values()),
@@ -201,8 +201,23 @@ def _exponents(family: Family, swept: SweptValue, valleys: Mapping[Scale, Valley
     return found
 
 
-def _curve(name: str, swept: SweptValue, valley: Valley) -> Curve:
-    return curve(name, swept.key, "loss", (2**valley.octaves).tolist(), valley.losses.tolist())
+def _curves(swept: SweptValue, valleys: Mapping[Scale, Valley], names: Mapping[Scale, str]) -> Iterator[Curve]:
+    """The loss over the values, the optimum of each scale, and the best value over each axis."""
+    best: dict[Scale, tuple[float, float, float]] = {}
+    for scale, valley in valleys.items():
+        yield curve(names[scale], swept.key, "loss", (2**valley.octaves).tolist(), valley.losses.tolist())
+        if np.isfinite(valley.losses).all():
+            found = estimate(lambda valleys: valleys[0].optimum(), [valley])
+            ends = [found.value if end is None else end for end in (found.low, found.high)]
+            best[scale] = 2**found.value, 2 ** ends[0], 2 ** ends[1]
+            lowest = (valley.lowest,)
+            yield Curve(names[scale], swept.key, "optimum", best[scale][:1], lowest, lowest, lowest)
+    for axis in AXES:
+        scales = sorted((scale for scale in along(valleys, axis) if scale in best), key=lambda s: getattr(s, axis))
+        if len(scales) > 1:
+            x = tuple(float(getattr(scale, axis)) for scale in scales)
+            y, low, high = zip(*(best[scale] for scale in scales), strict=True)
+            yield Curve(f"best {swept.label}", axis, "best", x, y, low, high)
 
 
 def _row(swept: SweptValue, base: str, target: str, small: Valley, big: Valley, seeds: int) -> Row:

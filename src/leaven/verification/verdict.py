@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -86,11 +86,27 @@ class Verdict:
 
     @property
     def fault(self) -> str | None:
-        return max(self.failed, key=lambda row: row.beyond).module if self.failed else None
+        return max(self.failed, key=lambda row: (not row.undecided, row.beyond)).module if self.failed else None
 
     def document(self) -> dict[str, Any]:
         """Plain data, as ``--json`` prints and the report draws it."""
         return {"passed": self.passed, "fault": self.fault} | asdict(self)
+
+
+def conclusive(row: Row, sizes: Sequence[float], seeds: int) -> Row:
+    """The row, or an undecided one where it failed by a slope of two sizes and one seed: that may be noise."""
+    if row.passed is not False or seeds > 1 or len(sizes) > 2 or not math.isfinite(row.beyond):
+        return row
+    return replace(row, undecided=True, note=f"inconclusive: two sizes and one seed cannot tell ({row.note})")
+
+
+def more_sizes(widths: Sequence[int], depths: Sequence[int]) -> str:
+    """What to type for a verdict where two sizes and one seed were too few."""
+    options = ["--seeds 3"]
+    for option, sizes in (("--widths", sorted(set(widths))), ("--depths", sorted(set(depths)))):
+        if len(sizes) == 2:
+            options.append(f"{option} {sizes[0]},{sizes[1]},{2 * sizes[1]}")
+    return f"Give more: {' '.join(options)}"
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> Number:
