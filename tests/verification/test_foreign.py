@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -67,9 +66,9 @@ def no_embedding(width, depth):
     return model, model.parameters()
 
 def plain(width, depth, seed=0, ratios=leaven.Ratios(), lr=0.01, rule=True):
-    # Its lr falls with the width and rises as the root of the batch.
+    # Its lr falls with the width and rises as the root of batch over tokens.
     model = nn.Sequential(nn.Embedding(64, width), nn.Linear(width, 64))
-    lr *= ratios.batch ** 0.5 * (16 / width if rule else 1)
+    lr *= (ratios.batch / ratios.tokens) ** 0.5 * (16 / width if rule else 1)
     return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 def eager(width, depth):
@@ -263,7 +262,7 @@ def test_equivalence_wants_a_rule_that_can_follow(here: Path, monkeypatch: pytes
 def test_transfer_from_the_command_line_goes_on_and_is_reported(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = ("--lrs", "0.25,1,4", "--seeds", "1", "--tokens", "2k", "--source", MADE_UP, "--workers", "1")
+    tiny = ("--lrs", "0.25,1,4", "--seeds", "1", "--tokens", "1k", "--source", MADE_UP, "--workers", "1")
     check = ("check", "transfer", "their_model:plain", "--run", "runs", "--scales", "16x1,32x1", *tiny)
     code = cli(monkeypatch, *check, "-o", "there.html")
     assert code in {0, 1}

@@ -55,9 +55,7 @@ def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path) -> 
     assert row.parts["regret"] == pytest.approx(0.1)
 
 
-def test_a_grid_that_misses_the_optimum_is_no_pass(
-    tiny: Recipe, tmp_path: Path
-) -> None:
+def test_a_grid_that_misses_the_optimum_is_no_pass(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.5))
     verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
     assert not verdict.passed
@@ -91,9 +89,7 @@ def test_noise_is_no_pass(tiny: Recipe, tmp_path: Path) -> None:
     assert transfer(family(tiny), [(16, 2), (32, 2)], GRID, store, seeds=1).rows[0].undecided
 
 
-def test_a_flat_valley_passes_though_its_bottom_moves(
-    tiny: Recipe, tmp_path: Path
-) -> None:
+def test_a_flat_valley_passes_though_its_bottom_moves(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, noisy(-1, 0.0005, 0.004))
     (row,) = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store).rows
     assert row.passed
@@ -102,9 +98,7 @@ def test_a_flat_valley_passes_though_its_bottom_moves(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_fails(
-    bad: float, tiny: Recipe, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_no_number_fails(bad: float, tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else bowl(recipe, 0.01))
     verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
     assert not verdict.passed
@@ -132,9 +126,7 @@ def moves(recipe: Recipe) -> bool:
     [(0.0, 0.3, True), (0.3, 0.3, False), (0.0, 0.0, False)],
     ids=["as it should", "the rule does not hold", "nothing to see"],
 )
-def test_equivalence(
-    tiny: Recipe, tmp_path: Path, with_rule: float, without: float, passed: bool
-) -> None:
+def test_equivalence(tiny: Recipe, tmp_path: Path, with_rule: float, without: float, passed: bool) -> None:
     def loss(recipe: Recipe) -> float:
         off = recipe.batch.tokens != tiny.batch.tokens
         return 3.0 + 0.001 * recipe.data.seed + off * (with_rule if moves(recipe) else without)

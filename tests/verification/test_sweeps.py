@@ -9,17 +9,13 @@ from pathlib import Path
 import pytest
 from tests.verification.test_long_checks import family, pretend
 
-from leaven.planning.tested_ground import warnings
-from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.report.checks import conclusion
-from leaven.scaling.transfer import transfer as transferred
 from leaven.verification import transfer as checks
 from leaven.verification.duration import duration, fitted
 from leaven.verification.verdict import MeasuredValue, Verdict
 
 LRS = [0.0025, 0.005, 0.01, 0.02, 0.04]
-Verb = Callable[..., tuple[int, str, str]]
 
 
 def losses(tiny: Recipe, exponent: float, batch_cost: float, noise: float = 0.0005) -> Callable[[Recipe], float]:
@@ -113,39 +109,16 @@ def test_decay_and_init_are_swept_in_base_coordinates(tiny: Recipe, tmp_path: Pa
     store = pretend(tmp_path, loss)
     decays = [0.1 * 4.0**power for power in (-2, -1, 0, 1, 2)]
     decay = checks.decay(family(tiny), [(16, 2), (32, 2)], [1, 4], decays, store)
-    assert [row.axis for row in decay.rows] == ["16x2 tokens x1 -> 32x2 tokens x1", "16x2 tokens x1 -> 16x2 tokens x4"]
+    assert [row.axis for row in decay.rows] == [
+        "16x2 tokens x1 -> 32x2 tokens x1",
+        "16x2 tokens x1 -> 16x2 tokens x4",
+    ]
     assert [row.slope for row in decay.rows] == pytest.approx([1, 0])
     assert value(decay, "exponent of the best weight decay over width").value == pytest.approx(1)
     assert value(decay, "exponent of the best weight decay over tokens").expected == pytest.approx(-0.5)
     init = checks.init(family(tiny), [(16, 2), (32, 2)], [0.05, 0.1, 0.2], store)
     assert init.passed
     assert json.loads((tmp_path / "check.json").read_text())["check"] == "init"
-
-
-def test_a_measured_exponent_is_written_and_warned_of(
-    tiny: Recipe, tiny_file: Path, tmp_path: Path, leaven: Verb, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretended = type(pretend(tmp_path, losses(tiny, -0.2, 0.01)))
-    monkeypatch.setattr("leaven.verification.runs.RunStore", pretended)
-    (tmp_path / "runs").mkdir()
-    command = ("check", "duration", tiny_file, "--run", tmp_path / "runs", "--durations", "1,2", "--write")
-    code, out, err = leaven(*command, tmp_path / "out.toml")
-    assert code in {0, 1}, err
-    assert out.splitlines()[-1].endswith(f"next: leaven transfer {tmp_path / 'out.toml'} --tokens TOKENS -o big.toml")
-    recipe = read_recipe(tmp_path / "out.toml")
-    low, high = recipe.scaling.token_exponent_interval or (0, 0)
-    assert low < recipe.scaling.token_exponent < high < 0.5
-    assert "leaven check duration" in recipe.why["scaling.token_exponent"]
-
-    def cautions(exponent: float, tokens: int) -> list[str]:
-        moved = transferred(recipe.replace({"scaling.token_exponent": exponent}), tokens=tokens)
-        return [caution.message for caution in warnings(moved) if caution.about == "token exponent"]
-
-    longer = 2 * recipe.data.tokens
-    (message,) = cautions(0.5, longer)
-    assert f"--set scaling.token_exponent={high:.3g}" in message
-    assert not cautions(recipe.scaling.token_exponent, longer)
-    assert not cautions(0.5, recipe.data.tokens)
 
 
 def test_a_conclusion_names_the_scales(tiny: Recipe, tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ def coordinates_(
         subject, overrides, widths, depths, START, batch_tokens, source, alpha, grow_heads
     )
     with CountScreen("models") as screen:
-        verdict = coordinates(family, wide, deep, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.update)
+        verdict = coordinates(
+            family, wide, deep, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.update
+        )
     finish(with_settings(verdict, changed), output, json_output)
 
 
@@ -96,7 +98,9 @@ def gradients_(
         subject, overrides, widths, depths, START, batch_tokens, source, alpha, grow_heads
     )
     with CountScreen("models") as screen:
-        verdict = gradients(family, wide, deep, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.update)
+        verdict = gradients(
+            family, wide, deep, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.update
+        )
     finish(with_settings(verdict, changed), output, json_output)
 
 

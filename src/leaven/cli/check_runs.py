@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leaven.cli._common import JsonOption, SetOption, console, count_option, errors, load, stopping
+from leaven.cli._common import JsonOption, SetOption, count_option, errors, load, stopping
 from leaven.cli._screens import CountScreen
 from leaven.cli.check_subject import (
     OutputOption,
@@ -89,7 +89,9 @@ def duration(
     workers: WorkersOption = None,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="OUT.toml", help="Write the recipe with the measured token_exponent.", show_default=False),
+        typer.Option(
+            metavar="OUT.toml", help="Write the recipe with the measured token_exponent.", show_default=False
+        ),
     ] = None,
     output: OutputOption = None,
     overrides: SetOption = None,
@@ -105,7 +107,9 @@ def duration(
     pair = _pair(subject, overrides, scale)
     family = long(subject, overrides, pair, tokens, batch_tokens, source)
     grid = _grid(family, SWEPT["lr"], lrs)
-    verdict = _carried_out(lambda store: checks.duration(family, pair, ratios, grid, store, seeds=seeds), workers, run)
+    verdict = _carried_out(
+        lambda store: checks.duration(family, pair, ratios, grid, store, seeds=seeds), workers, run
+    )
     fitted = checks.fitted(verdict)
     if write is not None and fitted is not None:
         recipe = load(Path(subject), overrides)
@@ -164,6 +168,7 @@ def decay(
     from leaven.verification import transfer as checks
     from leaven.verification.sweep import SWEPT
 
+    _require_recipe(subject, "weight decays")
     pairs = _scales(scales) if scales else [_pair(subject, overrides, None)]
     ratios = numbers(durations, "--durations", float)
     if len(pairs) < 2 and not {*ratios} - {1.0}:
@@ -189,6 +194,7 @@ def init(
     from leaven.verification import transfer as checks
     from leaven.verification.sweep import SWEPT
 
+    _require_recipe(subject, "init stds")
     pairs = _scales(scales)
     family = long(subject, overrides, pairs[0], None, None, None)
     grid = _grid(family, SWEPT["init_std"], stds)
@@ -242,6 +248,11 @@ def _grid(family: "Family", swept: "SweptValue", given: str | None) -> list[floa
     return numbers(given, swept.option, float) if given else swept.grid(family)
 
 
+def _require_recipe(subject: str, what: str) -> None:
+    if is_entry(subject):
+        raise InputError(f"{subject}: this check moves {what}, which only a recipe names; give a recipe file")
+
+
 def _carried_out(check: "Callable[[RunStore], Verdict]", workers: int | None, run: Path) -> "Verdict":
     """The verdict of whole training runs, which can be stopped and resumed."""
     from leaven.verification.runs import RunStore, Stopped
@@ -281,4 +292,5 @@ def _next(recipe: Path, written: Path | None, fitted: Any) -> str:
     target = "--tokens TOKENS -o big.toml"
     if written is not None:
         return f"wrote {written}; next: leaven transfer {written} {target}"
-    return f"to use the measured exponent: leaven transfer {recipe} --set scaling.token_exponent={fitted.value:.3g} {target}"
+    option = f"--set scaling.token_exponent={fitted.value:.3g}"
+    return f"to use the measured exponent: leaven transfer {recipe} {option} {target}"

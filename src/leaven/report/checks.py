@@ -207,7 +207,9 @@ def _html_measured(measured: Sequence[Mapping[str, Any]]) -> Any:
     heads = [element("th", head) for head in _MEASURED_HEADS]
     classes = (None, "num", "num", "num", None)
     body = [
-        element("tr", *(element("td", cell, class_=kind) for cell, kind in zip(_measured(each), classes, strict=True)))
+        element(
+            "tr", *(element("td", cell, class_=kind) for cell, kind in zip(_measured(each), classes, strict=True))
+        )
         for each in measured
     ]
     return element(

@@ -58,7 +58,7 @@ def duration(
     if not every:
         raise InputError("a duration check needs another duration: --durations 1,2,4")
     base, *longer = (Scale(*scale, tokens=ratio) for ratio in (1.0, *every))
-    verdict, valleys = sweep("duration", family, "lr", [base, *longer], lrs, store, seeds=seeds)
+    verdict, valleys = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
     measured = [*verdict.measured, *_regime(family, base, valleys, store, seeds)]
     measured += _arms(family, longer, store, seeds)
     return store.keep(replace(verdict, measured=tuple(measured)))
@@ -91,7 +91,11 @@ def _regime(
 
     found = estimate(share, [own, valleys[longest], larger])
     if not math.isfinite(found.value):
-        return [MeasuredValue("cost of twice the batch, octaves of tokens", None, None, None, None, "more tokens gain nothing")]
+        return [
+            MeasuredValue(
+                "cost of twice the batch, octaves of tokens", None, None, None, None, "more tokens gain nothing"
+            )
+        ]
     return [MeasuredValue("cost of twice the batch, octaves of tokens", *_plain(found), None, _regime_note(found))]
 
 
@@ -132,7 +136,9 @@ def _arms(family: Family, longer: Sequence[Scale], store: RunStore, seeds: int) 
         pairs = Valley.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
         difference = estimate(lambda valleys: float(valleys[0].losses.mean()), [pairs])
         note = f"loss {sum(values) / seeds:.4f}, moved by the rule {sum(ruled) / seeds:.4f}"
-        found.append(MeasuredValue(f"tokens x{scale.tokens:g}, {arm}: nats over the rule", *_plain(difference), None, note))
+        found.append(
+            MeasuredValue(f"tokens x{scale.tokens:g}, {arm}: nats over the rule", *_plain(difference), None, note)
+        )
     return found
 
 

@@ -213,7 +213,9 @@ class RecipeFamily:
             )
         value: float = getattr(hyperparameters, quantity)
         if not value:
-            raise InputError(f"{quantity} is 0, so there is nothing to move; set it: --set hyperparameters.{quantity}=0.1")
+            raise InputError(
+                f"{quantity} is 0, so there is nothing to move; set it: --set hyperparameters.{quantity}=0.1"
+            )
         return value
 
     def exponent(self, quantity: Quantity, axis: Axis) -> float:
@@ -300,9 +302,10 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: Start) -> Recipe:
     """The recipe with its base at a width and depth, and with initial values that are near the limit of large models.
 
     Exponents depend on neither, but how soon they show does. Here the embedding starts at RMS 1 and the readout at
-    1/width (one that is tied by its multiplier: :func:`calibrated_table`). With a small embedding the stream at depth 2 is nearly all branches, whose sum falls with depth as
-    L^(1/2 - alpha), and the gradients inside the blocks are off by as much. With a large readout the gain of the
-    final norm has a gradient of order N^-2 first, and the logits stay initial for longer.
+    1/width (one that is tied by its multiplier: :func:`calibrated_table`). With a small embedding the stream at depth
+    2 is nearly all branches, whose sum falls with depth as L^(1/2 - alpha), and the gradients inside the blocks are
+    off by as much. With a large readout the gain of the final norm has a gradient of order N^-2 first, and the logits
+    stay initial for longer.
 
     Raises:
         InputError: if the recipe has no model of this width.

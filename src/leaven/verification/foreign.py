@@ -86,7 +86,9 @@ class ForeignFamily:
 
     def value(self, quantity: Quantity) -> float:
         if quantity != "lr":
-            raise InputError(f"{self.name}: this check moves {quantity}, which only a recipe names; give a recipe file")
+            raise InputError(
+                f"{self.name}: this check moves {quantity}, which only a recipe names; give a recipe file"
+            )
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: Axis) -> float:

@@ -16,7 +16,7 @@ five points of a grid of octaves the vertex of one whose lowest point never move
 
 @dataclass(frozen=True)
 class Valley:
-    """Losses over values, three at least: ``losses`` is (values, seeds), rows in the order of ``octaves``, their log2."""
+    """Losses over three values or more: ``losses`` is (values, seeds), ``octaves`` has log2 of the values."""
 
     octaves: Array
     losses: Array

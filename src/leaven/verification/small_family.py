@@ -43,7 +43,9 @@ def small_family(recipe: Recipe) -> SmallFamily:
         "vocab_size": (recipe.model.vocab_size, shape.vocab_size),
         "seq_len": (recipe.model.seq_len, shape.seq_len),
     }
-    changed = tuple(f"{name} {before:,.5g} -> {after:,.5g}" for name, (before, after) in told.items() if before != after)
+    changed = tuple(
+        f"{name} {before:,.5g} -> {after:,.5g}" for name, (before, after) in told.items() if before != after
+    )
     sequences = max(recipe.batch.tokens // recipe.model.seq_len, 16)
     recipe = recipe.replace(
         {

@@ -67,8 +67,8 @@ def sweep(
     quantity: Quantity,
     scales: Sequence[Scale],
     grid: Sequence[float],
-    store: RunStore,
     *,
+    store: RunStore,
     seeds: int = 3,
 ) -> tuple[Verdict, dict[Scale, Valley]]:
     """Run a sweep, or resume it. The first scale is the base of the comparison; values are in the family's unit.
@@ -82,15 +82,16 @@ def sweep(
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     if len(scales) < 2 or len(set(grid)) < 3:
         raise InputError(f"this check needs two scales and three values of {swept.label} ({swept.option}) at least")
-    valleys = _extended(family, swept, scales, grid, store, seeds)
+    grids = {scale: sorted(set(grid)) for scale in scales}
+    valleys = _extended(family, swept, grids, store, seeds)
     names = labels(scales)
     base = scales[0]
     verdict = Verdict(
         check=check,
         subject=family.name,
-        quantity=f"shift of the best {swept.label} in octaves; regret of the base's best {swept.label} in nats per token",
+        quantity=f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
         rows=tuple(
-            _row(swept, names[base], names[scale], valleys[base], valleys[scale], seeds) for scale in scales[1:]
+            _row(swept, {names[base]: valleys[base], names[scale]: valleys[scale]}, seeds) for scale in scales[1:]
         ),
         curves=tuple(_curves(swept, valleys, names)),
         settings={
@@ -121,15 +122,14 @@ def labels(scales: Sequence[Scale]) -> dict[Scale, str]:
 
 
 def _extended(
-    family: Family, swept: SweptValue, scales: Sequence[Scale], grid: Sequence[float], store: RunStore, seeds: int
+    family: Family, swept: SweptValue, grids: Mapping[Scale, list[float]], store: RunStore, seeds: int
 ) -> dict[Scale, Valley]:
     """The losses of each scale, over a grid that holds its optimum if a few more steps can."""
-    grids = {scale: sorted(set(grid)) for scale in scales}
     for extension in range(EXTENSIONS + 1):
         valleys = losses_of(family, swept, grids, store, seeds)
         if extension == EXTENSIONS:
             break
-        wider = {scale: _wider(family, swept, scale, grids[scale], valleys[scale]) for scale in scales}
+        wider = {scale: _wider(family, swept, scale, grids[scale], valleys[scale]) for scale in grids}
         if wider == grids:
             break
         grids = wider
@@ -160,18 +160,14 @@ def losses_of(
     }
     outcome = store.run(runs.values())
     return {
-        scale: Valley.of(
-            {value: [outcome(runs[scale, value, seed]).loss for seed in range(seeds)] for value in grid}
-        )
+        scale: Valley.of({value: [outcome(runs[scale, value, seed]).loss for seed in range(seeds)] for value in grid})
         for scale, grid in grids.items()
     }
 
 
 def setting(swept: SweptValue, scale: Scale, value: float, seed: int, *, ruled: bool = True) -> Setting:
     """The run of one value and seed at a scale."""
-    return Setting(
-        scale.width, scale.depth, value, seed, scale.batch, scale.tokens, ruled=ruled, quantity=swept.key
-    )
+    return Setting(scale.width, scale.depth, value, seed, scale.batch, scale.tokens, ruled=ruled, quantity=swept.key)
 
 
 def along(valleys: Mapping[Scale, Valley], axis: Axis) -> dict[Scale, Valley]:
@@ -190,14 +186,14 @@ def _exponents(family: Family, swept: SweptValue, valleys: Mapping[Scale, Valley
             continue
         ruled = family.exponent(swept.key, axis)
         fitted = exponent({getattr(scale, axis): valley for scale, valley in on_axis.items()})
-        interval = (None, None) if fitted.low is None or fitted.high is None else (fitted.low + ruled, fitted.high + ruled)
+        low, high = (None if end is None else end + ruled for end in (fitted.low, fitted.high))
         name = f"exponent of the best {swept.label} over {axis}"
         if axis in ("width", "depth") or family.rule is None:
             name += f", {family.unit}"
         note = ""
-        if interval[0] is not None:
-            note = "the rule's is inside" if interval[0] <= ruled <= interval[1] else "the rule's is OUTSIDE"
-        found.append(MeasuredValue(name, fitted.value + ruled, *interval, ruled, note))
+        if low is not None and high is not None:
+            note = "the rule's is inside" if low <= ruled <= high else "the rule's is OUTSIDE"
+        found.append(MeasuredValue(name, fitted.value + ruled, low, high, ruled, note))
     return found
 
 
@@ -220,9 +216,11 @@ def _curves(swept: SweptValue, valleys: Mapping[Scale, Valley], names: Mapping[S
             yield Curve(f"best {swept.label}", axis, "best", x, y, low, high)
 
 
-def _row(swept: SweptValue, base: str, target: str, small: Valley, big: Valley, seeds: int) -> Row:
-    module, axis, limit = f"best {swept.label}, octaves", f"{base} -> {target}", swept.shift_limit
-    for name, valley in ((base, small), (target, big)):
+def _row(swept: SweptValue, pair: Mapping[str, Valley], seeds: int) -> Row:
+    """The verdict on two scales by name, the base first."""
+    module, axis, limit = f"best {swept.label}, octaves", " -> ".join(pair), swept.shift_limit
+    small, big = pair.values()
+    for name, valley in pair.items():
         lost = 2 ** valley.octaves[~np.isfinite(valley.losses).all(1)]
         if lost.size:
             note = f"a loss of {name} is no number, at {swept.label} {lost[0]:.3g}"
@@ -239,10 +237,12 @@ def _row(swept: SweptValue, base: str, target: str, small: Valley, big: Valley, 
         "regret, high": found.regret_high,
         "noise": big.noise,
     }
-    edges = [(name, valley) for name, valley in ((base, small), (target, big)) if valley.edge]
+    edges = [name for name, valley in pair.items() if valley.edge]
     if edges:
-        note = f"undecided: the best {swept.label} of {' and '.join(name for name, _ in edges)} is at the edge of the "
-        note += f"grid, extended as far as it goes: {swept.option} {_round_the_edge(edges[0][1])}"
+        note = (
+            f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the grid, extended as far "
+        )
+        note += f"as it goes: {swept.option} {_round_the_edge(pair[edges[0]])}"
         return Row(module, axis, found.octaves, limit, False, parts, note, undecided=True)
     if seeds < 2:
         note = "undecided: one seed has no interval: --seeds 3"

@@ -16,7 +16,9 @@ def transfer(
     Raises:
         InputError, Stopped: as :func:`leaven.verification.sweep.sweep` does.
     """
-    return store.keep(sweep("transfer", family, "lr", [Scale(*pair) for pair in scales], lrs, store, seeds=seeds)[0])
+    return store.keep(
+        sweep("transfer", family, "lr", [Scale(*pair) for pair in scales], lrs, store=store, seeds=seeds)[0]
+    )
 
 
 def batch(
@@ -34,7 +36,7 @@ def batch(
         InputError, Stopped: as :func:`leaven.verification.sweep.sweep` does.
     """
     scales = [Scale(*scale, batch=ratio) for ratio in (1.0, *ratios)]
-    return store.keep(sweep("batch", family, "lr", scales, lrs, store, seeds=seeds)[0])
+    return store.keep(sweep("batch", family, "lr", scales, lrs, store=store, seeds=seeds)[0])
 
 
 def decay(
@@ -52,7 +54,7 @@ def decay(
         InputError, Stopped: as :func:`leaven.verification.sweep.sweep` does.
     """
     every = [*(Scale(*pair) for pair in scales), *(Scale(*scales[0], tokens=ratio) for ratio in durations)]
-    return store.keep(sweep("decay", family, "weight_decay", every, decays, store, seeds=seeds)[0])
+    return store.keep(sweep("decay", family, "weight_decay", every, decays, store=store, seeds=seeds)[0])
 
 
 def init(
@@ -63,4 +65,6 @@ def init(
     Raises:
         InputError, Stopped: as :func:`leaven.verification.sweep.sweep` does.
     """
-    return store.keep(sweep("init", family, "init_std", [Scale(*pair) for pair in scales], stds, store, seeds=seeds)[0])
+    return store.keep(
+        sweep("init", family, "init_std", [Scale(*pair) for pair in scales], stds, store=store, seeds=seeds)[0]
+    )
