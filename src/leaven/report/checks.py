@@ -79,7 +79,8 @@ def _cell(check: Check, row: Mapping[str, Any], part: str) -> str:
     low, high = (parts.get(end) for end in _INTERVALS.get(part, ("", "")))
     if check["check"] in _SLOPES or low is None or high is None:
         return told
-    return f"{told} ({numbers.value(low)} to {numbers.value(high)})"
+    ends = (numbers.value(round(end, 4)) for end in (low, high))
+    return f"{told} ({' to '.join(ends)})"
 
 
 def _verdict(row: Mapping[str, Any]) -> tuple[str, str]:
