@@ -16,7 +16,7 @@ def threads() -> int:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted in /proc")
 def test_a_case_leaves_no_threads(ranks: Pool, tiny: Recipe) -> None:
-    recipe = tiny.replace({"layout.tp": 2, "layout.dp": 2, "layout.zero": 3})
+    recipe = tiny.replace({"model.n_kv_heads": 2, "layout.tp": 2, "layout.dp": 2, "layout.zero": 3})
     before = ranks(4, threads)
     ranks(4, train, recipe, prepare(recipe.data, recipe.model.vocab_size), 1)
     assert ranks(4, threads) == before
