@@ -103,9 +103,9 @@ def _work(connection: Connection) -> None:
 
 
 def _release_threads() -> None:
-    """End the threads of the process groups of a case: twelve for each case otherwise, for as long as the process lives.
+    """End the threads of a case's process groups, which are twelve a case and stay as long as the process otherwise.
 
-    A group ends its threads when nothing refers to it. Destroyed groups are kept by cycles of the model, and by device
+    A group ends its threads when nothing refers to it. Cycles of the model keep destroyed groups, and so do device
     meshes, which the caches of DTensor keep; a mesh without a registry looks a group up by its name.
     """
     gc.collect()

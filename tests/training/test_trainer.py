@@ -143,7 +143,7 @@ def test_killed_and_started_again_the_losses_are_the_same_bits(tiny_file: Path, 
     assert [json.loads(again.stdout)[key] for key in same] == [json.loads(whole.stdout)[key] for key in same]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.kills)])
 def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run")]
     process = subprocess.Popen([*command, "--set", "data.tokens=10M"], stderr=subprocess.PIPE, text=True)
