@@ -3,30 +3,29 @@
     leaven tune benchmarks/tuned_base/recipe.toml --study STUDY --trials 48 --workers 2
     python -m benchmarks.tuned_base STUDY
 
-The second writes ``benchmarks/tuned_base/log.jsonl``, a line a trial, and from that log alone the catalogue's file,
-``src/leaven/catalogue/runs/NAME.toml``. ``--log`` makes the file again from the log that is there.
+The second writes ``benchmarks/tuned_base/log.jsonl``, a line a trial, and from that log alone two files in
+``src/leaven/catalogue``: ``bases/NAME.toml``, the recipe that ``leaven new`` starts from, and ``runs/NAME.toml``, what
+``leaven recipes show NAME`` tells of it. ``--log`` makes both again from the log that is there.
 """
 
 import argparse
 import json
-import tomllib
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import tomlkit
 
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.machine import machine
 from leaven.training.study_file import UNDER_WAY, Trial
 from leaven.tuning.answer import Answer, answer
-from leaven.tuning.space import Space, space
+from leaven.tuning.space import space
 
 HERE = Path(__file__).parent
 RECIPE, LOG = HERE / "recipe.toml", HERE / "log.jsonl"
-RUNS = HERE.parents[1] / "src" / "leaven" / "catalogue" / "runs"
+CATALOGUE = HERE.parents[1] / "src" / "leaven" / "catalogue"
 LOGGED = ("number", "purpose", "confirms", "seed", "state", "loss", "seconds", "octaves")
 BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 
@@ -63,13 +62,39 @@ def answered(trials: list[Trial]) -> Answer:
     return answer(trials, space(read_recipe(RECIPE)).dimensions, over=True)
 
 
-def entry(trials: list[Trial]) -> dict[str, Any]:
-    """The catalogue's file, from a log: values and intervals to two significant digits."""
+def chosen(found: Answer) -> dict[str, float]:
+    """The values of an answer to two significant digits."""
+    return {path: rounded(path, value) for path, value in space(read_recipe(RECIPE)).values(found.octaves).items()}
+
+
+def as_good(found: Answer) -> dict[str, list[float]]:
+    """Between which values the loss stays within the noise of the best, all others at theirs."""
+    points = space(read_recipe(RECIPE))
+    flat = {one.path: one.flat for one in found.coordinates}
+
+    def at(path: str, octaves: float) -> float:
+        return rounded(path, points.values(found.octaves | {path: octaves})[path])
+
+    return {path: sorted(at(path, end) for end in flat[path]) for path in points.paths}
+
+
+def base(trials: list[Trial]) -> Recipe:
+    """The recipe that ``leaven new`` starts from, with what the log says of each searched value."""
     recipe, found = read_recipe(RECIPE), answered(trials)
-    points, model, best = space(recipe), recipe.model, found.best
+    why = {
+        path: f"tuned by leaven in {len(trials)} runs; as good within the noise of {found.noise:.2g} nats: "
+        f"{low:.2g} to {high:.2g}"
+        for path, (low, high) in as_good(found).items()
+    }
+    return recipe.replace(chosen(found) | {"scaling.base": recipe.base.model_dump(), "tuning": None, "why": why})
+
+
+def entry(trials: list[Trial]) -> dict[str, Any]:
+    """What the catalogue has of the base."""
+    recipe, found = read_recipe(RECIPE), answered(trials)
+    model, best, values = recipe.model, found.best, chosen(found)
     assert best is not None
     assert found.noise is not None
-    values = {path: rounded(path, value) for path, value in points.values(found.octaves).items()}
     hyperparameters = recipe.hyperparameters.model_dump() | {
         path.removeprefix("hyperparameters."): value for path, value in values.items()
     }
@@ -148,10 +173,7 @@ def entry(trials: list[Trial]) -> dict[str, Any]:
             "at_end": [one.path for one in found.coordinates if one.at_end],
             **source,
             "values": values,
-            "intervals": {
-                one.path: [rounded(one.path, points.values(found.octaves | {one.path: end})[one.path]) for end in one.flat]
-                for one in sorted(found.coordinates, key=lambda one: points.paths.index(one.path))
-            },
+            "intervals": as_good(found),
         },
     }
 
@@ -172,10 +194,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.study is not None:
         write_log(arguments.study)
-    name = read_recipe(RECIPE).name
-    path = RUNS / f"{name}.toml"
-    path.write_text(tomlkit.dumps(entry(read_log())), encoding="utf-8")
-    print(f"wrote {LOG} and {path}")
+    trials, file = read_log(), f"{read_recipe(RECIPE).name}.toml"
+    (CATALOGUE / "bases").mkdir(exist_ok=True)
+    write_recipe(base(trials), CATALOGUE / "bases" / file)
+    (CATALOGUE / "runs" / file).write_text(tomlkit.dumps(entry(trials)), encoding="utf-8")
+    print(f"wrote {LOG}, {CATALOGUE / 'bases' / file} and {CATALOGUE / 'runs' / file}")
 
 
 if __name__ == "__main__":
