@@ -4,8 +4,8 @@
     python -m benchmarks.tuned_base STUDY
 
 The second writes ``benchmarks/tuned_base/log.jsonl``, a line a trial, and from that log alone two files in
-``src/leaven/catalogue``: ``bases/NAME.toml``, the recipe that ``leaven new`` starts from, and ``runs/NAME.toml``, what
-``leaven recipes show NAME`` tells of it. ``--log`` makes both again from the log that is there.
+``src/leaven/catalogue``: ``bases/NAME.toml``, the recipe that ``leaven new`` starts from, and ``runs/NAME.toml``,
+what ``leaven recipes show NAME`` tells of it. ``--log`` makes both again from the log that is there.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def base(trials: list[Trial]) -> Recipe:
     recipe, found = read_recipe(RECIPE), answered(trials)
     why = {
         path: f"tuned by leaven in {len(trials)} runs; as good within the noise of {found.noise:.2g} nats: "
-        f"{low:.2g} to {high:.2g}"
+        f"{low:g} to {high:g}"
         for path, (low, high) in as_good(found).items()
     }
     return recipe.replace(chosen(found) | {"scaling.base": recipe.base.model_dump(), "tuning": None, "why": why})
@@ -112,7 +112,7 @@ def entry(trials: list[Trial]) -> dict[str, Any]:
         "params_active": model.params,
         "notes": [
             "not a published run: leaven's own, measured on a processor; it has no vote among the published",
-            "a base to transfer from: a model of 67 k parameters says nothing of larger ones but through the rule",
+            "a base to transfer from: what it says of larger models, it says through the scaling rule",
         ],
         "lineage": {"name": "leaven"} | source,
         "params": {"precision": "exact"} | recipe_file,

@@ -253,8 +253,8 @@ class Init(Group):
 class TunedBase(Group):
     """The study behind a base that leaven tuned itself. A run that has it is no published one.
 
-    ``values`` and ``intervals`` go by the paths of a recipe. Between the ends of an interval the loss stays within the
-    noise of the best, all other values at theirs.
+    ``values`` and ``intervals`` go by the paths of a recipe. Between the ends of an interval the loss stays within
+    the noise of the best, all other values at theirs.
     """
 
     rule: str  # the scaling rule in whose base coordinates the values are

@@ -27,8 +27,8 @@ __all__ = [
     "listed",
     "load_runs",
     "nearest",
-    "size_ratio",
     "own_runs",
+    "size_ratio",
 ]
 
 FOLDER = Path(__file__).parent / "runs"

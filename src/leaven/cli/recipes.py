@@ -11,7 +11,7 @@ import typer
 from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.catalogue.run import Kind
-from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, size_ratio, own_runs
+from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, own_runs, size_ratio
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
 from leaven.cli._catalogue import MARKED, diff_table, nearest_table, run_lines, run_table, stack
