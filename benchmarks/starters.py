@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from leaven.catalogue.starter.asked import Asked
-from leaven.catalogue.starter.proxy import commands
-from leaven.catalogue.starter.starter import starter
+from leaven.cli.new import next_commands
+from leaven.planning.start import start
 from leaven.recipe.units import parse_quantity
 from leaven.report.derivation import derivation
 
@@ -24,9 +24,9 @@ _FENCE = re.compile(
 def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str:
     """What the verb prints, in 100 columns."""
     out = io.StringIO()
-    derived = starter(Asked(name, parse_quantity(params), parse_quantity(tokens), lead=lead))
+    started = start(Asked(name, parse_quantity(params), parse_quantity(tokens), lead=lead))
     Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True).print(
-        derivation(derived, commands(derived.recipe, Path(f"{name}.toml")))
+        derivation(started.derivation, next_commands(started, Path(f"{name}.toml")))
     )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

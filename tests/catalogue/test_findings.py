@@ -20,7 +20,7 @@ HEALTHY: dict[str, Any] = {
         "n_layers": 24, "d_model": 1024, "n_heads": 16, "n_kv_heads": 16, "d_head": 64, "d_ff": 2752,
         "vocab_size": 32_768, "seq_len": 2048,
     },
-    "data": {"tokens": 8_000_000_000},
+    "data": {"tokens": 8_000_000_000, "source": "text.jsonl"},
     "batch": {"tokens": 524_288},
     "schedule": {"warmup_tokens": 80_000_000},
     "hyperparameters": {

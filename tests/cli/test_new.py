@@ -10,6 +10,7 @@ from benchmarks.starters import PAGE, renewed
 
 from leaven.catalogue.runs import find_run
 from leaven.recipe.files import read_recipe
+from leaven.scaling.table import resolve
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -23,23 +24,26 @@ def test_what_is_written_goes_through_every_verb(
     code, said, err = leaven("new", path, "--params", "1B", "--tokens", "20B", "--gpus", "8xH100-80GB")
     assert (code, err) == (0, "")
     assert said.splitlines()[0].startswith("1 size")
-    assert "11 guards, next" in said
     for verb in (("show",), ("plan", "--gpus", "8xH100-80GB")):
         assert leaven(verb[0], path, *verb[1:])[0] == 0
     lines = said.splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith("then"))
-    to_proxy, tune, back = (shlex.split(line.removeprefix("then"))[1:] for line in lines[first : first + 3])
-    assert leaven(*to_proxy)[0] == 0
+    first = next(n for n, line in enumerate(lines) if line.startswith("next"))
+    check, tune, back, check_tuned, plan = (shlex.split(line.removeprefix("next"))[1:] for line in lines[first:])
     wheat, proxy = read_recipe(path), read_recipe(path.with_stem("new wheat-proxy"))
-    assert proxy.base.width == wheat.model.d_model
+    assert wheat.base_shape == proxy.model
     assert (wheat.layout.ranks, proxy.layout.ranks) == (8, 1)
-    assert tune[1] == str(path.with_stem("new wheat-proxy"))
+    assert leaven(*check)[0] == 0
+    assert tune[:2] == ["tune", str(path.with_stem("new wheat-proxy"))]
     best = Path(back[1])
     best.parent.mkdir(parents=True)
     path.with_stem("new wheat-proxy").rename(best)  # as if the proxy's own values were the best
-    assert leaven(*back)[0] == 0
+    code, _, err = leaven(*back)
+    assert (code, err) == (0, "")  # no warning of what new itself proposed
     tuned = read_recipe(path.with_stem("new wheat-tuned"))
     assert (tuned.model, tuned.layout, tuned.batch) == (wheat.model, wheat.layout, wheat.batch)
+    assert resolve(tuned).rows == resolve(wheat).rows
+    assert leaven(*check_tuned)[0] == 0
+    assert leaven(*plan)[0] == 0
 
 
 def test_what_is_written_trains_as_it_is(leaven: Verb, tmp_path: Path, corpus: Path) -> None:
@@ -57,8 +61,8 @@ def test_json_has_every_step_with_its_sources(leaven: Verb, tmp_path: Path) -> N
     code, said, _ = leaven("new", path, "--params", "125M", "--tokens", "2.5B", "--json")
     told = json.loads(said)
     assert code == 0
-    assert list(told) == ["path", "params", "tokens", "steps", "next"]
-    assert [step["step"] for step in told["steps"]] == list(range(1, 12))
+    assert list(told) == [*("path", "proxy_path", "params", "tokens", "steps", "proxy", "tuning", "compared", "next")]
+    assert [step["step"] for step in told["steps"]] == list(range(1, 14))
     lr = next(step for step in told["steps"] if "hyperparameters.lr" in step["values"])
     assert lr["values"]["hyperparameters.lr"] == read_recipe(path).hyperparameters.lr
     assert any(source.startswith("Step Law 2025: arXiv") for source in lr["sources"])
@@ -70,10 +74,13 @@ def test_json_has_every_step_with_its_sources(leaven: Verb, tmp_path: Path) -> N
         ((), "nothing to start from; type --params COUNT --tokens COUNT, or --from-weights DIR"),
         (("--params", "1B"), "--tokens is missing; 20 a parameter would be --tokens 20000000000"),
         (("--params", "1B", "--from-weights", "x"), "--params asks for a new one; type one or the other"),
-        (("--params", "0", "--tokens", "1B"), "--params 0: give 1 M to 10 T"),
+        (("--params", "0", "--tokens", "1B"), "--params 0: give 100 k to 10 T"),
         (("--params", "1B", "--tokens", "20B", "--gpus", "8xZ9"), "no accelerator 'Z9' in the table"),
         (("--params", "1B", "--tokens", "20B", "--from", "olmo2"), "no published run 'olmo2'; did you mean"),
         (("--params", "70B", "--tokens", "20B", "--gpus", "1xL40S"), "nothing fits"),
+        (("--params", "1B", "--tokens", "20B", "--source", "no.txt"), "data.source 'no.txt' is no file"),
+        (("--params", "1B", "--tokens", "20B", "--proxy", "2B"), "--proxy 2 B: no shape of this family"),
+        (("--from", "olmo2-7b", "--proxy", "50M"), "--proxy with --from olmo2-7b"),
     ],
 )
 def test_bad_input_writes_nothing(leaven: Verb, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
@@ -90,7 +97,7 @@ def test_what_is_there_stays(leaven: Verb, tmp_path: Path) -> None:
     path.write_text("mine")
     code, _, err = leaven("new", path, "--params", "1B", "--tokens", "20B")
     assert code == 2
-    assert "there is something already" in err
+    assert "the file exists; give another name" in err
     assert path.read_text() == "mine"
 
 
@@ -110,5 +117,5 @@ def test_a_folder_that_is_not_there(leaven: Verb, tmp_path: Path) -> None:
 
 def test_the_docs_quote_what_is_printed() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page.count("$ leaven new ") == 5
+    assert page.count("$ leaven new ") == 4
     assert renewed(page) == page, "type: make docs-starters"

@@ -38,7 +38,8 @@ def test_the_screen_is_folded_between_its_parts(width, rye, leaven, monkeypatch)
     asked = ("--explain", "tp=4", "--price", "$2.50")
     code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *asked)
     assert code == 0
-    lines = out.splitlines()
+    *lines, following = out.splitlines()
+    assert following.startswith("next       torchrun --nnodes ")
     labels = [line[:14].strip() for line in lines if line[:14].strip()]
     always = ["layout", "memory / GPU", "speed", "time", "budget", "ramp", "next best"]
     assert labels[: len(always)] == always
@@ -76,7 +77,7 @@ def test_a_page_is_written_beside_the_screen(rye, leaven, tmp_path):
     sets = ("--set", "batch.tokens=2097152", "--set", "data.tokens=20_000_000_000")
     code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *sets, "--moments", "muon", "--no-history", "-o", page)
     assert code == 0
-    assert out.splitlines()[-1] == f"wrote {page}"
+    assert out.splitlines()[-2] == f"wrote {page}"
     html = page.read_text(encoding="utf-8")
     (command,) = re.findall(r"<code>(leaven plan .*?)</code>", html)
     assert command.endswith(

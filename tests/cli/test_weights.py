@@ -19,7 +19,12 @@ def test_out_to_transformers_and_back_into_a_run(leaven: Verb, scaled_run: Path,
     out, recipe, again = (tmp_path / name for name in ("out", "next one.toml", "again"))
     code, said, err = leaven("export", "weights", scaled_run, "--to", "huggingface", out, "--json")
     assert (code, err) == (0, "")
-    assert json.loads(said) == {"path": str(out), "architecture": "Qwen3ForCausalLM", "tokens": 10_240}
+    assert json.loads(said) == {
+        "path": str(out),
+        "architecture": "Qwen3ForCausalLM",
+        "tokens": 10_240,
+        "next": [f"leaven new out.toml --from-weights {out}"],
+    }
     model, tokenizer = package.load(scaled_run)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     tokens = torch.tensor([tokenizer.encode("def function_3(x):").ids])

@@ -5,7 +5,7 @@ import pytest
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.table import resolve
-from leaven.scaling.transfer import transfer
+from leaven.scaling.transfer import transfer, transfer_like
 
 
 def test_only_shape_budget_and_base_change(tiny: Recipe) -> None:
@@ -91,3 +91,100 @@ def test_bad_scales_are_refused(tiny: Recipe) -> None:
         transfer(tiny, n_kv_heads=3)
     with pytest.raises(InputError, match="--batch-tokens 100 is no whole number of sequences of 32; 96 or 128 is"):
         transfer(tiny, batch_tokens=100)
+
+
+# To the scale of another recipe -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def target(tiny: Recipe) -> Recipe:
+    """Beside the proxy: another shape, batch, length, layout and seed; a ramp of its own."""
+    base = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240}
+    return tiny.replace(
+        {
+            "name": "target",
+            "model": tiny.model.scaled(64, 5).model_dump() | {"seq_len": 64},
+            "data.tokens": 163_840,
+            "data.seed": 3,
+            "batch": {"tokens": 1_024, "ramp": {"start_tokens": 256, "increment_tokens": 256, "over_tokens": 20_000}},
+            "schedule.warmup_tokens": 5_000,
+            "scaling.base": base,
+            "layout.dp": 2,
+            "stability.keep": 5,
+            "evaluation.tokens": 2_048,
+            "why": {"batch.tokens": "mine", "hyperparameters.lr": "published"},
+        }
+    )
+
+
+def test_tuned_values_go_to_a_target_which_keeps_everything_else(tiny: Recipe, target: Recipe) -> None:
+    tuned = tiny.replace(
+        {
+            "hyperparameters.lr": 0.02,
+            "hyperparameters.modules": {"embedding": {"lr": 4.0}},
+            "scaling.base": tiny.base.model_dump(),
+            "why": {"hyperparameters.lr": "study tiny, trial 7 of 64"},
+        }
+    )
+    big = transfer_like(tuned, target)
+    assert {path.split(".")[0] for path, _, _ in differences(target, big)} == {"hyperparameters"}
+    assert big.hyperparameters == tuned.hyperparameters
+    assert (big.layout, big.name, big.base) == (target.layout, "target", tiny.base)
+    assert big.why["hyperparameters.lr"] == "study tiny, trial 7 of 64"
+    assert big.why["batch.tokens"] == "mine"
+    # The same as by sizes: what a parameter gets is the rule's.
+    by_sizes = transfer(tuned, width=64, depth=5, batch_tokens=1_024, tokens=163_840)
+    assert resolve(big).rows == resolve(by_sizes).rows
+
+
+def test_searched_warm_up_and_batch_move_with_the_scale(tiny: Recipe, target: Recipe) -> None:
+    why = {"schedule.warmup_tokens": "study tiny, trial 3", "batch.tokens": "study tiny, trial 3"}
+    changes = {"schedule.warmup_tokens": 2_048, "batch.tokens": 512, "schedule.min_lr_ratio": 0.3, "why": why}
+    big = transfer_like(tiny.replace(changes | {"scaling.base": tiny.base.model_dump()}), target)
+    assert big.schedule.warmup_tokens == 163_840 // 5  # a fifth of the run, as in the proxy
+    assert (big.batch.tokens, big.batch.ramp and big.batch.ramp.start_tokens) == (2_048, 512)
+    assert big.schedule.min_lr_ratio == target.schedule.min_lr_ratio  # was not searched
+    also = changes | {"why": why | {"schedule.min_lr_ratio": "study tiny, trial 3"}}
+    assert transfer_like(tiny.replace(also), target).schedule.min_lr_ratio == 0.3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("vocab_size", 640), ("norm", "layernorm"), ("activation", "relu"), ("qk_norm", False)]
+)
+def test_another_family_is_refused_by_the_field(tiny: Recipe, target: Recipe, field: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"not one family: model.{field} is"):
+        transfer_like(tiny, target.replace({f"model.{field}": value}))
+
+
+def test_proportions_of_the_proxy_are_pinned_for_a_target_of_others(tiny: Recipe, target: Recipe) -> None:
+    other = target.replace({"model.d_ff": 192})
+    big = transfer_like(tiny, other)
+    assert (big.base.d_ff, big.base_shape.d_ff) == (32, 32)
+    assert (
+        resolve(big).rows
+        == resolve(transfer(tiny, width=64, depth=5, d_ff=192, batch_tokens=1_024, tokens=163_840)).rows
+    )
+
+
+# What is no recipe --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"tokens": 1}, "--tokens 1 is less than one batch of 256"),
+        ({"batch_tokens": 32_768}, "--tokens 10,240 is less than one batch of 32,768"),
+        ({"width": 1_000_000_000}, "--width 1 B: the widest published model has 20,480"),
+        ({"depth": 20_000}, "--depth 20 k: the deepest published"),
+        ({"tokens": 10**18}, "--tokens"),
+    ],
+)
+def test_sizes_that_nobody_trains_are_refused(tiny: Recipe, sizes: dict[str, int], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        transfer(tiny, **sizes)
+
+
+def test_a_run_too_short_for_its_moments_is_refused(tiny: Recipe) -> None:
+    long = tiny.replace({"data.tokens": 1_024_000_000})
+    with pytest.raises(InputError, match=r"beta1 0.9 of the base becomes .*too few for a moment"):
+        transfer(long, tokens=256)

@@ -1,9 +1,10 @@
 """A recipe while it is derived: every value is set once, with its reason, in numbered steps."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from leaven.catalogue.starter.proxy import Tuning
 from leaven.recipe.recipe import Recipe, set_path
 
 
@@ -67,10 +68,16 @@ class Draft:
 
 @dataclass(frozen=True)
 class Derivation:
-    """A recipe, and how it came about."""
+    """A recipe, how it came about, and whether to tune a proxy of it first."""
 
     recipe: Recipe
     steps: tuple[Step, ...]
+    tuning: Tuning
+
+    def add(self, title: str, said: Sequence[str], sources: Sequence[str] = ()) -> "Derivation":
+        """The derivation with one more step, which sets no value."""
+        step = Step(len(self.steps) + 1, title, tuple(said), {}, tuple(dict.fromkeys(sources)))
+        return replace(self, steps=(*self.steps, step))
 
     def to_json(self) -> dict[str, Any]:
         return {

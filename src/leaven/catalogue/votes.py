@@ -19,9 +19,13 @@ from leaven.catalogue.terms import terms
 FACTOR = 4.0
 """Runs within this factor of a size are its neighbours."""
 LEAST_WEIGHT = 1e-6
-"""Of a vote at the edge, so that one that is alone still speaks."""
+"""Of a vote at the edge, so that one that is alone still counts."""
 NEAREST = 3
-"""Lineages that speak where a size has no neighbour."""
+"""Lineages that vote at least, however far away they are: one lineage alone decides nothing."""
+EDGE = 1.5
+"""How far beyond the `NEAREST`-th lineage the reach ends where fewer are within `FACTOR`."""
+OWN = "leaven"
+"""The lineage of leaven's own tuned bases, which are no published runs and have no vote."""
 _STACK = Stack(norm_placement="pre", optimizer="adamw")
 
 
@@ -79,15 +83,16 @@ def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Of each lineage the run nearest to a size, the nearest first; ``within`` the factor, or else the nearest few.
+    """Of each lineage the run nearest to a size, the nearest first.
 
     With a ``lead`` its own values come first, and the others are asked only where it is silent.
     """
 
     params: int
     runs: tuple[Run, ...]
-    within: bool
+    within: bool  # whether at least one run is within `FACTOR` of the size
     lead: Run | None = None
+    reach: float = FACTOR  # the factor in size at which a vote has no weight left
 
     @cached_property
     def _terms(self) -> dict[str, dict[str, Any]]:
@@ -106,14 +111,14 @@ class Neighbours:
         return {run.id: said for run in self.runs if (said := value(run)) is not None}
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
-        """Of votes by run: 1 at the size, falling with the logarithm of the distance to 0 at `FACTOR`: no value
-        jumps where a lineage comes in. The lead, and those that speak where none is within it, have the same.
+        """Of votes by run: 1 at the size, falling with the logarithm of the distance to 0 at ``reach``, so that no
+        value jumps where a lineage comes in. Votes are equal with a lead, or where no run is within `FACTOR`.
         """
-        alone = self.lead is not None or not self.within
+        equal = self.lead is not None or not self.within
         return {
             id: 1.0
-            if alone
-            else max(1 - math.log(size_ratio(self.table[id], self.params)) / math.log(FACTOR), LEAST_WEIGHT)
+            if equal
+            else max(1 - math.log(size_ratio(self.table[id], self.params)) / math.log(self.reach), LEAST_WEIGHT)
             for id in ids
         }
 
@@ -131,6 +136,11 @@ class Neighbours:
         """The factor between the size and the nearest run's."""
         return size_ratio(self.runs[0], self.params)
 
+    @property
+    def lineages_within(self) -> int:
+        """How many lineages have a run within `FACTOR` of the size."""
+        return sum(size_ratio(run, self.params) <= FACTOR for run in self.runs)
+
     def sources(self, ids: Iterable[str]) -> list[str]:
         """Each run with where its learning rate stands."""
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
@@ -141,13 +151,19 @@ class Neighbours:
 
 
 def neighbours(params: int, tokens: int, lead: Run | None = None) -> Neighbours:
-    """The published dense runs with a comparable learning rate near a size, a lineage once, pre-norm ones first."""
-    found = [run for run, _ in nearest(params, tokens, limit=1_000, factor=FACTOR, stack=_STACK)]
-    within = size_ratio(found[0], params) <= FACTOR
-    once = list({run.lineage.name: run for run in reversed(found)}.values())
-    once.sort(key=found.index)
-    first = sorted(once if within else once[:NEAREST], key=lambda run: size_ratio(run, params))
-    return Neighbours(params, tuple(first), within, lead)
+    """The published dense runs with a comparable learning rate near a size: of each lineage its nearest run, those
+    within `FACTOR` of the size or else the nearest `NEAREST`; pre-norm ones first."""
+    near = [run for run, _ in nearest(params, tokens, limit=1_000, factor=FACTOR, stack=_STACK)]
+    anywhere = [run for run, _ in nearest(params, tokens, limit=1_000, factor=math.inf, stack=_STACK)]
+    first: dict[str, Run] = {}
+    for run in (*near, *anywhere):
+        if run.lineage.name != OWN:
+            first.setdefault(run.lineage.name, run)
+    by_size = sorted(first.values(), key=lambda run: size_ratio(run, params))
+    within = sum(size_ratio(run, params) <= FACTOR for run in by_size)
+    voters = by_size[: max(within, NEAREST)]
+    reach = FACTOR if within >= NEAREST else EDGE * size_ratio(voters[-1], params)
+    return Neighbours(params, tuple(voters), within > 0, lead, max(reach, FACTOR))
 
 
 def batch_ramps(runs: Iterable[Run] | None = None) -> tuple[dict[str, float], dict[str, float]]:

@@ -31,7 +31,7 @@ def show_budget(text: str, mfu: float | None, price: str | None, json_output: bo
     """
     found = budget(text, mfu=mfu, price=None if price is None else parse_price(price))
     if json_output:
-        emit_json(found.to_json())
+        emit_json(found.to_json() | {"next": [next_command(found)]})
     else:
         console.print(budget_screen(found))
 
@@ -41,16 +41,21 @@ def budget_screen(found: Budget) -> Group:
     flops = [6 * row.params * row.tokens for row in found.rows]
     cluster = found.cluster
     note = [cluster.accelerator.note] if cluster.accelerator.note else []
-    middle = found.rows[len(found.rows) // 2]
-    sizes = f"--params {_typed(middle.params)} --tokens {_typed(middle.tokens)}"
     facts: list[tuple[str, Sequence[str]]] = [
         ("budget", (str(cluster), cluster.nodes_said, format_seconds(found.seconds), *found.cost.said, *note)),
         ("FLOPs", (f"{min(flops):.2e} .. {max(flops):.2e}, 6 N D at the speed of each size", "no ramp, no restarts")),
         *(("" if n else "does not fit", (f"{law}: {why}",)) for n, (law, why) in enumerate(found.refused)),
         *([("accuracy", (ACCURACY,))] if any(row.speed.plan for row in found.rows) else []),
-        ("next", (f"leaven new OUT.toml {sizes} --gpus {cluster}", "the middle of these")),
+        ("next", (next_command(found), "the middle of these")),
     ]
     return Group(Columns(_COLUMNS, [_cells(row) for row in found.rows]), Facts(facts))
+
+
+def next_command(found: Budget) -> str:
+    """A recipe of the middle size."""
+    middle = found.rows[len(found.rows) // 2]
+    sizes = f"--params {_typed(middle.params)} --tokens {_typed(middle.tokens)}"
+    return f"leaven new OUT.toml {sizes} --gpus {found.cluster}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

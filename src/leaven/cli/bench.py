@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from leaven.cli import _next
 from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, emit_json, errors, load, stopping
 from leaven.cli._screens import CountScreen, TextScreen
 from leaven.recipe.errors import InputError
@@ -56,10 +57,13 @@ def bench_(
             stop=stop,
         )
         interrupted = stop()
+    chosen = found.choose(share)
+    following = _next.after_bench(recipe, chosen["micro_batch"]) if chosen else []
     if json_output:
-        emit_json(document(found, share))
+        emit_json(document(found, share) | {"next": following})
     elif found.rows:
         _show(found, share)
+        _next.say(following)
     if interrupted:
         errors.print("stopped before everything was measured; nothing is written, the same command begins anew")
         raise typer.Exit(75)

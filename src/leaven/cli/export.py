@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from leaven.cli import _next
 from leaven.cli._common import (
     JsonOption,
     RecipeArgument,
@@ -58,14 +59,17 @@ def weights(
         end_of_text=(str(loaded.tokenizer.id_to_token(loaded.end_of_text)), loaded.end_of_text),
         dtype=dtype,
     )
+    following = _next.after_export_weights(folder)
     if json_output:
-        emit_json({"path": str(folder), "architecture": architecture.name, "tokens": loaded.tokens})
+        document = {"path": str(folder), "architecture": architecture.name, "tokens": loaded.tokens}
+        emit_json(document | {"next": following})
     else:
         size = format_quantity(loaded.recipe.model.params)
         console.print(
             f"wrote {folder}: {architecture.name}, {size} parameters in {dtype}, from the checkpoint at "
             f"{loaded.tokens:,} tokens"
         )
+        _next.say(following)
 
 
 @app.command()
@@ -103,12 +107,14 @@ def config(
         count = f"{len(export.losses)} values" if len(export.losses) > 1 else "a value"
         raise InputError(f"{recipe}: {to} would lose {count} (above); add --lossy to write it all the same")
     write(export, path)
+    following = _next.after_export_config(to, path)
     if json_output:
         lost = [{"key": loss.key, "value": loss.value, "why": loss.why} for loss in export.losses]
-        emit_json({"path": str(path), "lost": lost, "notes": export.notes})
+        emit_json({"path": str(path), "lost": lost, "notes": export.notes, "next": following})
         return
     for loss in export.losses:
         console.print(f"lost   {loss.text}")
     for note in export.notes:
         console.print(f"note   {note}")
     console.print(f"wrote {path}")
+    _next.say(following)

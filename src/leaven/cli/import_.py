@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from leaven.cli import _next
 from leaven.cli._common import JsonOption, console, emit_json, errors
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
 
 app = typer.Typer(help="From other people's formats.")
-SOURCES = ("transformers", "megatron")
 
 
 @app.callback(invoke_without_command=True)
@@ -42,8 +42,8 @@ def config(
     """
     from leaven.interop.configs import from_megatron, from_transformers
 
-    if source not in SOURCES:
-        raise InputError(f"--from {source}: there are {', '.join(SOURCES)}")
+    if source not in _next.IMPORTED:
+        raise InputError(f"--from {source}: there are {', '.join(_next.IMPORTED)}")
     if output is not None and output.exists():
         raise InputError(f"{output}: there is something already; give another name")
     # A recipe's name is a word; a file's may be anything.
@@ -54,16 +54,19 @@ def config(
         found = from_transformers.read(file, name)
     if output is not None:
         write_recipe(found.recipe, output)
+    following = _next.after_import(output, found.recipe)
     if json_output:
         path = str(output) if output is not None else None
         recipe = found.recipe.model_dump(mode="json")
-        emit_json({"path": path, "unknown": found.unknown, "unread": found.unread, "recipe": recipe})
+        document = {"path": path, "unknown": found.unknown, "unread": found.unread, "recipe": recipe}
+        emit_json(document | {"next": following})
         return
     for line in found.unknown:
         errors.print(f"unknown   {line}")
     if found.unread:
         errors.print(f"not read  {', '.join(found.unread)}")
     if output is None:
-        typer.echo(render(found.recipe), nl=False)
+        typer.echo(render(found.recipe), nl=False)  # a recipe that a shell can redirect: nothing else goes there
     else:
         console.print(f"wrote {output} ({len(found.recipe.why)} values with their reason under [why])")
+        _next.say(following)

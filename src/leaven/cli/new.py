@@ -1,6 +1,7 @@
 """leaven new OUT --params --tokens, or OUT --from-weights DIR"""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -8,22 +9,33 @@ import typer
 
 from leaven.catalogue.lead import find_lead
 from leaven.catalogue.starter.asked import Asked
-from leaven.catalogue.starter.proxy import commands
-from leaven.catalogue.starter.starter import starter
+from leaven.cli import _next
 from leaven.cli._common import JsonOption, console, count_option, emit_json
+from leaven.data.corpus import estimated_tokens
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.starter_layout import laid_out
+from leaven.planning.start import Start, start
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_quantity, parse_quantity
 from leaven.report.derivation import derivation
 
 
 def new(
-    output: Annotated[Path, typer.Argument(metavar="OUT.toml", help="The recipe to write.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT.toml", help="The recipe to write; its proxy goes to OUT-proxy.toml.", show_default=False
+        ),
+    ],
     params: Annotated[int | None, count_option("The size, all parameters counted, e.g. 1B.")] = None,
     tokens: Annotated[
         int | None, count_option("Duration in tokens, e.g. 20B (with --from-weights: 20 a parameter).")
+    ] = None,
+    proxy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNT", help="Size of the proxy to tune (chosen by evidence and cost); none for no proxy."
+        ),
     ] = None,
     from_run: Annotated[
         str | None,
@@ -50,15 +62,24 @@ def new(
     seq_len: Annotated[int | None, count_option("Tokens of a sequence.")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Write a recipe, with a reason for every value: from published runs and laws, or for a model that is there."""
-    if output.exists():
-        raise InputError(f"{output}: there is something already; give another name")
+    """Write a recipe and the proxy to tune for it, with a reason for every value."""
+    proxy_output = output.with_stem(f"{output.stem}-proxy")
+    for file in (output, proxy_output):
+        if file.exists():
+            raise InputError(f"{file}: the file exists; give another name")
     if not output.parent.is_dir():
         raise InputError(f"{output}: there is no folder {output.parent}; make it first, or give another name")
     # A recipe's name is a word; a file's may be anything.
     name = re.sub(r"^\W+|[^\w.\-]+", "-", output.stem).strip("-") or "new"
     if from_weights is not None:
-        others = {"--params": params, "--from": from_run, "--gpus": gpus, "--vocab": vocab, "--seq-len": seq_len}
+        others = {
+            "--params": params,
+            "--proxy": proxy,
+            "--from": from_run,
+            "--gpus": gpus,
+            "--vocab": vocab,
+            "--seq-len": seq_len,
+        }
         given = [option for option, value in others.items() if value is not None]
         if given:
             raise InputError(
@@ -74,17 +95,61 @@ def new(
     if tokens is None:
         raise InputError(f"--tokens is missing; 20 a parameter would be --tokens {20 * params}")
     cluster = parse_cluster(gpus) if gpus else None
-    asked = Asked(name, params, tokens, source, vocab, seq_len, from_run, cluster.gpus if cluster else 1)
-    derived = starter(asked)
-    if cluster:
-        derived = laid_out(derived, cluster)
-    write_recipe(derived.recipe, output)
-    following = commands(derived.recipe, output)
+    started = start(
+        Asked(
+            name,
+            params,
+            tokens,
+            source=source,
+            vocab=vocab,
+            seq_len=seq_len,
+            lead=from_run,
+            gpus=cluster.gpus if cluster else 1,
+            proxy=_proxy_params(proxy),
+            text_tokens=None if source == "python-stdlib" else estimated_tokens(source),
+        ),
+        cluster,
+    )
+    files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
+    for file, recipe in files:
+        write_recipe(recipe, file)
+    following = next_commands(started, output)
     if json_output:
-        emit_json({"path": str(output), **derived.to_json(), "next": list(following)})
+        paths = {"path": str(output), "proxy_path": str(proxy_output) if started.proxy else None}
+        emit_json(paths | started.document() | {"next": following})
         return
-    console.print(derivation(derived, following))
-    _wrote(output, derived.recipe.why)
+    console.print(derivation(started.derivation, []))
+    for file, recipe in files:
+        _wrote(file, recipe.why)
+    _next.say(following)
+
+
+def _proxy_params(text: str | None) -> int | None:
+    """Parameters of the proxy asked for: None to choose one, 0 for none."""
+    if text is None:
+        return None
+    if text == "none":
+        return 0
+    size = parse_quantity(text)
+    if size < 1:
+        raise InputError(f"--proxy {text}: give a size, e.g. 50M, or none")
+    return size
+
+
+def next_commands(started: Start, path: Path) -> list[str]:
+    """What to type after ``leaven new``: from the proxy to the tuned target, or the target as it is."""
+    file, proxy_file, tuned = (shlex.quote(str(path.with_stem(path.stem + end))) for end in ("", "-proxy", "-tuned"))
+    target, proxy = started.target, started.derivation.tuning.proxy
+    study, tuned_path = f"studies/{target.name}", path.with_stem(f"{path.stem}-tuned")
+    if proxy is None:
+        return [f"leaven recipes check {file}", *_next.train(path, target)]
+    return [
+        f"leaven recipes check {proxy_file}",
+        f"leaven tune {proxy_file} --study {study} --trials {proxy.trials}",
+        f"leaven transfer {study}/best.toml --like {file} -o {tuned}",
+        f"leaven recipes check {tuned}",
+        *_next.train(tuned_path, target),
+    ]
 
 
 def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source: str, json_output: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from leaven.cli import _next
 from leaven.cli._budget import show_budget
 from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
 from leaven.cli._measure import HistoryOption, MeasureOption, by_measurement
@@ -95,10 +96,12 @@ def plan(
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         _alone(f"{recipe}, a published run,", {"--set": overrides or None, "--measure": measure or None})
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
+        following = _next.after_plan_of_run(name, found.cluster)
     else:
         read = load(recipe, overrides)
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
+        following = _next.after_plan(recipe, read, found, overrides or ())
     found = found.but(share=share)
     screen, document = (
         (None, found.to_json(explain, each)) if json_output else (plan_screen(found, each, explain), None)
@@ -111,11 +114,12 @@ def plan(
         sets = [word for override in overrides or () for word in ("--set", override)]
         write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets]), each)
     if document is not None:
-        emit_json(document)
-    else:
-        console.print(screen)
-    if report is not None and not json_output:
+        emit_json(document | {"next": following})
+        return
+    console.print(screen)
+    if report is not None:
         console.print(f"wrote {report}", markup=False, soft_wrap=True)
+    _next.say(following)
 
 
 def _alone(what: str, others: Mapping[str, object]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
@@ -14,9 +15,11 @@ from leaven.catalogue.run import Kind
 from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, own_runs, size_ratio
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
+from leaven.cli import _next
 from leaven.cli._catalogue import MARKED, diff_table, nearest_table, run_lines, run_table, stack
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load
+from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, errors, load
 from leaven.cli._findings import finding_lines
+from leaven.data.corpus import estimated_tokens
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number, format_quantity
@@ -160,7 +163,7 @@ def check(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     corpus_tokens: Annotated[
-        int | None, count_option("How many tokens the text has, e.g. 25B; else it is taken to be seen once.")
+        int | None, count_option("Tokens of the text, e.g. 25B (estimated from the size of files that are here).")
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -168,8 +171,9 @@ def check(
     read = load(recipe, overrides)
     if corpus_tokens is not None and corpus_tokens < 1:
         raise InputError("a text of no tokens has no epochs; give --corpus-tokens above 0, for example 25B")
-    found = findings(read, lambda one: resolve(one).rows, corpus_tokens)
+    found = findings(read, lambda one: resolve(one).rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
+    following = _next.after_check(recipe, read, overrides or ()) if passed else []
     if json_output:
         emit_json(
             {
@@ -179,13 +183,29 @@ def check(
                 "passed": passed,
                 "checks": [name for name, *_ in CHECKS],
                 "findings": [asdict(one) for one in found],
+                "next": following,
             }
         )
     else:
         for line in finding_lines(read, found, len(CHECKS), console.width):
             console.print(line)
+        _next.say(following)
     if not passed:
         raise typer.Exit(1)
+
+
+def _text_tokens(recipe: Recipe) -> int | None:
+    """About how many tokens the recipe's files hold; None where they are elsewhere, or a stand-in."""
+    names = [source.source for source in recipe.data.sources]
+    if "python-stdlib" in names:
+        return None
+    try:
+        sizes = [estimated_tokens(name) for name in names]
+    except InputError as error:
+        errors.print(Text.assemble(("warning: ", "bold yellow"), f"{error}; epochs are not checked"))
+        return None
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(names) else None
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from leaven.cli import _next
 from leaven.cli._common import (
     JsonOption,
     RecipeArgument,
@@ -117,8 +118,9 @@ def train_(
             except Diverged as error:
                 errors.print(f"stopped: {error}\n{advice(folder)}")
                 raise typer.Exit(1) from None
+    following = _next.after_train(folder, loaded) if summary.finished else []
     if json_output and rank() == 0:
-        emit_json({key: value for key, value in asdict(summary).items() if key != "finished"})
+        emit_json({key: value for key, value in asdict(summary).items() if key != "finished"} | {"next": following})
     if not summary.finished:
         saved = "saved; the same command goes on from there"
         if summary.unsaved is not None:
@@ -127,6 +129,7 @@ def train_(
         raise typer.Exit(75)
     if not json_output:
         console.print(summary_line(summary, folder))
+        _next.say(following)
 
 
 def _leave_if_decided(run: "RunFolder") -> None:

@@ -6,14 +6,16 @@ from typing import Annotated
 
 import typer
 
+from leaven.cli import _next
 from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load, warn
 from leaven.planning.flops import flops_per_token
 from leaven.planning.tested_ground import dropped, warnings
+from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.report.terminal import parameter_table
 from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
-from leaven.scaling.transfer import transfer
+from leaven.scaling.transfer import transfer, transfer_like
 
 
 def transfer_(
@@ -25,29 +27,62 @@ def transfer_(
     d_ff: Annotated[int | None, count_option("Target d_ff; without it d_ff / d_model is kept.")] = None,
     d_head: Annotated[int | None, count_option("Target head dimension; without it heads are added.")] = None,
     kv_heads: Annotated[int | None, count_option("Target kv heads; without it heads per kv head are kept.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the big recipe here.")] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TARGET.toml",
+            help="Take the tuned values to this recipe, which keeps its own shape, batch, tokens, data and layout.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the new recipe here.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of -o if it exists.")] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Take a recipe to another width, depth, batch or duration; says where it leaves tested ground."""
-    small = load(recipe, overrides)
-    big = transfer(
-        small,
-        width=width,
-        depth=depth,
-        batch_tokens=batch_tokens,
-        tokens=tokens,
-        d_ff=d_ff,
-        d_head=d_head,
-        n_kv_heads=kv_heads,
-    )
-    found = [*dropped(small, big), *warnings(big)]
+    """Take a recipe to another width, depth, batch or duration; warns where that was never tested."""
+    asked = any(size is not None for size in (width, depth, batch_tokens, tokens, d_ff, d_head, kv_heads))
+    if like is None and not asked:
+        raise InputError("no target: give --width, --depth, --batch-tokens or --tokens, or --like TARGET.toml")
+    if like is not None and asked:
+        raise InputError("--like takes every size from its recipe; leave out the other sizes, or --like")
+    if output is not None:
+        _require_new(output, [recipe, *([like] if like else [])], force)
+    small = load(recipe, overrides if like is None else None)
+    if like is None:
+        before = small
+        big = transfer(
+            small,
+            width=width,
+            depth=depth,
+            batch_tokens=batch_tokens,
+            tokens=tokens,
+            d_ff=d_ff,
+            d_head=d_head,
+            n_kv_heads=kv_heads,
+        )
+    else:
+        before = load(like, overrides)
+        big = transfer_like(small, before)
+    found = [*dropped(before, big), *warnings(big)]
     warn(found)
     if output is not None:
-        write_recipe(big, output, template=read_text(recipe))
+        write_recipe(big, output, template=read_text(like or recipe))
+    following = _next.after_transfer(output, big)
     if json_output:
-        emit_json(describe(big, flops_per_token(big.model)) | {"warnings": [asdict(warning) for warning in found]})
+        told = {"warnings": [asdict(warning) for warning in found], "next": following}
+        emit_json(describe(big, flops_per_token(big.model)) | told)
         return
     console.print(parameter_table(resolve(big), big))
     if output is not None:
         console.print(f"wrote {output}")
+    _next.say(following)
+
+
+def _require_new(output: Path, inputs: list[Path], force: bool) -> None:
+    """Refuse an output that exists, unless ``force``; never replace an input."""
+    for path in inputs:
+        if output.exists() and path.exists() and output.samefile(path):
+            raise InputError(f"-o {output}: this is the recipe that is read; give another name")
+    if output.is_file() and not force:
+        raise InputError(f"-o {output}: the file exists; give another name, or --force to replace it")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from leaven.cli import _next
 from leaven.cli._common import (
     JsonOption,
     RecipeArgument,
@@ -109,10 +110,12 @@ def tune(
         errors.print(str(gone))
         raise typer.Exit(75) from None
     document = opened.document(state)
+    following = _next.after_tune(recipe, folder) if state.best is not None and not interrupted else []
     if json_output:
-        emit_json(document)
+        emit_json(document | {"next": following})
     elif not interrupted and state.best is not None:
         _say(opened.answer, state, trials, folder)
+        _next.say(following)
     if interrupted:
         errors.print(f"stopped after {document['trials']} trials; the same command goes on from there")
         raise typer.Exit(75)

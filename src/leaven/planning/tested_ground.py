@@ -88,11 +88,16 @@ def dropped(before: Recipe, after: Recipe) -> list[Caution]:
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    tested = TESTED[table.rule.name]
+    """Ratios beyond those that somebody has tested.
+
+    The batch was tested at one duration, where it changes the number of steps. A batch that grows with the tokens
+    keeps the steps, and the rule's columns for batch and tokens cancel: there the number of steps is judged.
+    """
+    tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
-        ratio = getattr(table.ratios, axis)
+        ratio = getattr(ratios, axis)
         low, high = getattr(tested, axis)
-        if low <= ratio <= high:
+        if low <= ratio <= high or (axis == "batch" and 1 / high <= ratios.tokens / ratios.batch <= 1 / low):
             continue
         limit = high if ratio > high else low
         if low == high:

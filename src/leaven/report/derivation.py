@@ -1,4 +1,4 @@
-"""A derivation as a person reads it: its steps, then the commands that come next, whole, to be copied."""
+"""A derivation as a person reads it: its steps, then the commands to type next."""
 
 from collections.abc import Sequence
 
@@ -11,5 +11,5 @@ from leaven.report.terminal import Facts
 
 def derivation(derived: Derivation, commands: Sequence[str]) -> Group:
     steps = Facts([(f"{step.number} {step.title}", step.said) for step in derived.steps])
-    lines = [Text(f"{'' if n else 'then':<6}{command}") for n, command in enumerate(commands)]
+    lines = [Text(f"{'' if n else 'next':<11}{command}") for n, command in enumerate(commands)]
     return Group(steps, *lines)

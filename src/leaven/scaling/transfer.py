@@ -7,6 +7,9 @@ start and increment as shares of the batch.
 A batch is whole sequences, so a ramp (and a stage) is rounded to them; one that is rounded twice may differ from one
 that is rounded once by some sequences, and a batch of one sequence has no ramp to hand on: transfer from the base and
 not from a scale between. What parameters get is the same either way.
+
+:func:`transfer_like` goes to the scale of another recipe, whose data, layout and everything else that is not tuned
+it keeps.
 """
 
 from typing import Any
@@ -18,6 +21,7 @@ from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
+from leaven.scaling.table import resolve
 
 # Stretches of a run, in tokens.
 _INTERVALS = (
@@ -28,6 +32,30 @@ _INTERVALS = (
 )
 
 NO_RAMP = "dropped: a batch of one sequence has nothing smaller to start from"
+
+# Ten times what anybody has published, from where on a number is a typing error.
+_LARGEST = {
+    "width": (200_000, "the widest published model has 20,480 (MT-NLG 530B)"),
+    "depth": (10_000, "the deepest published model has 1,000 layers (DeepNet)"),
+    "batch-tokens": (1_000_000_000, "the largest published batches have about 100 M tokens"),
+    "tokens": (400_000_000_000_000, "the longest published runs have about 40 T tokens"),
+}
+_LEAST_BETA = 0.01  # below it a moment of Adam remembers nothing of the step before
+
+# Fields in which models of one family may differ: sizes, and what no value in base coordinates depends on.
+_FREE_FIELDS = {
+    "n_layers",
+    "d_model",
+    "n_heads",
+    "n_kv_heads",
+    "d_head",
+    "d_attention",
+    "d_ff",
+    "seq_len",
+    "norm_eps",
+    "rope_theta",
+    "dropout",
+}
 
 
 def transfer(
@@ -46,13 +74,19 @@ def transfer(
     where it was.
 
     Raises:
-        InputError: if the width does not fit the head dimension, or the batch no whole number of sequences.
+        InputError: if the width does not fit the head dimension, the batch is no whole number of sequences, a size is
+            absurd, or so short a run leaves Adam without moments.
     """
     asked = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
     asked |= {"d-ff": d_ff, "d-head": d_head, "kv-heads": n_kv_heads}
     for option, count in asked.items():
         if count is not None and count < 1:
             raise InputError(f"--{option} {count}: give 1 or more, or leave it out to keep the recipe's")
+        largest, reason = _LARGEST.get(option, (count, ""))
+        if count is not None and largest is not None and count > largest:
+            raise InputError(
+                f"--{option} {format_quantity(count)}: {reason}; give {format_quantity(largest)} or less"
+            )
     target_tokens = tokens or recipe.data.tokens
     target_batch = batch_tokens or recipe.batch.tokens
     if target_batch % recipe.model.seq_len:
@@ -73,6 +107,11 @@ def transfer(
     except ValueError as error:
         option = "--width" if str(error).startswith("width") else "--width, --d-head, --kv-heads"
         raise InputError(f"{option}: {error}") from None
+    if target_tokens < target_batch:
+        raise InputError(
+            f"--tokens {target_tokens:,} is less than one batch of {target_batch:,}; give at least --tokens "
+            f"{target_batch}, or a smaller --batch-tokens"
+        )
     longer = target_tokens / recipe.data.tokens
     changes: dict[str, Any] = {
         "name": name or recipe.name,
@@ -95,18 +134,89 @@ def transfer(
         moved = recipe.replace(changes)
     except ValidationError as error:
         raise InputError(explain(error)) from None
+    _require_moments(moved)
     return moved.replace({"why": recipe.why | _reasons(recipe, moved)})
+
+
+def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
+    """``target`` with the hyperparameters and the scaling rule of ``tuned``.
+
+    Shape, batch, tokens, data, layout, stability, evaluation and precision stay the target's. What a study searched
+    outside ``[hyperparameters]`` comes along, as far as a scale allows: the warm-up as the same share of the run, the
+    batch as the same multiple of the base's, other values as they are.
+
+    Raises:
+        InputError: if the two models are not of one family, or so short a run leaves Adam without moments.
+    """
+    for field in type(target.model).model_fields:
+        mine, theirs = getattr(tuned.model, field), getattr(target.model, field)
+        if field not in _FREE_FIELDS and mine != theirs:
+            raise InputError(
+                f"--like: the two recipes are not one family: model.{field} is {mine} in {tuned.name}, {theirs} in "
+                f"{target.name}; tune a proxy with the target's {field}"
+            )
+    if target.data.tokens < target.batch.tokens:
+        raise InputError(
+            f"--like: {target.name} has {target.data.tokens:,} tokens, less than one batch of "
+            f"{target.batch.tokens:,}; raise data.tokens or lower batch.tokens there"
+        )
+    longer = target.data.tokens / tuned.data.tokens
+    changes: dict[str, Any] = {
+        "hyperparameters": tuned.hyperparameters.model_dump(),
+        "scaling": tuned.scaling.model_dump() | {"base": _pinned(tuned, target.model)},
+    }
+    searched = {path for path in searched_paths(tuned) if not path.startswith(("hyperparameters.", "data."))}
+    for path in searched:
+        changes[path] = _at(tuned, path)
+    if "schedule.warmup_tokens" in searched:
+        changes["schedule.warmup_tokens"] = max(round(tuned.schedule.warmup_tokens * longer), 1)
+    if "batch.tokens" in searched:
+        del changes["batch.tokens"]
+        sequences = target.batch.tokens * tuned.batch.tokens / tuned.base.batch_tokens / target.model.seq_len
+        changes["batch"] = moved_batch(target, max(round(sequences), 1) * target.model.seq_len)
+    try:
+        moved = target.replace(changes)
+    except ValidationError as error:
+        raise InputError(f"--like: {explain(error)}") from None
+    _require_moments(moved)
+    values = ("hyperparameters", "scaling.")
+    kept = {path: why for path, why in target.why.items() if not path.startswith(values) and path not in searched}
+    came = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
+    reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
+    return moved.replace({"why": kept | came | reasons})
+
+
+def searched_paths(recipe: Recipe) -> set[str]:
+    """The paths whose value a study has chosen: ``leaven tune`` gives "study NAME, ..." as their reason."""
+    return {path for path, why in recipe.why.items() if why.startswith("study ")}
+
+
+def _require_moments(recipe: Recipe) -> None:
+    """Refuse a run so much shorter than its base, in steps, that the rule leaves nothing of a moment of Adam."""
+    base = recipe.hyperparameters
+    for row in resolve(recipe).rows:
+        for name in ("beta1", "beta2"):
+            if getattr(row, name) < _LEAST_BETA <= getattr(base, name):
+                steps = recipe.data.tokens / recipe.batch.tokens
+                base_steps = recipe.base.tokens / recipe.base.batch_tokens
+                raise InputError(
+                    f"{name} {getattr(base, name):g} of the base becomes {getattr(row, name):.2g}: the run has "
+                    f"{steps:,.0f} steps and the base {base_steps:,.0f}, too few for a moment; give more --tokens or "
+                    "a smaller --batch-tokens"
+                )
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
     """The recipe's base; proportions that the target has not are written out."""
     base, shape = recipe.base, recipe.base_shape
+    proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
-        implied = target.scaled(base.width, base.depth) == shape
+        same = target.scaled(base.width, base.depth)
+        implied = all(getattr(same, name) == getattr(shape, name) for name in proportions)
     except ValueError:
         implied = False
     scale = base.model_dump(include={"width", "depth", "batch_tokens", "tokens"})
-    return scale if implied else scale | {name: getattr(shape, name) for name in ("d_ff", "d_head", "n_kv_heads")}
+    return scale if implied else scale | {name: getattr(shape, name) for name in proportions}
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from leaven.catalogue.findings import duration, model, optimiser
 from leaven.catalogue.findings.case import Case, Finding, Mend, Row, Severity
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 
 __all__ = ["CHECKS", "Case", "Check", "Finding", "Mend", "Row", "Severity", "findings"]
@@ -93,7 +92,7 @@ def findings(
         """How many notes a mend brings; None where its own finding stays or another gets worse than a note."""
         try:
             mended = recipe.replace(mend)
-        except InputError:
+        except ValueError:  # of the recipe, or of its base's shape
             return None
         left = {one.check: one.severity for one in _judged(Case(mended, resolve(mended), corpus_tokens))}
         worse = [severity for name, severity in left.items() if _rank(severity) < _rank(known.get(name))]

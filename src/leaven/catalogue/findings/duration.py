@@ -73,6 +73,19 @@ def steps(case: Case) -> Iterator[Finding]:
 
 def epochs(case: Case) -> Iterator[Finding]:
     if case.corpus_tokens is None:
+        if (
+            "python-stdlib" in {source.source for source in case.recipe.data.sources}
+            and case.recipe.data.tokens > 1e8
+        ):
+            yield Finding(
+                path="data.source",
+                severity="note",
+                value=None,
+                low=None,
+                high=None,
+                factor=None,
+                says="the text is python-stdlib, a stand-in of some 3 M tokens: name yours before training",
+            )
         return
     value = case.recipe.data.tokens / case.corpus_tokens
     yield from case.judge(

@@ -65,11 +65,11 @@ def qk_norm(case: Case) -> Iterator[Finding]:
 
 
 def z_loss(case: Case) -> Iterator[Finding]:
-    """An lr above all that runs of this size had without a z-loss."""
+    """An lr half as high again as any that runs of this size had without a z-loss."""
     without = [run for run in case.neighbours if not _z_loss(run)]
     with_it = [run for run in case.runs if _z_loss(run) and (run.peak_lr or 0) >= case.hidden("lr") / 2]
     highest = max((run.peak_lr or 0.0 for run in without), default=math.inf)
-    if case.hidden("lr") > highest and with_it:
+    if len(without) > 1 and case.hidden("lr") > 1.5 * highest and with_it:
         yield Finding(
             path="hyperparameters.lr",
             severity="note",

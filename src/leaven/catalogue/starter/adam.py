@@ -28,6 +28,11 @@ def choose_adam(draft: Draft, at: Setting, batch: int, lr: float) -> None:
         reason = said.counted("{:g}".format) if said else "no neighbour tells; what nearly all published runs have"
         counted += list(said.by) if said else []
         draft.set(path, chosen[path], reason)
+    if not at.lead and not at.model.tied_embeddings:
+        without = (
+            "small embeddings have large gradients; OLMo 2 left their decay out against spikes (arXiv 2501.00656)"
+        )
+        draft.set("hyperparameters.modules.embedding.weight_decay", 0.0, without)
     clip = near.most("hyperparameters.grad_clip")
     limit = float(clip.value) if clip else 1.0
     draft.set("hyperparameters.grad_clip", limit, clip.counted("{:g}".format) if clip else "as nearly all runs")
@@ -75,7 +80,9 @@ def _init(draft: Draft, at: Setting) -> None:
         for run in at.near.runs
         if run.init_std and run.arch.d_model
     }
-    if lead and lead.init_std:
+    # With norms on the branches' outputs a flat and large start is fine (OLMo 2: 0.02); in pre-norm blocks it is not.
+    pre_norm = lead is None or lead.arch.norm_placement in (None, "pre")
+    if lead and lead.init_std and pre_norm:
         std, depth = lead.init_std, lead.arch.n_layers or model.n_layers
         residual = (lead.residual_init_std or std) / std
         reason = f"as {lead.id}, at its width"

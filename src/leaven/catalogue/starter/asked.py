@@ -6,13 +6,13 @@ from leaven.catalogue.runs import load_runs
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
 
-LEAST_PARAMS, MOST_PARAMS = 1_000_000, 10**13
+LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
 MOST_TOKENS = 10**15
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a starter is asked for. ``gpus``: the batch is to divide over so many; ``lead``: the id of a run."""
+    """What `leaven new` is asked for."""
 
     name: str
     params: int
@@ -20,8 +20,10 @@ class Asked:
     source: str = "python-stdlib"
     vocab: int | None = None
     seq_len: int | None = None
-    lead: str | None = None
-    gpus: int = 1
+    lead: str | None = None  # the id of a published run whose values are taken together
+    gpus: int = 1  # the batch divides over so many
+    proxy: int | None = None  # parameters of the proxy, None to choose; 0 for no proxy
+    text_tokens: int | None = None  # how many tokens the text has, if that is known
 
 
 def check(asked: Asked) -> None:
@@ -30,7 +32,7 @@ def check(asked: Asked) -> None:
         beyond = (
             f"the largest published dense run has {format_quantity(largest)}"
             if asked.params > MOST_PARAMS
-            else "below it a vocabulary is all there is room for"
+            else "a smaller model is nearly all vocabulary"
         )
         raise InputError(
             f"--params {asked.params:,}: give {format_quantity(LEAST_PARAMS)} to {format_quantity(MOST_PARAMS)}; "

@@ -14,7 +14,13 @@ from leaven.recipe.units import format_quantity
 
 BATCH_TOKENS_EXPONENT = 0.46
 """Of the batch with tokens: the middle of Step Law 0.57, Zhang 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
-LEAST_STEPS = 200
+LEAST_STEPS = 1_250
+"""A batch leaves as many steps; `leaven recipes check` calls fewer than 1,000 outside of what is published."""
+FEWEST_STEPS = 200
+"""A run with the batch of another is refused below."""
+LARGEST_CONSTANT = 8_400_000
+"""Tokens of the largest batch that well-documented runs had from their first step (OLMo 2 13B and 32B). Runs with
+larger ones grew into them (Llama 3 405B 16 M, Apertus 70B 16.8 M) or do not say."""
 MOST_INCREMENTS = 16
 """A ramp starts at a whole share of the batch, 1/2 to 1/16, and grows by as much."""
 
@@ -27,10 +33,10 @@ def choose_batch(draft: Draft, at: Setting) -> int:
         own = max(round(lead.batch_tokens / seq_len), 1)
         sequences = _divisible(own, at.gpus)
         batch = sequences * seq_len
-        if at.tokens < LEAST_STEPS * batch:
+        if at.tokens < FEWEST_STEPS * batch:
             raise InputError(
                 f"--from {lead.id}: its batch of {format_quantity(batch)} tokens makes {at.tokens // batch} steps of "
-                f"{format_quantity(at.tokens)} tokens; give {format_quantity(LEAST_STEPS * batch)} or more"
+                f"{format_quantity(at.tokens)} tokens; give {format_quantity(FEWEST_STEPS * batch)} or more"
             )
         reason = f"as {lead.id}: lr and batch are taken together; laws {said_range(optimal, format_quantity)}"
         if sequences != own:
@@ -60,7 +66,7 @@ def choose_batch(draft: Draft, at: Setting) -> int:
             "sequences, which ranks divide"
         )
         if wanted > most:
-            bound = "the critical batch" if most == critical else f"{LEAST_STEPS} steps"
+            bound = "the critical batch" if most == critical else f"{LEAST_STEPS:,} steps"
             reason += f"; {format_quantity(wanted)} bounded by {bound}"
             said.append(f"bounded by {bound}")
         named = list(moved.by)
@@ -108,11 +114,14 @@ def choose_ramp(draft: Draft, at: Setting, batch: int) -> None:
         speak = [run for run in load_runs() if run.kind == "dense" and size_ratio(run, near.params) <= FACTOR]
         by_family = {run.family: run for run in (speak if near.within else near.runs)}
         votes = ramp_votes(list(by_family.values()))
-        ramps = sum(votes.values()) * 2 > len(votes)
+        large = batch > LARGEST_CONSTANT
+        ramps = large or sum(votes.values()) * 2 > len(votes)
         start, length = middle(starts).value, middle(lengths).value
         yes, no = ([id for id, grew in votes.items() if grew is side] for side in (True, False))
         about = f"{len(yes)} of {len(votes)} families of this size grew it"
         about += (f": {', '.join(yes)}" if yes else "") + (f"; not {', '.join(no)}" if no else "")
+        if large:
+            about = f"a batch above {format_quantity(LARGEST_CONSTANT)} is grown into, whatever the size; {about}"
         voters = list(votes)
     if not (ramps and shares):
         reason = about if not ramps else f"{about}; this batch has no whole share to start from"

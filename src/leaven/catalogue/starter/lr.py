@@ -21,6 +21,11 @@ MOST_BY_BATCH = 2.0
 LR_WIDENING = 2.0
 """The lr stays within the neighbours' own, moved to this size and batch, widened by this factor."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001
+NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
+"""Laws that `leaven laws` shows and that do not vote: transformers of 2019 at one batch and one length."""
+LINEAR_TO_ZERO = 15
+"""Tokens a parameter from which on the lr falls linearly to 0: better than a cosine to a tenth from 20 on at 111 M to
+1.7 B, and the more so the longer the run (Bergsma et al. 2025, arXiv 2502.15938)."""
 
 
 def batch_factor(batch: int, published: int | None) -> float:
@@ -34,7 +39,7 @@ def choose_lr(draft: Draft, at: Setting, batch: int) -> float:
     lead, params = at.lead, at.model.params
     critical = critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws}
-    laws = middle({name: lr.square_root for name, lr in moved.items() if lr})
+    laws = middle({name: lr.square_root for name, lr in moved.items() if lr and name not in NO_VOTE})
     said_laws = f"laws at this batch (x sqrt(batch / theirs)) {said_range(laws, short)} ({at.heard(laws)})"
     if lead and lead.peak_lr:
         draft.set(
@@ -133,26 +138,41 @@ def choose_schedule(draft: Draft, at: Setting, batch: int) -> None:
         warmup,
         f"{steps:,} steps, {whose} ({told}); in steps x the batch, in tokens where the batch grew{bound}",
     )
-    decay = near.most("schedule.decay")
-    assert decay is not None
-    draft.set("schedule.decay", decay.value, decay.counted(str))
-    cooldowns = near.of(cooldown)
-    if decay.value == "wsd" and cooldowns:
-        share = middle(cooldowns)
-        draft.set("schedule.decay_ratio", float(f"{share.value:.3g}"), share.told("{:.3g}".format))
-    # Of those that decay so: a floor belongs to its shape (0 to a linear one, 10% to a cosine).
-    floors = near.values("schedule.min_lr_ratio")
-    alike = {who: floor for who, floor in floors.items() if decay.by.get(who) == decay.value} or floors
-    counts = list(alike.values())
-    floor = float(max(dict.fromkeys(counts), key=counts.count))
-    floor_said = Said(floor, alike)
-    draft.set("schedule.min_lr_ratio", floor, f"of runs that decay so: {floor_said.counted('{:.3g}'.format)}")
+    decay, floor = _choose_decay(draft, at)
     draft.step(
         "schedule",
         [
             f"warm-up {format_quantity(warmup)} tokens, {warmup / tokens:.2%} of the run",
             f"{steps:,} steps; {whose} {said_range(votes, format_quantity)}{bound}",
-            f"{decay.value} to {floor:.0%}",
+            f"{decay} to {floor:.0%}",
         ],
-        near.sources([*votes.by, *decay.by]),
+        [*near.sources(votes.by), "arXiv 2502.15938"],
     )
+
+
+def _choose_decay(draft: Draft, at: Setting) -> tuple[str, float]:
+    """The shape of the decay and its floor, as a share of the peak."""
+    near = at.near
+    decay = near.most("schedule.decay")
+    assert decay is not None
+    floors = near.values("schedule.min_lr_ratio")
+    if near.lead is None and at.tokens_per_parameter >= LINEAR_TO_ZERO:
+        reason = (
+            f"linear to 0: better than a cosine to 10% from 20 tokens a parameter on, the more so the longer the "
+            f"run, here {at.tokens_per_parameter:.3g} (arXiv 2502.15938); neighbours: {decay.told(str)}"
+        )
+        draft.set("schedule.decay", "linear", reason)
+        draft.set("schedule.min_lr_ratio", 0.0, f"{reason}; their floors: {Said(0.0, floors).told('{:.3g}'.format)}")
+        return "linear", 0.0
+    draft.set("schedule.decay", decay.value, decay.counted(str))
+    cooldowns = near.of(cooldown)
+    if decay.value == "wsd" and cooldowns:
+        share = middle(cooldowns)
+        draft.set("schedule.decay_ratio", float(f"{share.value:.3g}"), share.told("{:.3g}".format))
+    # A floor belongs to the shape of its decay (0 to a linear one, 10% to a cosine).
+    alike = {who: floor for who, floor in floors.items() if decay.by.get(who) == decay.value} or floors
+    counts = list(alike.values())
+    floor = float(max(dict.fromkeys(counts), key=counts.count))
+    floor_said = Said(floor, alike)
+    draft.set("schedule.min_lr_ratio", floor, f"of runs that decay so: {floor_said.counted('{:.3g}'.format)}")
+    return str(decay.value), floor

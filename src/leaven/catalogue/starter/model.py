@@ -4,9 +4,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from leaven.catalogue.batch_change import is_critical
 from leaven.catalogue.derivation import Draft
+from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import Run
-from leaven.catalogue.runs import load_runs
+from leaven.catalogue.runs import load_runs, size_ratio
 from leaven.catalogue.starter.asked import Asked
 from leaven.catalogue.starter.shape import (
     TIED_SHARE,
@@ -19,7 +21,7 @@ from leaven.catalogue.starter.shape import (
     usual_width,
     vocabulary,
 )
-from leaven.catalogue.votes import Neighbours, middle, neighbours
+from leaven.catalogue.votes import FACTOR, OWN, Neighbours, middle, neighbours
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity, parse_quantity
@@ -36,6 +38,14 @@ FARTHEST = 0.05
 
 SHORT = 4_096
 """Positions up to which RoPE's own theta of 10,000 will do."""
+SMALL_ASPECT = 16.0
+"""d / L at most where nothing near the size is published: small models are better deep and narrow (MobileLLM, arXiv
+2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
+RECENT = "2024"
+"""Sequence length and shared key-value heads follow the year more than the size: runs from this year on decide."""
+LEAST_SEQUENCES_A_BATCH = 64
+"""A batch holds as many sequences, so that the batch of a proxy, a small share of it, is still whole sequences."""
+SHORTEST = 128
 
 
 def choose_shape(asked: Asked, near: Neighbours) -> ModelShape:
@@ -73,6 +83,8 @@ def _nearest(asked: Asked, near: Neighbours) -> ModelShape:
     lead = near.lead
     stack = _stack_of(lead) if lead else _STACK
     aspect = middle(_aspects(near)).value
+    if not (lead or near.within):
+        aspect = min(aspect, SMALL_ASPECT)
     width = usual_width(asked.params, aspect)
     usual = middle(near.values("model.vocab_size")).value
     vocab = asked.vocab or (round(usual) if lead else vocabulary(asked.params, width, usual))
@@ -116,7 +128,7 @@ def _proportions(near: Neighbours, aspect: float, width: float, activation: str)
         d_head = arch.d_head or arch.d_model // arch.n_heads
         group = arch.n_heads // arch.n_kv_heads
         return Proportions(aspect, arch.d_ff / arch.d_model, d_head, group, width=arch.d_model)
-    d_head = 128 if width >= 1_024 else 64
+    d_head = 128 if width >= 1_024 else 64 if width >= 256 else 32
     grouped = _grouped(near) and width >= 2 * 8 * d_head
     n_heads = round(width / d_head)
     ratio = usual_ff_ratio(activation, n_heads, 8 if grouped else n_heads)
@@ -130,22 +142,45 @@ def _aspects(near: Neighbours) -> dict[str, float]:
 
 
 def _grouped(near: Neighbours) -> bool:
-    """Whether most lineages since 2023 share key-value heads."""
+    """Whether at least half of the recent lineages share key-value heads."""
     shares = list(_groups(near).values())
-    return sum(group > 1 for group in shares) * 2 > len(shares)
+    return sum(group > 1 for group in shares) * 2 >= max(len(shares), 1)
 
 
 def _groups(near: Neighbours) -> dict[str, float]:
     return {
         run.id: run.arch.n_heads / run.arch.n_kv_heads
-        for run in near.runs
-        if run.arch.n_heads and run.arch.n_kv_heads and run.date >= "2023"
+        for run in _recent(near)
+        if run.arch.n_heads and run.arch.n_kv_heads
     }
 
 
+def _recent(near: Neighbours) -> list[Run]:
+    """The newest run of each lineage within the factor in size, those from `RECENT` on if there are any."""
+    newest: dict[str, Run] = {}
+    for run in sorted(load_runs(), key=lambda run: run.date):
+        if run.kind == "dense" and run.lineage.name != OWN and size_ratio(run, near.params) <= FACTOR:
+            newest[run.lineage.name] = run
+    return [run for run in newest.values() if run.date >= RECENT] or list(near.runs)
+
+
+def _lengths(near: Neighbours) -> dict[str, int]:
+    if near.lead:
+        return near.values("model.seq_len")
+    return {run.id: run.data.seq_len for run in _recent(near) if run.data and run.data.seq_len}
+
+
 def _seq_len(asked: Asked, near: Neighbours) -> int:
-    usual = middle(near.values("model.seq_len")).value
-    return asked.seq_len or (round(usual) if near.lead else 2 ** round(math.log2(usual)))
+    """As the recent neighbours have it, but `LEAST_SEQUENCES_A_BATCH` fit into the batch that the laws suggest."""
+    if asked.seq_len:
+        return asked.seq_len
+    usual = float(middle(_lengths(near)).value)
+    if near.lead:
+        return round(usual)
+    laws = [law for law in evaluate(asked.params, asked.tokens) if law.form_of is None]
+    batch = middle({law.law: law.batch_tokens for law in laws if law.batch_tokens and not is_critical(law)}).value
+    length = min(usual, max(batch / LEAST_SEQUENCES_A_BATCH, SHORTEST))
+    return 1 << math.floor(math.log2(length) + 0.25)
 
 
 def _stack_of(lead: Run) -> dict[str, Any]:
@@ -178,16 +213,16 @@ def explain_shape(draft: Draft, asked: Asked, near: Neighbours, model: ModelShap
     draft.set("model.n_layers", model.n_layers, f"{said_aspect}; {whole}")
     draft.set("model.d_model", model.d_model, f"{said_aspect}; a multiple of the head dimension {model.d_head}")
     head_dims = near.values("model.d_head")
-    said_head = f"64 below a width of 1,024, 128 from there: {middle(head_dims).told(str)}"
+    said_head = f"32 below a width of 256, 64 below 1,024, 128 from there: {middle(head_dims).told(str)}"
     draft.set("model.d_head", model.d_head, f"as {lead.id}" if lead else said_head)
     draft.set("model.n_heads", heads, "d_model / d_head")
     groups = ", ".join(f"{id} {group:.3g}" for id, group in _groups(near).items())
     shared = (
-        f"{model.n_kv_heads} for {heads}: most lineages since 2023 share them, and 8 divide over a node"
+        f"{model.n_kv_heads} for {heads}: half of the recent lineages or more share them, and 8 divide over a node"
         if model.n_kv_heads < heads
         else "one each: the model is too narrow for 8 that are shared"
         if _grouped(near)
-        else "one each: most lineages since 2023 share none"
+        else "one each: most recent lineages share none"
     )
     draft.set(
         "model.n_kv_heads",
@@ -220,11 +255,14 @@ def explain_shape(draft: Draft, asked: Asked, near: Neighbours, model: ModelShap
         else f"a matrix of the vocabulary is {share:.1%} of the parameters; one for both from {TIED_SHARE:.0%} on: "
         f"{_told(near, 'model.tied_embeddings')}",
     )
-    lengths = middle(near.values("model.seq_len"))
+    lengths = middle(_lengths(near))
+    among = of if lead else "the middle of the recent neighbours"
+    shorter = model.seq_len < lengths.value / 1.5 and not asked.seq_len
+    fits = f"; shorter, so that a batch holds {LEAST_SEQUENCES_A_BATCH} sequences" if shorter else ""
     draft.set(
         "model.seq_len",
         model.seq_len,
-        "asked for" if asked.seq_len else f"{of} {lengths.value:,.0f}: {lengths.told(str)}",
+        "asked for" if asked.seq_len else f"{among} {lengths.value:,.0f}: {lengths.told(str)}{fits}",
     )
     for field in ("norm", "activation", "positions", "qk_norm", "bias", "embedding_norm", "rope_theta", "dropout"):
         path, value = f"model.{field}", getattr(model, field)

@@ -1,86 +1,181 @@
-"""What to do with a starter: which proxy to tune, and how its values come back."""
+"""Which proxy to tune before a run, what that costs, and when not to tune at all.
 
-import shlex
-from pathlib import Path
+A proxy is a smaller model of the same family with as many tokens a parameter and as many steps as the target: batch
+and tokens shrink by the same factor. The rule's columns for batch and tokens then cancel, so that nothing rests on
+the duration exponent, which is the least certain one. Hyperparameters are written at the proxy, and the rule carries
+them up in width and depth.
+"""
 
-from leaven.recipe.layout import Layout
-from leaven.recipe.recipe import Recipe
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
-LEAST_WIDTH, LEAST_DEPTH = 256, 4
-NARROWER, SHALLOWER, SMALLER_BATCH, SHORTER = 16, 32, 8, 100
-"""The farthest that the rule has been shown to carry values (arXiv 2512.22382; planning.tested_ground)."""
-TOKENS_PER_PARAMETER = 20
-TRIALS = 64
+SMALLEST = 50_000_000
+"""Parameters of the smallest proxy with published evidence: 50 M carried a search to 7.2 B, and 58 M "costs a little"
+against 483 M (arXiv 2512.22382, as its readers report)."""
+SAFE = 136_000_000
+"""Parameters from which on a tuned lr was also the best at 483 M (same source)."""
+SMALL_FACTOR = 32
+"""Target over proxy where nothing is published to copy: leaven's own searches went from 0.2 M to 6.4 M, where a
+quarter of the gain was left (docs/log.md)."""
+FARTHEST = 100
+"""Target over proxy at most, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
+NARROWER, SHALLOWER = 16, 32
+"""Width and depth of the target over the proxy's at most (same source; planning.tested_ground)."""
+THINNEST, WIDEST, LEAST_DEPTH = 16.0, 160.0, 2
+"""d / L of a proxy, where the target's own lies within, and its blocks at least."""
+TRIALS = (64, 48, 32, 24, 16)
+SHARE = 0.10
+"""Of the run, what a search may cost by default."""
+WORTH = 0.24
+"""Of the run, what tuning has brought at most: 1.32 times the tokens at 7.2 B (arXiv 2512.22382); 1.09 times in
+leaven's own measurement (docs/log.md)."""
+NEAR = 1.25
+"""How far from the size that was asked for a proxy may be."""
+ENOUGH_LINEAGES = 3
+"""Published lineages near a size that make its published values worth taking."""
 
 
-def tuning(recipe: Recipe) -> str:
-    """Which proxy to tune, and what that costs."""
-    proxy = proxy_recipe(recipe)
-    if proxy is None:
-        return "small enough to tune as it is"
-    shape, _, length = proxy
-    cost = TRIALS * shape.params * length / (recipe.model.params * recipe.data.tokens)
-    return f"tune a proxy of {format_quantity(shape.params)} first: {TRIALS} trials cost {cost:.1%} of this run"
+@dataclass(frozen=True)
+class Proxy:
+    """A model to tune in place of the target."""
+
+    shape: ModelShape
+    batch_tokens: int
+    tokens: int
+    trials: int
+    cost: float  # of all trials, as a share of the target's training FLOPs
+    evidence: str  # what is known of proxies of this size
 
 
-def commands(recipe: Recipe, path: Path) -> tuple[str, ...]:
-    """From a proxy to the tuned recipe, or to tune as it is what is small already; ``path``: the recipe's file.
+@dataclass(frozen=True)
+class Tuning:
+    """Whether to tune, and why; ``proxy`` is None where the published values are the better choice."""
 
-    The proxy is tuned in one process; the tuned recipe has the recipe's own layout again.
+    proxy: Proxy | None
+    reason: str
+
+
+def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: int, size: int | None = None) -> Tuning:
+    """The proxy of a target, or the reason for none.
+
+    Args:
+        lineages: how many published lineages are near the target's size.
+        size: parameters of the proxy that the user asks for; the evidence is stated, not enforced.
+
+    Raises:
+        InputError: if there is no shape of about ``size`` parameters to transfer from.
     """
-    model, study = recipe.model, f"studies/{recipe.name}"
-    file, proxy_file, tuned_file = (
-        shlex.quote(str(path.with_stem(path.stem + suffix))) for suffix in ("", "-proxy", "-tuned")
-    )
-    proxy = proxy_recipe(recipe)
-    if proxy is None:
-        return (f"leaven tune {file} --study {study} --trials {TRIALS}",)
-    shape, batch, length = proxy
-    whole = shape.d_ff * model.d_model == model.d_ff * shape.d_model
-
-    def transfer(to: ModelShape, batch_tokens: int, tokens: int) -> str:
-        d_ff = "" if whole else f" --d-ff {to.d_ff}"
-        return f"--width {to.d_model} --depth {to.n_layers}{d_ff} --batch-tokens {batch_tokens} --tokens {tokens}"
-
-    back = transfer(model, recipe.batch.tokens, recipe.data.tokens)
-    one, own = _layout(recipe)
-    return (
-        f"leaven transfer {file} {transfer(shape, batch, length)}{one} -o {proxy_file}",
-        f"leaven tune {proxy_file} --study {study} --trials {TRIALS}",
-        f"leaven transfer {study}/best.toml {back}{own} -o {tuned_file}",
-    )
-
-
-def _layout(recipe: Recipe) -> tuple[str, str]:
-    """Options that put a recipe in one process, and those that put it back where this one runs."""
-    own = recipe.layout.model_dump() | {"micro_batch": recipe.batch.micro_batch}
-    one = Layout().model_dump() | {"micro_batch": "auto"}
-    paths = {key: f"{'batch' if key == 'micro_batch' else 'layout'}.{key}" for key in own if own[key] != one[key]}
-    to_one, to_own = ("".join(f" --set {paths[key]}={side[key]}" for key in paths) for side in (one, own))
-    return to_one, to_own
-
-
-def proxy_recipe(recipe: Recipe) -> tuple[ModelShape, int, int] | None:
-    """Shape, batch and tokens of a proxy."""
-    shape = proxy_shape(recipe.model)
-    if shape is None:
-        return None
-    sequences = max(recipe.batch.tokens // shape.seq_len // SMALLER_BATCH, 1)
-    length = max(TOKENS_PER_PARAMETER * shape.params, recipe.data.tokens // SHORTER)
-    return shape, sequences * shape.seq_len, min(length, recipe.data.tokens)
+    if size is not None:
+        shape = proxy_shape(model, size)
+        if shape is None or not 1 / NEAR <= shape.params / size <= NEAR:
+            raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(model, size)}")
+        each = _proxy(model, shape, batch_tokens, tokens, 1).cost
+        trials = next((trials for trials in TRIALS if trials * each <= WORTH), TRIALS[-1])
+        proxy = _proxy(model, shape, batch_tokens, tokens, trials)
+        return Tuning(proxy, f"as asked for: {_cost(proxy)}")
+    known = lineages >= ENOUGH_LINEAGES
+    least = max(SMALLEST, model.params / FARTHEST) if known else model.params / SMALL_FACTOR
+    most = max(SAFE, 1.5 * least)
+    tried: list[Proxy] = []
+    for wanted in (most * (least / most) ** (n / 8) for n in range(9)):
+        shape = proxy_shape(model, wanted, least)
+        if shape is None:
+            continue
+        proxy = _proxy(model, shape, batch_tokens, tokens, TRIALS[0])
+        if proxy.cost <= SHARE:
+            return Tuning(proxy, _cost(proxy))
+        tried.append(proxy)
+    smallest = min(tried, key=lambda proxy: proxy.cost, default=None)
+    if smallest is not None:
+        each = smallest.cost / smallest.trials
+        for limit in (SHARE, WORTH):
+            for trials in TRIALS:
+                if trials * each <= limit:
+                    proxy = _proxy(model, smallest.shape, batch_tokens, tokens, trials)
+                    return Tuning(
+                        proxy, f"{_cost(proxy)}; fewer than {TRIALS[0]}, which would cost more than it brings"
+                    )
+    return Tuning(None, _not_worth(model, smallest, least))
 
 
-def proxy_shape(model: ModelShape) -> ModelShape | None:
-    """The smallest of the family that the rule is shown to transfer from; None where that is more than half of it."""
-    least = max(LEAST_WIDTH, -(-model.d_model // NARROWER))
-    depth = min(max(LEAST_DEPTH, -(-model.n_layers // SHALLOWER)), model.n_layers)
+def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelShape | None:
+    """The smaller shape of the family that is nearest to ``params`` and to the target's proportions, of ``least``
+    parameters or more; None if there is none."""
+
+    def off(size: int, width: int, depth: int) -> float:
+        wider, deeper = model.d_model / width, model.n_layers / depth
+        return abs(math.log(size / params)) + abs(math.log(wider / deeper)) / 2
+
+    found = [one for one in _smaller(model) if one[0] >= least]
+    best = min(found, key=lambda one: off(*one), default=None)
+    return _scaled(model, *best[1:]) if best else None
+
+
+def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
+    """Parameters, width and depth of the family's shapes of half the size or less, within the ratios that the rule
+    was tested on. The head dimension, the query heads to a key-value head and d_ff / d_model stay."""
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
-    width = -(-least // unit) * unit
-    if width >= model.d_model:
-        return None
+    half, aspect = model.params / 2, model.d_model / model.n_layers
+    thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
+    shallowest = max(-(-model.n_layers // SHALLOWER), min(LEAST_DEPTH, model.n_layers))
+    for width in range(max(unit, -(-model.d_model // NARROWER // unit) * unit), model.d_model, unit):
+        one, two = (_scaled(model, width, depth).params for depth in (1, 2))
+        for depth in range(shallowest, model.n_layers + 1):
+            size = one + (depth - 1) * (two - one)
+            if size <= half and thinnest <= width / depth <= widest:
+                yield size, width, depth
+
+
+def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
+    """At another width and depth, with a whole d_ff near the same proportion."""
     exact = model.d_ff * width % model.d_model == 0
-    d_ff = None if exact else max(round(model.d_ff * width / model.d_model / 64), 1) * 64
-    shape = model.scaled(width, depth, d_ff=d_ff)
-    return shape if shape.params * 2 <= model.params else None
+    d_ff = None if exact else max(round(model.d_ff * width / model.d_model / 32), 1) * 32
+    return model.scaled(width, depth, d_ff=d_ff)
+
+
+def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int, trials: int) -> Proxy:
+    smaller = model.params / shape.params
+    sequences = max(round(batch_tokens / smaller / shape.seq_len), 1)
+    length = round(tokens / smaller)
+    cost = trials * shape.params * length / (model.params * tokens)
+    if shape.params >= SAFE * 0.8:
+        evidence = "the best lr of 136 M was the best at 483 M"
+    elif shape.params >= SMALLEST * 0.8:
+        evidence = "proxies of 50 M and 58 M were used; the lr of 58 M costs a little at 483 M"
+    else:
+        evidence = (
+            f"below the {format_quantity(SMALLEST)} of published proxies; in leaven's own runs 0.2 M kept a quarter "
+            "of its gain at 6.4 M"
+        )
+    return Proxy(shape, sequences * shape.seq_len, length, trials, cost, evidence)
+
+
+def _cost(proxy: Proxy) -> str:
+    return f"{proxy.trials} trials cost {proxy.cost:.1%} of this run"
+
+
+def _not_worth(model: ModelShape, smallest: Proxy | None, least: float) -> str:
+    if smallest is None or smallest.shape.params > model.params / 2:
+        return (
+            f"this run is too small for a proxy: {format_quantity(round(least))} parameters are the smallest with "
+            f"evidence, and {TRIALS[-1]} trials of it would cost more than this run"
+        )
+    cost = smallest.cost * TRIALS[-1] / smallest.trials
+    return (
+        f"{TRIALS[-1]} trials of {format_quantity(smallest.shape.params)} parameters, the smallest with evidence, "
+        f"cost {cost:.0%} of this run; tuning has brought {WORTH:.0%} at most"
+    )
+
+
+def _no_shape(model: ModelShape, size: float) -> str:
+    sizes = [params for params, *_ in _smaller(model)]
+    below, above = [one for one in sizes if one < size], [one for one in sizes if one > size]
+    near = [format_quantity(one) for one in (*([max(below)] if below else []), *([min(above)] if above else []))]
+    if not near:
+        return "this model is too small to have a proxy; leave --proxy out"
+    return f"no shape of this family has that size; {' and '.join(near)} are the nearest"

@@ -13,20 +13,24 @@ from leaven.recipe.shape import ModelShape
 
 @dataclass(frozen=True)
 class Setting:
-    """What the values are for: the neighbours, the shape, the tokens, and GPUs that the batch has to divide over."""
+    """A scale that values are chosen for."""
 
     near: Neighbours
     model: ModelShape
     tokens: int
-    gpus: int
+    gpus: int  # the batch divides over so many
 
     @property
     def lead(self) -> Run | None:
         return self.near.lead
 
+    @property
+    def tokens_per_parameter(self) -> float:
+        return self.tokens / self.model.params
+
     @cached_property
     def laws(self) -> list[LawResult]:
-        """Each law in one form."""
+        """What each law says here, one form of each."""
         model = self.model
         found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
         return [law for law in found if law.form_of is None]

@@ -11,7 +11,7 @@ from leaven.recipe.shape import ModelShape
 
 TOLERANCE = 0.03
 """How far from the parameters that were asked for a shape may be."""
-VOCABULARIES = (2_048, 4_096, 8_192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)
+VOCABULARIES = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)
 """Vocabularies that divide by 128 and by every tensor-parallel degree up to 8."""
 VOCABULARY_SHARE = 0.25
 """Most of the parameters that one matrix of the vocabulary may take."""
@@ -101,14 +101,16 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 def _round(d: int) -> int:
     """Widths are multiples of this: from 4,096 on, heads of 128 divide by 8, the most a node takes in parallel."""
     return next(
-        step for least, step in ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (0, 64)) if d >= least
+        step
+        for least, step in ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (0, 32))
+        if d >= least
     )
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
-    """Multiples of 64 (of 128 and 256 where that is fine enough) within an eighth of the ratio, nearest first."""
+    """Multiples of 32 to 256, whatever is fine enough, within an eighth of the ratio, nearest first."""
     wanted = proportions.ff_ratio * d
-    step = 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
+    step = 32 if d < 256 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
     around = sorted({nearest + n * step for n in range(-6, 7)}, key=lambda f: abs(f - wanted))
     return [f for f in around if f > 0 and abs(f / wanted - 1) <= 1 / 8] or [nearest]

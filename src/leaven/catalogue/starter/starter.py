@@ -1,9 +1,12 @@
-"""A recipe for so many parameters and tokens out of published runs and laws: every value with its reason.
+"""A recipe for a size and a length out of published runs and laws: every value with its reason.
 
 The method, whose steps are in the modules beside this one:
 
-- a lineage of published runs has one vote, and only runs within a factor of 4 of the size have one; in the middle of
-  lrs, batches and warm-ups it weighs the less the farther it is, nothing at the factor;
+- shape, batch, ramp and schedule are chosen at the target; learning rate, moments, decay and init at the *base*,
+  which is the proxy to tune, or the target itself where tuning is not worth its cost. The scaling rule carries them
+  up from there;
+- a lineage of published runs has one vote, and runs within a factor of 4 of the size have one, or the nearest three
+  lineages; the farther a run, the less it weighs;
 - what depends on size or duration is moved there before it is averaged: the lr of a neighbour with its size
   and batch, its batch with its tokens, the lr of a law with the batch;
 - laws together and neighbours together weigh the same: neither has been right alone.
@@ -16,11 +19,13 @@ from leaven.catalogue.lead import find_lead, left_behind
 from leaven.catalogue.runs import size_ratio
 from leaven.catalogue.starter.adam import choose_adam
 from leaven.catalogue.starter.asked import Asked, check
+from leaven.catalogue.starter.base import choose_base
 from leaven.catalogue.starter.batch import choose_batch, choose_ramp
 from leaven.catalogue.starter.guards import finish
 from leaven.catalogue.starter.lr import choose_lr, choose_schedule
 from leaven.catalogue.starter.model import choose_shape, explain_shape
 from leaven.catalogue.starter.setting import Setting
+from leaven.catalogue.starter.tuned import take_tuned
 from leaven.catalogue.votes import FACTOR, Neighbours, neighbours
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
@@ -31,7 +36,7 @@ LEAST_SEQUENCES = 2_000
 
 
 def starter(asked: Asked) -> Derivation:
-    """The recipe and its derivation; the same for the same question. Where it is laid out is left to the planner.
+    """The target's recipe and its derivation; the same for the same question. The planner chooses its layout.
 
     Raises:
         InputError: if the size or the length makes no sense, or the run to start from cannot be started from.
@@ -53,19 +58,25 @@ def starter(asked: Asked) -> Derivation:
     _duration(draft, asked, near, model)
     setting = Setting(near, model, asked.tokens, asked.gpus)
     batch = choose_batch(draft, setting)
-    lr = choose_lr(draft, setting, batch)
     choose_ramp(draft, setting, batch)
     choose_schedule(draft, setting, batch)
-    choose_adam(draft, setting, batch, lr)
-    finish(draft, setting)
+    base = choose_base(draft, asked, setting, batch)
+    if base.tuned:
+        take_tuned(draft, base.tuned, asked.tokens)
+    else:
+        lr = choose_lr(draft, base.setting, base.batch_tokens)
+        choose_adam(draft, base.setting, base.batch_tokens, lr)
+    finish(draft, setting, base)
     try:
-        return Derivation(draft.recipe(), tuple(draft.steps))
+        return Derivation(draft.recipe(), tuple(draft.steps), base.tuning)
     except ValidationError as error:
         raise InputError(f"no recipe comes of this: {explain(error)}") from None
 
 
 STDLIB_TOKENS = 3_000_000
 """About: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
+MOST_EPOCHS = 4
+"""Epochs up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 
 
 def _size(draft: Draft, asked: Asked, model: ModelShape) -> None:
@@ -81,9 +92,13 @@ def _size(draft: Draft, asked: Asked, model: ModelShape) -> None:
 
 
 def _near(draft: Draft, near: Neighbours) -> None:
-    if near.within:
-        lineages = "1 lineage" if len(near.runs) == 1 else f"{len(near.runs)} lineages"
-        said = [f"{lineages} within a factor of {FACTOR:g}, the nearest run of each"]
+    if near.lineages_within == len(near.runs):
+        said = [f"{len(near.runs)} lineages within a factor of {FACTOR:g}, the nearest run of each"]
+    elif near.within:
+        said = [
+            f"{near.lineages_within} of the nearest {len(near.runs)} lineages within a factor of {FACTOR:g}, the "
+            "nearest run of each"
+        ]
     else:
         side = "smaller" if near.runs[0].params_total > near.params else "larger"
         said = [
@@ -105,7 +120,8 @@ def _duration(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -
     each = asked.tokens / model.params
     ratios = [run.tokens / run.params_total for run in near.runs if run.tokens]
     draft.set("data.tokens", asked.tokens, f"asked for: {each:.3g} tokens a parameter")
-    stand_in = asked.source == "python-stdlib" and asked.tokens > 100 * STDLIB_TOKENS
+    stand_in = asked.source == "python-stdlib"
+    text = STDLIB_TOKENS if stand_in else asked.text_tokens
     why = "the text that is on every machine with Python; name yours" if stand_in else "the text that was named"
     draft.set("data.source", asked.source, why)
     draft.set("data.tokenizer", "bpe", "trained on the source, to vocab_size tokens or as many as its pairs give")
@@ -117,11 +133,18 @@ def _duration(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -
             f"{each / 20:.2g} x the compute-optimal 20 or so (Chinchilla 2022)"
             + (", for a model that is cheaper to use" if each > 40 else ""),
             f"neighbours {min(ratios):,.0f} .. {max(ratios):,.0f} a parameter",
-            *(
-                [f"of python-stdlib about {asked.tokens / STDLIB_TOKENS:,.0f} epochs: give your text with --source"]
-                if stand_in
-                else []
-            ),
+            *_epochs(asked, text, stand_in),
         ],
         ["arXiv 2203.15556"],
     )
+
+
+def _epochs(asked: Asked, text: int | None, stand_in: bool) -> list[str]:
+    """How often the text is seen, where that is known and more than once."""
+    if text is None or asked.tokens <= text:
+        return []
+    epochs = asked.tokens / max(text, 1)
+    said = f"about {epochs:,.0f} epochs of {asked.source}, which has about {format_quantity(text)} tokens"
+    if stand_in and epochs > MOST_EPOCHS:
+        return [f"{said}: a stand-in, give your text with --source"]
+    return [f"{said}: up to {MOST_EPOCHS} are nearly as good as new text" if epochs > MOST_EPOCHS else said]

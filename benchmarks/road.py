@@ -1,0 +1,149 @@
+"""The whole road by printed commands: `python -m benchmarks.road FOLDER [--params 300k --tokens 6M --seeds 3]`.
+
+`leaven new` writes a target and its proxy in FOLDER, and each command that leaven prints to type next is run as it is
+printed, to the trained run. A command that fails, or warns of what leaven itself proposed, stops the road. Then the
+target is trained three ways with the same seeds (same initial values and order of the data):
+
+- `tuned`: the recipe at the end of the road;
+- `new`: the target as `leaven new` wrote it, untuned;
+- `published`: the values of a published run, copied: of the nearest run of three lineages the best on one seed, with its
+  lr, moments, decay and init as published, the same for every parameter, at the target's batch and schedule.
+
+Everything is kept in FOLDER; the same command goes on. The last lines are the table of docs/road.md.
+"""
+
+import argparse
+import json
+import math
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from leaven.catalogue.run import Run
+from leaven.catalogue.terms import terms
+from leaven.catalogue.votes import neighbours
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
+from leaven.training.outcome import Outcome
+from leaven.tuning.noise import t95
+from leaven.verification.family import RecipeTrial
+from leaven.verification.runs import run_all
+
+COPIED = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
+CANDIDATES = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--params", default="300k")
+    parser.add_argument("--tokens", default="6M")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--new", default="", help="more options of leaven new")
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    if not (asked.folder / "road.toml").exists():
+        words = ["new", "road.toml", "--params", asked.params, "--tokens", asked.tokens, *shlex.split(asked.new)]
+        run(words, asked.folder)
+    follow(asked.folder)
+    compare(asked.folder, asked.seeds, asked.workers)
+
+
+def follow(folder: Path) -> None:
+    """Run what `leaven new` printed, in order; a command that is done is not run again."""
+    log = folder / "commands.txt"
+    done = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    printed = (folder / "new.txt").read_text(encoding="utf-8")
+    for command in commands(printed):
+        if command not in done:
+            run(shlex.split(command)[1:], folder)
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{command}\n")
+
+
+def commands(printed: str) -> list[str]:
+    """The commands below the label "next"."""
+    after = printed[re.search(r"^next +", printed, re.MULTILINE).end() :]  # type: ignore[union-attr]
+    return [line.strip() for line in after.splitlines() if line.strip().startswith("leaven ")]
+
+
+def run(words: list[str], folder: Path) -> None:
+    """Run one command in the folder; its output is kept as VERB.txt."""
+    print("$ leaven", shlex.join(words), flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "leaven", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
+    (folder / f"{words[0]}.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning")]
+    if done.returncode or warned:
+        sys.exit("\n".join([f"exit code {done.returncode}", *warned, done.stdout[-2000:], done.stderr[-2000:]]))
+
+
+def compare(folder: Path, seeds: int, workers: int) -> None:
+    """Train the arms with paired seeds and print the table."""
+    target = read_recipe(folder / "road.toml")
+    tuned = folder / "road-tuned.toml"
+    arms = {"tuned": read_recipe(tuned)} if tuned.exists() else {}
+    arms["new"] = target
+    near = neighbours(target.model.params, target.data.tokens).runs[:CANDIDATES]
+    copies = {run.id: copied(run, target) for run in near}
+    first = [seeded(recipe, 1000) for recipe in copies.values()]
+    rest = [seeded(recipe, 1000 + seed) for recipe in arms.values() for seed in range(seeds)]
+
+    def train(recipes: list[Recipe]) -> dict[str, Outcome]:
+        trials = [RecipeTrial(recipe) for recipe in recipes]
+        outcome = run_all(trials, folder / "arms", workers, on_run=lambda n, of: print(f"{n} of {of} runs"))
+        return {trial.key: outcome(trial) for trial in trials}
+
+    ended = train([*rest, *first])
+    best = min(copies, key=lambda id: ended[RecipeTrial(seeded(copies[id], 1000)).key].loss)
+    arms[f"published: {best}"] = copies[best]
+    ended |= train([seeded(copies[best], 1000 + seed) for seed in range(seeds)])
+    losses = {
+        arm: [ended[RecipeTrial(seeded(recipe, 1000 + seed)).key].loss for seed in range(seeds)]
+        for arm, recipe in arms.items()
+    }
+    for id, recipe in copies.items():
+        print(f"one seed of {id}: {ended[RecipeTrial(seeded(recipe, 1000)).key].loss:.4f}")
+    (folder / "losses.json").write_text(json.dumps(losses, indent=2), encoding="utf-8")
+    print(f"\n{format_quantity(target.model.params)} parameters, {format_quantity(target.data.tokens)} tokens")
+    print("| arm | loss, nats per token | against the first | seeds |\n|---|---|---|---|")
+    base = next(iter(losses.values()))
+    for arm, values in losses.items():
+        apart = [value - other for value, other in zip(values, base, strict=True)]
+        against = "" if values is base else f"{statistics.mean(apart):+.4f} ± {interval(apart):.4f}"
+        print(f"| {arm} | {statistics.mean(values):.4f} ± {interval(values):.4f} | {against} | {seeds} |")
+
+
+def copied(run: Run, target: Recipe) -> Recipe:
+    """The target with a published run's values for all parameters alike, moved by no rule."""
+    known = terms(run)
+    changes: dict[str, object] = {
+        f"hyperparameters.{name}": known[f"hyperparameters.{name}"]
+        for name in COPIED
+        if f"hyperparameters.{name}" in known
+    }
+    std = run.init_std or 0.02
+    ends = (run.residual_init_std or std) / std
+    modules = {} if ends == 1 else {name: {"init_std": ends} for name in ("attention.out", "mlp.out")}
+    changes |= {"hyperparameters.init_std": std, "hyperparameters.modules": modules, "scaling": {"rule": "standard"}}
+    return target.replace(changes)
+
+
+def seeded(recipe: Recipe, seed: int) -> Recipe:
+    return recipe.replace({"data.seed": seed, "start": {}})
+
+
+def interval(values: list[float]) -> float:
+    """Half the width of the 95% interval of a mean."""
+    count = len(values)
+    return math.inf if count < 2 else t95(count - 1) * statistics.stdev(values) / math.sqrt(count)
+
+
+if __name__ == "__main__":
+    main()

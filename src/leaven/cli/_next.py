@@ -1,0 +1,197 @@
+"""The command to type next: new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report.
+
+Every verb ends with it: as its last lines in a terminal, under the key ``next`` in ``--json``. Each command is whole
+and works as it is printed. ``leaven new`` names the files: OUT.toml is the target, OUT-proxy.toml beside it the small
+recipe that is tuned for it, OUT-tuned.toml what comes back.
+"""
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from leaven.cli._common import console
+from leaven.planning.accelerators import this_machine
+from leaven.planning.flops import flops_per_token
+from leaven.planning.hardware import Cluster
+from leaven.planning.plan import Plan
+from leaven.recipe.recipe import Recipe
+
+PROXY, TUNED = "-proxy", "-tuned"
+TRIALS = 64
+IMPORTED = ("transformers", "megatron")  # what `leaven import config` reads
+
+# For an estimate of whether a run can be trained here. fp32 weights, gradients and two moments of Adam:
+_BYTES_PER_PARAMETER = 16
+_LONGEST_SECONDS = 30 * 86_400
+_GPU, _GPU_FLOPS, _GPU_BYTES = "H100-80GB", 4e14, 60 * 2**30  # at an MFU of 40%; without activations
+
+
+def say(commands: Sequence[str]) -> None:
+    """Print the commands below the label "next"."""
+    for number, command in enumerate(commands):
+        console.print(f"{'' if number else 'next':<11}{command}")
+
+
+def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """After ``recipes check`` of a recipe that passed: tune a proxy, train anything else."""
+    sets = _sets(overrides)
+    proxy = _beside(path, PROXY)
+    if path.stem.endswith(PROXY):
+        return [tune(path, recipe.name.removesuffix(PROXY), sets)]
+    if proxy.exists() and not _beside(path, TUNED).exists():
+        return [tune(proxy, recipe.name)]
+    return train(path, recipe, sets)
+
+
+def after_tune(path: Path, study: Path) -> list[str]:
+    """After a study of the recipe at ``path``: back to the target if it stands beside the proxy."""
+    best = study / "best.toml"
+    target = path.with_stem(path.stem.removesuffix(PROXY))
+    look = _line("report", study, "-o", study / "report.html")
+    if target == path or not target.exists():
+        return [_line("recipes", "check", best), _line("train", best, "--run", _run(path.stem)), look]
+    return [_line("transfer", best, "--like", target, "-o", _free(_beside(target, TUNED))), look]
+
+
+def after_transfer(output: Path | None, recipe: Recipe) -> list[str]:
+    """After ``transfer``; without an output file, the same again with one."""
+    if output is None:
+        return [again("-o", str(_free(Path(f"{recipe.name}-big.toml"))))]
+    return [_line("recipes", "check", output), *train(output, recipe)]
+
+
+def after_import(output: Path | None, recipe: Recipe) -> list[str]:
+    """After ``import config``; without an output file, the same again with one."""
+    if output is None:
+        return [again("-o", str(_free(Path(f"{recipe.name}.toml"))))]
+    return [_line("recipes", "check", output), *train(output, recipe)]
+
+
+def after_plan(path: Path, recipe: Recipe, found: Plan, overrides: Sequence[str]) -> list[str]:
+    """After the plan of a recipe: train it in that layout, if it fits and leaven can."""
+    how = found.arrangement
+    if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:
+        return []
+    own = recipe.layout.model_dump() | {"micro_batch": recipe.batch.micro_batch}
+    planned = how.layout.model_dump() | {"micro_batch": how.micro_batch}
+    changes = [
+        f"{'batch' if key == 'micro_batch' else 'layout'}.{key}={str(value).lower()}"
+        for key, value in planned.items()
+        if value != own[key]
+    ]
+    return [_launch(path, how.layout.ranks, found.cluster.accelerator.node_size, _sets([*overrides, *changes]))]
+
+
+def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
+    """After the plan of a published run: a recipe with its values."""
+    return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
+
+
+def after_train(run: Path, recipe: Recipe) -> list[str]:
+    """After a finished run: look at it, export it, try it."""
+    from leaven.interop.families import ARCHITECTURES
+
+    commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
+    if any(not architecture.misfits(recipe.model) for architecture in ARCHITECTURES):
+        folder = _free(run.with_name(f"{run.name}-huggingface"))
+        commands.append(_line("export", "weights", run, folder, "--to", "huggingface"))
+    return commands
+
+
+def after_bench(path: Path, micro_batch: int) -> list[str]:
+    return [_line("train", path, "--run", _run(path.stem), "--set", f"batch.micro_batch={micro_batch}")]
+
+
+def after_export_weights(folder: Path) -> list[str]:
+    return [_line("new", _free(Path(f"{folder.name}.toml")), "--from-weights", folder)]
+
+
+def after_export_config(to: str, path: Path) -> list[str]:
+    """After ``export config``: read it back, where leaven reads that format."""
+    if to not in IMPORTED:
+        return []
+    return [_line("import", "config", path, "--from", to, "-o", _free(Path(f"{path.stem}-imported.toml")))]
+
+
+def tune(path: Path, name: str, sets: Sequence[str] = ()) -> str:
+    """The study of a proxy; ``name`` is the target's."""
+    return _line("tune", path, "--study", Path("studies", name), "--trials", TRIALS, *sets)
+
+
+def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:
+    """Train a recipe, or plan it where it is too large for this machine."""
+    if trainable_here(recipe):
+        return [_launch(path, recipe.layout.ranks, _gpus() or recipe.layout.ranks, sets)]
+    return [_line("plan", path, "--gpus", cluster_for(recipe), *sets)]
+
+
+def trainable_here(recipe: Recipe) -> bool:
+    """Whether weights, gradients and moments fit into this machine and the run ends within a month, as estimated."""
+    machine, gpus = this_machine(), _gpus()
+    memory = gpus * _GPU_BYTES if gpus else machine.memory_gib * 2**30
+    flops = gpus * _GPU_FLOPS if gpus else machine.peak_tflops * 1e12
+    if recipe.layout.ranks > max(gpus, 1):
+        return False
+    return recipe.model.params * _BYTES_PER_PARAMETER < memory and _flops(recipe) < flops * _LONGEST_SECONDS
+
+
+def cluster_for(recipe: Recipe) -> str:
+    """GPUs, a power of two, that hold the model and train it within a month, as estimated; the recipe's own ranks
+    where it is laid out."""
+    if recipe.layout.ranks > 1:
+        return f"{recipe.layout.ranks}x{_GPU}"
+    needed = max(
+        recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES, _flops(recipe) / (_GPU_FLOPS * _LONGEST_SECONDS)
+    )
+    return f"{2 ** max(math.ceil(math.log2(needed)), 0)}x{_GPU}"
+
+
+def again(*words: str) -> str:
+    """The command that was typed, with more words."""
+    return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
+
+
+def _line(*words: object) -> str:
+    return shlex.join(["leaven", *map(str, words)])
+
+
+def _launch(path: Path, ranks: int, node_size: int, sets: Sequence[str]) -> str:
+    run = _run(path.stem)
+    if ranks == 1:
+        return _line("train", path, "--run", run, *sets)
+    nodes = -(-ranks // node_size)
+    words = ["torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(ranks // nodes)]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500"] if nodes > 1 else []
+    return shlex.join([*words, "-m", "leaven", "train", str(path), "--run-folder", str(run), *sets])
+
+
+def _flops(recipe: Recipe) -> float:
+    return flops_per_token(recipe.model) * recipe.data.tokens
+
+
+def _gpus() -> int:
+    """NVIDIA GPUs of this machine, by their device files: nothing is imported for it."""
+    return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0
+
+
+def _sets(changes: Sequence[str]) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_stem(path.stem + suffix)
+
+
+def _run(stem: str) -> Path:
+    return _free(Path("runs", stem))
+
+
+def _free(path: Path) -> Path:
+    """The path, with a number if something is there already."""
+    free, number = path, 2
+    while free.exists():
+        free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
+    return free

@@ -1,0 +1,164 @@
+"""What `leaven new` writes: a target, its proxy, and what the rule gives the target beside published runs."""
+
+import math
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from leaven.catalogue.derivation import Derivation
+from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.starter import starter
+from leaven.catalogue.votes import Neighbours, neighbours
+from leaven.planning.hardware import Cluster
+from leaven.planning.starter_layout import laid_out
+from leaven.recipe.layout import Layout
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import Role
+from leaven.scaling.table import resolve
+from leaven.scaling.transfer import transfer
+
+FAR = 1.25
+"""Times the published range: less is no disagreement, for published values are rounded and chosen by hand."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One value that the rule gives the target, beside what published runs of its size have."""
+
+    what: str
+    path: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def factor(self) -> float:
+        """How far outside of the published range the value lies, as a factor; 1 inside. Betas count as the number of
+        steps that they look back."""
+        value, low, high = self.value, self.low, self.high
+        if self.what.startswith("beta"):
+            value, low, high = (1 / (1 - beta) for beta in (value, low, high))
+        return max(low / value, value / high, 1.0)
+
+    @property
+    def outside(self) -> bool:
+        return self.factor > FAR
+
+
+@dataclass(frozen=True)
+class Start:
+    """What ``leaven new`` writes and says."""
+
+    derivation: Derivation
+    proxy: Recipe | None
+    compared: tuple[Compared, ...]
+
+    @property
+    def target(self) -> Recipe:
+        return self.derivation.recipe
+
+    def document(self) -> dict[str, Any]:
+        tuning = self.derivation.tuning
+        proxy = tuning.proxy
+        return self.derivation.to_json() | {
+            "proxy": None
+            if proxy is None
+            else {
+                "params": proxy.shape.params,
+                "tokens": proxy.tokens,
+                "batch_tokens": proxy.batch_tokens,
+                "trials": proxy.trials,
+                "cost": proxy.cost,
+                "evidence": proxy.evidence,
+            },
+            "tuning": tuning.reason,
+            "compared": [asdict(one) | {"outside": one.outside} for one in self.compared],
+        }
+
+
+def start(asked: Asked, cluster: Cluster | None = None) -> Start:
+    """
+    Raises:
+        InputError: if the size or the length makes no sense, or the cluster does not hold the target.
+    """
+    derived = starter(asked)
+    if cluster:
+        derived = laid_out(derived, cluster)
+    target = derived.recipe
+    near = neighbours(target.model.params, target.data.tokens)
+    compared = tuple(_compared(target, near))
+    derived = derived.add("at the target", _said(near, compared, tuned=derived.tuning.proxy is not None))
+    return Start(derived, _proxy(derived), compared)
+
+
+def _proxy(derived: Derivation) -> Recipe | None:
+    """The proxy's recipe, in one process: the target moved down to its own base."""
+    proxy, target = derived.tuning.proxy, derived.recipe
+    if proxy is None:
+        return None
+    one = {f"layout.{key}": value for key, value in Layout().model_dump().items()} | {"batch.micro_batch": "auto"}
+    small = transfer(
+        target.replace(one),
+        width=proxy.shape.d_model,
+        depth=proxy.shape.n_layers,
+        d_ff=proxy.shape.d_ff,
+        batch_tokens=proxy.batch_tokens,
+        tokens=proxy.tokens,
+        name=f"{target.name}-proxy",
+    )
+    held_out = min(max(proxy.tokens // 100, 8 * proxy.shape.seq_len), target.evaluation.tokens)
+    why = small.why | {
+        "name": f"the proxy of {target.name}",
+        "data.tokens": f"as many tokens a parameter as {target.name}",
+        "batch.tokens": f"as many steps as {target.name}: its batch shrinks as its tokens do",
+        "scaling.base": f"this proxy's own scale, where the values are chosen and tuned; {target.name} has the same",
+        "evaluation.tokens": "a hundredth of the run, but 8 sequences at least and no more than the target's",
+        **dict.fromkeys(one, "one process: a trial is small"),
+    }
+    return small.replace({"evaluation.tokens": held_out, "why": why})
+
+
+def _compared(target: Recipe, near: Neighbours) -> list[Compared]:
+    rows = resolve(target).rows
+
+    def of(quantity: str, *roles: Role) -> float | None:
+        values = [getattr(row, quantity) for row in rows if row.role in roles]
+        return median(values) if values else None
+
+    hidden, embedding = (Role.HIDDEN_WEIGHT,), (Role.EMBEDDING, Role.TIED_EMBEDDING)
+    lrs = near.of(lambda run: run.peak_lr)
+    stds = near.of(lambda run: run.init_std and run.arch.d_model and run.init_std * math.sqrt(run.arch.d_model))
+    decays = near.values("hyperparameters.weight_decay")
+    shrink = {run: lrs[run] * decays[run] for run in lrs if decays.get(run)}
+    lr, decay, std = of("lr", *hidden), of("weight_decay", *hidden), of("init_std", *hidden)
+    asked = [
+        ("lr of hidden matrices", "hyperparameters.lr", lr, lrs),
+        ("lr of the embedding", "hyperparameters.lr", of("lr", *embedding), lrs),
+        ("lr x weight decay", "hyperparameters.weight_decay", lr and decay and lr * decay, shrink),
+        ("beta1", "hyperparameters.beta1", of("beta1", *hidden), near.values("hyperparameters.beta1")),
+        ("beta2", "hyperparameters.beta2", of("beta2", *hidden), near.values("hyperparameters.beta2")),
+        ("init std x sqrt(d)", "hyperparameters.init_std", std and std * math.sqrt(target.model.d_model), stds),
+    ]
+    return [
+        Compared(what, path, value, float(min(by.values())), float(max(by.values())))
+        for what, path, value, by in asked
+        if value is not None and by
+    ]
+
+
+def _said(near: Neighbours, compared: tuple[Compared, ...], *, tuned: bool) -> list[str]:
+    """What the rule gives the target, value by value, and both readings where it leaves the published range."""
+    if not near.within:
+        return ["no published run is near this size, so there is nothing to compare with"]
+    said = [
+        f"{one.what} {one.value:.2g}, published {one.low:.2g} .. {one.high:.2g}"
+        + (f": {one.factor:.2g}x outside" if one.outside else "")
+        for one in compared
+    ]
+    if tuned and any(one.outside for one in compared):
+        said.append(
+            "two readings where they disagree: the rule moves what is best for a small model and is exact in the "
+            "limit of large widths; published values are set by hand, one for all modules, and few tried others. "
+            "Tune the proxy, then check the transfer"
+        )
+    return said

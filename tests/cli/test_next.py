@@ -1,0 +1,118 @@
+"""The commands that a verb prints last: each works as it is printed, and together they are the whole road."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Verb
+
+from leaven.cli import _next
+from leaven.recipe.files import read_recipe, write_recipe
+from leaven.recipe.recipe import Recipe
+
+
+def printed(out: str) -> list[str]:
+    """What stands under the label "next" at the end of an output."""
+    lines = out.rstrip("\n").split("\n")
+    first = max(number for number, line in enumerate(lines) if line.startswith("next "))
+    return [line[11:] for line in lines[first:]]
+
+
+def typed(leaven: Verb, command: str, *more: str) -> tuple[int, str, str]:
+    program, *words = shlex.split(command)
+    assert program == "leaven"
+    return leaven(*words, *more)
+
+
+@pytest.fixture
+def road(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder whose name asks for quotes, with what ``leaven new`` writes there, tiny."""
+    folder = tmp_path / "my recipes"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    (folder / "wheat-proxy.toml").write_text(tiny_text.replace('"tiny"', '"wheat-proxy"'))
+    proxy = read_recipe(folder / "wheat-proxy.toml")
+    changes = {"name": "wheat", "model": proxy.model.scaled(32, 2).model_dump(), "data.tokens": 20_480}
+    write_recipe(proxy.replace(changes | {"scaling.base": proxy.base.model_dump()}), folder / "wheat.toml")
+    return folder
+
+
+def test_the_road_by_printed_commands_alone(leaven: Verb, road: Path) -> None:
+    command = _next.after_check(
+        road.relative_to(Path.cwd()) / "wheat-proxy.toml", read_recipe("my recipes/wheat-proxy.toml"), []
+    )[0]
+    assert command == "leaven tune 'my recipes/wheat-proxy.toml' --study studies/wheat --trials 64"
+    command = command.replace("--trials 64", "--trials 3 --space hyperparameters.lr,schedule.warmup_tokens")
+    code, out, err = typed(leaven, command, "--stack", "3")
+    assert code == 0, err
+    transfer, report = printed(out)
+    assert transfer == (
+        "leaven transfer studies/wheat/best.toml --like 'my recipes/wheat.toml' -o 'my recipes/wheat-tuned.toml'"
+    )
+    assert typed(leaven, report)[0] == 0
+    code, out, err = typed(leaven, transfer)
+    assert code == 0, err
+    tuned, best = read_recipe("my recipes/wheat-tuned.toml"), read_recipe("studies/wheat/best.toml")
+    assert tuned.hyperparameters == best.hyperparameters
+    assert tuned.schedule.warmup_tokens == 2 * best.schedule.warmup_tokens
+    check, train = printed(out)
+    assert typed(leaven, check)[0] in (0, 1)  # nobody has published anything so small
+    code, out, err = typed(leaven, train)
+    assert code == 0, err
+    report, sample, export = printed(out)
+    assert typed(leaven, report)[0] == 0
+    assert typed(leaven, sample, "--max-tokens", "2")[0] == 0
+    code, out, err = typed(leaven, export)
+    assert code == 0, err
+    assert Path("runs/wheat-tuned-huggingface/config.json").exists()
+    (new,) = printed(out)
+    assert typed(leaven, new)[0] == 0
+    # Whoever transfers a second time is not told to overwrite the first.
+    assert "wheat-tuned-2.toml" in _next.after_tune(Path("my recipes/wheat-proxy.toml"), Path("studies/wheat"))[0]
+
+
+def test_plan_bench_export_and_import_go_on(leaven: Verb, road: Path) -> None:
+    recipe = road / "wheat.toml"
+    code, out, _ = leaven("plan", recipe, "--gpus", "cpu")
+    assert code == 0
+    (train,) = printed(out)
+    assert shlex.split(train)[:5] == ["leaven", "train", str(recipe), "--run", "runs/wheat"]
+    assert read_recipe(recipe, [w for w in shlex.split(train)[5:] if w != "--set"])
+    code, out, _ = leaven("export", "config", recipe, "--to", "transformers", "-o", "hf", "--lossy", "--json")
+    assert code == 0
+    (back,) = json.loads(out)["next"]
+    code, out, _ = typed(leaven, back)
+    assert code == 0
+    assert printed(out)[0].startswith("leaven recipes check hf-imported.toml")
+    code, out, _ = leaven("transfer", recipe, "--width", "64")
+    (again,) = printed(out)
+    assert again == f"leaven transfer {shlex.quote(str(recipe))} --width 64 -o wheat-big.toml"
+    assert typed(leaven, again)[0] == 0
+
+
+def test_a_plan_of_many_gpus_ends_in_a_launch(leaven: Verb, road: Path) -> None:
+    recipe = road / "wheat.toml"
+    sets = ("--set", "model.vocab_size=32768", "--set", "batch.tokens=4096")
+    code, out, err = leaven("plan", recipe, "--gpus", "16xH100-80GB", *sets, "--json")
+    assert code == 0, err
+    words = shlex.split(json.loads(out)["next"][0])
+    assert words[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "8"]
+    assert "first-node:29500" in words
+    changes = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    assert changes[:2] == ["model.vocab_size=32768", "batch.tokens=4096"]
+    assert read_recipe(recipe, changes).layout.ranks == 16
+    found = json.loads(leaven("plan", "olmo-1b", "--gpus", "64xH100-80GB", "--json")[1])
+    assert found["next"] == ["leaven new olmo-1b.toml --from olmo-1b --gpus 64xH100-SXM-80GB"]
+
+
+def test_what_is_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_next, "_gpus", lambda: 0)
+    large = tiny.replace({"model": tiny.model.scaled(4096, 32).model_dump(), "data.tokens": 140_000_000_000})
+    assert _next.trainable_here(tiny)
+    assert not _next.trainable_here(large)
+    assert _next.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus 4xH100-80GB"]
+    monkeypatch.setattr(_next, "_gpus", lambda: 8)
+    assert _next.train(Path("large.toml"), large) == ["leaven train large.toml --run runs/large"]
+    laid_out = tiny.replace({"layout.dp": 4})
+    assert _next.train(Path("r.toml"), laid_out)[0].startswith("torchrun --nproc-per-node 4 -m leaven train r.toml")

@@ -1,0 +1,193 @@
+"""`leaven new`: a target and the proxy to tune for it, from one base."""
+
+import math
+
+import pytest
+
+from leaven.catalogue.findings import findings
+from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, choose_proxy, proxy_shape
+from leaven.catalogue.starter.tuned import tuned_bases
+from leaven.planning.start import Start, start
+from leaven.planning.tested_ground import warnings
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import Role
+from leaven.recipe.units import parse_quantity
+from leaven.scaling.table import resolve
+
+SIZES = [
+    ("125M", "2.5B"),
+    ("350M", "7B"),
+    ("1B", "20B"),
+    ("1B", "100B"),
+    ("3B", "300B"),
+    ("8B", "15T"),
+    ("32B", "6T"),
+    ("70B", "1.4T"),
+    ("405B", "15T"),
+]
+
+
+def new(params: str, tokens: str, proxy: int | None = None) -> Start:
+    return start(Asked("wheat", parse_quantity(params), parse_quantity(tokens), proxy=proxy))
+
+
+@pytest.fixture(scope="module")
+def starts() -> dict[tuple[str, str], Start]:
+    forced = {"125M": 12_000_000, "350M": 20_000_000}  # for these leaven advises against a proxy
+    return {(params, tokens): new(params, tokens, forced.get(params)) for params, tokens in SIZES}
+
+
+@pytest.mark.parametrize("size", SIZES, ids="-".join)
+def test_what_new_proposes_passes_its_own_checks_at_proxy_and_target(
+    starts: dict[tuple[str, str], Start], size: tuple[str, str]
+) -> None:
+    started = starts[size]
+    assert started.proxy
+    for recipe in (started.proxy, started.target):
+        found = findings(recipe, lambda one: resolve(one).rows)
+        assert [one.check for one in found if one.severity != "note"] == []
+        assert "z-loss" not in {one.check for one in found}
+        assert warnings(recipe) == []
+
+
+@pytest.mark.parametrize("size", SIZES, ids="-".join)
+def test_proxy_and_target_are_one_recipe_at_two_scales(
+    starts: dict[tuple[str, str], Start], size: tuple[str, str]
+) -> None:
+    started = starts[size]
+    proxy, target = started.proxy, started.target
+    assert proxy
+    assert proxy.hyperparameters == target.hyperparameters
+    assert proxy.base_shape == target.base_shape == proxy.model
+    assert (proxy.base.batch_tokens, proxy.base.tokens) == (proxy.batch.tokens, proxy.data.tokens)
+    each = [recipe.data.tokens / recipe.model.params for recipe in (proxy, target)]
+    assert each[0] == pytest.approx(each[1], rel=1e-3)
+    steps = proxy.data.tokens / proxy.batch.tokens, target.data.tokens / target.batch.tokens
+    assert steps[0] == pytest.approx(steps[1], rel=0.1)
+    assert proxy.model.n_heads / proxy.model.n_kv_heads == target.model.n_heads / target.model.n_kv_heads
+    assert proxy.schedule.warmup_tokens / proxy.data.tokens == pytest.approx(
+        target.schedule.warmup_tokens / target.data.tokens, rel=1e-3
+    )
+    # At its own base a proxy gets what is written; published moments therefore stay published moments.
+    row = next(row for row in resolve(proxy).rows if row.role is Role.HIDDEN_WEIGHT)
+    assert (row.lr, row.beta1, row.beta2) == (target.hyperparameters.lr, 0.9, 0.95)
+    moved = next(row for row in resolve(target).rows if row.role is Role.HIDDEN_WEIGHT)
+    assert moved.beta1 == pytest.approx(0.9, abs=0.02)
+
+
+@pytest.mark.parametrize("size", SIZES[2:], ids="-".join)
+def test_a_proxy_has_evidence_and_costs_a_tenth(starts: dict[tuple[str, str], Start], size: tuple[str, str]) -> None:
+    started = starts[size]
+    proxy = started.derivation.tuning.proxy
+    assert proxy
+    assert proxy.shape.params >= SMALLEST
+    flops = proxy.trials * proxy.shape.params * proxy.tokens
+    assert flops <= SHARE * started.target.model.params * started.target.data.tokens * 1.001
+    assert proxy.cost == pytest.approx(flops / (started.target.model.params * started.target.data.tokens))
+
+
+@pytest.mark.parametrize(("params", "tokens"), SIZES[:2])
+def test_where_tuning_costs_more_than_it_brings_the_published_values_are_taken(params: str, tokens: str) -> None:
+    started = new(params, tokens)
+    assert started.proxy is None
+    assert "tuning has brought 24% at most" in started.derivation.tuning.reason
+    target = started.target
+    assert (target.base.width, target.base.tokens) == (target.model.d_model, target.data.tokens)
+    assert all(row.lr == target.hyperparameters.lr for row in resolve(target).rows)
+
+
+def test_a_search_has_fewer_trials_before_it_is_given_up() -> None:
+    tuning = new("1B", "20B").derivation.tuning
+    assert tuning.proxy
+    assert tuning.proxy.trials == 32
+    assert tuning.proxy.cost <= SHARE < WORTH
+
+
+def test_the_target_is_set_beside_the_published_runs_of_its_size() -> None:
+    compared = {one.what: one for one in new("8B", "15T").compared}
+    lr = compared["lr of hidden matrices"]
+    assert not lr.outside
+    assert (lr.low, lr.high) == (1.2e-4, 2e-3)  # gpt3-table's bloom-7b1, dclm-7b-2x
+    assert compared["beta1"].value == pytest.approx(0.9, abs=0.01)
+    small = new("1M", "20M")
+    assert "nothing to compare with" in " ".join(small.derivation.steps[-1].said)
+
+
+def test_a_disagreement_is_reported_with_both_readings() -> None:
+    """The lr of a proxy 200 times smaller is kept for the embedding, above all published lrs of the target's size."""
+    started = new("32B", "6T", proxy=170_000_000)
+    outside = {one.what: one.factor for one in started.compared if one.outside}
+    assert outside.keys() == {"lr of the embedding", "lr x weight decay"}
+    assert outside["lr of the embedding"] == pytest.approx(1.2e-3 / 7e-4, rel=0.05)
+    assert "two readings" in " ".join(started.derivation.steps[-1].said)
+
+
+def test_an_eight_billion_of_today_is_one_of_today() -> None:
+    target = new("8B", "15T").target
+    assert target.model.seq_len >= 4096
+    assert target.model.n_kv_heads == 8
+    assert target.batch.ramp is not None
+    assert (target.schedule.decay, target.schedule.min_lr_ratio) == ("linear", 0.0)
+
+
+def test_one_lineage_or_a_law_of_2020_decides_nothing() -> None:
+    derived = new("30M", "600M").derivation
+    lr = derived.recipe.why["hyperparameters.lr"]
+    assert "Kaplan" not in lr
+    assert sum(name in lr for name in ("pythia-70m", "smollm-135m", "openelm-270m")) == 3
+
+
+def test_a_small_model_is_trained_on_a_processor() -> None:
+    assert new("10M", "200M").target.precision.compute == "fp32"
+    assert new("125M", "2.5B").target.precision.compute == "bf16"
+
+
+def test_a_proxy_of_a_size_is_taken_or_refused() -> None:
+    started = new("1B", "20B", proxy=100_000_000)
+    assert started.proxy
+    assert started.proxy.model.params == pytest.approx(1e8, rel=0.2)
+    assert new("1B", "20B", proxy=0).proxy is None
+    with pytest.raises(InputError, match=r"--proxy 900 M: no shape of this family has that size; .* are the nearest"):
+        new("1B", "20B", proxy=900_000_000)
+
+
+def test_no_shape_is_narrower_or_shallower_than_was_tested(starts: dict[tuple[str, str], Start]) -> None:
+    for started in starts.values():
+        ratios = resolve(started.target).ratios
+        assert 1 <= ratios.width <= 16
+        assert 1 <= ratios.depth <= 32
+        assert 1 <= ratios.tokens <= 100
+        aspect = [recipe.model.d_model / recipe.model.n_layers for recipe in _both(started)]
+        assert all(19 <= one <= 205 for one in aspect)  # all published runs
+
+
+def _both(started: Start) -> list[Recipe]:
+    return [recipe for recipe in (started.proxy, started.target) if recipe]
+
+
+def test_the_cost_is_that_of_all_trials() -> None:
+    model = new("3B", "300B").target.model
+    shape = proxy_shape(model, 1e8)
+    assert shape
+    tuning = choose_proxy(model, 2**21, 300 * 10**9, lineages=5, size=shape.params)
+    assert tuning.proxy
+    assert tuning.proxy.cost == pytest.approx(tuning.proxy.trials * (shape.params / model.params) ** 2, rel=1e-3)
+    assert math.isclose(tuning.proxy.tokens / shape.params, 300e9 / model.params, rel_tol=1e-3)
+
+
+def test_where_nothing_is_published_leavens_own_tuned_base_is_the_start() -> None:
+    base = tuned_bases()[0]
+    started = new("300k", "6M")
+    target = started.target
+    assert (target.base.width, target.base.depth, target.base.batch_tokens, target.base.tokens) == (
+        *(base.model.d_model, base.model.n_layers),
+        *(base.batch.tokens, base.data.tokens),
+    )
+    assert target.hyperparameters == base.hyperparameters
+    assert base.name in target.why["hyperparameters.lr"]
+    assert warnings(target) == []
+    # Above 32 times its size, and where runs are published, they decide.
+    assert base.name not in new("30M", "600M").target.why["hyperparameters.lr"]
+    assert base.name not in new("125M", "2.5B").target.why["hyperparameters.lr"]
