@@ -178,25 +178,25 @@ def write_demo(folder: Path, hostile: str = "") -> Path:
     small = proxy()
     large = target(small)
     copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
-    published = copied.replace({"name": "wheat-published", "hyperparameters": {"lr": 6e-4, "init_std": 0.02}})
+    published = copied.replace({"name": "wheat-untuned", "hyperparameters": {"lr": 6e-4, "init_std": 0.02}})
     folder.mkdir(parents=True, exist_ok=True)
     write_study(folder / "proxy", small, name=f"wheat-proxy{hostile}")
     write_recipe(large, folder / "target.toml")
     for seed, (key, recipe, floor, scale) in enumerate(
-        (("transferred", large, 2.41, 1.0), ("copied", copied, 2.55, 3.6), ("published", published, 2.63, 0.55))
+        (("transferred", large, 2.41, 1.0), ("copied", copied, 2.55, 3.6), ("untuned", published, 2.63, 0.55))
     ):
         write_run(folder / "runs" / key, recipe, floor, scale, seed=seed, torn=key == "copied")
     losses = {
         key: [json.loads(line) for line in (folder / "runs" / key / "events.jsonl").read_text().splitlines()][-1][
             "loss"
         ]
-        for key in ("transferred", "copied", "published")
+        for key in ("transferred", "copied", "untuned")
     }
     gain = losses["copied"] - losses["transferred"]
     titles = {
         "transferred": ("transferred", "the values found on the small model, moved by Complete(d)P"),
         "copied": ("copied", "the same values without the rule: what one gets by copying a config"),
-        "published": ("published", "what a published run of this size used (pythia-14m)"),
+        "untuned": ("untuned", "what a published run of this size used (pythia-14m)"),
     }
     document = {
         "name": f"wheat{hostile}",

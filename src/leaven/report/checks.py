@@ -18,7 +18,7 @@ from leaven.report.shell import document
 Check = Mapping[str, Any]
 
 _SLOPES = ("coordinates", "gradients")
-_LINES = ("var(--transferred)", "var(--copied)", "var(--published)", "var(--other)")
+_LINES = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
 
 
 def _columns(check: Check, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
