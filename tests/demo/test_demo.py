@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,8 @@ from leaven.catalogue.starter.asked import Asked
 from leaven.catalogue.starter.starter import starter
 from leaven.catalogue.starter.starter import untuned as untuned_of
 from leaven.demo.arms import arms
+from leaven.demo.demo import Demo
+from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.table import resolve
@@ -85,9 +88,9 @@ def test_the_untuned_arm_has_what_leaven_new_writes_for_its_size_and_batch() -> 
 
 def test_a_folder_of_something_else_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    done = subprocess.run(demo(tmp_path, corpus), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "holds no demo" in done.stderr
+    walk = Demo(tmp_path, "tiny", f"{corpus}/*.txt", 1, watcher=Mock(), stop=lambda: False).walk
+    with pytest.raises(InputError, match="holds no demo"):
+        walk()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
