@@ -104,7 +104,13 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize(("layout", "model"), GRID.items(), ids=GRID)
+REST = {"dp=8", "dp=8,zero=2", "tp=1,recompute=full"}  # what is in these is in the others
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [pytest.param(name, GRID[name], id=name, marks=[pytest.mark.slow] * (name in REST)) for name in GRID],
+)
 def test_the_planner_says_what_a_dry_run_finds(layout: str, model: dict[str, Any], tiny: Recipe) -> None:
     changes = SMALL | model
     if "pp" not in layout:

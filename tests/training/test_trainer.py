@@ -166,7 +166,8 @@ def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """It comes with the third of eight forwards; what was under way is done again, to the same bits."""
-    recipe, run = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1}), RunFolder(tmp_path / "run")
+    recipe = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1, "data.tokens": 5_120})
+    run = RunFolder(tmp_path / "run")
     forward, forwards = Stage.forward, []
 
     def counted(self: Stage, *arguments: Any) -> torch.Tensor:
