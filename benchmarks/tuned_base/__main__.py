@@ -10,6 +10,7 @@ what ``leaven recipes show NAME`` tells of it. ``--log`` makes both again from t
 
 import argparse
 import json
+import re
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -197,7 +198,10 @@ def main() -> None:
     trials, file = read_log(), f"{read_recipe(RECIPE).name}.toml"
     (CATALOGUE / "bases").mkdir(exist_ok=True)
     write_recipe(base(trials), CATALOGUE / "bases" / file)
-    (CATALOGUE / "runs" / file).write_text(tomlkit.dumps(entry(trials)), encoding="utf-8")
+    written = re.sub(
+        r"(?<![\d.])\d{5,}(?![\d.e])", lambda digits: f"{int(digits[0]):_}", tomlkit.dumps(entry(trials))
+    )
+    (CATALOGUE / "runs" / file).write_text(written, encoding="utf-8")
     print(f"wrote {LOG}, {CATALOGUE / 'bases' / file} and {CATALOGUE / 'runs' / file}")
 
 
