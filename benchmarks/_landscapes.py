@@ -62,10 +62,11 @@ class Landscape:
         return float(np.sum(2 * self.curvature * (np.sqrt(1 + (u / scale) ** 2) - 1)))
 
 
-def landscape(dimensions: int, seed: int, offset: float = 1.0) -> Landscape:
+def landscape(dimensions: int, seed: int, offset: float = 1.0, far: float = 0.0) -> Landscape:
     """The landscape of a seed; its start, at 0, is ``EXCESS`` nats above the optimum and ends without divergence.
 
-    ``offset``: how many octaves from the start the optimum typically is, along each multiplier.
+    ``offset``: how many octaves from the start the optimum typically is, along each multiplier. ``far``: how many it
+    is along one that has no cliff, and matters as much as any; 0 is as for the others.
     """
     rng = np.random.default_rng([dimensions, seed])
     curvature = 10 ** rng.uniform(-2, 0, dimensions)
@@ -74,6 +75,8 @@ def landscape(dimensions: int, seed: int, offset: float = 1.0) -> Landscape:
     kind = np.arange(dimensions) % KINDS
     for k in range(KINDS):
         optimum[kind == k] -= np.average(optimum[kind == k], weights=curvature[kind == k])
+    if far:
+        optimum[1], curvature[1] = far, 1.0
     pairs = rng.permutation(dimensions)[: 2 * (dimensions // 5)].reshape(-1, 2)
     cliffs = np.where(kind == 0, np.maximum(optimum, 0) + rng.uniform(0.5, 2.0, dimensions), np.inf)
     made = Landscape(optimum, curvature, pairs, rng.uniform(-0.7, 0.7, len(pairs)), cliffs)

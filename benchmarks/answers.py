@@ -21,7 +21,7 @@ from optuna.storages import InMemoryStorage
 from leaven.training.study_file import Dimension, Trial
 from leaven.tuning import search
 from leaven.tuning.answer import answer
-from leaven.tuning.judging import to_confirm
+from leaven.tuning.confirmation import to_confirm
 from leaven.tuning.ledger import runs
 from leaven.tuning.noise import between
 from leaven.tuning.plan import record

@@ -6,7 +6,7 @@ target is trained three ways with the same seeds (same initial values and order 
 
 - `tuned`: the recipe at the end of the road;
 - `new`: the target as `leaven new` wrote it, untuned;
-- `published`: the values of a published run, copied: of the nearest run of three lineages the best on one seed, with its
+- `published`: the values of a published run, copied: of the nearest runs of three lineages the best on one seed, its
   lr, moments, decay and init as published, the same for every parameter, at the target's batch and schedule.
 
 Everything is kept in FOLDER; the same command goes on. The last lines are the table of docs/road.md.

@@ -23,23 +23,28 @@ from benchmarks._landscapes import EXCESS, FLOOR, REACH, landscape
 from leaven.tuning import search
 
 NARROW = 0.5  # octaves to either side: a box in which runs seldom diverge
-METHODS = ("trust-region", "random", "random, narrow", "tpe", "tpe, narrow", "cma", "gp", "gp, narrow")
+WIDE = 12.0  # likewise, of a space with the usual box of REACH to begin in, as `leaven tune` has it
+METHODS = (
+    *("trust-region", "trust-region, wide", "random", "random, narrow", "random, wide"),
+    *("tpe", "tpe, narrow", "tpe, wide", "cma", "cma, wide", "gp", "gp, narrow"),
+)
 FIRST = 100  # seed; on those below it the constants of the trust region were chosen
 
 
-def run(method: str, dimensions: int, trials: int, seed: int, offset: float) -> dict[str, Any]:
+def run(method: str, dimensions: int, trials: int, seed: int, *, offset: float, far: float) -> dict[str, Any]:
     """One search, and how good its answer truly is."""
-    truth, rng = landscape(dimensions, seed, offset), np.random.default_rng([seed, trials])
+    truth, rng = landscape(dimensions, seed, offset, far), np.random.default_rng([seed, trials])
     names = [f"m{i}" for i in range(dimensions)]
 
     def trial(multipliers: dict[str, float]) -> float:
         return truth.trial(np.array([multipliers[name] for name in names]), rng)
 
     began = time.perf_counter()
-    name, _, narrow = method.partition(", ")
-    reach = NARROW if narrow else REACH
+    name, _, which = method.partition(", ")
+    reach = {"narrow": NARROW, "wide": WIDE}.get(which, REACH)
     space = dict.fromkeys(names, (-reach, reach))
-    found = search(trial, space, trials=trials, method=name, seed=seed, stop_at_noise=False)
+    near = dict.fromkeys(names, (-REACH, REACH)) if which == "wide" else None
+    found = search(trial, space, trials=trials, method=name, seed=seed, near=near, stop_at_noise=False)
     loss = truth.loss(np.array([found.params[name] for name in names]))
     low, high = found.interval
     return {
@@ -48,6 +53,7 @@ def run(method: str, dimensions: int, trials: int, seed: int, offset: float) -> 
         "trials": trials,
         "seed": seed,
         "offset": offset,
+        "far": far,
         "regret": (loss - FLOOR) / EXCESS if math.isfinite(loss) else None,
         "diverged": sum(math.isinf(trial.loss) for trial in found.trials) / len(found.trials),
         "covered": low <= loss <= high,
@@ -86,27 +92,32 @@ def main() -> None:
     parser.add_argument("--trials", default="60,200")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--offset", type=float, default=1.0, help="octaves from the start to the optimum, typically")
+    parser.add_argument(
+        "--far", type=float, default=0.0, help="octaves from the start to the optimum, of one multiplier"
+    )
     parser.add_argument("--results", type=Path, default=Path("runs/search.jsonl"))
     parser.add_argument(
         "--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds, without CMA-ES and GP"
     )
     options = parser.parse_args()
     if options.quick:
-        options.methods = METHODS[:5]
+        options.methods = ("trust-region", "random", "random, narrow", "tpe", "tpe, narrow")
         options.dimensions, options.trials, options.seeds = "6", "24", 3
     options.results.parent.mkdir(parents=True, exist_ok=True)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     runs = [json.loads(line) for line in lines]
-    done = {(r["method"], r["dimensions"], r["trials"], r["seed"], r["offset"]) for r in runs}
+    asked = (options.offset, options.far)
+    runs = [r for r in runs if (r["offset"], r.get("far", 0.0)) == asked]
+    done = {(r["method"], r["dimensions"], r["trials"], r["seed"]) for r in runs}
     for trials in map(int, options.trials.split(",")):
         for dimensions in map(int, options.dimensions.split(",")):
             for method in options.methods:
                 for seed in range(FIRST, FIRST + options.seeds):
-                    if (method, dimensions, trials, seed, options.offset) not in done:
-                        runs.append(run(method, dimensions, trials, seed, options.offset))
+                    if (method, dimensions, trials, seed) not in done:
+                        runs.append(run(method, dimensions, trials, seed, offset=options.offset, far=options.far))
                         with options.results.open("a") as file:
                             file.write(json.dumps(runs[-1]) + "\n")
-    print("\n".join(table([r for r in runs if r["offset"] == options.offset])))
+    print("\n".join(table(runs)))
 
 
 if __name__ == "__main__":

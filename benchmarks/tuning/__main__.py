@@ -41,8 +41,6 @@ from leaven.tuning.study import Study
 
 PROXY = Path(__file__).with_name("proxy.toml")
 SEEDS = range(1001, 1006)  # the searches' own are the first few
-# To either side, farther than `leaven tune` goes by itself: a first global search ended at two of its ends.
-OCTAVES = {"hyperparameters.residual": 5, "hyperparameters.beta1": 3}
 FIRST = 1 / 3  # of the trials of `per-module` are over the global values
 LONGER = {"proxy": (1.19, 1.41, 1.68, 2.0), "target": (1.41,)}  # times the tokens, for the speed-up
 WIDER, DEEPER, MORE_TOKENS = 4, 2, 4
@@ -65,7 +63,7 @@ class Job:
 
 def searched(folder: Path, seed: int, trials: int, workers: int) -> dict[str, Recipe]:
     """What the searches answer, by arm; `start` is where they begin."""
-    start = read_recipe(PROXY).replace({"data.seed": seed, "tuning": {"octaves": OCTAVES}})
+    start = read_recipe(PROXY).replace({"data.seed": seed})
     some = study(folder / "global-first", start, "global", trials * FIRST, workers)
     return {
         "start": start,

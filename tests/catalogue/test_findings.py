@@ -267,3 +267,13 @@ def test_the_docs_have_a_line_a_check() -> None:
     assert len(lines) == len(CHECKS)
     for check, line in zip(CHECKS, lines, strict=True):
         assert line.startswith(f"| {check.name}"), line
+
+
+def test_what_a_search_has_found_is_a_note() -> None:
+    """A measured value outside the published range is no fault; the same value without a study is."""
+    copied = healthy(hyperparameters__beta1=0.7)
+    assert {one.severity for one in found(copied) if one.check == "beta1"} == {"outside"}
+    measured = copied.replace({"why": {"hyperparameters.beta1": "study crumb, trial 7 (trust-region, 16 trials)"}})
+    one = next(one for one in found(measured) if one.check == "beta1")
+    assert one.severity == "note"
+    assert "a search found this value" in one.says

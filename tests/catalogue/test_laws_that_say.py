@@ -63,6 +63,7 @@ def test_published_exponents() -> None:
     assert exponents(BJORCK.says) == {"N": -0.23, "D": -0.32}
     assert "-0.32 at 760M and 1.3B" in BJORCK.conditions
     assert exponents(MUON_HYPERP.says) == {"D": -0.32, "B": 0.56}
+    assert MUON_HYPERP.source == "arXiv 2603.28743"
 
 
 def test_timescale_that_is_constant_agrees_with_power_lines_at_one_ratio_of_tokens() -> None:

@@ -131,3 +131,20 @@ def test_no_extra_is_needed(plain: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", WITHOUT_EXTRAS], input="\n".join(lines), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+STARTERS = {"125M": "2.5B", "1B": "20B", "8B": "15T", "70B": "1.4T"}
+
+
+@pytest.mark.parametrize("params", STARTERS)
+def test_recipes_of_new_are_exported_or_refused_with_a_true_reason(leaven: Verb, tmp_path: Path, params: str) -> None:
+    """No target says "x: would be x"."""
+    recipe = tmp_path / "new.toml"
+    assert leaven("new", recipe, "--params", params, "--tokens", STARTERS[params])[0] == 0
+    for to in ("megatron", "torchtitan", "deepspeed", "nanotron", "transformers", "litgpt"):
+        code, _, err = leaven("export", "config", recipe, "--to", to, "-o", tmp_path / to)
+        lost = [line for line in err.splitlines() if line.startswith("lost: ")]
+        assert code == (2 if lost else 0), err
+        for line in lost:
+            value, separator, instead = line.partition(" = ")[2].partition(": would be ")
+            assert not separator or value != instead.partition(":")[0], line

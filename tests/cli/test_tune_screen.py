@@ -111,7 +111,7 @@ def test_below_the_rows_stands_who_does_what_and_how_long_it_takes(monkeypatch, 
     for renderable in screen._progress.get_renderables():
         console.print(renderable)
     lines = console.export_text().splitlines()
-    assert all(len(line) <= width for line in lines)
+    assert all(len(line) <= width or VALUE in line for line in lines)  # a path is not broken
     said = " ".join(lines)
     assert "w1  trial 6" in said
     assert "of 60 s" in said
@@ -159,18 +159,32 @@ def test_the_time_left_is_that_to_the_first_limit() -> None:
 
 def test_changes_are_whole_as_long_as_one_fits() -> None:
     moved = {"hyperparameters.init_std": math.log2(0.84), "hyperparameters.lr": 1.0, "hyperparameters.eps": 0.001}
-    assert changes(moved, 40) == "lr x2.00, init_std x0.84"
-    assert changes(moved, 20) == "lr x2.00, …"
-    assert changes(moved, 6) == "lr x2…"
-    assert changes({}, 20) == ""
+    searched = [Dimension(path, 1.0, -3.0, 3.0) for path in moved]
+    assert changes(searched, {}, moved, 40) == "lr x2.00, init_std x0.84"
+    assert changes(searched, {}, moved, 20) == "lr x2.00, …"
+    assert changes(searched, {}, moved, 6) == "lr x2…"
+    assert changes(searched, moved, moved, 20) == changes(searched, {}, {}, 20) == ""
+
+
+def test_what_is_no_factor_is_said_as_it_is() -> None:
+    searched = [
+        Dimension("model.dropout", 0.0, 0.0, 5.0, unit="tenth"),
+        Dimension("schedule.decay", "cosine", 0.0, 2.0, unit="choice", levels=("cosine", "linear", "wsd")),
+    ]
+    before, now = {"model.dropout": 1.0, "schedule.decay": 0.0}, {"model.dropout": 0.5, "schedule.decay": 2.0}
+    assert changes(searched, before, now, 60) == "schedule.decay wsd, model.dropout -0.05"
+    assert changes(searched, now, before, 60) == "schedule.decay cosine, model.dropout +0.05"
 
 
 # --- the answer
 
 VALUE = "hyperparameters.modules.attention.value.weight_decay"
-COORDINATE = Coordinate(VALUE, 1.0, (0.5, 1.5), 0.4, 1.0, True, gain_deviation=0.01, at_end=True)
+COORDINATE = Coordinate(VALUE, 1.0, (0.5, 1.5), 0.4, 1.0, True, gain_deviation=0.01, at_end=True, end="the bound, 10")
+SEARCHED = (Dimension(VALUE, 1.0, -4.0, 1.0, 2.0),)
 BEST = Best(5, 3.8601, (3.7096, 4.0107), 2, 2)
-FOUND = Answer(BEST, {VALUE: 1.0}, 0.0495, 2, (COORDINATE,), BEST, {VALUE: 1.0}, 0.0, gain=0.3673)
+FOUND = Answer(
+    BEST, {VALUE: 1.0}, 0.0495, 2, (COORDINATE,), BEST, {VALUE: 1.0}, 0.0, gain=0.3673, dimensions=SEARCHED
+)
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, width: int, terminal: bool, stalled: bool = False) -> list[str]:
@@ -185,7 +199,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, width: int, terminal: bool, stalle
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_lines_are_folded_below_their_labels(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     lines = answered(monkeypatch, width, terminal=True, stalled=True)
-    assert all(len(line) <= width for line in lines)
+    assert all(len(line) <= width or VALUE in line for line in lines)  # a path is not broken
     assert {line[:11].strip() for line in lines} == {
         "", "best", "noise", "mattered", "at the end", "fewest", "stopped", "recipe"
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -188,6 +189,39 @@ def test_bench_is_one_document_and_writes_nothing(leaven: Verb, tiny_file: Path,
     code, _, err = leaven("bench", tiny_file, "--micro-batch", "16")
     assert code == 2
     assert "give --micro-batch 1" in err
+
+
+def test_show_says_what_a_scaled_ramp_starts_with(leaven: Verb, tiny_file: Path) -> None:
+    ramp = "batch.ramp={start_tokens = 64, increment_tokens = 64, over_tokens = 1_000, rule = 'scaled'}"
+    shown = document(leaven("show", tiny_file, "--set", ramp, "--json"))["ramp"]
+    assert shown["rule"] == "scaled"
+    assert "the first, of 64 tokens, has lr x 0.5, weight decay x 0.5, eps x 2 and moments that" in shown["why"]
+    assert "ramp" in leaven("show", tiny_file, "--set", ramp)[1]
+    fixed = document(leaven("show", tiny_file, "--set", ramp, "--set", "batch.ramp.rule=fixed", "--json"))["ramp"]
+    assert fixed == {"rule": "fixed", "why": None}
+
+
+def test_a_ramp_is_proposed_from_the_noise_scale_of_a_run(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    lines = [{"step": n, "tokens": 128 * n, "noise_scale": None if n == 1 else 8.0 * n**0.5} for n in range(1, 61)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = document(leaven("bench", tiny_file, "--noise-from", run, "--noise-multiple", "4", "--json"))
+    assert found["noise"]["exponent"] == pytest.approx(0.5)
+    code, out, _ = leaven("bench", tiny_file, "--noise-from", run, "--noise-multiple", "4")
+    assert code == 0
+    assert shlex.split(out.splitlines()[-1]) == [
+        "leaven",
+        "train",
+        str(tiny_file),
+        "--set",
+        *found["set"],
+        "--run",
+        "RUN",
+    ]
+    code, out, err = leaven("bench", tiny_file, "--noise-from", tmp_path / "none")
+    assert (code, out) == (2, "")
+    assert err == f"error: --noise-from {tmp_path}/none: no run with a metrics.jsonl\n"
 
 
 def test_curves_go_where_they_are_told(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:

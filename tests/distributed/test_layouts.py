@@ -44,6 +44,7 @@ RUNNING = {"hyperparameters.grad_clip": {"mode": "running", "limit": 0.9}}
 ISOLATED = {"data.documents": "isolated"}
 FULL = {"layout.recompute": "full"}
 LARGER = {"batch.tokens": 256, "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 256}}
+SCALED = {"batch.ramp.rule": "scaled"}
 ONE = {"batch.micro_batch": 1}  # as many micro-batches as a pipeline of two needs
 
 
@@ -79,7 +80,7 @@ def differences(
 CASES = {
     "dp2": layout(dp=2),
     "dp2 zero1": layout(dp=2, zero=1) | PER_MODULE,
-    "dp2 zero2": layout(dp=2, zero=2) | RUNNING,
+    "dp2 zero2": layout(dp=2, zero=2) | RUNNING | SCALED,
     "dp2 zero3": layout(dp=2, zero=3) | GPT,
     "dp3 zero1": layout(dp=3, zero=1) | ISOLATED,
     "dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE,

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.cases import resume, save
 from tests.distributed.conftest import Alone
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import COMMON, GPT, ISOLATED, ONE, RUNNING, TIED, layout
+from tests.distributed.test_layouts import COMMON, GPT, ISOLATED, ONE, RUNNING, SCALED, TIED, layout
 
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
@@ -20,7 +20,7 @@ ALL = layout(dp=2, tp=2, pp=2, zero=2)
 CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "2x2x2, one process, dp3": (TIED | SHALLOW, [ALL, layout(), layout(dp=3, zero=1)]),
     "one process, 2x2x2 zero3, pp2 zero-bubble": (
-        RUNNING | {"model.n_layers": 4},
+        RUNNING | SCALED | {"model.n_layers": 4},
         [layout(), ALL | {"layout.zero": 3}, layout(pp=2, schedule="zero-bubble", stages_per_rank=2)],
     ),
     "pp4, tp4, dp2 zero3": (GPT | {"model.n_layers": 4}, [layout(pp=4), layout(tp=4), layout(dp=2, zero=3)]),

@@ -12,7 +12,8 @@ from leaven.interop.torch_models import groups
 from leaven.recipe.shape import Role
 from leaven.scaling.table import Row
 
-TUNED = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1}
+KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
+TUNED = KEPT | {"init_std": 0.1}
 BRANCHES = {
     "llama": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
     "qwen3": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
@@ -158,7 +159,7 @@ def test_multipliers_are_those_of_a_forward_changed_by_hand(family: str, rule: s
     model = build(64, 6).double().eval()
     plain = copy.deepcopy(model)
     names = list(model.state_dict())
-    leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED | {"residual": 0.7}, rule=rule, alpha=0.5)
+    leaven.parametrize(model, base=build(32, 2), hyperparameters=KEPT | {"residual": 0.7}, rule=rule, alpha=0.5)
     assert list(model.state_dict()) == names
     stack, *ends = BRANCHES[family]
     branch = 0.7 * (3**-0.5 if rule != "standard" else 1.0)
@@ -176,7 +177,7 @@ def test_multipliers_are_those_of_a_forward_changed_by_hand(family: str, rule: s
 def test_at_the_base_nothing_is_installed(family: str) -> None:
     model = FAMILIES[family](32, 2)
     before = logits(model, tokens())
-    leaven.parametrize(model, base=FAMILIES[family](32, 2), hyperparameters=TUNED)
+    leaven.parametrize(model, base=FAMILIES[family](32, 2), hyperparameters=KEPT)
     assert torch.equal(logits(model, tokens()), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -187,7 +188,7 @@ def test_attention_scale_where_the_head_dimension_grows(build: Build) -> None:
     torch.manual_seed(0)
     model = build(64, 2, heads=4).double().eval()
     scaled = copy.deepcopy(model)
-    leaven.parametrize(scaled, base=build(32, 2, heads=4), hyperparameters=TUNED, rule="mup")
+    leaven.parametrize(scaled, base=build(32, 2, heads=4), hyperparameters=KEPT, rule="mup")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj" in name:
@@ -198,7 +199,7 @@ def test_attention_scale_where_the_head_dimension_grows(build: Build) -> None:
     torch.testing.assert_close(logits(scaled, tokens()), multiplier * logits(model, tokens()))
     kept = build(64, 2, heads=4)
     scales = [module.scaling for module in kept.modules() if hasattr(module, "scaling")]
-    leaven.parametrize(kept, base=build(32, 2, heads=4), hyperparameters=TUNED, rule="mup", head_ratio=1.0)
+    leaven.parametrize(kept, base=build(32, 2, heads=4), hyperparameters=KEPT, rule="mup", head_ratio=1.0)
     assert [module.scaling for module in kept.modules() if hasattr(module, "scaling")] == scales
 
 
@@ -206,7 +207,7 @@ def test_tied_llama_is_one_parameter_and_scales_its_logits() -> None:
     torch.manual_seed(0)
     model = llama(64, 2, tied=True).double().eval()
     before = logits(model, tokens())
-    found = leaven.parametrize(model, base=llama(32, 2, tied=True), hyperparameters=TUNED)
+    found = leaven.parametrize(model, base=llama(32, 2, tied=True), hyperparameters=KEPT)
     assert rows_of(model)["model.embed_tokens.weight"].role is Role.TIED_EMBEDDING
     assert "lm_head.weight" not in rows_of(model)
     assert len(found) == len({id(group) for group in found})

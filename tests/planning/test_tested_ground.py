@@ -87,6 +87,26 @@ def test_an_init_as_large_as_that_of_the_104b_run_that_failed(tiny: Recipe) -> N
     assert "init" not in about(standard(tiny, 14_336, **named | {"hyperparameters.init": "mt-nlg"}))
 
 
+def test_logits_that_start_large(tiny: Recipe) -> None:
+    """0.144 at width 256, which a proxy had: the final norm hands on a unit RMS, and each logit sums 256 products."""
+    base = standard(tiny, 256, **{"hyperparameters.init_std": 0.02})
+    large = base.replace({"hyperparameters.modules": {"unembedding": {"init_std": 7.2}}})
+    value, limit = about(large)["init of the logits"]
+    assert value == pytest.approx(0.144 * 16)  # 2.3
+    assert limit == 1.5
+    assert "init" not in about(large)  # it is of no block
+    told = next(warning.message for warning in warnings(large) if warning.about == "init of the logits")
+    assert "init std 0.144 of unembedding gives logits of RMS 2.3, a first loss 2.7 above ln V" in told
+    tied = base.replace({"model.tied_embeddings": True, "hyperparameters.modules": {"embedding": {"init_std": 7.2}}})
+    assert about(tied)["init of the logits"][0] == pytest.approx(0.144 * 16)
+    for width, std in ((5_120, 0.02), (12_288, 0.006), (256, 1 / 16)):  # OLMo 2 13B, GPT-3 175B, OpenELM's
+        assert "init of the logits" not in about(standard(tiny, width, **{"hyperparameters.init_std": std}))
+    assert "init of the logits" in about(standard(tiny, 11_600, **{"hyperparameters.init_std": 0.02}))
+    # A rule that multiplies the logits down with the width has them as they were at the base.
+    small = base.replace({"scaling.rule": "completep", "scaling.base": None, "hyperparameters.init_std": 0.08})
+    assert "init of the logits" not in about(transfer(small, width=4_096))
+
+
 def test_a_branch_that_is_multiplied_down_starts_smaller(tiny: Recipe) -> None:
     large = {"hyperparameters.modules": {"mlp.out": {"init_std": 6.0, "residual": 0.5}}}  # 0.3 of a limit of 0.43
     assert "init" not in about(tiny.replace(large))

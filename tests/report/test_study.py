@@ -19,6 +19,7 @@ from leaven.report.folders import read_study
 from leaven.report.page import write_page
 from leaven.report.study import verdict
 from leaven.scaling.table import resolve
+from leaven.training.study_file import Dimension
 from leaven.tuning.space import space
 
 
@@ -160,13 +161,11 @@ def test_the_fewest_changes_stand_beside_the_best(study):
 
 def test_octaves_of_a_beta_are_those_of_its_exponent(study):
     """So that beta stays below 1, and a doubling forgets twice as fast: as the search moves it."""
-    assert points.value("hyperparameters.beta1", 0.9, 1.0, 64) == pytest.approx(0.81)
-    assert points.value("hyperparameters.beta2", 0.95, -2.0, 64) == pytest.approx(0.95**0.25)
+    assert points.value(Dimension("hyperparameters.beta1", 0.9, -2, 2), 1.0, 64) == pytest.approx(0.81)
+    assert points.value(Dimension("hyperparameters.beta2", 0.95, -2, 2), -2.0, 64) == pytest.approx(0.95**0.25)
     best = study.best_trial
     for each in study.dimensions:
-        assert points.value(each.path, each.centre, best.octaves[each.path], 64) == pytest.approx(
-            best.values[each.path]
-        )
+        assert points.value(each, best.octaves[each.path], 64) == pytest.approx(best.values[each.path])
 
 
 @pytest.mark.parametrize("octaves", [-3.0, -0.679, 0.0, 0.3, 1.0])
@@ -175,7 +174,7 @@ def test_a_value_that_was_not_run_is_one_that_a_recipe_can_have(study, octaves):
     start, searched = study.centre, space(study.centre, "global")
     here = searched.values(dict.fromkeys(searched.paths, octaves))
     for each in searched.dimensions:
-        shown = points.value(each.path, each.centre, octaves, start.model.seq_len)
+        shown = points.value(each, octaves, start.model.seq_len)
         assert shown == pytest.approx(here[each.path], rel=1e-12)
     assert {"batch.tokens", "schedule.warmup_tokens"} <= set(here)
 
@@ -273,9 +272,12 @@ def test_the_gain_is_the_one_that_the_terminal_says(study):
 def test_what_is_at_the_end_of_its_range_is_named(tmp_path):
     state = studied.study(6, 24)
     first, *others = state.coordinates
-    ends = replace(state, coordinates=(replace(first, at_end=True), *others))
+    ends = replace(state, coordinates=(replace(first, at_end=True, end="the bound, 2"), *others))
     page = write_page(studied.write(tmp_path / "study", ends), tmp_path / "study.html")
-    assert f"As far as was searched: {short_path(first.path)}. The optimum may lie beyond" in Reader(page).text
+    assert (
+        f"At the end of its range: {short_path(first.path)} (the bound, 2). The optimum may lie beyond"
+        in Reader(page).text
+    )
 
 
 def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):
@@ -300,12 +302,14 @@ def test_what_no_fresh_seed_has_judged_is_said_to_be_too_low(tmp_path):
         assert read_study(tmp_path / "study").interval is None
 
 
-@pytest.mark.parametrize("which", ["global", "per-module", "per-module-full", "hyperparameters.modules.mlp.in.lr"])
+@pytest.mark.parametrize(
+    "which", ["global", "global-full", "per-module", "per-module-full", "hyperparameters.modules.mlp.in.lr"]
+)
 @pytest.mark.parametrize("durations", [(), (250_000, 500_000)])
 def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     searched = space(study.centre, which)
     if durations:
-        searched = searched.without("batch.tokens", "")
+        searched = searched.without("batch.tokens", "").without("schedule.decay", "")
     command = chapters.tune_command(replace(study, space=searched.paths, durations=durations), "centre.toml", ".")
     words = shlex.split(command)
     options = dict(zip(words[3::2], words[4::2], strict=True))

@@ -103,6 +103,18 @@ def test_multipliers_multiply_and_ones_are_neutral_to_the_last_bit(tiny: Recipe)
     assert rows["layers.1.attention.out.weight"].multiplier == pytest.approx(0.7)
 
 
+def test_a_depth_profile_is_linear_in_the_logarithm() -> None:
+    profile = (0.25, 4.0, 1.0)
+    assert DepthProfile.at(profile, 1, 5) == pytest.approx(1)  # halfway between 1/4 and 4
+    assert DepthProfile.at(profile, 3, 5) == pytest.approx(2)
+    assert [DepthProfile.at(profile, layer, 5) for layer in (0, 2, 4)] == list(profile)  # to the last bit
+    assert DepthProfile.at(profile, 0, 1) == 0.25
+    for layers in (2, 3, 7, 48):  # half the multiplier everywhere is half the multiplier at every depth
+        for layer in range(layers):
+            halved = DepthProfile.at(tuple(each / 2 for each in profile), layer, layers)
+            assert halved == pytest.approx(DepthProfile.at(profile, layer, layers) / 2)
+
+
 def test_every_quantity_is_rule_times_type_times_depth(tiny: Recipe) -> None:
     """Additive in the logarithm: what each of the three does alone multiplies."""
     types = {
@@ -120,7 +132,7 @@ def test_every_quantity_is_rule_times_type_times_depth(tiny: Recipe) -> None:
     plain, full = resolve(big), resolve(both)
     for layer in range(4):
         name = f"layers.{layer}.mlp.out.weight"
-        at_depth = 1 + 0.5 * layer / 3
+        at_depth = 1.5 ** (layer / 3)
         for quantity, factor in types.items():
             before, after = (
                 getattr(table[name], "multiplier" if quantity == "residual" else quantity) for table in (plain, full)
@@ -195,14 +207,6 @@ def test_qk_gains_shared_or_per_head(tiny: Recipe, per_head: bool) -> None:
     assert large.shape == ((4, 8) if per_head else (8,))
     assert large.init_mean == 1.0
     assert large.eps / small.eps == (1 / 4 if per_head else 1)
-
-
-@pytest.mark.parametrize(
-    ("layer", "n_layers", "expected"),
-    [(0, 5, 1.0), (1, 5, 1.5), (2, 5, 2.0), (3, 5, 1.0), (4, 5, 0.0 + 1e-9), (0, 1, 1.0)],
-)
-def test_depth_profiles_are_interpolated(layer: int, n_layers: int, expected: float) -> None:
-    assert DepthProfile.at((1.0, 2.0, 1e-9), layer, n_layers) == pytest.approx(expected)
 
 
 def test_the_document_has_the_keys_that_stay(tiny: Recipe) -> None:

@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.table import resolve
@@ -68,7 +69,7 @@ def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:
     recipe = tiny.replace({"batch.ramp": ramp, "stability.checkpoint_every_tokens": 1_000})
     big = transfer(recipe, batch_tokens=1024, tokens=40_960)
     assert big.batch.ramp is not None
-    assert big.batch.ramp.model_dump() == {"start_tokens": 256, "increment_tokens": 256, "over_tokens": 8_000}
+    assert big.batch.ramp == Ramp(start_tokens=256, increment_tokens=256, over_tokens=8_000)
     assert big.stability.checkpoint_every_tokens == 4_000
     small = transfer(recipe, batch_tokens=32)
     assert small.batch.ramp is None  # one sequence: nothing left to ramp

@@ -23,7 +23,8 @@ def tokens(tiny: Recipe) -> TokenSet:
 
 
 def test_every_micro_batch_up_to_every_global_batch(tiny: Recipe, tokens: TokenSet) -> None:
-    recipe = tiny.replace({"batch.ramp": dict(start_tokens=128, increment_tokens=128, over_tokens=1_000)})
+    stages = [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 1_000, "tokens": 256}]
+    recipe = tiny.replace({"batch.stages": stages, "batch.stages_rule": "scaled"})
     calls: list[tuple[int, int]] = []
     found = bench(
         recipe, tokens, [1, 2, 8], [8, 3], limit_seconds=600, on_row=lambda done, total: calls.append((done, total))

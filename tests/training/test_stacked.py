@@ -97,8 +97,9 @@ def alone(recipe: Recipe, tokens: TokenSet, steps: int) -> tuple[list[float], Tr
             "batch.micro_batch": 1,
             "batch.stages": [{"from_tokens": 0, "tokens": 96}, {"from_tokens": 500, "tokens": 256}],
         },
+        {"batch.ramp": {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 500, "rule": "scaled"}},
     ],
-    ids=["llama", "gpt", "norms", "isolated", "accumulated"],
+    ids=["llama", "gpt", "norms", "isolated", "accumulated", "ramp"],
 )
 def test_a_stack_is_its_trials_in_float64(tiny: Recipe, tokens: TokenSet, family: dict[str, object]) -> None:
     recipes = varied(tiny, **family)

@@ -13,6 +13,7 @@ from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 from leaven.training import throughput
 from leaven.training.engine import Training
+from leaven.training.precision import DTYPES
 from leaven.training.run_folder import RunFolder
 from leaven.training.throughput import (
     best_matmul,
@@ -61,6 +62,22 @@ def test_an_unknown_device_is_measured_once_and_said_to_be() -> None:
     assert device_peak(CPU, "fp32") == peak  # to the last bit: it was not measured again
     assert best_matmul.cache_info().hits >= 1
     assert "measured here" in mfu_convention(peak)
+
+
+@pytest.mark.parametrize("compute", ["fp16", "bf16"])
+def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is computed in half precision can be computed in fp32: an fp16 product that is emulated is no peak."""
+    assert device_peak(CPU, compute).flops >= device_peak(CPU, "fp32").flops
+    speeds = {torch.float32: 1e11, DTYPES[compute]: 4e9}
+    monkeypatch.setattr(throughput, "best_matmul", lambda device, dtype, threads: speeds[dtype])
+    slow = device_peak(CPU, compute)
+    assert (slow.flops, slow.source) == (
+        1e11,
+        f"best fp32 matmul measured here ({compute} is slower: emulated), no data sheet",
+    )
+    speeds[DTYPES[compute]] = 2e11
+    assert device_peak(CPU, compute).source == f"best {compute} matmul measured here, no data sheet"
+    assert device_peak(CPU, compute).flops == 2e11
 
 
 def test_conventions_by_hand(tiny: Recipe) -> None:

@@ -14,11 +14,11 @@ from benchmarks.answers import judged, searched
 
 from leaven.training.study_file import Best, Coordinate, Dimension, Trial
 from leaven.tuning.answer import Answer, answer, finalists, front
+from leaven.tuning.confirmation import confirm, to_confirm
 from leaven.tuning.importance import ped_anova
-from leaven.tuning.judging import to_confirm, verdict
 from leaven.tuning.noise import GIVEN, floor
 from leaven.tuning.trust_region import region
-from leaven.tuning.wording import ELSEWHERE, advice_when_all_diverged, factor, lines, stopped, why, why_fewest
+from leaven.tuning.wording import ELSEWHERE, advice_when_all_diverged, lines, stopped, why, why_fewest
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -202,15 +202,15 @@ def test_what_was_refuted_stands_in_nobodys_way() -> None:
     lucky, better, start = (1.0, 0.0, 0.0, 0.0), (2.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)
     known = {lucky: {1: 2.8, 2: 2.8, 3: 3.1, 4: 3.1}, start: {3: 3.0, 4: 3.0}}
     trials = judged_with(known)
-    said = verdict(trials, PATHS, 0.02)
+    said = confirm(trials, PATHS, 0.02)
     assert said is not None
     assert (said.point, to_confirm(trials, PATHS, 0.02)) == (start, None)
     # With a larger budget another is judged, a little worse by the runs that choose, and believed once confirmed.
     trials = judged_with({**known, better: {1: 2.9, 2: 2.9}})
-    said = verdict(trials, PATHS, 0.02)
+    said = confirm(trials, PATHS, 0.02)
     assert said is not None
     assert (said.point, to_confirm(trials, PATHS, 0.02)) == (start, better)
-    said = verdict(judged_with({**known, better: {1: 2.9, 2: 2.9, 3: 2.91, 4: 2.91}}), PATHS, 0.02)
+    said = confirm(judged_with({**known, better: {1: 2.9, 2: 2.9, 3: 2.91, 4: 2.91}}), PATHS, 0.02)
     assert said is not None
     assert (said.point, said.loss, said.fresh, said.gain) == (better, 2.91, 2, pytest.approx(0.09))
 
@@ -218,13 +218,13 @@ def test_what_was_refuted_stands_in_nobodys_way() -> None:
 def test_what_nothing_confirms_has_to_be_better_by_two_and_a_half_times_the_noise() -> None:
     alone, start = (1.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)
     for gained, point in ((0.045, start), (0.055, alone)):
-        said = verdict(judged_with({alone: {1: 3 - gained, 2: 3 - gained}}), PATHS, 0.02)
+        said = confirm(judged_with({alone: {1: 3 - gained, 2: 3 - gained}}), PATHS, 0.02)
         assert said is not None
         assert said.point == point
     both: dict[tuple[float, ...], dict[int, float]] = {alone: {1: 2.97, 2: 2.97}, (2.0, 0.0, 0.0, 0.0): {1: 3, 2: 3}}
     assert to_confirm(judged_with(both), PATHS, 0.02) == alone
     # Nor does another that was judged beside it, with a larger budget say, make it any surer.
-    said = verdict(judged_with(both), PATHS, 0.02)
+    said = confirm(judged_with(both), PATHS, 0.02)
     assert said is not None
     assert said.point == start
 
@@ -234,7 +234,7 @@ def test_a_run_that_chose_is_never_called_fresh() -> None:
     trials = judged_with({(1.0, 0.0, 0.0, 0.0): {1: math.inf, 2: 2.9}})
     trials[1] = dataclasses.replace(trials[1], state="diverged", loss=math.inf)
     trials.append(trial(9, [2.0, 0, 0, 0], 2.9))
-    said = verdict(trials, PATHS, 0.02)
+    said = confirm(trials, PATHS, 0.02)
     assert said is not None
     assert (said.point, said.losses, said.fresh) == ((2.0, 0.0, 0.0, 0.0), (2.9,), 0)
 
@@ -276,7 +276,7 @@ def test_finalists_are_the_incumbent_the_fewest_the_promise_and_the_best_trials(
     assert len({tuple(x) for x in found}) == len(found)
     losses = [excess(x) for x in found[3:10]]
     assert losses == pytest.approx(sorted(losses), abs=0.01)
-    by_loss = finalists(trials, DIMENSIONS, 0.1, by_bowl=False)
+    by_loss = finalists(trials, DIMENSIONS, 0.1, by_surrogate=False)
     assert by_loss[0] == min(trials, key=lambda run: run.loss or math.inf).octaves
     assert finalists([trial(0, [0, 0, 0, 0], math.inf)], DIMENSIONS, None) == []
 
@@ -321,7 +321,7 @@ def said_of(gains: dict[str, tuple[float, float, bool]], degrees: int = 2) -> An
     )
     octaves = dict.fromkeys(gains, 1.0)
     best = Best(5, 3.5, (3.4, 3.6), 2, 2)
-    return Answer(best, octaves, 0.03, degrees, coordinates, best, octaves, 0.0, gain=0.7)
+    return Answer(best, octaves, 0.03, degrees, coordinates, best, octaves, 0.0, gain=0.7, dimensions=DIMENSIONS)
 
 
 def test_what_is_not_known_is_not_said_to_be_small() -> None:
@@ -365,7 +365,13 @@ def test_the_table_leaves_out_what_has_no_room() -> None:
         assert rows[0].split()[:2] == ["embedding.lr", "x2.00"]
     # Far from 1 two decimals tell no value from another.
     assert any("x0.0213 to x2.00" in line for line in found.lines)
-    assert [factor(x) for x in (0.0, 3.32, -2.0, -10.0)] == ["x1.00", "x9.99", "x0.25", "x0.000977"]
+    change = DIMENSIONS[0].change
+    assert [change(x) for x in (0.0, 3.32, -2.0, -10.0)] == ["x1.00", "x9.99", "x0.25", "x0.000977"]
+    tenths, choice = (
+        Dimension("x", 0.0, 0, 2, unit=unit, levels=levels)
+        for unit, levels in (("tenth", ()), ("choice", ("adamw", "adam")))
+    )
+    assert [tenths.change(1.3), tenths.change(0.5, 1.0), choice.change(1.0)] == ["+0.13", "-0.05", "adam"]
 
 
 def test_that_it_stopped_of_itself_is_said() -> None:
@@ -386,7 +392,12 @@ def test_what_is_best_at_the_end_of_its_range_is_named() -> None:
     found = answer(trials, (*narrow, *DIMENSIONS[2:]), 0.02)
     assert {each.path for each in found.coordinates if each.at_end} == set(PATHS[:2])
     told = "\n".join(found.lines)
-    assert "at the end lr, embedding.lr\n           as far as was searched" in told
+    assert "lr: the end of the space\n           the optimum may lie beyond; in the recipe: [tuning.octaves]" in told
+    assert f'"{PATHS[0]}" = [-3, 3]' in told
+    assert f'"{PATHS[1]}" = [-3, 3]' in told
+    # Where nothing can lie beyond, nothing is said.
+    natural = tuple(dataclasses.replace(d, ends=("", "")) for d in narrow)
+    assert not [each for each in answer(trials, (*natural, *DIMENSIONS[2:]), 0.02).coordinates if each.at_end]
     assert "at the end" not in "\n".join(answer(trials, DIMENSIONS, 0.02).lines)
 
 

@@ -1,6 +1,7 @@
 """A point of a space as a recipe."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ RECIPE = parse_recipe(
     """
 name = "deep"
 data = { source = "python-stdlib", tokens = 10_240 }
-schedule = { warmup_tokens = 1_024 }
+schedule = { warmup_tokens = 1_024, decay = "wsd" }
 
 [model]
 n_layers = 5
@@ -43,9 +44,14 @@ base = { width = 8, depth = 2, batch_tokens = 256, tokens = 5_120, d_head = 4 }
 """,
     "deep.toml",
 )
-EVERYTHING = "global,per-module,per-module-full,hyperparameters.depth.*"
+EVERYTHING = "global-full,per-module,per-module-full,hyperparameters.depth.*"
 AROUND = space(RECIPE, EVERYTHING)
-POINTS = st.fixed_dictionaries({}, optional={path: st.floats(*ends) for path, ends in AROUND.limits.items()})
+LIMITS = {
+    path: st.sampled_from([float(level) for level in ends]) if isinstance(ends, range) else st.floats(*ends)
+    for path, ends in AROUND.limits.items()
+}
+POINTS = st.fixed_dictionaries({}, optional=LIMITS)
+NUMBERS = [d for d in AROUND.dimensions if d.unit != "choice" and d.path != "batch.tokens"]
 
 
 def column(table: ParameterTable, quantity: str) -> dict[str, float]:
@@ -63,9 +69,10 @@ def test_no_octaves_are_the_recipe_to_the_last_bit() -> None:
 
 @settings(max_examples=40)
 @given(POINTS)
-def test_a_point_within_the_space_is_a_recipe_or_none(octaves: dict[str, float]) -> None:
-    stated = values(RECIPE, octaves)
-    if stated.get("hyperparameters.lr", 0.1) * stated.get("hyperparameters.weight_decay", 0.1) >= 1:
+def test_a_point_within_the_space_is_a_recipe_or_none(octaves: dict[str, Any]) -> None:
+    stated: dict[str, Any] = values(RECIPE, octaves)
+    decoupled = stated.get("hyperparameters.optimizer", "adamw") == "adamw"
+    if decoupled and stated.get("hyperparameters.lr", 0.1) * stated.get("hyperparameters.weight_decay", 0.1) >= 1:
         with pytest.raises(ValueError, match="lr x weight_decay"):
             moved(RECIPE, octaves)
         return
@@ -79,7 +86,7 @@ def test_a_point_within_the_space_is_a_recipe_or_none(octaves: dict[str, float])
         assert 0 < row.beta2 < 1
 
 
-@given(st.sampled_from([d for d in AROUND.dimensions if d.path != "batch.tokens"]), st.data())
+@given(st.sampled_from(NUMBERS), st.data())
 def test_a_value_moves_as_far_as_it_says_and_nothing_else_does(dimension, data: st.DataObject) -> None:
     octaves = data.draw(st.floats(dimension.low, dimension.high))
     now = values(RECIPE, {dimension.path: octaves})[dimension.path]
@@ -88,6 +95,8 @@ def test_a_value_moves_as_far_as_it_says_and_nothing_else_does(dimension, data: 
         assert math.log(dimension.centre) / math.log(now) == pytest.approx(2**-octaves)
     elif dimension.path == "schedule.warmup_tokens":
         assert now == pytest.approx(dimension.centre * 2**octaves, abs=0.5)
+    elif dimension.unit == "tenth":
+        assert now == pytest.approx(dimension.centre + octaves / 10)
     else:
         assert now / dimension.centre == pytest.approx(2**octaves)
     others = {path: 0.0 for path in AROUND.paths if path != dimension.path}
@@ -123,7 +132,7 @@ def test_a_module_has_its_own_memory(beta: str) -> None:
 
 
 @pytest.mark.parametrize(
-    # Blocks lie at depth 0, 1/4, 1/2, 3/4, 1; of three points the first is felt by the first half, linearly.
+    # Blocks lie at depth 0, 1/4, 1/2, 3/4, 1; of three points the first moves the first half, linearly in octaves.
     ("point", "shares"),
     [(0, (1, 0.5, 0, 0, 0)), (1, (0, 0.5, 1, 0.5, 0)), (2, (0, 0, 0, 0.5, 1))],
 )
@@ -131,7 +140,7 @@ def test_a_point_of_a_depth_profile_moves_the_blocks_near_it(point: int, shares:
     there = moved(RECIPE, {f"hyperparameters.depth.lr[{point}]": 1.0})
     before, after = resolve(RECIPE), resolve(there)
     for row in after.rows:
-        factor = 1.0 if row.layer is None else 1 + shares[row.layer]  # twice the lr at the point itself
+        factor = 1.0 if row.layer is None else 2 ** shares[row.layer]  # twice the lr at the point itself
         assert row.lr == pytest.approx(factor * before[row.name].lr, rel=1e-12), row.name
     for other in ("init_std", "weight_decay", "beta1", "beta2", "eps", "multiplier"):
         assert column(before, other) == column(after, other)

@@ -9,12 +9,14 @@ from leaven.catalogue.terms import diff_in_terms
 from leaven.interop.configs.targets import TARGETS
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
+from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences
 from leaven.report.tables import provenance
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
+from leaven.training.study_file import Dimension
 from leaven.tuning.point import moved
-from leaven.tuning.space import SETS, space
+from leaven.tuning.space import REACH, SETS, space
 from leaven.verification.family import RecipeTrial
 
 LLAMA = (
@@ -22,6 +24,16 @@ LLAMA = (
     *("attention.out", "norm.mlp", "mlp.gate", "mlp.in", "mlp.out", "norm.final", "unembedding"),
 )
 GAINS = ("norm.attention", "norm.query", "norm.key", "norm.mlp", "norm.final")
+
+
+def dimension(recipe: Recipe, path: str) -> Dimension:
+    return space(recipe, path).dimensions[0]
+
+
+def ends(recipe: Recipe, path: str) -> list[Any]:
+    """The values at both ends."""
+    found = dimension(recipe, path)
+    return [space(recipe, path).values({path: x})[path] for x in (found.low, found.high)]
 
 
 @pytest.fixture
@@ -38,7 +50,7 @@ def test_global_values(tiny: Recipe) -> None:
     around = space(tiny, "global")
     assert set(around.paths) == {f"hyperparameters.{n}" for n in names} | {"schedule.warmup_tokens", "batch.tokens"}
     assert around.centre["hyperparameters.lr"] == 0.01
-    assert around.limits["hyperparameters.lr"] == (-3, 3)
+    assert around.near["hyperparameters.lr"] == (-3, 3)
     assert around.left_out == ()
     # Steps of half an octave for lr, init and residual, of one for decay, eps and 1 - beta: twice as far.
     wide = {dimension.path for dimension in around.dimensions if dimension.scale == 2 * around.dimensions[0].scale}
@@ -128,7 +140,7 @@ def test_paths_and_patterns_with_commas(deep: Recipe) -> None:
 def test_a_space_is_the_same_by_its_paths(deep: Recipe, which: str) -> None:
     """A report tells a study's command so."""
     around = space(deep, which)
-    assert space(deep, ",".join(around.paths)) == around
+    assert space(deep, ",".join(around.paths)).dimensions == around.dimensions
 
 
 def test_a_named_init_leaves_no_init_std_to_search(tiny: Recipe) -> None:
@@ -166,7 +178,7 @@ def test_what_is_0_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
     [
         *("hyperparameters.speed", "model.d_model", "hyperparameters.modules.lr", "hyperparameters.depth.lr"),
         *("hyperparameters.depth.lr[3]", "hyperparameters.depth.speed[0]", "hyperparameters.modules.*.speed"),
-        *("hyperparameters.modules.mlp.in.speed", "schedule.min_lr_ratio", "per_module", "recipe"),
+        *("hyperparameters.modules.mlp.in.speed", "model.activation", "per_module", "recipe"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(deep: Recipe, path: str) -> None:
@@ -183,22 +195,108 @@ def test_what_multiplies_nothing_is_not_searched(tiny: Recipe, path: str) -> Non
         space(tiny, f"hyperparameters.modules.{path}")
 
 
-def test_the_usual_reach_ends_where_recipes_end(tiny: Recipe) -> None:
-    """A warm-up cannot be longer than the run, lr x decay cannot reach 1."""
-    edge = tiny.replace({"schedule.warmup_tokens": 4_096, "hyperparameters.lr": 0.5})
-    limits = space(edge, "global").limits
-    assert limits["schedule.warmup_tokens"] == (-3, 1.25)  # 4096 x 2^1.25 = 9742 of 10240 tokens
-    assert limits["hyperparameters.lr"] == (-3, 3)  # 4 x 0.1
-    assert limits["hyperparameters.weight_decay"] == (-4, 4)  # 0.5 x 1.6
-    higher = space(edge.replace({"hyperparameters.weight_decay": 1.0}), "global").limits
-    assert higher["hyperparameters.lr"] == (-3, 0.875)
+def test_a_search_ends_where_recipes_end(tiny: Recipe) -> None:
+    """lr x decay cannot reach 1."""
+    edge = tiny.replace({"hyperparameters.lr": 0.5})
+    decay, lr = (dimension(edge, f"hyperparameters.{name}") for name in ("weight_decay", "lr"))
+    assert (decay.high, lr.high) == (4.25, 1.0)  # 0.1 x 2^4.25 x 0.5 = 0.95; lr 1
+    assert decay.ends[1].startswith("beyond it: ")
+    assert "lr x weight_decay" in decay.ends[1]
+    assert lr.ends[1].startswith("the bound, 1: ")
+    assert dimension(edge.replace({"hyperparameters.weight_decay": 1.0}), "hyperparameters.lr").high == 0.875
     whole = edge.replace({"schedule.warmup_tokens": edge.data.tokens})
     assert "longer than the run" in dict(space(whole, "global").left_out)["schedule.warmup_tokens"]
 
 
+@pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "residual"])
+def test_a_search_goes_to_the_bounds_wherever_the_recipe_is(tiny: Recipe, quantity: str) -> None:
+    """The bounds are of the value itself, also where a module multiplies it."""
+    reach, path = REACH[quantity], f"hyperparameters.{quantity}"
+    for start in (0.9 * reach.low + 0.1 * reach.high, 0.3 * reach.low + 0.7 * reach.high):
+        recipe = tiny.replace({"hyperparameters.weight_decay": 1e-3, path: start})
+        module = f"hyperparameters.modules.mlp.out.{quantity}"
+        for own in (path, module):
+            low, high = (resolved(recipe, own, quantity, x) for x in sorted(space(recipe, own).limits[own]))
+            if quantity not in {"lr", "weight_decay"}:  # whose product ends first
+                assert sorted((low, high)) == pytest.approx([reach.low, reach.high])
+            assert all(reach.low * (1 - 1e-9) <= end <= reach.high * (1 + 1e-9) for end in (low, high))
+
+
+def resolved(recipe: Recipe, path: str, quantity: str, x: float) -> float:
+    """A value, times what a module multiplies it with."""
+    hyper = moved(recipe, {path: x}).hyperparameters
+    of_all, multiplier = getattr(hyper, quantity), getattr(hyper.modules.get("mlp.out", Multipliers()), quantity)
+    return float(of_all**multiplier if quantity.startswith("beta") else of_all * multiplier)
+
+
+def test_a_value_beyond_its_bounds_is_searched_towards_them(tiny: Recipe) -> None:
+    """What a proxy of a huge target was given, once: it can come back."""
+    fast = tiny.replace({"hyperparameters.beta1": 0.2})
+    found = dimension(fast, "hyperparameters.beta1")
+    assert found.high == 0
+    assert ends(fast, "hyperparameters.beta1") == pytest.approx([0.995, 0.2])
+    assert found.near == (-2, 0)
+
+
+def test_what_may_be_0_moves_off_it_and_back(tiny: Recipe) -> None:
+    found = dimension(tiny, "model.dropout")
+    assert (found.low, found.high, found.unit, found.ends[0]) == (0, 5, "tenth", "")
+    assert moved(tiny, {"model.dropout": 1.5}).model.dropout == pytest.approx(0.15)
+    some = tiny.replace({"model.dropout": 0.3})
+    assert ends(some, "model.dropout") == pytest.approx([0, 0.5])
+    assert moved(some, {"model.dropout": dimension(some, "model.dropout").low}) == tiny
+    assert ends(tiny, "schedule.min_lr_ratio") == [0, 1]
+    limited = with_table(tiny, octaves={"model.dropout": [-1, 2.5]})
+    assert ends(limited, "model.dropout") == [0, 0.25]
+
+
+def test_what_has_no_effect_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
+    assert dict(space(tiny, "global-full").left_out).keys() == {"schedule.decay_ratio"}
+    with pytest.raises(InputError, match='decay = "cosine" has no cooldown; set schedule.decay = "wsd"'):
+        space(tiny, "schedule.decay_ratio")
+    constant = tiny.replace({"schedule.decay": "constant"})
+    with pytest.raises(InputError, match='decay = "constant" does not decay'):
+        space(constant, "schedule.min_lr_ratio")
+    unclipped = tiny.replace({"hyperparameters.grad_clip": 0.0})
+    with pytest.raises(InputError, match="it is 0 in the recipe"):
+        space(unclipped, "hyperparameters.grad_clip")
+    wsd = tiny.replace({"schedule.decay": "wsd", "schedule.decay_ratio": 0.5})
+    assert ends(wsd, "schedule.decay_ratio") == pytest.approx([0.01, 1])
+    one = tiny.replace({"batch.tokens": 32, "data.tokens": 320, "schedule.warmup_tokens": 0})
+    with pytest.raises(InputError, match="batch.tokens: at 32 its bounds leave it no room: one sequence"):
+        space(one, "batch.tokens")
+
+
+def test_a_choice_is_between_levels(tiny: Recipe) -> None:
+    found = dimension(tiny, "schedule.decay")
+    assert found.levels == ("cosine", "linear", "wsd")
+    assert space(tiny, "schedule.decay").limits == {"schedule.decay": range(3)}
+    assert moved(tiny, {"schedule.decay": 2.0}).schedule.decay == "wsd"
+    assert moved(tiny, {"hyperparameters.optimizer": 1.0}).hyperparameters.optimizer == "adam"
+    linear = tiny.replace({"schedule.decay": "linear"})
+    assert dimension(linear, "schedule.decay").levels == ("linear", "cosine", "wsd")
+    assert dimension(tiny.replace({"schedule.decay": "inverse_sqrt"}), "schedule.decay").levels[0] == "inverse_sqrt"
+    with pytest.raises(InputError, match=r"\[tuning.octaves\] schedule.decay: a choice has no octaves"):
+        space(with_table(tiny, octaves={"schedule.decay": 1}))
+
+
+def test_clipping_keeps_its_form(tiny: Recipe) -> None:
+    running = tiny.replace({"hyperparameters.grad_clip": {"mode": "running", "limit": 2.0}})
+    clip = moved(running, {"hyperparameters.grad_clip": -1.0}).hyperparameters.grad_clip
+    assert (clip.mode, clip.limit) == ("running", 1.0)
+    assert ends(tiny, "hyperparameters.grad_clip") == pytest.approx([0.01, 100])
+
+
+def test_a_shorter_run_has_the_values_that_the_rule_gives_it(tiny: Recipe) -> None:
+    long = tiny.replace({"data.tokens": 409_600})
+    assert ends(long, "data.tokens") == [51_200, 409_600]
+    there = moved(long, {"data.tokens": -1.0})
+    assert (there.data.tokens, there.base.tokens) == (204_800, 409_600)
+
+
 @pytest.mark.parametrize("which", ["", "global,", ",global", "global, ,per-module"])
 def test_an_empty_name_is_said_to_be_one(deep: Recipe, which: str) -> None:
-    with pytest.raises(InputError, match="--space: an empty name; give global, per-module"):
+    with pytest.raises(InputError, match="--space: an empty name; give global, global-full, per-module"):
         space(deep, which)
 
 
@@ -232,7 +330,7 @@ def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
     assert set(around.paths) == {*space(deep, "per-module").paths, "hyperparameters.lr"}
     assert around.limits["hyperparameters.modules.embedding.lr"] == (-1.5, 1.5)
     assert around.limits["hyperparameters.modules.mlp.in.lr"] == (-1, 2)  # the last that fits
-    assert around.limits["hyperparameters.modules.mlp.gate.init_std"] == (-3, 3)
+    assert around.near["hyperparameters.modules.mlp.gate.init_std"] == (-3, 3)
     assert space(recipe, "recipe") == around
     # --space says what, the table how far; so a study's paths give its space again.
     assert space(recipe, "global").limits == space(deep, "global").limits | {"hyperparameters.lr": (-2, 2)}

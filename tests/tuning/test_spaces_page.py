@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from leaven.recipe.files import read_recipe
+from leaven.training.study_file import Dimension
 from leaven.tuning.space import REACH, SETS, Space, space
 
 ROOT = Path(__file__).parents[2]
@@ -22,12 +23,20 @@ def table(around: Space) -> str:
         found = re.search(r"(?<=modules\.).+(?=\.)|(?<=\[)\d+(?=\])", dimension.path)
         pattern = f"{dimension.path[: found.start()]}*{dimension.path[found.end() :]}" if found else dimension.path
         rows.setdefault(pattern, []).append(found[0] if found else "")
-        reach[pattern] = f"{dimension.low:g} to +{dimension.high:g} | {dimension.scale:g}"
-    lines = ["| values | how many | of | octaves | scale |", "|---|---|---|---|---|"]
+        reach[pattern] = f"{', '.join(dimension.levels)} | |" if dimension.levels else _reach(around, dimension)
+    lines = ["| values | how many | of | from and to | first box | scale |", "|---|---|---|---|---|---|"]
     for pattern, names in rows.items():
         every = "every module" if len(names) == len(LLAMA.model.modules) else ", ".join(names)
         lines.append(f"| `{pattern}` | {len(names)} | {every} | {reach[pattern]} |")
     return "\n".join(lines)
+
+
+def _reach(around: Space, dimension: Dimension) -> str:
+    path, ends = dimension.path, sorted((dimension.low, dimension.high))
+    values = sorted(float(around.values({path: end})[path]) for end in ends)
+    low, high = dimension.box
+    unit = " tenths" if dimension.unit == "tenth" else ""
+    return f"{values[0]:,.6g} to {values[1]:,.6g} | {low:.3g} to {high:+.3g}{unit} | {dimension.scale:g}"
 
 
 @pytest.mark.parametrize("which", SETS)
@@ -37,6 +46,14 @@ def test_the_page_has_the_values_of_each_space(which: str) -> None:
     assert table(around) in PAGE
 
 
-def test_the_page_has_the_reasons() -> None:
+def bounds() -> str:
+    lines = ["| value | from | to | first box | because |", "|---|---|---|---|---|"]
     for quantity, reach in REACH.items():
-        assert f"| `{quantity}` | ±{reach.octaves:g} | {reach.why} |" in PAGE
+        of = " of the run" if reach.of_run else ""
+        low, high = (f"{end:.5g}{of if end else ''}" for end in (reach.low, reach.high))
+        lines.append(f"| `{quantity}` | {low} | {high} | ±{reach.near:g} | {reach.why} |")
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_bounds_and_their_reasons() -> None:
+    assert bounds() in PAGE

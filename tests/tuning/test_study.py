@@ -26,6 +26,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.report.folders import read_study
+from leaven.report.page import page
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
 from leaven.training.study_file import StudyState, Trial
 from leaven.tuning import trainer
@@ -625,3 +626,46 @@ def test_results_that_cannot_be_written_wait(
     with study() as opened:
         assert len(opened.run(4, 1).trials) == 4
     assert len(saved(tmp_path / "study")) == 4
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_choices_and_dropout_are_searched_written_and_reported(study: Callable[..., Study], tmp_path: Path) -> None:
+    searched = ("schedule.decay", "hyperparameters.optimizer", "model.dropout", "hyperparameters.grad_clip")
+    with study("trust-region", which=",".join(searched)) as opened:
+        state = opened.run(14, 1)
+    assert {trial.values["schedule.decay"] for trial in state.trials} <= {"cosine", "linear", "wsd"}
+    assert len({trial.values["hyperparameters.optimizer"] for trial in state.trials}) == 2
+    assert max(float(trial.values["model.dropout"]) for trial in state.trials) > 0
+    folder = tmp_path / "study"
+    kept = read_study(folder)
+    assert kept.dimensions == state.dimensions
+    best = read_recipe(folder / "best.toml")
+    at_best = opened.space.values(opened.answer.octaves)
+    assert (best.schedule.decay, best.hyperparameters.optimizer) == tuple(at_best[path] for path in searched[:2])
+    assert best.hyperparameters.grad_clip.limit == pytest.approx(at_best[searched[3]])
+    assert all(best.why[path].startswith("study tiny, trial") for path in searched)
+    # Its decision is one of several, with all levels in the slice, whatever the answer is.
+    decay = next(each for each in state.coordinates if each.path == "schedule.decay")
+    assert [point.octaves for point in decay.slice] == [0, 1, 2]
+    assert opened.answer.lines
+    away = replace(
+        kept,
+        coordinates=tuple(replace(each, best=1.0, worth=True, gain=0.1) for each in kept.coordinates),
+    )
+    moved_decay = next(t for t in kept.trials if t.octaves and t.octaves["schedule.decay"] and t.state == "complete")
+    told = page(replace(away, best=replace(kept.best, number=moved_decay.number)))  # type: ignore[type-var]
+    assert f">{moved_decay.values['schedule.decay']}</td>" in told
+    with study("trust-region", which=",".join(searched)) as again:
+        assert again.run(14, 1).trials == state.trials
+
+
+def test_more_tokens_are_searched_only_where_text_is_repeated(
+    short: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    long = short.replace({"batch.tokens": 32, "data.tokens": 8_192, "schedule.warmup_tokens": 64})
+    around = space(long, "data.tokens")
+    with pytest.raises(InputError, match="--space data.tokens: no text is repeated, .* --durations"):
+        Study(tmp_path / "study", long, around, "random", tokens)
+    assert not (tmp_path / "study").exists()
+    often = long.replace({"data.tokens": 40 * sum(len(source.train) for source in tokens.sources)})
+    Study(tmp_path / "study", often, space(often, "data.tokens"), "random", tokens)

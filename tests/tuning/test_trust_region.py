@@ -10,7 +10,7 @@ from benchmarks._landscapes import EXCESS, KINDS, landscape
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 
-from leaven.tuning import bowl, cliffs
+from leaven.tuning import divergence, surrogate
 from leaven.tuning.ledger import DIVERGED, finished, loss_of
 from leaven.tuning.noise import interval, pooled, t95
 from leaven.tuning.trust_region import (
@@ -44,7 +44,7 @@ def test_the_posterior_is_that_of_the_normal_equations() -> None:
     """The kernel's answer for slopes and curvatures against the ridge regression that it stands for."""
     points = np.random.default_rng(1).normal(size=(30, 4))
     losses = valley(points) + np.random.default_rng(2).normal(0, 0.1, 30)
-    found = bowl.fit(points, losses, 0.1)
+    found = surrogate.fit(points, losses, 0.1)
     features = np.hstack([points, points**2 / 2])
     features -= features.mean(0)  # which is what integrating the constant out comes to
     prior = np.repeat([0.0, found.curvature], 4)
@@ -53,13 +53,13 @@ def test_the_posterior_is_that_of_the_normal_equations() -> None:
     weights = prior + np.linalg.solve(left, features.T @ residual / found.noise**2)
     there = np.random.default_rng(3).normal(size=(5, 4))
     np.testing.assert_allclose(found.value(there), np.hstack([there, there**2 / 2]) @ weights, rtol=1e-9)
-    np.testing.assert_allclose(found.bottom, -weights[:4] / weights[4:], rtol=1e-9)
+    np.testing.assert_allclose(found.mean.minimum, -weights[:4] / weights[4:], rtol=1e-9)
 
 
 def test_the_doubt_is_that_of_the_normal_equations() -> None:
     """The standard deviation of a difference against the posterior covariance of the 8 weights, by its inverse."""
     points = np.random.default_rng(1).normal(size=(30, 4))
-    found = bowl.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.1, 30), 0.1)
+    found = surrogate.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.1, 30), 0.1)
     features = np.hstack([points, points**2 / 2])
     features -= features.mean(0)
     covariance = np.linalg.inv(features.T @ features / found.noise**2 + np.eye(8) / found.curvature**2)
@@ -77,26 +77,26 @@ def test_the_doubt_is_that_of_the_normal_equations() -> None:
 
 def test_drawn_bottoms_lie_as_the_posterior_does() -> None:
     points = np.random.default_rng(1).normal(size=(40, 4))
-    found = bowl.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
-    draws = np.array([found.draw(np.random.default_rng(seed)) for seed in range(500)])
-    np.testing.assert_allclose(draws.mean(0), found.bottom, atol=0.02)
-    assert np.abs(found.bottom - OPTIMUM).max() < 0.05
-    nothing = bowl.fit(np.zeros((3, 4)), np.array([1.0, 1.1, 0.9]))
-    np.testing.assert_array_equal(nothing.bottom, 0.0)
-    apart = np.array([nothing.draw(np.random.default_rng(seed)) for seed in range(500)])
+    found = surrogate.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
+    draws = np.array([found.draw(np.random.default_rng(seed)).minimum for seed in range(500)])
+    np.testing.assert_allclose(draws.mean(0), found.mean.minimum, atol=0.02)
+    assert np.abs(found.mean.minimum - OPTIMUM).max() < 0.05
+    nothing = surrogate.fit(np.zeros((3, 4)), np.array([1.0, 1.1, 0.9]))
+    np.testing.assert_array_equal(nothing.mean.minimum, 0.0)
+    apart = np.array([nothing.draw(np.random.default_rng(seed)).minimum for seed in range(500)])
     assert np.abs(apart).mean() > 10 * draws.std(0).max()  # where nothing was tried, nothing is known
 
 
 def test_the_noise_is_found_where_it_is_not_given() -> None:
     points = np.random.default_rng(1).normal(size=(200, 4))
     losses = valley(points) + np.random.default_rng(2).normal(0, 0.05, 200)
-    assert bowl.fit(points, losses).noise == pytest.approx(0.05, rel=0.5)
-    assert bowl.fit(points, losses, 0.05).noise == pytest.approx(0.05, rel=0.5)
+    assert surrogate.fit(points, losses).noise == pytest.approx(0.05, rel=0.5)
+    assert surrogate.fit(points, losses, 0.05).noise == pytest.approx(0.05, rel=0.5)
 
 
 def test_cliffs_are_blamed_on_what_only_the_diverged_trials_have() -> None:
     points = np.random.default_rng(1).uniform(-2, 2, (100, 6))
-    found = cliffs.fit(points, points[:, 2] > 1)
+    found = divergence.fit(points, points[:, 2] > 1)
     assert np.argmax(found.slopes) == 2
     at = np.zeros(6)
     risks = []
@@ -108,7 +108,9 @@ def test_cliffs_are_blamed_on_what_only_the_diverged_trials_have() -> None:
     assert found.risk(shortened) <= 0.2
     assert 0 < shortened[2] < 1.2
     assert shortened[0] == pytest.approx(0.5, abs=0.45)
-    np.testing.assert_array_equal(cliffs.fit(points, np.zeros(100, bool)).shorten(beyond, np.zeros(6), 0.2), beyond)
+    np.testing.assert_array_equal(
+        divergence.fit(points, np.zeros(100, bool)).shorten(beyond, np.zeros(6), 0.2), beyond
+    )
 
 
 def test_the_incumbent_moves_by_more_than_the_noise_only() -> None:
@@ -135,8 +137,8 @@ def test_a_run_that_blew_up_but_ended_is_a_cliff_and_does_not_bend_the_bowl() ->
     blown = points[:, 3] > 0.8
     clean, blew = (look(points, np.where(blown, high, losses), 0.01) for high in (np.inf, 90.0))
     assert blown.any()
-    np.testing.assert_array_equal(blew.bowl.bottom, clean.bowl.bottom)
-    assert np.argmax(blew.cliffs.slopes) == 3
+    np.testing.assert_array_equal(blew.surrogate.mean.minimum, clean.surrogate.mean.minimum)
+    assert np.argmax(blew.divergence.slopes) == 3
 
 
 def test_the_radius_grows_with_success_and_shrinks_with_failure() -> None:
@@ -203,7 +205,7 @@ def test_a_coordinate_of_a_larger_scale_takes_larger_steps_and_is_otherwise_the_
     scale, edge = np.array([2.0, 0.5, 1.0, 4.0]), np.full(4, 3.0)
     plain = region(points, losses, -edge, edge, 0.01)
     scaled = region(points * scale, losses, -edge * scale, edge * scale, 0.01, scale=scale)
-    for ours, theirs in ((plain.promise, scaled.promise), (plain.incumbent, scaled.incumbent)):
+    for ours, theirs in ((plain.predicted, scaled.predicted), (plain.incumbent, scaled.incumbent)):
         np.testing.assert_allclose(ours * scale, theirs, rtol=1e-9)
     ours, theirs = plain.proposal(np.random.default_rng(0)), scaled.proposal(np.random.default_rng(0))
     np.testing.assert_allclose(ours * scale, theirs, rtol=1e-9)
@@ -247,10 +249,10 @@ def test_proposals_keep_to_the_space_the_trust_and_this_side_of_cliffs() -> None
     proposals = np.array([now.proposal(np.random.default_rng(seed)) for seed in range(50)])
     assert np.abs(proposals).max() <= 3
     assert (proposals[:, 0] > 0.5).mean() < 0.1
-    assert now.cliffs.risk(proposals).max() <= max(RISK, float(now.cliffs.risk(now.incumbent))) + 1e-9
-    assert np.abs(now.promise - now.incumbent).max() <= TRUST
+    assert now.divergence.risk(proposals).max() <= max(RISK, float(now.divergence.risk(now.incumbent))) + 1e-9
+    assert np.abs(now.predicted - now.incumbent).max() <= TRUST
     # With all known, the promise is the lowest point that does not diverge, along what has no cliff.
-    np.testing.assert_allclose(now.promise[1:], OPTIMUM[1:], atol=0.3)
+    np.testing.assert_allclose(now.predicted[1:], OPTIMUM[1:], atol=0.3)
 
 
 def test_it_stops_when_rounds_gain_less_than_the_noise_and_no_more_is_promised() -> None:
@@ -310,7 +312,7 @@ def test_the_region_is_worked_out_once_for_the_same_results() -> None:
     asked = study.ask(limits)
     assert sampler.region(study) is before
     study.tell(asked, 0.0)
-    assert len(sampler.region(study).bowl.points) == 2
+    assert len(sampler.region(study).surrogate.points) == 2
 
 
 @pytest.mark.parametrize("shuffle", range(5))

@@ -237,8 +237,8 @@ COMPLETE_D = Law(
 MUON_HYPERP = Law(
     "Muon HyperP",
     "all",
-    "Muon, not AdamW",
-    "no paper named",
+    "Muon on a sphere of fixed norm (HyperP), not AdamW; the abstract has the exponent of D, that of B is secondary",
+    "arXiv 2603.28743",
     "secondary",
     says="lr ~ D^-0.32 B^0.56",
 )

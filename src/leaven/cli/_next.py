@@ -12,15 +12,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from leaven.catalogue.starter.proxy import trials_worth
 from leaven.cli._common import console
 from leaven.planning.accelerators import this_machine
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import Cluster
 from leaven.planning.plan import Plan
+from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 
 PROXY, TUNED = "-proxy", "-tuned"
-TRIALS = 64
 IMPORTED = ("transformers", "megatron")  # what `leaven import config` reads
 
 # For an estimate of whether a run can be trained here. fp32 weights, gradients and two moments of Adam:
@@ -40,10 +41,15 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
     sets = _sets(overrides)
     proxy = _beside(path, PROXY)
     if path.stem.endswith(PROXY):
-        return [tune(path, recipe.name.removesuffix(PROXY), sets)]
+        target = path.with_stem(path.stem.removesuffix(PROXY))
+        return [tune(path, recipe, read_recipe(target) if target.exists() else None, sets)]
     if proxy.exists() and not _beside(path, TUNED).exists():
-        return [tune(proxy, recipe.name)]
+        return [tune(proxy, read_recipe(proxy), recipe)]
     return train(path, recipe, sets)
+
+
+def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
+    return [_line("recipes", "check", path, *_sets(overrides))]
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
@@ -116,9 +122,13 @@ def after_export_config(to: str, path: Path) -> list[str]:
     return [_line("import", "config", path, "--from", to, "-o", _free(Path(f"{path.stem}-imported.toml")))]
 
 
-def tune(path: Path, name: str, sets: Sequence[str] = ()) -> str:
-    """The study of a proxy; ``name`` is the target's."""
-    return _line("tune", path, "--study", Path("studies", name), "--trials", TRIALS, *sets)
+def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> str:
+    """The study of a proxy; with its target known, of as many trials as ``leaven new`` says."""
+    if target is None:
+        return _line("tune", path, "--study", Path("studies", proxy.name.removesuffix(PROXY)), *sets)
+    each = proxy.model.params * proxy.data.tokens / (target.model.params * target.data.tokens)
+    trials = trials_worth(each)
+    return _line("tune", path, "--study", Path("studies", target.name), "--trials", trials, *sets)
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:

@@ -1,5 +1,7 @@
 """leaven bench RECIPE"""
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -7,7 +9,9 @@ import typer
 from leaven.cli import _next
 from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, emit_json, errors, load, stopping
 from leaven.cli._screens import CountScreen, TextScreen
+from leaven.planning.noise_ramp import fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.report.terminal import Column, Columns, Facts
 
@@ -31,11 +35,23 @@ def bench_(
         float, typer.Option(min=0.01, max=1, help="Share of the peak that the first batch of a ramp should have.")
     ] = 0.9,
     seconds: Annotated[float, typer.Option(min=0, help="After so long no further measurement is begun.")] = 300,
+    noise_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Propose a ramp from the noise scale that a run has measured; no speed is measured."
+        ),
+    ] = None,
+    noise_multiple: Annotated[
+        float, typer.Option(min=0.01, help="With --noise-from: noise scales that a batch may have.")
+    ] = 1.0,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Tokens/s, MFU and memory over micro-batch and global batch; where a ramp should start. Writes nothing."""
     loaded = load(recipe, overrides)
+    if noise_from is not None:
+        _propose(loaded, recipe, noise_from, noise_multiple, json_output)
+        return
     micro_batches, global_batches = _sizes("--micro-batch", micro_batch), _sizes("--global-batch", global_batch)
 
     from leaven.data.tokens import prepare
@@ -69,6 +85,37 @@ def bench_(
         raise typer.Exit(75)
     if not found.rows:
         raise InputError("no micro-batch is as small as a global batch or fits in memory; give --micro-batch 1")
+
+
+def _propose(recipe: Recipe, file: Path, run: Path, multiple: float, json_output: bool) -> None:
+    """The ramp that the noise scale of a run allows, and what to type for it."""
+    from leaven.training.run_folder import RunFolder
+
+    lines = RunFolder(run).metrics()
+    if not lines:
+        raise InputError(f"--noise-from {run}: no run with a metrics.jsonl")
+    fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
+    found = noise_ramp(recipe, fit, multiple)
+    if json_output:
+        emit_json(found.to_json())
+        return
+    ahead = recipe.data.tokens / fit.to_tokens
+    noise = [
+        f"{format_quantity(fit.at(0))} tokens at {format_quantity(fit.from_tokens)}, {format_quantity(fit.last)} at "
+        f"{format_quantity(fit.to_tokens)}: tokens^{fit.exponent:.2f} through {fit.points} measurements, off by a "
+        f"factor of {fit.scatter:.2f}"
+    ]
+    if ahead > 1:
+        noise.append(f"this run is {ahead:.3g} times as long as was measured: beyond, the power is extrapolated")
+    facts = [("noise scale", noise), ("ramp", [found.reason])]
+    if not found.settings:
+        console.print(Facts(facts))
+        return
+    stages = [f"{format_quantity(each.tokens)} from {format_quantity(each.from_tokens)}" for each in found.stages]
+    console.print(Facts([*facts, ("stages", stages)]))
+    words = [word for setting in found.settings for word in ("--set", setting)]
+    command = shlex.join(["leaven", "train", str(file), *words, "--run", "RUN"])
+    console.print(command, soft_wrap=True, markup=False, highlight=False)
 
 
 def _sizes(option: str, text: str | None) -> list[int]:

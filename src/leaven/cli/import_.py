@@ -34,6 +34,10 @@ def config(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="OUT.toml", help="The recipe to write (printed).")
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Processes of the run: neither format says so.", show_default=False),
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Read another trainer's configuration as a recipe, with the flag or key that each value is from.
@@ -49,9 +53,9 @@ def config(
     # A recipe's name is a word; a file's may be anything.
     name = re.sub(r"^\W+|[^\w.\-]+", "-", (output or file.resolve()).stem).strip("-.") or "imported"
     if source == "megatron":
-        found = from_megatron.read(read_text(file), str(file), name)
+        found = from_megatron.read(read_text(file), str(file), name, ranks)
     else:
-        found = from_transformers.read(file, name)
+        found = from_transformers.read(file, name, ranks)
     if output is not None:
         write_recipe(found.recipe, output)
     following = _next.after_import(output, found.recipe)

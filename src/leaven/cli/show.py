@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from leaven.cli import _next
 from leaven.cli._common import JsonOption, SetOption, console, emit_json, load, warn
 from leaven.planning.flops import flops_per_token
 from leaven.planning.tested_ground import warnings
@@ -38,20 +39,20 @@ def show(
     elif recipe is None:
         raise InputError("leaven show takes a recipe file, or --rule NAME for a scaling rule")
     else:
-        _show_recipe(load(recipe, overrides), json_output)
+        _show_recipe(load(recipe, overrides), json_output, _next.after_show(recipe, overrides or ()))
 
 
-def _show_recipe(recipe: Recipe, json_output: bool) -> None:
+def _show_recipe(recipe: Recipe, json_output: bool, following: list[str]) -> None:
     table, found = resolve(recipe), warnings(recipe)
     warn(found)
     if json_output:
-        emit_json(
-            describe(recipe, flops_per_token(recipe.model)) | {"warnings": [asdict(warning) for warning in found]}
-        )
+        told = {"warnings": [asdict(warning) for warning in found], "next": following}
+        emit_json(describe(recipe, flops_per_token(recipe.model)) | told)
         return
     console.print(parameter_table(table, recipe))
     console.print(parameter_notes(table, recipe))
     console.print(init_table(table, recipe))
+    _next.say(following)
 
 
 def _show_rule(name: str, json_output: bool) -> None:

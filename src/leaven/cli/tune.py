@@ -48,7 +48,8 @@ def tune(
     space: Annotated[
         str | None,
         typer.Option(
-            help="global, per-module (25 values or so), per-module-full (about 90), or paths with commas; "
+            help="global, global-full (with schedule, clipping, dropout, optimizer), per-module (25 values or so), "
+            "per-module-full (about 90), or paths with commas; "
             "\\[tuning] of the recipe if not given, or global.",
             show_default=False,
         ),
@@ -90,7 +91,7 @@ def tune(
         trials = TRIALS
     one = flops_per_token(loaded.model) * max(lengths, default=loaded.data.tokens)
     # Refused before anything is written.
-    first(Axes.of(searched.limits, {}), method, Budget(trials, flops, hours, one))
+    first(Axes.of(searched.limits, {}, searched.near), method, Budget(trials, flops, hours, one))
     if flops is not None and flops < one:
         raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")
     workers = workers or cores()
@@ -152,6 +153,9 @@ def folded(line: str, width: int) -> list[str]:
 
 
 def _stackable(space: "Space", durations: bool) -> "Space":
+    from leaven.tuning.point import BATCH, DROPOUT, TOKENS
+
     if durations:
         raise InputError("--stack with --durations: a stack has no branches; leave one of them out")
-    return space.without("batch.tokens", "trials of one stack have one batch")
+    space = space.without(BATCH, "trials of one stack have one batch").without(TOKENS, "and one duration")
+    return space.without(DROPOUT, "a trial with dropout is in no stack")

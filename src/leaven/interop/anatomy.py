@@ -68,6 +68,14 @@ def is_a(module: nn.Module, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
+def unwrapped(model: nn.Module, argument: str) -> nn.Module:
+    """The model inside what torch.compile returns; ``argument`` names it in the error."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, nn.Module):
+        raise InputError(f"{argument} is {inner!r:.60}; it has to be an nn.Module")
+    return inner
+
+
 def dissect(model: nn.Module) -> Anatomy:
     """Walks the model once.
 

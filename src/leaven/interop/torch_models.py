@@ -1,4 +1,4 @@
-"""Any torch model under a rule: AdamW groups, forward multipliers and, if asked for, initial values."""
+"""Any torch model under a rule: AdamW groups, forward multipliers and, where an init is given, initial values."""
 
 import math
 import sys
@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from leaven.distributed.pieces import piece_of
-from leaven.interop.anatomy import Anatomy, Site, counterparts, depth_ratio, dissect
+from leaven.interop.anatomy import Anatomy, Site, counterparts, depth_ratio, dissect, unwrapped
+from leaven.interop.folded import LOGIT_SCALES, ROWS, guard
 from leaven.interop.hooks import multipliers, rescale_attention
 from leaven.interop.roles import Claim, Classifier
 from leaven.model.initialise import fill
@@ -27,7 +28,6 @@ from leaven.scaling.cells import Ratios, TensorRatios
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import Row, exponents, optimiser_groups, resolve_row
 
-_MARK = "leaven_rows"  # on a model that has its multipliers: what each of its parameters gets
 _SAME = Ratios()
 _UNUSED_STD = 1.0  # of hyperparameters without init_std, where nothing is initialised
 
@@ -45,7 +45,7 @@ def parametrize(
     head_ratio: float | None = None,
     roles: Mapping[str, str] | None = None,
     modules: Mapping[str, str] | None = None,
-    initialise: bool = False,
+    initialise: bool | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Puts a model under a rule, once: installs its forward multipliers and returns its groups for AdamW.
@@ -77,7 +77,6 @@ def parametrize(
     ...     base=Model(width=16, depth=2),
     ...     hyperparameters={"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1},
     ...     ratios=leaven.Ratios(batch=2, tokens=8),
-    ...     initialise=True,
     ... )
     >>> for group in groups:
     ...     print(f"{group['module']:12} {group['lr']:.5f} {group['weight_decay']:.2f} {group['eps']:.1e}")
@@ -96,24 +95,29 @@ def parametrize(
     the place of the old. If parameters were replaced later, :func:`groups` returns the groups anew. What had been
     compiled before is compiled again.
 
+    Given ``init_std`` (or a named ``init``) it draws the initial values too: every parameter that is trained is
+    overwritten. Without one the values stay the caller's, as for a model with trained weights.
+
     **Multipliers are no part of the state dict.** Weights loaded into another model of the same class compute
-    something else until it is parametrized with the same arguments (without ``initialise``), for training, for
-    evaluation and for whoever gets the weights.
+    something else until it is parametrized with the same arguments, so the state dict warns when it is first taken.
+    :func:`leaven.save_folded` writes a model that ``from_pretrained`` reads as it is, and :func:`leaven.fold` makes
+    this one plain.
 
     The rules are for pre-norm decoders. What a model itself multiplies by a power of its width is not seen and has
-    to be switched off (Gemma, whose embedding is times sqrt(width), is refused by name); ``initialise`` takes gains
-    to be neutral at 1, so not for norms that multiply by 1 + gain. A
-    branch's multiplier acts where the matrix that ends it is called as a module, so a fused kernel that takes only
-    the weights goes around it; that of the logits acts on the final norm's output. Without ``initialise`` the
-    initial values are the caller's: hidden weights with a variance in proportion to 1 / fan in, the unembedding's to
-    1 / fan in squared, and no smaller ends of branches in deep models.
+    to be switched off (Gemma, whose embedding is times sqrt(width), is refused by name); gains are taken to be
+    neutral at 1, so initial values are not for norms that multiply by 1 + gain. A branch's multiplier acts where the
+    matrix that ends it is called as a module, so a fused kernel that takes only the weights goes around it; that of
+    the logits acts on the final norm's output. Initial values of the caller's own should have: hidden weights a
+    variance in proportion to 1 / fan in, the unembedding's to 1 / fan in squared, and no smaller ends of branches in
+    deep models.
 
     Args:
         model: The target; its width and depth over those of ``base`` are read off the two.
         base: A smaller model of the same family, at which the hyperparameters were found. It may be on the meta
             device, and its values are not looked at.
-        hyperparameters: In base coordinates. ``init_std`` may be left out if nothing is initialised; ``optimizer``
-            has to be adamw, and a recipe's ``grad_clip`` is left to the caller's loop.
+        hyperparameters: In base coordinates. With ``init_std`` or ``init`` new initial values are drawn; a
+            ``leaven.Hyperparameters`` always has one. ``optimizer`` has to be adamw, and a recipe's ``grad_clip`` is
+            left to the caller's loop.
         ratios: Of batch and tokens, target over base.
         rule: One of ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
@@ -121,8 +125,9 @@ def parametrize(
             1.0 leaves it alone. Read off the models' attention modules by default, where they keep it.
         roles: Role by name or glob, for parameters that are refused or taken for something else.
         modules: What a parameter is tuned as, by name or glob; ``attention.out`` and ``mlp.out`` end a branch.
-        initialise: Draws new initial values for all parameters that are trained (``requires_grad``), each from
-            ``seed`` and its name alone.
+        initialise: Whether new initial values are drawn for all parameters that are trained (``requires_grad``), each
+            from ``seed`` and its name alone. Follows from ``hyperparameters`` by default. False with a
+            ``leaven.Hyperparameters`` keeps the model's values; with a dict leave ``init_std`` out instead.
         seed: Of the initial values.
 
     Returns:
@@ -131,10 +136,11 @@ def parametrize(
     Raises:
         InputError: in one line that names the parameter or value at fault. The model is then unchanged.
     """
-    target, likeness = _unwrapped(model, "model"), _unwrapped(base, "base")
+    target, likeness = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
     _refuse_a_second_time(target)
     _refuse_multipliers_of_its_own(target)
     anatomy, small = dissect(target), dissect(likeness)
+    initialise = _initialises(hyperparameters, initialise)
     scaling, tuned = _validated(
         hyperparameters,
         initialise,
@@ -173,11 +179,16 @@ def parametrize(
         _initialise(anatomy, rows, seed)
     for hook in hooks:
         hook.install()
+    paths = {module: path for path, module in target.named_modules()}
+    before = tuple((paths[module], name, getattr(module, name)) for module, name, _ in scales_of_attention)
     for module, name, value in scales_of_attention:
         setattr(module, name, value)
+    if hooks or scales_of_attention:
+        guard(target, len(hooks) + len(scales_of_attention))
     if (hooks or scales_of_attention) and "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # what was compiled has no hooks and does not look for new ones
-    setattr(target, _MARK, tuple(rows))
+    setattr(target, ROWS, tuple(rows))
+    setattr(target, LOGIT_SCALES, before)
     return groups(target)
 
 
@@ -187,8 +198,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     Raises:
         InputError: if it has not been called, or the parameters have other names since.
     """
-    target = _unwrapped(model, "model")
-    rows: tuple[Row, ...] | None = getattr(target, _MARK, None)
+    target = unwrapped(model, "groups: model")
+    rows: tuple[Row, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"this {type(target).__name__} has no groups yet; call leaven.parametrize on it")
     parameters = {site.name: site.parameter for site in dissect(target).sites}
@@ -203,16 +214,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-def _unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """The model inside what torch.compile returns."""
-    inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, nn.Module):
-        raise InputError(f"parametrize: {argument} is {inner!r:.60}; it has to be an nn.Module")
-    return inner
-
-
 def _refuse_a_second_time(model: nn.Module) -> None:
-    if any(hasattr(module, _MARK) for module in model.modules()):
+    if any(hasattr(module, ROWS) for module in model.modules()):
         raise InputError(
             f"this {type(model).__name__} has its multipliers already, and a rule applied twice is another rule; "
             "leaven.interop.torch_models.groups returns its groups again"
@@ -232,6 +235,19 @@ def _refuse_multipliers_of_its_own(model: nn.Module) -> None:
             f"{kind} multiplies its embedding by sqrt(width), on top of which no rule holds; parametrize a model "
             "without it, e.g. a Llama"
         )
+
+
+def _initialises(hyperparameters: Any, asked: bool | None) -> bool:
+    """Whether initial values are drawn: where the hyperparameters say which, unless the caller says otherwise."""
+    if not isinstance(hyperparameters, Mapping):
+        return asked is not False
+    stated = [key for key in ("init_std", "init") if hyperparameters.get(key) is not None]
+    if asked is False and stated:
+        raise InputError(
+            f"parametrize: {stated[0]} is given and initialise=False, which keeps the model's values; leave out "
+            f"{stated[0]}, or initialise=False"
+        )
+    return bool(stated) if asked is None else asked
 
 
 def _validated(

@@ -63,6 +63,9 @@ EPS_SHARE = 0.1
 BETA_RANGES = {"beta1": (0.5, 0.99), "beta2": (0.9, 0.9999)}
 # Times sqrt(1 / (3 d)): runs with 2.5 (0.02 at width 5,120: OLMo 2 13B, Pythia 12B) trained, one with 3.7 did not.
 LARGE_INIT = 3.0
+# RMS of the logits at the start: the first loss is half its square above ln V. Runs with 1.43 (0.02 at width 5,120)
+# trained, one with 2.15 (0.02 at 11,600) did not.
+LARGE_LOGITS = 1.5
 
 
 def warnings(recipe: Recipe) -> list[Caution]:
@@ -204,7 +207,19 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """A block's matrix that starts far above sqrt(1 / (3 d)), its branch's multiplier included."""
+    """A block's matrix that starts far above sqrt(1 / (3 d)), its branch's multiplier included; and logits that start
+    large: the final norm hands on a unit RMS, so theirs is the std of a row x sqrt(d) x the forward multiplier."""
+    readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
+    logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier
+    if logits > LARGE_LOGITS:
+        yield Caution(
+            "init of the logits",
+            logits,
+            LARGE_LOGITS,
+            f"init std {readout.init_std:.3g} of {readout.module} gives logits of RMS {logits:.2g}, a first loss "
+            f"{logits**2 / 2:.2g} above ln V; 0.02 at width 5,120 (OLMo 2 13B, Pythia 12B), RMS 1.43, has trained; "
+            f"BigScience's 104B run, RMS 2.15, failed; lower hyperparameters.modules.{readout.module}.init_std",
+        )
     blocks = [row for row in matrices(table) if row.role is Role.HIDDEN_WEIGHT]
     worst = max(blocks, key=lambda row: row.init_std * row.multiplier)
     std, usual = worst.init_std * worst.multiplier, usual_std(recipe.model.d_model)

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from leaven.recipe.base import Part
 
 Count = Annotated[int, Field(gt=0)]
+RampRule = Literal["fixed", "scaled"]
+"""What the optimiser gets while the batch is smaller than the full one: the full batch's values, or those that the
+scaling rule gives for the smaller batch."""
 
 
 class Ramp(Part):
@@ -17,11 +20,13 @@ class Ramp(Part):
 
     Megatron's ``--rampup-batch-size START INCREMENT SAMPLES`` in tokens: SAMPLES is the length of the whole ramp,
     not of one increment (BLOOM: 192 16 9765625 is 116 increments of about 84,186 samples each).
+    ``rule``: whether lr, betas, eps and weight decay move with the batch (:data:`RampRule`).
     """
 
     start_tokens: Count
     increment_tokens: Count
     over_tokens: Count
+    rule: RampRule = "fixed"
 
 
 class Stage(Part):
@@ -35,17 +40,21 @@ class Batch(Part):
     """The global batch in tokens, how it is reached, and the most sequences of one forward pass on one rank.
 
     A batch that the micro-batch does not divide is cut evenly; ``auto`` is chosen where the run starts.
+    ``stages_rule`` is for ``stages`` what ``ramp.rule`` is for a ramp; "fixed" if it is not given.
     """
 
     tokens: Count
     ramp: Ramp | None = None
     stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
+    stages_rule: RampRule | None = None
     micro_batch: Count | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
     def _reaches_its_size(self) -> "Batch":
         if self.ramp is not None and self.stages:
             raise ValueError("a batch has a ramp or stages, not both; remove one")
+        if self.stages_rule and not self.stages:
+            raise ValueError("stages_rule goes with stages; of a ramp it is ramp.rule")
         if self.ramp is not None:
             climb = self.tokens - self.ramp.start_tokens
             if climb < 0:
@@ -68,6 +77,11 @@ class Batch(Part):
                     f"make them equal"
                 )
         return self
+
+    @property
+    def rule(self) -> RampRule:
+        """Of the ramp or of the stages."""
+        return self.ramp.rule if self.ramp else self.stages_rule or "fixed"
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:

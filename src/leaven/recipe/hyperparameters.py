@@ -35,9 +35,11 @@ class Multipliers(Part):
 
 
 class DepthProfile(Part):
-    """Multipliers at evenly spaced relative depths 0 .. 1, interpolated linearly to any number of layers.
+    """Multipliers at evenly spaced relative depths 0 .. 1, for any number of layers: their logarithms are
+    interpolated linearly.
 
-    They multiply those of the modules: type and depth add up in the logarithm (Mlodozeniec et al. 2025).
+    They multiply those of the modules: type and depth add up in the logarithm (Mlodozeniec et al. 2025), where they
+    are searched, too. Halfway between 1/4 and 4 is 1.
     """
 
     lr: Profile = (1.0,)
@@ -57,7 +59,7 @@ class DepthProfile(Part):
         share = position - below
         if share == 0 or profile[below] == profile[above]:
             return profile[below]
-        return profile[below] * (1 - share) + profile[above] * share
+        return float(profile[below] ** (1 - share) * profile[above] ** share)
 
 
 class Clip(Part):

@@ -18,6 +18,8 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.tuning import Tuning
 
 RuleName = Literal["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"]
+BATCH_RULES = ("complete-d-p", "complete-d-p-printed")
+"""The rules that move anything with the batch."""
 
 
 class Start(Part):
@@ -153,6 +155,12 @@ class Recipe(Part):
                     f"a batch of {tokens:,} tokens is no whole number of sequences of {seq_len:,}; "
                     f"{lower:,} or {lower + seq_len:,} is"
                 )
+        if self.batch.rule == "scaled" and self.scaling.rule not in BATCH_RULES:
+            key = "ramp.rule" if self.batch.ramp else "stages_rule"
+            raise ValueError(
+                f'[batch] {key} = "scaled": scaling rule {self.scaling.rule} moves nothing with the batch; set it to '
+                f'"fixed", or scaling.rule to {BATCH_RULES[0]}'
+            )
         if self.schedule.warmup_tokens > self.data.tokens:
             raise ValueError(
                 f"warmup_tokens {self.schedule.warmup_tokens:,} is longer than the run of {self.data.tokens:,} tokens"

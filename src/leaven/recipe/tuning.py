@@ -32,8 +32,9 @@ Ends = Annotated[tuple[Octaves, Octaves], BeforeValidator(_both_sides), PlainSer
 
 class Tuning(Part):
     """``space`` is what ``leaven tune --space`` takes. ``octaves`` has paths of the recipe, or patterns of them with
-    ``*``, and how far from the recipe's value each is searched; where several fit a path, the last holds. What it
-    names is searched besides the space. ``--space`` takes the place of both, and ``octaves`` still says how far.
+    ``*``, and how far from the recipe's value each is searched, and no farther: in octaves, or in tenths what may be
+    0 (dropout, min_lr_ratio). Where several fit a path, the last holds. What it names is searched besides the space.
+    ``--space`` takes the place of both, and ``octaves`` still says how far.
     """
 
     space: str | None = Field(default=None, min_length=1)

@@ -1,32 +1,44 @@
-"""Points of a search as a person reads them: octaves from the start, what changed most."""
+"""Points of a search as a person reads them: how far from the start, what changed most."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from leaven.recipe.recipe import short_path
+from leaven.report import numbers
 from leaven.report.terminal import cut
-from leaven.training.study_file import StudyState, Trial
+from leaven.training.study_file import Dimension, StudyState, Trial
 
 BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 UNMOVED = 0.005  # octaves: what is read as x1.00
 
 
-def value(path: str, centre: float, octaves: float, seq_len: int) -> float:
-    """What a recipe has so many octaves from ``centre``: of a beta, whose exponent they double, 1 - beta doubles; a
-    batch is of whole sequences, and a warm-up of whole tokens."""
-    factor = math.exp2(octaves)
-    if path in BETAS:
+def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
+    """What a recipe has at ``to``: of a beta, whose exponent octaves double, 1 - beta doubles; a batch is of whole
+    sequences, and a warm-up of whole tokens."""
+    centre = dimension.centre
+    if isinstance(centre, str):
+        return dimension.levels[round(to)]
+    if dimension.unit == "tenth":
+        return max(centre + to / 10, 0.0)
+    factor = math.exp2(to)
+    if dimension.path in BETAS:
         return math.pow(centre, factor)
-    whole = {"batch.tokens": seq_len, "schedule.warmup_tokens": 1}.get(path)
+    whole = {"batch.tokens": seq_len, "schedule.warmup_tokens": 1, "data.tokens": 1}.get(dimension.path)
     return centre * factor if whole is None else max(round(centre * factor / whole), 1) * whole
 
 
-def changes(moved: Mapping[str, float], room: int) -> str:
-    """What a point changes, in octaves, largest first, as many as there is room for: ``embedding.lr x1.41, …``."""
+def change(dimension: Dimension, to: float) -> str:
+    """What moving there from the start does: ``2×``, ``1/4×``, ``+0.05``, or the level of a choice."""
+    return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
+
+
+def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
+    """What a point changes, largest first, as many as there is room for: ``embedding.lr x1.41, …``."""
+    moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
-        f"{short_path(path)} x{2**distance:.2f}"
-        for path, distance in sorted(moved.items(), key=lambda item: -abs(item[1]))
-        if abs(distance) > UNMOVED
+        f"{short_path(d.path)} {d.change(to, origin)}"
+        for d, to, origin in sorted(moved, key=lambda each: -abs(each[1] - each[2]))
+        if abs(to - origin) > UNMOVED
     ]
     said = ", ".join(names)
     while len(said) > room and len(names) > 1:
@@ -44,8 +56,8 @@ def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) 
     if seed and first != trial.number:
         return cut(f"trial {first} again{seed}", room)
     before = (best and best.octaves) or {}
-    moved = {path: now - before.get(path, 0.0) for path, now in (trial.octaves or {}).items()}
-    return (changes(moved, room - len(seed)) or f"nothing: {'the best' if best is not None else 'the start'}") + seed
+    told = changes(state.dimensions, before, trial.octaves or {}, room - len(seed))
+    return (told or f"nothing: {'the best' if best is not None else 'the start'}") + seed
 
 
 def at_start(trial: Trial) -> bool:

@@ -1,11 +1,11 @@
-"""The landscape along each value through the best point, with its cliffs."""
+"""The landscape along each value through the best point, with where runs diverge."""
 
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leaven.report import numbers
+from leaven.report import numbers, points
 from leaven.report.figures import MUTED, PAPER, plotly
 from leaven.report.html import Html, element
 from leaven.report.searches import small_figure
@@ -17,13 +17,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST = 12  # panels
-SEEN = 0.05  # chance of divergence below which a panel shows no cliff
+SEEN = 0.05  # chance of divergence below which a panel does not show it
 BLAMED = 0.15  # chance of divergence from which a value may have been the reason
-
-
-def factor(octaves: float) -> str:
-    """``2×``, ``1/4×``: what a distance from the start multiplies by."""
-    return numbers.ratio(2.0**octaves)
 
 
 def scale(study: Study) -> tuple[float, float]:
@@ -50,7 +45,8 @@ def panel(study: Study, coordinate: Coordinate, frame: tuple[float, float]) -> "
     """
     go = plotly()
     chart = small_figure(yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})
-    low, high = _limits(study, coordinate)
+    dimension = next(d for d in study.dimensions if d.path == coordinate.path)
+    low, high = _limits(dimension, coordinate)
     depth, height = frame
     chart.add_vrect(
         x0=max(coordinate.flat[0], low),
@@ -73,7 +69,8 @@ def panel(study: Study, coordinate: Coordinate, frame: tuple[float, float]) -> "
     chart.add_trace(go.Scatter(x=x, y=above, **band))
     chart.add_trace(go.Scatter(x=x, y=below, fill="tonexty", fillcolor="var(--band)", **band))
     said = [
-        f"<b>{factor(point.octaves)}</b><br>{numbers.delta(point.loss)} ± {point.deviation:.4f} nats"
+        f"<b>{points.change(dimension, point.octaves)}</b>"
+        f"<br>{numbers.delta(point.loss)} ± {point.deviation:.4f} nats"
         + (f"<br>{point.risk:.0%} diverge" if point.risk > 0.005 else "")
         for point in inside
     ]
@@ -89,13 +86,17 @@ def panel(study: Study, coordinate: Coordinate, frame: tuple[float, float]) -> "
     chart.add_trace(go.Scatter(x=[coordinate.best], y=[0.0], mode="markers", marker=marker, hoverinfo="skip"))
     every = next(step for step in (1, 2, 4, 8, 16) if (high - low) / step <= 3.5)
     places = [place for place in range(math.ceil(low), math.floor(high) + 1) if place % every == 0]
-    chart.update_xaxes(range=[low, high], tickvals=places, ticktext=[factor(place) for place in places], tickangle=0)
+    chart.update_xaxes(
+        range=[low, high],
+        tickvals=places,
+        ticktext=[points.change(dimension, place) for place in places],
+        tickangle=0,
+    )
     chart.update_layout(yaxis={"range": [depth - 0.18 * room, height + 0.08 * room], "nticks": 4})
     return chart
 
 
-def _limits(study: Study, coordinate: Coordinate) -> tuple[float, float]:
-    whole = next(d for d in study.dimensions if d.path == coordinate.path)
+def _limits(whole: Dimension, coordinate: Coordinate) -> tuple[float, float]:
     places = [point.octaves for point in coordinate.slice]
     room = 0.02 * (max(places) - min(places)) + 0.02
     return max(whole.low, min(places)) - room, min(whole.high, max(places)) + room
@@ -127,8 +128,10 @@ def _trials(chart: "go.Figure", study: Study, coordinate: Coordinate, lower: flo
 
 
 def strip(coordinate: Coordinate, dimension: Dimension) -> Html:
-    """A line of text high: the octaves searched, what is flat, where most runs diverge, start and best."""
-    low, high = dimension.low, dimension.high
+    """A line of text high: what was searched, what is flat, where most runs diverge, start and best."""
+    low, high = dimension.box
+    places = [coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
+    low, high = max(min(low, *places), dimension.low), min(max(high, *places), dimension.high)
     span = high - low
 
     def at(octaves: float) -> str:
@@ -139,10 +142,10 @@ def strip(coordinate: Coordinate, dimension: Dimension) -> Html:
 
     lost = [point.octaves for point in coordinate.slice if point.risk > 0.5]
     sides = [[o for o in lost if o < coordinate.best], [o for o in lost if o > coordinate.best]]
-    told = (
-        f"best {factor(coordinate.best)} the start; flat from {factor(coordinate.flat[0])} to "
-        f"{factor(coordinate.flat[1])}; searched from {factor(low)} to {factor(high)}"
+    best, first, last, lowest, highest = (
+        points.change(dimension, to) for to in (coordinate.best, *coordinate.flat, low, high)
     )
+    told = f"best {best}, against the start; flat from {first} to {last}; shown from {lowest} to {highest}"
     return element(
         "div",
         [

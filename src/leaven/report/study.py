@@ -145,6 +145,7 @@ def searched(made: chapters.Sheet, study: Study) -> None:
 
 def _slices(made: chapters.Sheet, study: Study) -> None:
     """The landscape along the most important values, a panel each."""
+    searched = {dimension.path: dimension for dimension in study.dimensions}
     shown = [coordinate for coordinate in study.coordinates if coordinate.slice][: slices.MOST]
     frame = slices.scale(study)
     panels = [
@@ -153,7 +154,7 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
             element(
                 "figcaption",
                 element("b", short_path(coordinate.path)),
-                element("span", f"best {slices.factor(coordinate.best)}"),
+                element("span", f"best {points.change(searched[coordinate.path], coordinate.best)}"),
             ),
             made.chart(
                 f"slice-{i}",
@@ -173,9 +174,10 @@ def _slices(made: chapters.Sheet, study: Study) -> None:
         made.section(
             "Slices through the best point",
             f"{many}, all others at the best: nats above the best upwards, the same scale in all; factors of the "
-            "start sideways. The band is one standard deviation of what the trials know. Grey is flat within the "
-            "noise, the dotted line is the start. The red hill is the chance of divergence, certain at the top; "
-            "crosses are trials that diverged, faint where this value is hardly the reason; ticks are the others.",
+            "start sideways, or what is added to it, or the choices. The band is one standard deviation of what the "
+            "trials know. Grey is flat within the noise, the dotted line is the start. The red hill is the chance of "
+            "divergence, certain at the top; crosses are trials that diverged, faint where this value is hardly the "
+            "reason; ticks are the others.",
             element("div", *panels, class_="panels"),
         )
 
@@ -186,9 +188,9 @@ def _mattered(made: chapters.Sheet, study: Study) -> None:
         "Each value by itself, all others at the best. Importance is its share of how much the loss varies over what "
         "was tried; what moving it from the start brought has its standard deviation beside it."
     )
-    if at_end := [short_path(each.path) for each in study.coordinates if each.at_end]:
+    if at_end := [f"{short_path(each.path)} ({each.end})" for each in study.coordinates if each.at_end]:
         told += (
-            f" As far as was searched: {', '.join(at_end)}. The optimum may lie beyond; [tuning.octaves] in the "
+            f" At the end of its range: {', '.join(at_end)}. The optimum may lie beyond; [tuning.octaves] in the "
             "recipe takes the search farther."
         )
     if study.idle:

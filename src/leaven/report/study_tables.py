@@ -8,10 +8,10 @@ from typing import Any
 from leaven.recipe.recipe import short_path
 from leaven.report import numbers, points
 from leaven.report.html import Html, element, join
-from leaven.report.slices import factor, strip
+from leaven.report.slices import strip
 from leaven.report.story import Study
 from leaven.report.tables import facts, scroll
-from leaven.training.study_file import Coordinate, Trial
+from leaven.training.study_file import Coordinate, Dimension, Trial
 
 FIRST = 14  # values that are told before the others are folded away
 
@@ -22,13 +22,15 @@ def values(study: Study) -> Html:
     highest = max((abs(coordinate.importance) for coordinate in study.coordinates), default=0.0) or 1.0
 
     def line(coordinate: Coordinate) -> Html:
+        dimension = ranges[coordinate.path]
+        flat = () if dimension.levels else coordinate.flat
         bar = element("i", style=f"width:{100 * max(coordinate.importance, 0.0) / highest:.3g}%")
         return element(
             "tr",
             element("th", short_path(coordinate.path), scope="row"),
-            element("td", strip(coordinate, ranges[coordinate.path]), class_="strips"),
-            element("td", factor(coordinate.best), class_="number"),
-            element("td", numbers.span(*coordinate.flat, factor), class_="number quiet"),
+            element("td", strip(coordinate, dimension), class_="strips"),
+            element("td", points.change(dimension, coordinate.best), class_="number"),
+            element("td", " to ".join(points.change(dimension, to) for to in flat), class_="number quiet"),
             element("td", _gain(coordinate), class_="number"),
             element("td", element("div", bar, class_="bar"), class_="share"),
             element("td", f"{coordinate.importance:.0%}", class_="number", title=_optuna(coordinate)),
@@ -86,7 +88,7 @@ def changes(study: Study) -> Html | None:
     best = study.best_trial
     if best is None or best.octaves is None:
         return None
-    centre, fewest = {dimension.path: dimension.centre for dimension in study.dimensions}, study.fewer
+    ranges, fewest = {dimension.path: dimension for dimension in study.dimensions}, study.fewer
     moved = best.octaves
     order = sorted(
         (path for path, octaves in moved.items() if abs(octaves) > points.UNMOVED),
@@ -95,7 +97,7 @@ def changes(study: Study) -> Html | None:
     if not order:
         return None
     groups = [element("th", "", colspan=2), element("th", "best", colspan=3, scope="colgroup", class_="first")]
-    triple = [_head("value", kind="number first"), _head("factor", kind="number"), _head("octaves", kind="number")]
+    triple = [_head("value", kind="number first"), _head("change", kind="number"), _head("octaves", kind="number")]
     heads = [_head("value"), _head("start", kind="number"), *triple]
     if fewest is not None:
         groups.append(element("th", "fewest changes", colspan=3, scope="colgroup", class_="first"))
@@ -104,12 +106,13 @@ def changes(study: Study) -> Html | None:
     def line(path: str) -> Html:
         cells = [
             element("th", short_path(path), scope="row"),
-            element("td", numbers.value(centre[path]), class_="number quiet"),
-            *_moved(best.values.get(path), moved[path]),
+            element("td", _shown(ranges[path].centre), class_="number quiet"),
+            *_moved(ranges[path], best.values.get(path), moved[path]),
         ]
         octaves = fewest.get(path, 0.0) if fewest is not None else None
         if octaves is not None and abs(octaves) > points.UNMOVED:
-            cells += _moved(points.value(path, centre[path], octaves, study.centre.model.seq_len), octaves)
+            value = points.value(ranges[path], octaves, study.centre.model.seq_len)
+            cells += _moved(ranges[path], value, octaves)
         elif octaves is not None:
             cells.append(element("td", "as at the start", colspan=3, class_="first quiet"))
         return element("tr", *cells)
@@ -164,11 +167,16 @@ def _folding(table: Callable[[list[Any]], Html], rows: Sequence[Any], more: str)
     return join(table(first), folded)
 
 
-def _moved(value: float | None, octaves: float) -> list[Html]:
+def _shown(value: float | str | None) -> str:
+    return value if isinstance(value, str) else numbers.value(value)
+
+
+def _moved(dimension: Dimension, value: float | str | None, to: float) -> list[Html]:
+    octaves = f"{to:+.2f}".replace("-", numbers.MINUS) if dimension.unit == "octave" else numbers.NONE
     return [
-        element("td", numbers.value(value), class_="number first strong"),
-        element("td", factor(octaves), class_="number"),
-        element("td", f"{octaves:+.2f}".replace("-", numbers.MINUS), class_="number quiet"),
+        element("td", _shown(value), class_="number first strong"),
+        element("td", points.change(dimension, to), class_="number"),
+        element("td", octaves, class_="number quiet"),
     ]
 
 

@@ -19,7 +19,7 @@ from leaven.report import numbers
 from leaven.report.folders import read_demo
 from leaven.report.parameters import QUANTITIES, groups
 from leaven.report.story import Demo
-from leaven.scaling.table import ParameterTable, clip_reason, optimizer_reason
+from leaven.scaling.table import ParameterTable, clip_reason, optimizer_reason, ramp_reason
 
 LEAST = 30  # free text of fewer characters than this says too little to be worth its column
 
@@ -216,6 +216,8 @@ def parameter_notes(table: ParameterTable, recipe: Recipe) -> Facts:
     weights = recipe.start.weights
     start = [("start", (f"from the weights in {weights}, not from init std",))] if weights else []
     choices = [("optimizer", (optimizer_reason(recipe),)), ("clip", (clip_reason(recipe),))]
+    if (ramp := ramp_reason(recipe)) is not None:
+        choices.append(("ramp", (ramp,)))
     return Facts([*start, ("attention", (scale,)), *choices])
 
 

@@ -33,6 +33,9 @@ class Factors:
         return float(base ** (multiplier / self.half_life))
 
 
+AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+
 def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> Factors:
     """The factors of a tensor of a role at the given ratios."""
 

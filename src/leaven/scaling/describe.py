@@ -5,7 +5,7 @@ from typing import Any
 
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.starts import describe_starts
-from leaven.scaling.table import clip_reason, optimizer_reason, resolve
+from leaven.scaling.table import clip_reason, optimizer_reason, ramp_reason, resolve
 
 
 def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
@@ -30,5 +30,6 @@ def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
         "optimizer": {"name": recipe.hyperparameters.optimizer, "why": optimizer_reason(recipe)},
         "init": describe_starts(recipe, table),
         "clip": recipe.hyperparameters.grad_clip.model_dump() | {"why": clip_reason(recipe)},
+        "ramp": {"rule": recipe.batch.rule, "why": ramp_reason(recipe)},
         "parameters": [asdict(row) for row in table.rows],
     }

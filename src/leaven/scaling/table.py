@@ -13,7 +13,7 @@ from leaven.recipe.hyperparameters import DepthProfile, Hyperparameters, Multipl
 from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe, Scaling
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Parameter, Role
-from leaven.scaling.apply import factors, tensor_ratios
+from leaven.scaling.apply import AT_BASE, Factors, factors, tensor_ratios
 from leaven.scaling.cells import Exponents, Ratios, TensorRatios
 from leaven.scaling.rules import RULES, Rule
 
@@ -103,6 +103,25 @@ def resolve(recipe: Recipe) -> ParameterTable:
         attention_scale=1 / math.sqrt(model.d_head) * shared.attention,
         beta2=shared.beta(recipe.hyperparameters.beta2),
     )
+
+
+def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
+    """What a scaled ramp multiplies the values of the full batch by at optimiser step ``step`` (from 0), and how many
+    times as long as at the step before the half-life of the moments is, counted in steps.
+
+    They are the rule's own factors from the full batch to that of the step, the same for every parameter: the powers
+    of the batch are in the columns that all rows share. All are exactly 1 where the ramp is fixed or over.
+    """
+
+    def at(step: int) -> Factors:
+        batch = recipe.batches.batch_at(recipe.batches.tokens_at_step(step))
+        if recipe.batch.rule == "fixed" or batch == recipe.batch.tokens:
+            return AT_BASE
+        share = TensorRatios(batch=batch / recipe.batch.tokens)
+        return factors(RULES[recipe.scaling.rule], Role.HIDDEN_WEIGHT, share, exponents(recipe.scaling))
+
+    now, before = at(step), at(max(step - 1, 0))
+    return now, now.half_life / before.half_life
 
 
 def resolve_row(
@@ -217,6 +236,18 @@ def clip_reason(recipe: Recipe) -> str:
                 f"global norm at {clip.limit:g} x its running root mean square over the window of beta2; moved by no "
                 f"rule: {grows} a limit in units of the norm itself is nearest to the same"
             )
+
+
+def ramp_reason(recipe: Recipe) -> str | None:
+    """What a scaled ramp makes of the table's values at its first batch; None where they stay."""
+    first, _ = ramp_factors(recipe, 0)
+    if first == AT_BASE:
+        return None
+    return (
+        f"scaled: the table is that of the full batch; the first, of {recipe.batch.sizes[0][1]:,} tokens, has lr x "
+        f"{first.lr:.3g}, weight decay x {first.weight_decay:.3g}, eps x {first.eps:.3g} and moments that look back "
+        f"{first.half_life:.3g} x as many steps ({recipe.scaling.rule})"
+    )
 
 
 def _label(name: str) -> str:

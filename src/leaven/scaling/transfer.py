@@ -33,10 +33,10 @@ _INTERVALS = (
 
 NO_RAMP = "dropped: a batch of one sequence has nothing smaller to start from"
 
-# Ten times what anybody has published, from where on a number is a typing error.
+# Far beyond what anybody has published: from there on a number is a typing error.
 _LARGEST = {
     "width": (200_000, "the widest published model has 20,480 (MT-NLG 530B)"),
-    "depth": (10_000, "the deepest published model has 1,000 layers (DeepNet)"),
+    "depth": (2_000, "the deepest published model has 1,000 layers (DeepNet)"),
     "batch-tokens": (1_000_000_000, "the largest published batches have about 100 M tokens"),
     "tokens": (400_000_000_000_000, "the longest published runs have about 40 T tokens"),
 }
@@ -223,7 +223,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
     """``[batch]`` with batches of so many tokens, in a run so much longer; ramp and stages move along."""
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
-    moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch}
+    moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch, "stages_rule": batch.stages_rule}
     if batch.stages:
         moved["stages"] = [
             {
@@ -243,6 +243,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
                 "start_tokens": tokens - increments * increment,
                 "increment_tokens": increment,
                 "over_tokens": max(round(batch.ramp.over_tokens * longer), 1),
+                "rule": batch.ramp.rule,
             }
     return moved
 

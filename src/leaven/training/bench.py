@@ -115,7 +115,8 @@ def bench(
         InputError: if not even the smallest micro-batch fits.
     """
     began = time.perf_counter()
-    recipe = recipe.replace({"batch.ramp": None, "batch.stages": [], "batch.micro_batch": 1})
+    constant: dict[str, Any] = {"batch.ramp": None, "batch.stages": [], "batch.stages_rule": None}
+    recipe = recipe.replace(constant | {"batch.micro_batch": 1})
     require_memory(recipe)
     training = Training(recipe, tokens)
     training.peak = device_peak(training.device, recipe.precision.compute)

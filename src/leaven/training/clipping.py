@@ -9,6 +9,7 @@ from torch import Tensor
 from leaven.distributed.sharded import ShardedModel
 from leaven.model.kernels import multiply_
 from leaven.recipe.hyperparameters import Clip
+from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import ParameterTable
 
 _STATE = "clip.running"  # among the optimiser's tensors in a checkpoint
@@ -18,22 +19,22 @@ _STATE = "clip.running"  # among the optimiser's tensors in a checkpoint
 class RunningNorm:
     """The root mean square of the gradient norms so far, exponentially weighted and corrected for its start at 0.
 
-    Two numbers in float64 on the gradients' device: mean square and steps.
+    Two numbers in float64 on the gradients' device: mean square and steps, which are counted as Adam's are
+    (:class:`leaven.training.optimiser.Optimiser`). ``beta`` is that of the full batch.
     """
 
     beta: float
     state: Tensor
 
-    @property
-    def value(self) -> Tensor:
+    def value(self, ramp: Factors = AT_BASE) -> Tensor:
         """Infinite before the first gradient that is not 0: nothing is known yet, so nothing is clipped."""
         mean_square, steps = self.state.unbind()
-        return (mean_square / (1 - self.beta**steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
+        return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
-    def add(self, norm: Tensor) -> None:
+    def add(self, norm: Tensor, ramp: Factors = AT_BASE) -> None:
         """Take in a norm, unless it is no number."""
-        mean_square, steps = self.state.unbind()
-        added = torch.stack((self.beta * mean_square + (1 - self.beta) * norm.double() ** 2, steps + 1))
+        (mean_square, steps), beta = self.state.unbind(), ramp.beta(self.beta)
+        added = torch.stack((beta * mean_square + (1 - beta) * norm.double() ** 2, steps + 1))
         self.state = torch.where(norm.isfinite(), added, self.state)
 
 
@@ -60,8 +61,10 @@ class Clipper:
         running = RunningNorm(table.beta2, state) if clip.mode == "running" else None
         return cls(clip.limit or torch.inf, model, parts, running)
 
-    def __call__(self, scale: Tensor | None = None) -> Tensor:
+    def __call__(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
         """Divide the gradients there are by ``scale`` and clip them; the global norm that they had in between, ().
+
+        ``ramp`` multiplies the values of the full batch: it moves the beta of the running norm.
 
         A limit is kept to a millionth, as torch does: limit / (norm + 1e-6).
         """
@@ -78,15 +81,20 @@ class Clipper:
             part_norms = torch.zeros_like(sizes).index_add_(0, self.parts, sizes**2).sqrt()[self.parts]
         limit = torch.full((), self.limit, dtype=torch.float64, device=norm.device)
         if self.running is not None:
-            limit = limit * self.running.value
+            limit = limit * self.running.value(ramp)
         factors = (limit / (part_norms + 1e-6)).clamp(max=1.0).to(sizes.dtype)
         if factors.dim():
             factors = factors[self.model.of_held]
         multiply_(gradients, factors if scale is None else factors / scale)
         if self.running is not None:
             # What the optimiser saw: a spike that was clipped must not raise the limit for the next one.
-            self.running.add(torch.minimum(norm.double(), limit))
+            self.running.add(torch.minimum(norm.double(), limit), ramp)
         return norm
+
+    def recount(self, factor: float) -> None:
+        """As the optimiser's."""
+        if self.running is not None:
+            self.running.state = self.running.state * self.running.state.new_tensor([1.0, factor])
 
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self.running is None else {_STATE: self.running.state}

@@ -26,7 +26,7 @@ from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.clipping import Clipper
 from leaven.training.machine import keep_freed_memory
@@ -147,7 +147,11 @@ class Training:
         loss = self.sharded.total(self.sharded.forward_backward(micro_batches, share, first.look if first else None))
         if scale is not None:
             loss /= scale
-        grad_norm = self.clipper(scale)
+        ramp, longer = ramp_factors(recipe, done.step)
+        if longer != 1:  # here and not earlier: a step that is given up leaves the state as it was
+            self.clipper.recount(longer)
+            self.optimiser.recount(longer)
+        grad_norm = self.clipper(scale, ramp)
         noise_scale = torch.full_like(loss, torch.nan)
         if measured is not None and first is not None:
             noise_scale = measured.add(first.targets, first.mean_norm(share), counted, grad_norm)
@@ -156,7 +160,7 @@ class Training:
         applied = (loss < limits.loss) & (grad_norm < limits.grad_norm)  # false of what is no number
         before = [leaf.detach().clone() for leaf in self.sharded.leaves]
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
-        self.optimiser.step(multiplier, skip=~applied)
+        self.optimiser.step(multiplier, ~applied, ramp)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         with torch.no_grad():
@@ -170,7 +174,7 @@ class Training:
         return Issued(
             step=done.step + 1,
             tokens=tokens,
-            lr=self._shown_lr * multiplier,
+            lr=self._shown_lr * multiplier * ramp.lr,
             batch_tokens=batch_tokens,
             seconds=time.perf_counter() - began,
             values=values,

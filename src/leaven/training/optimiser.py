@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from leaven.model.kernels import gate
+from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import Row, optimiser_groups
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -35,7 +36,13 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[Row]) -> l
 
 @dataclass
 class Optimiser:
-    """Adam or AdamW over the table's groups; the schedule multiplies each group's own peak."""
+    """Adam or AdamW over the table's groups; the schedule multiplies each group's own peak.
+
+    In a scaled ramp the betas change with the batch. Adam's moments start at 0, and what corrects them is
+    1 - prod(beta_i) over the steps so far. Here beta_i = beta ** (1 / half_life_i), so the product is beta_now ** n
+    with n = half_life_now x sum(1 / half_life_i): torch's own correction is exact if its step count is n.
+    :meth:`recount` keeps it so: when the batch changes, it converts the count into steps of the new batch.
+    """
 
     adam: torch.optim.Adam
 
@@ -45,15 +52,24 @@ class Optimiser:
         algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
         return cls(algorithm(parameter_groups(parameters, rows), fused=True))
 
-    def step(self, multiplier: float, skip: Tensor | None = None) -> None:
+    def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
         """One update at ``multiplier`` times every group's peak lr, none at all where ``skip`` is true on the device;
-        the gradients are gone afterwards."""
+        the gradients are gone afterwards. ``ramp`` multiplies the values of the full batch."""
         for group in self.adam.param_groups:
-            group["lr"] = group["peak_lr"] * multiplier
+            full = group.setdefault("full", {key: group[key] for key in ("betas", "eps", "weight_decay")})
+            group["lr"] = group["peak_lr"] * multiplier * ramp.lr
+            group["betas"] = tuple(ramp.beta(beta) for beta in full["betas"])
+            group["eps"] = full["eps"] * ramp.eps
+            group["weight_decay"] = full["weight_decay"] * ramp.weight_decay
         if skip is not None:
             gate(self.adam, skip)
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
+
+    def recount(self, factor: float) -> None:
+        """Multiply the step counts: the half-life of the moments, in steps, is so much longer from now on."""
+        for state in self.adam.state.values():
+            state["step"] *= factor
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for group in self.adam.param_groups:

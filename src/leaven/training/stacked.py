@@ -26,7 +26,7 @@ from leaven.model.stacked import StackedTransformer
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import out_of_memory
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.course import Course
 from leaven.training.engine import Interrupted, check_trainable
 from leaven.training.machine import keep_freed_memory
@@ -51,6 +51,8 @@ def stack_key(recipe: Recipe) -> str | None:
         return None
     parts = recipe.model_dump(mode="json", include={"model", "data", "batch", "precision", "evaluation"})
     del parts["data"]["seed"]
+    if recipe.batch.rule == "scaled":  # what it makes of the ramp is then the same for all
+        parts["scaling"] = recipe.scaling.model_dump(exclude={"base"})
     return json.dumps([parts, recipe.hyperparameters.optimizer, resolve(recipe).attention_scale], sort_keys=True)
 
 
@@ -212,10 +214,13 @@ class TrialStack:
         first, count = self.done // seq_len, batch_tokens // seq_len
         windows_SBT = np.stack([stream.batch(first, count) for stream in self._streams.values()])
         loss_K = self._gradients(windows_SBT)
-        factors_RK, norms_K = self.clipper(self.parameters.grad_norms())
+        ramp, longer = ramp_factors(self.recipe, self.steps)
+        for part in (self.clipper, self.adam):
+            part.recount(longer)
+        factors_RK, norms_K = self.clipper(self.parameters.grad_norms(), ramp)
         finite_K = norms_K.isfinite()
         self._alive_K = self._alive_K & loss_K.isfinite() & (finite_K | self._skips_K)
-        self.adam.step(self._schedules[self.steps], factors_RK, self._alive_K & finite_K)
+        self.adam.step(self._schedules[self.steps], factors_RK, self._alive_K & finite_K, ramp)
         self.steps, self.done = self.steps + 1, self.done + batch_tokens
         return loss_K.masked_fill(~self._alive_K, torch.nan)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from leaven.model.initialise import fill
 from leaven.model.stacked import StackedTransformer
 from leaven.recipe.hyperparameters import Clip
+from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import ParameterTable
 
 
@@ -111,17 +112,21 @@ class StackedClipper:
         for name, values in vars(self).items():
             setattr(self, name, values[..., index])
 
-    def __call__(self, sizes_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def recount(self, factor: float) -> None:
+        self._steps_K = self._steps_K * factor
+
+    def __call__(self, sizes_RK: Tensor, ramp: Factors = AT_BASE) -> tuple[Tensor, Tensor]:
         """What gradients of these norms are to be multiplied by (R, K), and their global norms (K,)."""
+        betas_K = self._betas_K ** (1 / ramp.half_life)
         sizes_RK = sizes_RK.double()
         squares_RK = torch.zeros_like(sizes_RK).scatter_add_(0, self._parts_RK, sizes_RK.square())
         norms_K = torch.linalg.vector_norm(sizes_RK, dim=0)
-        mean_K = (self._mean_square_K / (1 - self._betas_K**self._steps_K)).sqrt()
+        mean_K = (self._mean_square_K / (1 - betas_K**self._steps_K)).sqrt()
         mean_K = mean_K.masked_fill(self._mean_square_K == 0, torch.inf)  # nothing is known yet
         limits_K = self._limits_K * mean_K.masked_fill(~self._running_K, 1)
         factors_RK = (limits_K / (squares_RK.sqrt().gather(0, self._parts_RK) + 1e-6)).clamp(max=1.0)
         seen_K, finite_K = torch.minimum(norms_K, limits_K), norms_K.isfinite()
-        added_K = torch.lerp(seen_K.square(), self._mean_square_K, self._betas_K)
+        added_K = torch.lerp(seen_K.square(), self._mean_square_K, betas_K)
         self._mean_square_K = torch.where(finite_K, added_K, self._mean_square_K)
         self._steps_K = self._steps_K + finite_K
         return factors_RK, norms_K
@@ -141,24 +146,29 @@ class StackedAdam:
         for name in ("_lr", "_decay", "_beta1", "_beta2", "_eps", "_steps_K"):
             setattr(self, name, getattr(self, name)[..., index])
 
+    def recount(self, factor: float) -> None:
+        self._steps_K = self._steps_K * factor
+
     @torch.no_grad()
-    def step(self, schedule_K: Tensor, factors_RK: Tensor, applied_K: Tensor) -> None:
+    def step(self, schedule_K: Tensor, factors_RK: Tensor, applied_K: Tensor, ramp: Factors = AT_BASE) -> None:
         """One update at ``schedule`` times the peak lr with gradients times ``factors``; none at all of trials that
-        it is not ``applied`` to, whatever their gradients are."""
+        it is not ``applied`` to, whatever their gradients are. ``ramp`` multiplies the values of the full batch."""
+        beta1, beta2 = (beta ** (1 / ramp.half_life) for beta in (self._beta1, self._beta2))
+        decay = self._decay * ramp.weight_decay
         self._steps_K = self._steps_K + applied_K
         steps_K, off_K = self._steps_K.clamp(min=1), ~applied_K
-        lr_RK = (self._lr * schedule_K).masked_fill(off_K, 0)
-        root_RK = (1 - self._beta2**steps_K).sqrt()
+        lr_RK = (self._lr * schedule_K * ramp.lr).masked_fill(off_K, 0)
+        root_RK = (1 - beta2**steps_K).sqrt()
         # lr / (1 - b1^t) mean / (sqrt(square / (1 - b2^t)) + eps), with the root of 1 - b2^t on both sides
         numbers_CRK = torch.stack(
             (
                 factors_RK,
-                1 - lr_RK * self._decay if self._decoupled else self._decay,
-                (1 - self._beta1).masked_fill(off_K, 0),
-                self._beta2.masked_fill(off_K, 1),
-                (1 - self._beta2).masked_fill(off_K, 0),
-                self._eps * root_RK,
-                -lr_RK * root_RK / (1 - self._beta1**steps_K),
+                1 - lr_RK * decay if self._decoupled else decay,
+                (1 - beta1).masked_fill(off_K, 0),
+                beta2.masked_fill(off_K, 1),
+                (1 - beta2).masked_fill(off_K, 0),
+                self._eps * ramp.eps * root_RK,
+                -lr_RK * root_RK / (1 - beta1**steps_K),
             )
         )
         for shape in self._parameters.shapes:

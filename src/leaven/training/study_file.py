@@ -9,13 +9,34 @@ UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
 
 @dataclass(frozen=True)
 class Dimension:
-    """One searched value: at ``octaves`` from the start, between ``low`` and ``high`` of them."""
+    """One searched value: where the search starts, how far it may go, and in which unit.
+
+    A point of a search is a number by path, 0 at the start. In the unit ``octave`` a value doubles from one whole
+    number to the next, in ``tenth`` it grows by 0.1, and a ``choice`` has the number of one of its ``levels``.
+    """
 
     path: str  # of the recipe, dotted; a point of a depth profile is hyperparameters.depth.lr[2]
-    centre: float  # the value in the recipe that the search started from
-    low: float  # octaves, below 0
+    centre: float | str  # the value in the recipe that the search started from
+    low: float  # how far it may go, at most 0
     high: float
-    scale: float = 1.0  # octaves that an optimum is typically away: one of a flat value is farther
+    scale: float = 1.0  # how far away an optimum typically is: of a flat value farther
+    unit: str = "octave"  # octave | tenth | choice
+    levels: tuple[str, ...] = ()  # of a choice, the recipe's own first
+    near: tuple[float, float] | None = None  # the box in which a search begins; low and high if None
+    ends: tuple[str, str] = ("the end of the space",) * 2  # what low and high are; empty where nothing can lie beyond
+
+    @property
+    def box(self) -> tuple[float, float]:
+        return self.near or (self.low, self.high)
+
+    def change(self, to: float, origin: float = 0.0) -> str:
+        """What moving from ``origin`` to ``to`` does: ``x0.29``, ``+0.05``, or the level that it is then."""
+        if self.unit == "choice":
+            return self.levels[round(to)] if self.levels else f"{to:g}"
+        if self.unit == "tenth":
+            return f"{(to - origin) / 10:+.3g}"
+        times = 2.0 ** (to - origin)
+        return f"x{times:.2f}" if times >= 0.1 else f"x{times:.3g}"
 
 
 @dataclass(frozen=True)
@@ -23,10 +44,10 @@ class Trial:
     number: int
     state: str  # complete | diverged | stopped | failed | running | waiting (given back or lost, to be done again)
     loss: float | None  # nats per token; of a stopped one, what is expected of it
-    values: dict[str, float]  # by path, as the recipe has them
+    values: dict[str, float | str]  # by path, as the recipe has them
     seconds: float | None
     tokens_per_second: float | None
-    octaves: dict[str, float] | None = None  # by path, from the start
+    octaves: dict[str, float] | None = None  # by path, from the start, each in the unit of its dimension
     purpose: str = "search"  # search | noise (other seeds of the start) | rerun (other seeds of the best few)
     confirms: bool = False  # a rerun of what reruns chose, which had no part in choosing it
     seed: int = 0  # how far from the recipe's: trials of a search share one, and with it init and order of data
@@ -71,7 +92,8 @@ class Coordinate:
     worth: bool  # whether tuning it paid: the gain is above the noise
     slice: tuple[SlicePoint, ...] = ()
     gain_deviation: float = 0.0  # standard deviation of the gain, nats per token
-    at_end: bool = False  # the best is as far as was searched: the optimum may lie beyond
+    at_end: bool = False  # the best is as far as the search may go: the optimum may lie beyond
+    end: str = ""  # what is there: a bound with its reason, or the recipe's [tuning.octaves]
     optuna_importance: float = 0.0  # share, of 1, by PED-ANOVA: what the best tenth of the trials have in common
 
 

@@ -1,12 +1,12 @@
 """What a search found out: not only a best point, but how sure, how flat, what mattered and what did not.
 
-A pure function of the finished trials. Points are compared by the bowl of all of them (``bowl.py``), whose beliefs
+A pure function of the finished trials. Points are compared by the surrogate of all of them, whose beliefs
 have standard deviations; runs with fresh seeds alone choose the best and make its interval. The noise floor is pooled
 over all points that were run with several seeds.
 
 What is said to be equal is said conservatively: a point that was not run stays *within the noise* of another if its
 expected loss and one standard deviation of that (two, where many multipliers move) are above the other's by less than
-the noise floor; one that was, if both its runs and the bowl have it so.
+the noise floor; one that was, if both its runs and the surrogate have it so.
 """
 
 import math
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from leaven.training.study_file import Best, Coordinate, Dimension, Front, SlicePoint, Trial
 from leaven.tuning import wording
+from leaven.tuning.confirmation import RERUNS, Losses, Point, changes, confirm, gain
 from leaven.tuning.importance import ped_anova
-from leaven.tuning.judging import RERUNS, Losses, Point, changes, gain, verdict
 from leaven.tuning.noise import between, interval
 from leaven.tuning.trust_region import RISK, Region, learning_rates, region, without_outliers
 from leaven.tuning.wording import advice_when_all_diverged
@@ -28,7 +28,7 @@ from leaven.tuning.wording import advice_when_all_diverged
 Array = NDArray[np.float64]
 
 SURE = 1.0  # standard deviations by which what is called equal is to be equal
-TOGETHER = 2.0  # likewise, of many multipliers at once: what the bowl has wrong, it has wrong of them all
+TOGETHER = 2.0  # likewise, of many multipliers at once: what the surrogate has wrong, it has wrong of them all
 SLICE = 21  # points
 WIDE, FINE = 2.0, 1 / 32  # steps to either side of the best: how far a flat region is looked for, and how finely
 BEYOND = 0.5  # steps of a slice beyond what was tried
@@ -49,13 +49,17 @@ class Answer:
     # Paths that were not worth tuning: all at the start, they cost less than the noise together. Where that would be
     # all there are, the best is the start or the trials are too few to tell, and nothing is said.
     idle: tuple[str, ...] = ()
-    gain: float | None = None  # how far the best is below the start, by runs that did not choose it (judging.py)
+    gain: float | None = None  # how far the best is below the start, by runs that did not choose it (confirmation.py)
     advice: str = ""  # where everything diverged: what to lower
+    dimensions: tuple[Dimension, ...] = ()  # what was searched
 
     @property
     def fewer(self) -> dict[str, float] | None:
         """The point of the fewest changes, if it was measured and is not the best itself."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
+
+    def dimension(self, path: str) -> Dimension:
+        return next(dimension for dimension in self.dimensions if dimension.path == path)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -71,9 +75,9 @@ def answer(
     As long as nothing was run with fresh seeds there is no best, unless the search is ``over``.
 
     Importance is the standard deviation of the loss along the slice through the best point, over the values that the
-    trials tried, as a share of all values': fANOVA's first order on the bowl in the place of a forest. Optuna's own
-    (PED-ANOVA) is given beside it and not mixed in: with as many values as trials it follows the truth hardly at all
-    (docs/search.md).
+    trials tried, as a share of all values': fANOVA's first order, on the surrogate in the place of a forest. Optuna's
+    own (PED-ANOVA) is given beside it and not mixed in: with as many values as trials it follows the truth hardly at
+    all (docs/search.md).
     """
     seen = _look(trials, dimensions, noise)
     paths = [d.path for d in dimensions]
@@ -81,8 +85,8 @@ def answer(
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
         return Answer(None, {}, seen.noise, seen.degrees, (), None, None, None, advice=advice)
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
-    said = verdict(seen.trials, paths, seen.noise or 0.0) if over else None
-    point = seen.region.promise if said is None else np.array(said.point)
+    said = confirm(seen.trials, paths, seen.noise or 0.0) if over else None
+    point = seen.region.predicted if said is None else np.array(said.point)
     fewer = _fewest(seen, point)
     best, fewest, near = None, None, fewer
     if said is not None:
@@ -99,6 +103,7 @@ def answer(
         _cost(seen, near, point)[0],
         tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
         said.gain if said is not None else None,
+        dimensions=tuple(dimensions),
     )
 
 
@@ -115,8 +120,8 @@ class _Seen:
 
     @property
     def floor(self) -> float:
-        """The noise; where no point was run again, what the bowl cannot follow."""
-        return self.region.bowl.noise if self.noise is None else self.noise
+        """The noise; where no point was run again, what the surrogate cannot follow."""
+        return self.region.surrogate.noise if self.noise is None else self.noise
 
 
 def _look(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None) -> _Seen:
@@ -132,6 +137,8 @@ def _look(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float
         np.array([d.high for d in dimensions]),
         measured or 0.0,
         scale=np.array([d.scale for d in dimensions]),
+        levels=np.array([len(d.levels) for d in dimensions]),
+        near=(np.array([d.box[0] for d in dimensions]), np.array([d.box[1] for d in dimensions])),
         rates=learning_rates([d.path for d in dimensions]),
     )
     return _Seen(
@@ -139,7 +146,7 @@ def _look(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float
     )
 
 
-def _judged(seen: _Seen) -> dict[Point, Losses]:
+def _rerun(seen: _Seen) -> dict[Point, Losses]:
     """Losses by seed of the points that were run with fresh seeds often enough, if none of these runs diverged.
 
     All runs of the start are such: none of them chose it.
@@ -153,17 +160,17 @@ def _judged(seen: _Seen) -> dict[Point, Losses]:
 
 def _fewest_measured(seen: _Seen, point: Point, best: Best) -> tuple[Best, Array]:
     """Of the points that were run with fresh seeds and are equal to ``best`` within noise, that of fewest changes."""
-    judged = _judged(seen)
-    mine = judged.get(point, {0: best.loss})  # the search's own run, where there is no other
+    rerun = _rerun(seen)
+    mine = rerun.get(point, {0: best.loss})  # the search's own run, where there is no other
     equal = [
         x
-        for x, losses in judged.items()
+        for x, losses in rerun.items()
         if gain(losses, mine) <= seen.floor and _cost(seen, np.array(x), np.array(point))[0] <= seen.floor
     ]
     nearest = min([point, *equal], key=changes)
     if nearest == point:
         return best, np.array(point)
-    losses = list(judged[nearest].values())
+    losses = list(rerun[nearest].values())
     return _best(seen, nearest, losses, len(losses)), np.array(nearest)
 
 
@@ -179,7 +186,7 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> t
     shares = spread / (spread.sum() or 1.0)
     theirs = ped_anova(seen.points, seen.losses)
     gains, doubts = (part[:, 0] for part in seen.region.along(best, np.zeros((len(best), 1))))
-    scale, low, high = seen.region.scale[:, None], seen.region.low[:, None], seen.region.high[:, None]
+    scale, low, high = seen.region.features.scale[:, None], seen.region.low[:, None], seen.region.high[:, None]
     around = best[:, None] + scale * np.arange(-WIDE, WIDE + FINE / 2, FINE)
     mean, deviation = seen.region.along(best, around)
     equal = (mean + SURE * deviation <= seen.floor) & (around >= low) & (around <= high)
@@ -191,12 +198,22 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> t
     middle = around.shape[1] // 2
     found = []
     for i in np.argsort(-shares, kind="stable"):
+        if levels := len(dimensions[i].levels):
+            # All levels, and none as good as the best but itself.
+            every = np.tile(np.arange(SLICE) % levels, (len(best), 1)).astype(float)
+            for curve, values in zip(
+                curves, (every, *seen.region.along(best, every), _risks(seen, best, every)), strict=True
+            ):
+                curve[i] = values[i]
+            equal[i] = False
         below, above = np.flatnonzero(~equal[i, :middle]), np.flatnonzero(~equal[i, middle + 1 :])
         first = below[-1] + 1 if len(below) else 0
         last = middle + (above[0] if len(above) else middle)
         points = tuple(
-            SlicePoint(*map(float, values)) for values in zip(*(curve[i] for curve in curves), strict=True)
+            SlicePoint(*map(float, values))
+            for values in zip(*(curve[i, : levels or SLICE] for curve in curves), strict=True)
         )
+        end = _end(dimensions[i], float(best[i]))
         found.append(
             Coordinate(
                 path=dimensions[i].path,
@@ -207,11 +224,19 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> t
                 importance=float(shares[i]),
                 worth=bool(gains[i] - SURE * doubts[i] > seen.floor),
                 slice=points,
-                at_end=bool(min(best[i] - low[i, 0], high[i, 0] - best[i]) < FINE * scale[i, 0]),
+                at_end=bool(end),
+                end=end,
                 optuna_importance=float(theirs[i]),
             )
         )
     return tuple(found)
+
+
+def _end(dimension: Dimension, best: float) -> str:
+    """What the best of a value has come to, if it has moved to where the search may go no farther."""
+    if best == 0 or min(best - dimension.low, dimension.high - best) >= FINE * dimension.scale:
+        return ""
+    return dimension.ends[best > 0]
 
 
 def _risks(seen: _Seen, best: Array, x: Array) -> Array:
@@ -221,31 +246,32 @@ def _risks(seen: _Seen, best: Array, x: Array) -> Array:
 
 
 def finalists(
-    trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None, *, by_bowl: bool = True
+    trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None, *, by_surrogate: bool = True
 ) -> list[dict[str, float]]:
     """The points to be run again with fresh seeds, in octaves by path, the likeliest first; as many as one can pay.
 
-    Of a trust region: the best trial; what the bowl promises, with the fewest changes that are equal to that within
-    noise, and then with all: neither need have been run, and few trials promise too well; and the other trials. What
-    a trial is worth is what the bowl holds of it, and of what the bowl has not the part that is no noise of seeds.
-    Other methods (``by_bowl`` false) have only the losses. Empty if everything diverged.
+    Of a trust region: the best trial; what the surrogate predicts to be best, with the fewest changes that are equal
+    to that within noise, and then with all: neither need have been run, and few trials predict too well; and the
+    other trials. What a trial is worth is what the surrogate holds of it, and the part of the rest that is no noise
+    of seeds.
+    Other methods (``by_surrogate`` false) have only the losses. Empty if everything diverged.
     """
     seen = _look(trials, dimensions, noise)
     ended = np.isfinite(seen.losses)
     if not ended.any():
         return []
     points = seen.points[ended]
-    if by_bowl:
+    if by_surrogate:
         ended = np.isfinite(without_outliers(seen.losses))
         points, far = seen.points[ended], seen.points[np.isfinite(seen.losses) & ~ended]
-        promise = seen.region.promise
+        predicted = seen.region.predicted
         held = seen.region.belief(points)
         rest = seen.losses[ended] - held
-        own = 1 - min((seen.noise or 0.0) / seen.region.bowl.noise, 1.0) ** 2
+        own = 1 - min((seen.noise or 0.0) / seen.region.surrogate.noise, 1.0) ** 2
         ranked = points[np.argsort(held + own * (rest - rest.mean()), kind="stable")]
         ranked = ranked[ranked.any(1)]  # the start has its runs already
-        # Last what the bowl was not fitted to: it is no judge of that.
-        points = np.vstack([ranked[:1], _fewest(seen, promise), promise, ranked[1:], far])
+        # Last what the surrogate was not fitted to: it says nothing of that.
+        points = np.vstack([ranked[:1], _fewest(seen, predicted), predicted, ranked[1:], far])
     else:
         points = points[np.argsort(seen.losses[ended], kind="stable")]
     distinct = dict.fromkeys(tuple(point.tolist()) for point in points)

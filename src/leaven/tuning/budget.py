@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.judging import CONFIRMATIONS, RERUNS
+from leaven.tuning.confirmation import CONFIRMATIONS, RERUNS
 from leaven.tuning.ledger import BEGAN, ENDED, FINALIST, Run
 
-FINALISTS = 3  # are judged by runs of their own (judging.py)
+FINALISTS = 3  # are judged by runs of their own (confirmation.py)
 KEPT = 1 / 4  # of the budget, at most
 
 
@@ -40,21 +40,21 @@ class Budget:
 
     @property
     def label(self) -> str:
-        """Tells the judging of one budget from that of a larger one, later."""
+        """Tells the confirmation runs of one budget from those of a larger one, later."""
         given = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
         return ", ".join(f"{limit:g} {name}" for name, limit in given.items() if limit is not None)
 
     def finalists(self, runs: Sequence[Run], now: float) -> int:
         """How many of the best can be judged with what is kept back, and with what is left."""
         affordable = min(min(KEPT * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
-        return max(few for few in range(FINALISTS + 1) if judging(few) <= affordable or few == 0)
+        return max(few for few in range(FINALISTS + 1) if runs_to_confirm(few) <= affordable or few == 0)
 
     def kept(self, runs: Sequence[Run] = (), now: float = 0.0) -> int:
         """How many runs are kept back."""
         affordable = min(KEPT * limit / cost for limit, _, cost in self._limits(runs, now))
-        costs = {judging(few) for few in range(FINALISTS + 1)}
+        costs = {runs_to_confirm(few) for few in range(FINALISTS + 1)}
         if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
-            costs.add(judging(1) + 2 * CONFIRMATIONS)  # beside those that a smaller budget has judged
+            costs.add(runs_to_confirm(1) + 2 * CONFIRMATIONS)  # beside those that a smaller budget has judged
         return max(cost for cost in costs if cost <= affordable)
 
     def room(self, runs: Sequence[Run], now: float) -> bool:
@@ -84,7 +84,7 @@ class Budget:
             yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
 
 
-def judging(few: int) -> int:
+def runs_to_confirm(few: int) -> int:
     """How many runs it takes to judge so many."""
     return few * RERUNS + (2 * CONFIRMATIONS if few > 1 else 0)  # of the chosen point and of the start
 

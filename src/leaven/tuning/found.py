@@ -1,9 +1,10 @@
 """What ``search`` returns, and what it hands to trials on the way: the best so far, to compare themselves with."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial
 
 from leaven.training.outcome import Rival, curve_of
@@ -31,7 +32,7 @@ class Found:
     """The answer of a search."""
 
     params: dict[str, float]  # log2 multipliers
-    loss: float  # the mean of runs that had no part in choosing it, where there are any (judging.py)
+    loss: float  # the mean of runs that had no part in choosing it, where there are any (confirmation.py)
     interval: tuple[float, float]  # of 95%, by the noise of all repeated points; infinite without such runs
     fresh: int  # how many these runs are
     noise: float | None  # between runs of one point
@@ -45,14 +46,14 @@ def found(plan: Plan, runs: Sequence[Run], now: float, stopped: bool) -> Found:
     Raises:
         NothingFound: if no point ended with a loss.
     """
-    said = plan.verdict(runs)
+    said = plan.confirmation(runs)
     if said is None:
         raise NothingFound(plan.nothing(runs))
     between, degrees = plan.between(runs)
     around = (-math.inf, math.inf)
     if between is not None and said.fresh:
         around = noise.interval(said.losses, between, degrees)
-    searched = [run for run in runs if not plan.judges(run)]
+    searched = [run for run in runs if not plan.is_rerun(run)]
     return Found(
         params=plan.params(runs, said.point),
         loss=said.loss,
@@ -70,10 +71,17 @@ def _result(ended: FrozenTrial, label: str) -> Result:
     return Result(ended.number, dict(ended.params), loss_of(ended), finalist, purpose(ended), seed(ended))
 
 
-def rival(plan: Plan, runs: Sequence[Run]) -> Rival | None:
-    """The best run of the search, for others to be compared with, once it is known how far seeds lie apart."""
+def rival(plan: Plan, runs: Sequence[Run], point: Mapping[str, float]) -> Rival | None:
+    """The best run of the search, for a run at a point to be compared with, once it is known how far seeds lie apart.
+
+    Curves of other choices (of a schedule, say) have another course, and say nothing of it.
+    """
+    choices = [
+        name for name, limits in plan.axes.distributions.items() if isinstance(limits, CategoricalDistribution)
+    ]
     between, degrees = plan.between(runs)
-    curves = [run.last for run in runs if run.complete and seed(run.origin) == 0 and "curve" in run.last.user_attrs]
+    alike = (run for run in runs if all(run.origin.params.get(name) == point[name] for name in choices))
+    curves = [run.last for run in alike if run.complete and seed(run.origin) == 0 and "curve" in run.last.user_attrs]
     if between is None or degrees < SURE or not curves:
         return None
     best = min(curves, key=loss_of)

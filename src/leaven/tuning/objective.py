@@ -1,7 +1,7 @@
 """A search over any Python function: `from leaven.tuning import search`. Needs no torch.
 
 The one loop that asks and tells. All runs are trials of one Optuna study: those that measure the noise, the search,
-and those that judge the best few. What to do next follows from the trials in the store (``plan.py``), each run is
+and those that confirm the best few. What to do next follows from the trials in the store (``plan.py``), each run is
 counted once (``ledger.py``), and what a dead command left is taken over (``leases.py``); so any number of commands on
 any machines work on one study, and going on is the same as starting.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState, create_trial
@@ -59,7 +60,7 @@ class Watch(Protocol):
 
 def search(  # noqa: PLR0917 - in the order in which one thinks of them
     objective: Objective,
-    space: Mapping[str, tuple[float, float]],
+    space: Mapping[str, tuple[float, float] | range],
     start: Mapping[str, float] | None = None,
     trials: int | None = 100,
     method: str = "trust-region",
@@ -67,6 +68,7 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     workers: int = 1,
     *,
     scales: Mapping[str, float] | None = None,
+    near: Mapping[str, tuple[float, float]] | None = None,
     flops: float | None = None,
     hours: float | None = None,
     run_flops: float | None = None,
@@ -90,13 +92,16 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
         objective: takes log2 multipliers by name (a :class:`leaven.tuning.proposal.Proposal`) and gives a loss, or
             an :class:`leaven.training.outcome.Outcome`; infinite, nan or beyond +-1e50 is a divergence. With
             ``workers`` it is called from so many threads.
-        space: the lowest and the highest log2 multiplier by name, within -1000 and 1000. As long as every run
-            diverges, those that are called ``lr``, or end in ``.lr``, are lowered.
+        space: the lowest and the highest log2 multiplier by name, within -1000 and 1000; ``range(n)`` for a choice of
+            n levels, which the objective gets by its number. As long as every run diverges, those that are called
+            ``lr``, or end in ``.lr``, are lowered.
         start: log2 multipliers that are right as far as one knows; 0 for those that are not given.
         trials: None where ``flops`` or ``hours`` are the budget, of which, as of ``run_flops``, see
             :class:`leaven.tuning.budget.Budget`.
         method: one of ``leaven.tuning.methods.METHODS``.
         scales: how many octaves from the start an optimum typically is; 1 for those that are not given.
+        near: the box in which a search begins, in octaves from the start; the whole space for those that are not
+            given. All methods but ``grid`` extend it while the best lie at its end.
         noise: the standard deviation of the loss between runs of one point, if it is known.
         stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the file of a journal; in memory without. The same call goes on with
@@ -114,9 +119,10 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     """
     check_method(method)
     check_name(name)
-    check(objective=objective, space=space, start=start, scales=scales, trials=trials, flops=flops, hours=hours)
+    check(objective=objective, space=space, start=start, scales=scales, near=near)
+    check(trials=trials, flops=flops, hours=hours)
     check(run_flops=run_flops, noise=noise, seed=seed, workers=workers, lease_seconds=lease_seconds)
-    axes = axes_of(space, start or {}, scales or {})
+    axes = axes_of(space, start or {}, scales or {}, near or {})
     budget = Budget(trials, flops, hours, run_flops)
     first(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -131,12 +137,21 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
 
 def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
     """What a search is of, for all commands to agree on."""
+
+    def limits(name: str) -> list[Any]:
+        d = axes.distributions[name]
+        if isinstance(d, CategoricalDistribution):
+            return ["choice", len(d.choices), axes.start[name]]
+        return [d.low, d.high, axes.start[name]]
+
+    near = {"near": {name: list(both) for name, both in axes.near.items()}} if axes.near else {}
     return {
         "method": method,
-        "space": {name: [d.low, d.high, axes.start[name]] for name, d in axes.distributions.items()},
+        "space": {name: limits(name) for name in axes.distributions},
         "scales": dict(zip(axes.start, axes.scale.tolist(), strict=True)),
         "seed": int(seed),
         "noise": None if noise is None else float(noise),
+        **near,
     }
 
 
@@ -210,7 +225,7 @@ class _Loop:
         if created is None:
             return
         number, point = created
-        best = rival(self._plan, runs) if job.purpose == "search" else None
+        best = rival(self._plan, runs, point) if job.purpose == "search" else None
         origin = int(dict(job.attributes).get(ledger.RETRY_OF, number))
         proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
         self._pending[self._pool.submit(self._objective, proposal)] = proposal
@@ -248,7 +263,7 @@ class _Loop:
         # A study of its own: what Optuna's methods know of the trials is read once for each.
         asked = optuna.Trial(optuna.Study(name, self._store, sampler=self._study.sampler), trial_id)
         try:
-            return number, {name: asked.suggest_float(name, d.low, d.high) for name, d in limits.items()}
+            return number, {name: float(_suggested(asked, name, d)) for name, d in limits.items()}
         except UpdateFinishedTrialError:  # taken for dead in the middle of it
             return None
 
@@ -306,6 +321,12 @@ class _Loop:
         with suppress(UpdateFinishedTrialError):
             self._store.set_trial_user_attr(self._trial_id(proposal.number), ledger.RELEASED, True)
         self._close(proposal.number)
+
+
+def _suggested(asked: optuna.Trial, name: str, limits: FloatDistribution | CategoricalDistribution) -> Any:
+    if isinstance(limits, CategoricalDistribution):
+        return asked.suggest_categorical(name, limits.choices)
+    return asked.suggest_float(name, limits.low, limits.high)
 
 
 def _outcome(result: object) -> Outcome:

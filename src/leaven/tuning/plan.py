@@ -6,7 +6,7 @@
    noise.
 4. When nothing is running any more, the best few are run with seeds that they have not had. The first of these runs
    has the list of them, for all commands to go by.
-5. What is best by these is run again, and so is the start (judging.py).
+5. What is best by these is run again, and so is the start (confirmation.py).
 """
 
 import itertools
@@ -22,7 +22,7 @@ from leaven.training.study_file import Dimension, Trial
 from leaven.tuning import noise
 from leaven.tuning.answer import finalists
 from leaven.tuning.budget import Budget
-from leaven.tuning.judging import CONFIRMATIONS, RERUNS, Verdict, to_confirm, verdict
+from leaven.tuning.confirmation import CONFIRMATIONS, RERUNS, Confirmation, confirm, to_confirm
 from leaven.tuning.ledger import (
     CONFIRMS,
     DIVERGED,
@@ -102,7 +102,7 @@ class Plan:
             if any(run.running for run in runs):
                 return None
             points = self._best(runs)[: self.budget.finalists(runs, now)]
-        job = next((job for job in self._judging(runs, points) if job.name not in begun), None)
+        job = next((job for job in self._reruns(runs, points) if job.name not in begun), None)
         choosing = any(run.running and not run.origin.user_attrs.get(CONFIRMS) for run in runs)
         if job is None and not choosing:
             job = next((job for job in self._confirming(runs, now) if job.name not in begun), None)
@@ -113,18 +113,18 @@ class Plan:
         sampler = self.study.sampler
         return self.stop_at_noise and isinstance(sampler, TrustRegionSampler) and sampler.region(self.study).stalled()
 
-    def judges(self, run: Run) -> bool:
+    def is_rerun(self, run: Run) -> bool:
         """Whether a run is one of those that decide between the best few of this budget."""
         return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
 
     def chosen(self, runs: Sequence[Run]) -> list[Point] | None:
         """The best few, once they are chosen."""
-        lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self.judges(run))
+        lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self.is_rerun(run))
         return next((points for points in lists if points is not None), None)
 
-    def _judging(self, runs: Sequence[Run], points: Sequence[Point]) -> Iterator[Job]:
+    def _reruns(self, runs: Sequence[Run], points: Sequence[Point]) -> Iterator[Job]:
         for which, point in enumerate(points):
-            others = [run for run in runs if not self.judges(run) or run.origin.user_attrs.get(CONFIRMS)]
+            others = [run for run in runs if not self.is_rerun(run) or run.origin.user_attrs.get(CONFIRMS)]
             for k, other in enumerate(_fresh(others, point, RERUNS)):
                 attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, which]),)
                 if which == k == 0:
@@ -144,9 +144,9 @@ class Plan:
             if other not in _seeds(others, start):
                 yield Job("rerun", f"confirm:start:{other}", other, start, attributes)
 
-    def verdict(self, runs: Sequence[Run]) -> Verdict | None:
+    def confirmation(self, runs: Sequence[Run]) -> Confirmation | None:
         """The answer so far."""
-        return verdict(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
+        return confirm(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
 
     def between(self, runs: Sequence[Run]) -> tuple[float | None, int]:
         """The noise between runs of one point, and its degrees of freedom."""
@@ -172,9 +172,9 @@ class Plan:
 
         What was stopped is none of them, nor is the start, which has runs with other seeds already.
         """
-        trials, by_bowl = self._records(runs), self.method == "trust-region"
+        trials, by_surrogate = self._records(runs), self.method == "trust-region"
         none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
-        points = finalists(trials, self.dimensions, self.noise, by_bowl=by_bowl)
+        points = finalists(trials, self.dimensions, self.noise, by_surrogate=by_surrogate)
         if not points:
             raise NothingFound(self.nothing(runs))
         return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
@@ -196,8 +196,13 @@ class Plan:
     @property
     def dimensions(self) -> list[Dimension]:
         axes = self.axes
-        ends = zip(axes.start, axes.low.tolist(), axes.high.tolist(), axes.scale.tolist(), strict=True)
-        return [Dimension(name, 0.0, low, high, scale) for name, low, high, scale in ends]
+        ends = zip(axes.start, axes.low.tolist(), axes.high.tolist(), axes.scale.tolist(), axes.levels, strict=True)
+        return [
+            Dimension(name, 0.0, low, high, scale, "choice", tuple(map(str, range(levels))))
+            if levels
+            else Dimension(name, 0.0, low, high, scale, near=axes.near.get(name))
+            for name, low, high, scale, levels in ends
+        ]
 
 
 def _fresh(others: Sequence[Run], point: Point, count: int) -> list[int]:

@@ -1,16 +1,19 @@
-"""A point of a space as a recipe: every value so many octaves from where the recipe has it.
+"""A point of a space as a recipe: every value so far from where the recipe has it.
 
-What an octave is. Upwards a value doubles, but for
+What a distance is. In the unit ``octave`` a value doubles from one whole number to the next, but for
 
 - ``beta1`` and ``beta2``: ``beta ** 2^x``, half the half-life of the moment, so that beta stays within (0, 1); to
   first order it doubles 1 - beta. The multipliers of modules and depth do the same to the rest of the table.
-- ``schedule.warmup_tokens``: whole tokens, one at least.
+- ``schedule.warmup_tokens`` and ``data.tokens``: whole tokens, one at least.
 - ``batch.tokens``: whole sequences; a ramp or stages keep their shares of the batch. Sequences and their order stay:
   they are cut into other batches, and a run has fewer steps the larger they are (it ends with the batch that reaches
   ``data.tokens``). A recipe without a base gets its own scale for one, so that the scaling rule moves lr, betas, eps
   and decay with the batch, as :func:`leaven.scaling.transfer.transfer` does: else a batch is only as good as the lr
-  found for another. With ``rule = "standard"`` nothing moves along.
+  found for another. With ``rule = "standard"`` nothing moves along. The same holds of ``data.tokens``.
 - ``hyperparameters.depth.lr[2]``, a point of a depth profile. A profile of one point stands for three equal ones.
+
+What may be 0 (``TENTHS``) moves by 0.1 from one whole number to the next. Of a choice (``CHOICES``) a whole number
+is a level: 0 is the recipe's own, and the others follow in their order.
 """
 
 import math
@@ -23,17 +26,27 @@ from leaven.recipe.recipe import Recipe, split_path
 from leaven.scaling.transfer import moved_batch
 
 QUANTITIES = tuple(Multipliers.model_fields)
-WARM_UP, BATCH = "schedule.warmup_tokens", "batch.tokens"
+WARM_UP, BATCH, TOKENS = "schedule.warmup_tokens", "batch.tokens", "data.tokens"
+CLIP, DROPOUT, DECAY = "hyperparameters.grad_clip", "model.dropout", "schedule.decay"
+FLOOR, COOLDOWN, OPTIMIZER = "schedule.min_lr_ratio", "schedule.decay_ratio", "hyperparameters.optimizer"
 GLOBAL = (*(f"hyperparameters.{quantity}" for quantity in QUANTITIES), WARM_UP, BATCH)
+OTHERS = (CLIP, DROPOUT, FLOOR, COOLDOWN, DECAY, OPTIMIZER)
+"""What a recipe has besides, and a set of its own adds to the global values."""
+WHOLE_RECIPE = (*GLOBAL, *OTHERS, TOKENS)
 POINTS = 3  # of a depth profile: a tilt and a bend
+TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
+"""Values that may be 0, with the highest that a recipe may have."""
+CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
+"""What there is to choose from besides the recipe's own; the decays that end at min_lr_ratio."""
 
-_BETAS = {"hyperparameters.beta1", "hyperparameters.beta2"}
 _POINT = re.compile(r"hyperparameters\.depth\.(\w+)\[(\d+)\]")
+
+Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
     """The paths of all values that have something to act on, in the order of quantities and of the forward pass."""
-    paths = [path for path in GLOBAL if value_at(recipe, path) is not None]
+    paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
         modules = (module for module in roles if refusal(roles, module, quantity) is None)
@@ -57,20 +70,42 @@ def _profile(recipe: Recipe, quantity: str) -> tuple[float, ...]:
     return stated if len(stated) > 1 else stated * min(POINTS, recipe.model.n_layers)
 
 
-def value_at(recipe: Recipe, path: str) -> float | None:
+def unit_of(path: str) -> str:
+    """``octave``, ``tenth`` or ``choice``."""
+    return "choice" if path in CHOICES else "tenth" if path in TENTHS else "octave"
+
+
+def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
+    """What a choice is between, the recipe's own first."""
+    own = str(value_at(recipe, path))
+    return (own, *(level for level in CHOICES[path] if level != own))
+
+
+def value_at(recipe: Recipe, path: str) -> Value | None:
     """What the recipe has at a searchable path; None for an init_std that it has not."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
+    if path == CLIP:
+        return recipe.hyperparameters.grad_clip.limit
     *outer, last = split_path(path)
     if outer[1:]:
         value = getattr(recipe.hyperparameters.modules.get(outer[2], Multipliers()), last)
     else:
         value = getattr(getattr(recipe, outer[0]), last)
-    return None if value is None else float(value)
+    return value if value is None or isinstance(value, str) else float(value)
 
 
-def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, float]:
-    """The recipe's values at a point, by path; 0 octaves are the value itself, to the last bit.
+def distance(path: str, value: float, to: float) -> float:
+    """How far a value is moved to become another one: the x at which :func:`values` has it, whole numbers aside."""
+    if path in TENTHS:
+        return 10 * (to - value)
+    if path.rpartition(".")[2].partition("[")[0] in {"beta1", "beta2"}:
+        return math.log2(math.log(to) / math.log(value))
+    return math.log2(to / value)
+
+
+def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
+    """The recipe's values at a point, by path; 0 is the value itself, to the last bit.
 
     Raises:
         ValueError: below one sequence a batch.
@@ -78,23 +113,32 @@ def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, float]:
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
 
-def _moved_value(recipe: Recipe, path: str, octaves: float) -> float:
-    value, factor = value_at(recipe, path), math.exp2(octaves)
-    assert value is not None, f"{path} is nothing to search"
-    if path in _BETAS:
-        return math.pow(value, factor)
-    if path == WARM_UP:
-        return max(round(value * factor), 1)
-    if path == BATCH:
-        sequences = round(value * factor / recipe.model.seq_len)
-        if not sequences:
-            raise ValueError(f"a batch of {value * factor:.0f} tokens is less than half a sequence")
-        return sequences * recipe.model.seq_len
-    return value * factor
+def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
+    if path in CHOICES:
+        return levels(recipe, path)[round(x)]
+    value = value_at(recipe, path)
+    assert isinstance(value, float), f"{path} is nothing to search"
+    times = value * math.exp2(x)
+    match path:
+        case "model.dropout" | "schedule.min_lr_ratio":
+            found = min(max(value + x / 10, 0.0), TENTHS[path])
+        case "hyperparameters.beta1" | "hyperparameters.beta2":
+            found = math.pow(value, math.exp2(x))
+        case "schedule.warmup_tokens" | "data.tokens":
+            found = max(round(times), 1)
+        case "schedule.decay_ratio":
+            found = min(times, 1.0)
+        case "batch.tokens":
+            found = round(times / recipe.model.seq_len) * recipe.model.seq_len
+            if not found:
+                raise ValueError(f"a batch of {times:.0f} tokens is less than half a sequence")
+        case _:
+            found = times
+    return found
 
 
 def moved(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """The recipe at a point, octaves by path, and with another seed if one is given. At 0 it is the recipe itself.
+    """The recipe at a point, distances by path, and with another seed if one is given. At 0 it is the recipe itself.
 
     Raises:
         ValueError: if there is no recipe: lr x weight_decay above 1, a warm-up longer than the run.
@@ -107,7 +151,10 @@ def moved(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None)
             changes[whole] = tuple(value if i == int(point[2]) else old for i, old in enumerate(profile))
         elif path == BATCH:
             changes["batch"] = moved_batch(recipe, int(value))
-            changes["scaling.base"] = recipe.base.model_dump()
+        elif path == CLIP:
+            changes[path] = recipe.hyperparameters.grad_clip.model_copy(update={"limit": value}).model_dump()
         else:
             changes[path] = value
+    if changes.keys() & {"batch", TOKENS}:
+        changes["scaling.base"] = recipe.base.model_dump()
     return recipe.replace(changes)

@@ -1,10 +1,10 @@
-"""What is searched: values of a recipe, each so many octaves around where the recipe has it.
+"""What is searched: values of a recipe, from where the recipe has them as far as the bounds of ``REACH``.
 
-``global`` has the values that hold for all modules. ``per-module`` has by module what matters first of what
-Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned so, lr, init_std and residual; of the lr two points over depth, which
-brought less than module types, but something; and the rest of the optimiser globally: 25 to 35 values.
-``per-module-full`` has every quantity by module and over depth, about 90. A lr of each layer and module apart brought
-them next to nothing.
+``global`` has the values that hold for all modules, ``global-full`` also clipping, dropout, the schedule's end and
+the choices of decay and optimizer. ``per-module`` has by module what matters first of what Mlodozeniec et al. 2025
+(arXiv 2512.22382) tuned so, lr, init_std and residual; of the lr two points over depth, which brought less than
+module types, but something; and the rest of the optimiser globally: 25 to 35 values. ``per-module-full`` has every
+quantity by module and over depth, about 90. A lr of each layer and module apart brought them next to nothing.
 
 Where some values times c and others over c are the same model, the loss has a valley without a lowest point: none of
 the values has an optimum or an importance of its own, and a search that follows each slope apart goes twice as far as
@@ -31,34 +31,65 @@ from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.training.study_file import Dimension
 from leaven.tuning import point
-from leaven.tuning.point import BATCH, GLOBAL, QUANTITIES, WARM_UP, moved
+from leaven.tuning.point import (
+    BATCH,
+    CHOICES,
+    COOLDOWN,
+    FLOOR,
+    GLOBAL,
+    OTHERS,
+    QUANTITIES,
+    TENTHS,
+    TOKENS,
+    WARM_UP,
+    WHOLE_RECIPE,
+    Value,
+    moved,
+    unit_of,
+)
 
-SETS = ("global", "per-module", "per-module-full")
+SETS = ("global", "global-full", "per-module", "per-module-full")
+LEAST_STEPS = 100  # of a run: what larger batches and shorter runs have to leave
 _FINEST = 1 / 8  # octave: a value that cannot move so far is not searched
+_SEPARATE = 64.0  # bounds of a multiplier where there is no global value to multiply, to either side of 1
 
 
 class Reach(NamedTuple):
-    """How far a value is searched to either side, and in which steps, in octaves."""
+    """How far a value is searched: to ``low`` and ``high``, in the value's own unit, wherever the recipe has it.
 
-    octaves: float
+    A multiplier goes as far as brings the value that it multiplies there.
+    """
+
+    low: float
+    high: float
+    near: float  # octaves or tenths to either side of the recipe: the box in which a search begins
     scale: float  # a first step is half of it: 0.5 for lr, init and residual, 1 for decay, eps and 1 - beta
     why: str
+    of_run: bool = False  # low and high are shares of data.tokens
+    natural: tuple[bool, bool] = (False, False)  # whether there is nothing beyond low, and beyond high
 
 
-# "Published" is what the catalogue has (leaven recipes), "open runs" those of Step Law.
+# "Published" is what the catalogue has (leaven recipes), "own" what benchmarks/tuning found (docs/log.md).
 REACH = {
-    "lr": Reach(
-        3.0, 1.0, "open runs: half an octave costs 0.1% of the loss, 1.15 octaves 0.5%; modules' cliffs lie apart"
+    "lr": Reach(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
+    "init_std": Reach(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
+    "residual": Reach(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
+    "weight_decay": Reach(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1, a hundred times less and more"),
+    "beta1": Reach(0.25, 0.995, 2.0, 2.0, "half-lives of 1/2 to 138 steps; published: 0.9, own: 0.53"),
+    "beta2": Reach(0.5, 0.9999, 4.0, 2.0, "half-lives of 1 to 6,931 steps; published: 0.95 to 0.999"),
+    "eps": Reach(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it acts only where it comes near the gradients"),
+    "warmup_tokens": Reach(
+        0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)
     ),
-    "init_std": Reach(3.0, 1.0, "published: 0.004 to 0.08, around 0.02; embeddings up to 1"),
-    "residual": Reach(3.0, 1.0, "named inits divide the branch ends by sqrt(2 n_layers): 3 octaves at 32 blocks"),
-    "weight_decay": Reach(4.0, 2.0, "published: 0.01 to 0.1, which are 3.3 octaves"),
-    "beta1": Reach(2.0, 2.0, "0.9 becomes 0.66 to 0.974; published: 0.9"),
-    "beta2": Reach(4.0, 2.0, "0.95 becomes 0.44 to 0.9968; published: 0.95 to 0.999"),
-    "eps": Reach(6.0, 2.0, "published: 1e-9 to 1e-5, mostly 1e-8; it acts only where it comes near the gradients"),
-    "warmup_tokens": Reach(3.0, 2.0, "published, where told as a share of the run: 0.5% to 1%"),
-    "tokens": Reach(2.0, 1.0, "open runs: two octaves cost 0.9% down and 1.3% up even with the lr found anew"),
-}
+    "batch.tokens": Reach(
+        0.0, 1 / LEAST_STEPS, 2.0, 1.0, f"one sequence to what leaves {LEAST_STEPS} steps", True, (True, False)
+    ),
+    "data.tokens": Reach(1 / 8, 1.0, 2.0, 1.0, "where text is repeated: an earlier stop, never a longer run", True),
+    "grad_clip": Reach(0.01, 100.0, 3.0, 2.0, "published: 0.1 to 1; 100 is next to no clipping"),
+    "dropout": Reach(0.0, 0.5, 2.0, 1.0, "published: 0 to 0.1", False, (True, False)),
+    "min_lr_ratio": Reach(0.0, 1.0, 2.0, 1.0, "published: 0 to 0.1; 1 is no decay", False, (True, True)),
+    "decay_ratio": Reach(0.01, 1.0, 2.0, 1.0, "published: 0.2 and 0.4; 1 is all of the run", False, (False, True)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,15 +105,24 @@ class Space:
         return tuple(dimension.path for dimension in self.dimensions)
 
     @property
-    def centre(self) -> dict[str, float]:
+    def centre(self) -> dict[str, Value]:
         return {dimension.path: dimension.centre for dimension in self.dimensions}
 
     @property
-    def limits(self) -> dict[str, tuple[float, float]]:
-        """Octaves, the lowest and the highest: what ``leaven.tuning.search`` takes."""
-        return {dimension.path: (dimension.low, dimension.high) for dimension in self.dimensions}
+    def limits(self) -> dict[str, tuple[float, float] | range]:
+        """How far each value may go, or the numbers of its levels: what ``leaven.tuning.search`` takes."""
+        return {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in self.dimensions}
 
-    def values(self, octaves: Mapping[str, float]) -> dict[str, float]:
+    @property
+    def scales(self) -> dict[str, float]:
+        return {dimension.path: dimension.scale for dimension in self.dimensions}
+
+    @property
+    def near(self) -> dict[str, tuple[float, float]]:
+        """The box in which a search begins, which it extends while the best lies at an end."""
+        return {dimension.path: dimension.near for dimension in self.dimensions if dimension.near}
+
+    def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """The recipe's values at a point."""
         return point.values(self.recipe, octaves)
 
@@ -101,14 +141,23 @@ class Space:
         if held is None:
             return self
         high = held.high
-        while high > 0 and self.values({path: high})[path] >= limit:
+        while high > 0 and float(self.values({path: high})[path]) >= limit:
             high = max(math.ceil(high / _FINEST - 1) * _FINEST, 0.0)
-        kept = replace(held, high=high)
+        ends = held.ends if high == held.high else (held.ends[0], f"it stays below {limit:,g}")
+        kept = replace(held, high=high, near=held.near and (held.near[0], min(held.near[1], high)), ends=ends)
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
+
+    def within_near(self) -> "Space":
+        """The space without what lies beyond ``near``: that of a grid, whose points are known beforehand."""
+        kept = [
+            replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
+            for d in self.dimensions
+        ]
+        return replace(self, dimensions=tuple(kept))
 
 
 def space(recipe: Recipe, which: str | None = None) -> Space:
-    """A space around the recipe. The values that it has not, or that are 0, are left out; by name they are refused.
+    """A space around the recipe. Values that it has not, or that do nothing, are left out; by name they are refused.
 
     Args:
         which: with commas between: one of ``SETS``, paths, patterns of paths with ``*``. ``recipe`` is what its
@@ -133,11 +182,13 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
         for pattern, both in (tuning.octaves if tuning else {}).items()
         for path in _paths(recipe, known, "[tuning.octaves]", pattern.replace('"', ""))
     }
+    if choice := next((path for path in tuning.octaves if path in CHOICES), None) if tuning else None:
+        raise InputError(f"[tuning.octaves] {choice}: a choice has no octaves; name it in [tuning] space")
     found: dict[str, Dimension] = {}
     left_out: dict[str, str] = {}
     for origin, name in ((origin, name.strip().replace('"', "")) for origin, name in asked):
         for path in _paths(recipe, known, origin, name):
-            if reason := _nothing(recipe, path):
+            if reason := _nothing(recipe, path) or (None if path in ends else _fixed(recipe, path)):
                 left_out[path] = reason
             else:
                 found[path] = _dimension(recipe, path, ends.get(path))
@@ -164,6 +215,8 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
     match name:
         case "global":
             return list(GLOBAL)
+        case "global-full":
+            return [*GLOBAL, *OTHERS]
         case "per-module":
             rest = [f"hyperparameters.{quantity}" for quantity in ("weight_decay", "beta1", "beta2", "eps")]
             others = _scaled_by_others(recipe.model)
@@ -172,7 +225,7 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
         case "per-module-full":
             return [*by_module(*QUANTITIES), *over_depth(*QUANTITIES)]
     found = [path for path in known if fnmatchcase(path, name.replace("[", "[[]"))] if "*" in name else [name]
-    if not found or not set(found) <= {*known, *GLOBAL}:
+    if not found or not set(found) <= {*known, *WHOLE_RECIPE}:
         raise InputError(f"{origin} {name}: {_refusal(recipe, known, name)}")
     return found
 
@@ -201,45 +254,103 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
     if close := get_close_matches(path, [*SETS, *known], 1, 0.8):
         return f"not a value to search; did you mean {close[0]}?"
     return (
-        f"not a value to search; there are {', '.join(SETS)}; {WARM_UP}, {BATCH}, hyperparameters.Q, "
+        f"not a value to search; there are {', '.join(SETS)}; {', '.join((WARM_UP, BATCH, *OTHERS))}, {TOKENS}, "
+        f"hyperparameters.Q, "
         f"hyperparameters.modules.M.Q and hyperparameters.depth.Q[0] with Q one of {', '.join(QUANTITIES)} and M one "
         f"of {', '.join(recipe.model.modules)}"
     )
 
 
 def _nothing(recipe: Recipe, path: str) -> str | None:
-    """Why there are no octaves around a value."""
-    value, quantity = point.value_at(recipe, path), _quantity(path)
+    """Why a value is nothing to search."""
+    value, quantity, decay = point.value_at(recipe, path), _quantity(path), recipe.schedule.decay
+    said = None
     if value is None:
-        return (
+        said = (
             f'init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
             "hyperparameters.modules.MODULE.init_std, or write an init_std"
         )
-    if value == 0:
-        return "it is 0 in the recipe, and a search goes by factors; set it above 0"
-    if path not in GLOBAL and getattr(recipe.hyperparameters, quantity) == 0:
-        return f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
-    for end in (-_FINEST, _FINEST):
-        if reason := _no_recipe(recipe, path, end):
-            return f"there is no recipe {end:+g} octaves from here: {reason}"
-    return None
+    elif path == COOLDOWN and decay != "wsd":
+        said = f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'
+    elif path == FLOOR and decay == "constant":
+        said = 'decay = "constant" does not decay; set schedule.decay to another'
+    elif value == 0 and path not in TENTHS:
+        said = "it is 0 in the recipe, and a search goes by factors; set it above 0"
+    elif path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
+        said = f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
+    elif path not in CHOICES:
+        for end in (-_FINEST, _FINEST):
+            if reason := _no_recipe(recipe, path, end):
+                said = said or f"there is no recipe {end:+g} octaves from here: {reason}"
+    return said
+
+
+def _fixed(recipe: Recipe, path: str) -> str | None:
+    """Why a value cannot move within its bounds."""
+    if path in CHOICES or any(_bound(recipe, path, side)[0] for side in (0, 1)):
+        return None
+    return f"at {point.value_at(recipe, path):g} its bounds leave it no room: {_reach(path).why}"
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """One searched value: as far as the recipe says, or as far as the usual, if there is a recipe so far away."""
-    reach = REACH[_quantity(path)]
-    low, high = ends or (_reached(recipe, path, -reach.octaves), _reached(recipe, path, reach.octaves))
-    for end in ends or ():
+    """One searched value: as far as the recipe says, or to its bounds, if there is a recipe so far away.
+
+    A value beyond a bound is searched towards it, and back to where the recipe has it.
+    """
+    value = point.value_at(recipe, path)
+    if isinstance(value, str):
+        levels = point.levels(recipe, path)
+        return Dimension(path, value, 0.0, len(levels) - 1.0, unit="choice", levels=levels, ends=("", ""))
+    reach, unit = _reach(path), unit_of(path)
+    assert value is not None
+    if ends is None:
+        (low, below), (high, above) = (_bound(recipe, path, side) for side in (0, 1))
+        near = max(low, -reach.near), min(high, reach.near)
+        return Dimension(path, value, low, high, reach.scale, unit, near=near, ends=(below, above))
+    for end in ends:
         if reason := _no_recipe(recipe, path, end):
             raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves are no recipe: {reason}")
-    value = point.value_at(recipe, path)
-    assert value is not None
-    if ends and all(point.values(recipe, {path: end})[path] == value for end in ends):
+    if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
-            f"[tuning.octaves] {path}: from {low:+g} to {high:+g} octaves it stays {value:g}, for it moves in whole "
-            f"{'sequences' if path == BATCH else 'tokens'}; give it more octaves"
+            f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves it stays {value:g}, for it moves in "
+            f"whole {'sequences' if path == BATCH else 'tokens'}; give it more octaves"
         )
-    return Dimension(path, value, low, high, reach.scale)
+    low, high = ends
+    if unit == "tenth":  # no further than there is a value
+        low, high = max(low, point.distance(path, value, 0.0)), min(high, point.distance(path, value, TENTHS[path]))
+    return Dimension(path, value, low, high, reach.scale, unit, ends=("the limit of [tuning.octaves]",) * 2)
+
+
+def _reach(path: str) -> Reach:
+    return REACH[path if path in REACH else _quantity(path)]
+
+
+def _bound(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
+    """How far a value goes down (``side`` 0) or up (1), and what is there: empty where nothing can lie beyond."""
+    reach, run = _reach(path), recipe.data.tokens
+    value = point.value_at(recipe, path)
+    assert isinstance(value, float)
+    globally = None if path in WHOLE_RECIPE else getattr(recipe.hyperparameters, _quantity(path))
+    low, high = (share * (run if reach.of_run else 1) for share in (reach.low, reach.high))
+    if path == WARM_UP:
+        low = recipe.batch.tokens
+    elif path == BATCH:
+        low = recipe.model.seq_len
+    elif path == TOKENS:
+        low = max(low, LEAST_STEPS * recipe.batch.tokens, 2 * recipe.schedule.warmup_tokens)
+    elif path not in WHOLE_RECIPE and globally is None:
+        low, high = 1 / _SEPARATE, _SEPARATE
+    elif globally is not None:
+        value = globally**value if _quantity(path).startswith("beta") else globally * value
+    # The larger beta is fewer octaves of 1 - beta.
+    which = 1 - side if _quantity(path) in {"beta1", "beta2"} else side
+    end, natural = (low, high)[which], reach.natural[which]
+    x = point.distance(path, value, end)
+    x = max(x, 0.0) if side else min(x, 0.0)
+    reached = _reached(recipe, path, x)
+    if reached != x:
+        return reached, f"beyond it: {_no_recipe(recipe, path, reached + math.copysign(_FINEST, x))}"
+    return x, "" if natural else f"the bound, {end:,g}: {reach.why}"
 
 
 def _quantity(path: str) -> str:
@@ -247,10 +358,13 @@ def _quantity(path: str) -> str:
 
 
 def _reached(recipe: Recipe, path: str, end: float) -> float:
-    """The end, or the farthest from 0 on the way to it at which there is a recipe."""
-    while end and _no_recipe(recipe, path, end):
-        end -= math.copysign(_FINEST, end)
-    return end
+    """The end, or the farthest from 0 on the way to it, in whole eighths, at which there is a recipe."""
+    if not _no_recipe(recipe, path, end):
+        return end
+    steps = math.floor(abs(end) / _FINEST)
+    while steps and _no_recipe(recipe, path, math.copysign(steps * _FINEST, end)):
+        steps -= 1
+    return math.copysign(steps * _FINEST, end)
 
 
 def _no_recipe(recipe: Recipe, path: str, octaves: float) -> str | None:

@@ -31,7 +31,7 @@ from leaven.tuning.found import Found
 from leaven.tuning.methods import check_method
 from leaven.tuning.objective import about, search
 from leaven.tuning.plan import NothingFound, record
-from leaven.tuning.point import moved
+from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, moved
 from leaven.tuning.proposal import Proposal
 from leaven.tuning.space import Space
 from leaven.tuning.stores import StoreGone, is_made, open_store
@@ -85,8 +85,16 @@ class Study:
         cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
         self._run_flops = flops_per_token(recipe.model) * (longest.data.tokens + cooldowns)
         if durations:
-            space = space.without("batch.tokens", "durations are whole batches, and at most sizes they are not")
-            space = space.below("schedule.warmup_tokens", min(durations))
+            space = space.without(BATCH, "durations are whole batches, and at most sizes they are not")
+            space = space.without(TOKENS, "the durations are given").without(DECAY, "durations are of wsd alone")
+            space = space.below(WARM_UP, min(durations))
+        if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
+            raise InputError(
+                f"--space {TOKENS}: no text is repeated, so that more tokens are always better and cost more; "
+                "leave it out, or compare durations with --durations"
+            )
+        if method == "grid":
+            space = space.within_near()
         self.out, self.recipe, self.space, self.method = out, recipe, space, method
         self._tokens, self._durations = tokens, tuple(durations)
         self._where: str | Path = store or out / "journal.log"
@@ -186,7 +194,7 @@ class Study:
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
     ) -> StudyState:
-        """Run until the budget is used and the best few are judged, here and elsewhere, or until ``stop`` says so.
+        """Run until the budget is used and the best few are confirmed, here and elsewhere, or until ``stop`` says so.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.budget.Budget`.
@@ -199,7 +207,15 @@ class Study:
         """
         assert stack == 1 or not self._durations, "a stack has no branches"
         self._screen, self._stop = screen, stop
-        here = Trainer(self.recipe, self._tokens, self._durations, self.out / CHECKPOINTS, stop, checkpoint_seconds)
+        here = Trainer(
+            self.recipe,
+            self._tokens,
+            self._durations,
+            self.out / CHECKPOINTS,
+            stop,
+            checkpoint_seconds,
+            gives_up=COOLDOWN not in self.space.paths,
+        )
         with here.stacked(stack) if stack > 1 else here.in_processes(workers) as train:
             try:
                 found = search(
@@ -210,7 +226,8 @@ class Study:
                     self.method,
                     self.recipe.data.seed,
                     stack if stack > 1 else workers,
-                    scales=self._axes.scales,
+                    scales=self.space.scales,
+                    near=self.space.near,
                     flops=flops,
                     hours=hours,
                     run_flops=self._run_flops,
@@ -300,7 +317,7 @@ class Study:
 
     @property
     def _axes(self) -> Axes:
-        return Axes.of(self.space.limits, {d.path: d.scale for d in self.space.dimensions})
+        return Axes.of(self.space.limits, self.space.scales, self.space.near)
 
     @property
     def _runs(self) -> list[ledger.Run]:

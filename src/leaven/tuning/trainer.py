@@ -38,6 +38,7 @@ class Trainer:
     checkpoints: Path
     stop: Callable[[], bool]
     checkpoint_seconds: float = 60
+    gives_up: bool = True  # on trials out of reach of the best; curves of other cooldowns are not to be compared
 
     @contextmanager
     def in_processes(self, workers: int) -> Iterator[Train]:
@@ -69,8 +70,10 @@ class Trainer:
         return moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
 
     def _there(self, proposal: Proposal) -> bool:
-        """Whether there is a recipe; lr x weight_decay above 1, say, is none, and has diverged at no cost. Nor is a
-        warm-up that is longer than the shortest duration."""
+        """Prepare a proposal, and say whether there is a recipe. With lr x weight_decay above 1, say, or a warm-up
+        longer than the shortest duration there is none, and it has diverged at no cost."""
+        if not self.gives_up:
+            proposal.rival = None
         try:
             branches_of(self._recipe(proposal), self.durations, self.tokens)
         except ValueError:

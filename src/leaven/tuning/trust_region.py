@@ -1,27 +1,32 @@
 """Trust-region search: steps in octaves around the best point so far, as far as the trials can be trusted.
 
-Per-module landscapes are nearly convex but end in cliffs of divergence, on which random search over a box and
+Per-module landscapes are nearly convex but end where runs diverge, on which random search over a box and
 Gaussian processes fail and neighbours of the incumbent do not (Mlodozeniec et al. 2025, arXiv 2512.22382).
 Comparing one noisy trial with the best of many soon accepts nothing, and a radius that shrinks with every failure
 ends at its floor. So:
 
-1. All trials that ended make a bowl (``bowl.py``); those that diverged make cliffs (``cliffs.py``).
-2. The incumbent is the first trial, and then whichever the bowl holds to be better by more than the noise.
-3. A proposal is the bottom of the bowl, at most ``TRUST`` octaves from the incumbent along each multiplier, and a
-   step along a random half of the multipliers. The step is the radius times what the bowl does not know: the way
-   from its bottom to that of a bowl drawn from the posterior. So what is settled is left alone, what hardly matters
-   moves far, and proposals made at once differ.
-4. Multipliers that bring the proposal over a cliff are shortened.
-5. The radius grows when a trial is the best yet by the bowl and shrinks when not: it stands still at one in four.
-6. Until a trial ends without divergence there is no bowl, and no cliff to be seen, for nothing is on this side of it.
+1. All trials that ended are fitted by a quadratic surrogate (``surrogate.py``), those that diverged by a model of the
+   divergence boundary (``divergence.py``).
+2. The incumbent is the first trial, and then whichever the surrogate holds to be better by more than the noise.
+3. A proposal is the minimum of the surrogate, at most ``TRUST`` octaves from the incumbent along each multiplier, and
+   a step along a random half of the multipliers. The step is the radius times what the surrogate does not know: the
+   way from its minimum to that of one drawn from the posterior. So what is settled is left alone, what hardly matters
+   moves far, and proposals made at once differ. A choice that is among that half takes a level that was never run, if
+   there is one, and else the best by the drawn surrogate; the others are at their best by the mean.
+4. Multipliers that bring the proposal over the divergence boundary are shortened, and choices that do are undone.
+5. The radius grows when a trial is the best yet by the surrogate and shrinks when not: it stands still at one in
+   four.
+6. Until a trial ends without divergence there is no surrogate and no boundary, for nothing is on this side of it.
    Each divergence brings the learning rates a quarter of an octave down and the proposals closer together; without
    learning rates it looks ever farther. The first trial that ends takes the place of the start.
 
-All this is in steps, of as many octaves as the scale of a multiplier; a region takes and gives octaves.
+All this is in steps, of as many octaves as the scale of a multiplier; a region takes and gives octaves. Proposals
+stay within a box around the start (``near``), which reaches at least a step beyond the incumbent: so it is extended
+while the best lies at its end, up to the bounds of the space, and is a function of the trials as all else.
 
 Trials of a search share one seed, and with it init and data, so differences between them are less noisy than runs of
 other seeds are (``noise``, the floor). But what is better with one seed only is no answer, so the floor remains the
-least noise that the bowl assumes, and the least gain that moves the incumbent. It costs next to nothing
+least noise that the surrogate assumes, and the least gain that moves the incumbent. It costs next to nothing
 (docs/search.md).
 """
 
@@ -31,14 +36,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from leaven.tuning import bowl, cliffs
+from leaven.tuning.divergence import DivergenceModel
+from leaven.tuning.divergence import fit as fit_divergence
 from leaven.tuning.ledger import finished, loss_of, seed, turn
 from leaven.tuning.noise import floor
+from leaven.tuning.surrogate import Surrogate
+from leaven.tuning.surrogate import fit as fit_surrogate
 
 Array = NDArray[np.float64]
 
@@ -48,7 +56,7 @@ GROW, SHRINK = 1.1, 0.97  # still where one in four succeeds: 1.1 * 0.97^3 = 1
 CHANGED = 0.5  # chance of each multiplier to move at all
 FARTHEST = 1.5  # octaves, of one multiplier in one step: draws have long tails
 RISK = 0.1  # the chance of divergence that a proposal may have
-OUTLIER = 10.0  # times the way from the median down to the lowest loss: what is that far above it fell off a cliff
+OUTLIER = 10.0  # times the way from the median down to the lowest loss: what is that far above it diverged
 DOWN = 0.25  # octaves of learning rate for each divergence, as long as there is nothing else
 CLOSER, CLOSEST = 0.9, 0.05  # times the radius, likewise, and its least
 ROUNDS = 3  # without a gain beyond the noise, and it stops
@@ -56,44 +64,125 @@ ROUNDS = 3  # without a gain beyond the noise, and it stops
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched log2 multipliers by name: where a search starts, how far it may go, and in which steps.
+    """The searched values by name: where a search starts, how far it may go, and in which steps.
 
-    Stores and objectives have the multipliers themselves (``values``); bowl and cliffs have what they are away from
-    the start (``octaves``, an array (D,) in the order of the names).
+    Stores and objectives have log2 multipliers, and the numbers of levels where a value is a choice (``values``). The
+    models have what these are away from the start (``octaves``, an array (D,) in the order of the names); of a choice
+    the start's level is 0 and the others follow in a circle.
 
-    ``scales``: how many octaves from the start an optimum typically is, by name; 1 where not given.
+    ``scales``: how many octaves from the start an optimum typically is, by name; 1 where not given. ``near``: the box
+    in which a search begins, by name, in octaves from the start; the whole space where not given.
     """
 
     start: Mapping[str, float]
-    distributions: Mapping[str, FloatDistribution]
+    distributions: Mapping[str, FloatDistribution | CategoricalDistribution]
     scales: Mapping[str, float] = field(default_factory=dict)
+    near: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, limits: Mapping[str, tuple[float, float]], scales: Mapping[str, float]) -> "Axes":
-        """Around a start at 0."""
-        distributions = {name: FloatDistribution(*both) for name, both in limits.items()}
-        return cls(dict.fromkeys(limits, 0.0), distributions, scales)
+    def of(
+        cls,
+        limits: Mapping[str, tuple[float, float] | range],
+        scales: Mapping[str, float],
+        near: Mapping[str, tuple[float, float]] | None = None,
+        start: Mapping[str, float] | None = None,
+    ) -> "Axes":
+        """Around a start, at 0 where it is not given."""
+        distributions = {
+            name: CategoricalDistribution([float(level) for level in both])
+            if isinstance(both, range)
+            else FloatDistribution(*both)
+            for name, both in limits.items()
+        }
+        return cls(dict.fromkeys(limits, 0.0) | dict(start or {}), distributions, scales, near or {})
 
     @property
     def low(self) -> Array:
-        return self.octaves({name: d.low for name, d in self.distributions.items()})
+        return np.array(
+            [0.0 if isinstance(d, CategoricalDistribution) else d.low - self.start[n] for n, d in self._named]
+        )
 
     @property
     def high(self) -> Array:
-        return self.octaves({name: d.high for name, d in self.distributions.items()})
+        return np.array(
+            [
+                len(d.choices) - 1.0 if isinstance(d, CategoricalDistribution) else d.high - self.start[n]
+                for n, d in self._named
+            ]
+        )
+
+    @property
+    def box(self) -> tuple[Array, Array]:
+        """Where a search begins: the lowest and the highest octaves, (D,) each."""
+        low, high = self.low, self.high
+        ends = zip(self.start, low, high, strict=True)
+        near_low, near_high = np.array([self.near.get(name, both) for name, *both in ends], float).reshape(-1, 2).T
+        return np.maximum(low, near_low), np.minimum(high, near_high)
+
+    @property
+    def levels(self) -> NDArray[np.int_]:
+        """How many levels a choice has; 0 of a number."""
+        return np.array([len(d.choices) if isinstance(d, CategoricalDistribution) else 0 for _, d in self._named])
 
     @property
     def scale(self) -> Array:
         return np.array([self.scales.get(name, 1.0) for name in self.start], float)
 
+    @property
+    def _named(self) -> list[tuple[str, FloatDistribution | CategoricalDistribution]]:
+        return list(self.distributions.items())
+
     def octaves(self, values: Mapping[str, float]) -> Array:
-        return np.array([values[name] - start for name, start in self.start.items()])
+        away = np.array([values[name] - start for name, start in self.start.items()])
+        return np.where(self.levels > 0, away % np.maximum(self.levels, 1), away)
 
     def values(self, octaves: Array) -> dict[str, float]:
-        return {
-            name: float(np.clip(self.start[name] + x, d.low, d.high))
-            for (name, d), x in zip(self.distributions.items(), octaves, strict=True)
-        }
+        found = {}
+        for (name, d), x in zip(self._named, octaves, strict=True):
+            at = self.start[name] + float(x)
+            if isinstance(d, CategoricalDistribution):
+                found[name] = float(round(at) % len(d.choices))
+            else:
+                found[name] = float(np.clip(at, d.low, d.high))
+        return found
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the models see of a point: a column for each number, and one for each level of a choice but the first.
+
+    A number is in steps of its ``scale`` from the ``origin``; the column of a level is 1 at the level, else 0.
+    """
+
+    origin: Array  # (D,), octaves
+    scale: Array  # (D,), octaves of a step
+    levels: NDArray[np.int_]  # (D,), 0 of a number
+
+    @property
+    def owner(self) -> NDArray[np.int_]:
+        """Whose column it is, (F,)."""
+        return np.repeat(np.arange(len(self.levels)), np.where(self.levels > 0, self.levels - 1, 1))
+
+    @property
+    def level(self) -> NDArray[np.int_]:
+        """Of which level, (F,); 0 of a number."""
+        return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
+
+    def of(self, x: Array) -> Array:
+        """Of points (..., D): (..., F)."""
+        owner, level = self.owner, self.level
+        steps = (x[..., owner] - self.origin[owner]) / self.scale[owner]
+        return np.where(level > 0, x[..., owner] == level, steps)
+
+    def point(self, columns: Array) -> Array:
+        """The point (D,) with these columns (F,)."""
+        owner, level = self.owner, self.level
+        x = np.zeros(len(self.levels))
+        number = level == 0
+        x[owner[number]] = self.origin[owner[number]] + self.scale[owner[number]] * columns[number]
+        chosen = ~number & (columns > 0.5)
+        x[owner[chosen]] = level[chosen]
+        return x
 
 
 @dataclass(frozen=True)
@@ -102,62 +191,89 @@ class Region:
 
     incumbent: Array  # (D,)
     radius: float
-    bowl: bowl.Bowl  # of steps, as the cliffs
-    cliffs: cliffs.Cliffs
+    surrogate: Surrogate  # of features, as the divergence model
+    divergence: DivergenceModel
     since: int  # trials since the incumbent became it
-    low: Array  # (D,), of the space
+    low: Array  # (D,), of the box
     high: Array
-    origin: Array  # (D,), octaves: the start, or what takes its place
-    scale: Array  # (D,), octaves of a step
+    features: Features  # around the start, or what takes its place
+    never: NDArray[np.bool_]  # (F,), columns that are 0 in all trials
 
     @property
-    def promise(self) -> Array:
-        """The point that the bowl holds to be best, of those to be trusted, (D,)."""
-        return self._within(np.zeros(len(self.incumbent)))
+    def predicted(self) -> Array:
+        """The point that the surrogate holds to be best, of those to be trusted, (D,)."""
+        still = np.zeros(len(self.features.owner))
+        return self._within(still, self._lowest(self.surrogate.mean.at_one))
 
     def proposal(self, rng: np.random.Generator) -> Array:
         """The point to try next, (D,)."""
-        step = np.clip(self.radius * (self.bowl.draw(rng) - self.bowl.bottom), -FARTHEST, FARTHEST)
-        moves = rng.random(len(step)) < CHANGED
-        moves[rng.integers(len(step))] = True
-        return self._within(moves * step)
+        drawn, d = self.surrogate.draw(rng), len(self.incumbent)
+        steps = np.clip(self.radius * (drawn.minimum - self.surrogate.mean.minimum), -FARTHEST, FARTHEST)
+        moves = rng.random(d) < CHANGED
+        moves[rng.integers(d)] = True
+        first = 2 * np.abs(drawn.at_one).max() + 1  # so much in favour of a level that was never run
+        explored = self._lowest(drawn.at_one - first * self.never)
+        levels = np.where(moves, explored, self._lowest(self.surrogate.mean.at_one))
+        return self._within(moves[self.features.owner] * steps, levels)
 
     def stalled(self) -> bool:
-        """Whether ``ROUNDS`` rounds gained less than the noise, and the bowl does not promise more.
+        """Whether ``ROUNDS`` rounds gained less than the noise, and the surrogate does not promise more.
 
         A round is half as many trials as multipliers, which is what it takes to look along them all.
         """
-        here, there = self.belief(np.array([self.incumbent, self.promise]))
+        here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= ROUNDS * max(10, len(self.incumbent) // 2)
-        return bool(quiet and here - there < self.bowl.noise)
+        return bool(quiet and here - there < self.surrogate.noise)
 
     def belief(self, x: Array) -> Array:
         """The loss that all trials together hold of points (m, D), up to a constant: (m,)."""
-        return self.bowl.value(self._steps(x))
+        return self.surrogate.value(self.features.of(x))
 
     def deviation(self, x: Array, base: Array) -> Array:
         """The standard deviation of that, less that of ``base`` (D,)."""
-        return self.bowl.deviation(self._steps(x), self._steps(base))
+        return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """The loss where each multiplier alone moves from ``base`` (D,) to each of ``x`` (D, m), less ``base``'s.
+        """The loss where each value alone moves from ``base`` (D,) to each of ``x`` (D, m), less ``base``'s.
 
         The mean and the standard deviation, (D, m) each.
         """
-        return self.bowl.along(self._steps(base), self._steps(x.T).T)
+        owner, number = self.features.owner, self.features.level == 0
+        here = self.features.of(base)
+        columns = np.where(number[:, None], self.features.of(x.T).T, here[:, None])
+        means, deviations = self.surrogate.along(here, columns)
+        mean, deviation = np.zeros(x.shape), np.zeros(x.shape)
+        mean[owner[number]], deviation[owner[number]] = means[number], deviations[number]
+        for i in np.flatnonzero(self.features.levels):
+            there = np.tile(base, (x.shape[1], 1))
+            there[:, i] = x[i]
+            mean[i] = self.belief(there) - self.belief(base[None])
+            deviation[i] = self.deviation(there, base)
+        return mean, deviation
 
     def risk(self, x: Array) -> Array:
         """The chance that a run at points (..., D) diverges."""
-        return self.cliffs.risk(self._steps(x))
+        return self.divergence.risk(self.features.of(x))
 
-    def _steps(self, x: Array) -> Array:
-        return np.asarray((x - self.origin) / self.scale)
+    def _lowest(self, effects: Array) -> Array:
+        """The level of each choice with the lowest of the ``effects`` (F,), and of 0 at the start's: (D,)."""
+        found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
+        for owner, level, effect in zip(self.features.owner, self.features.level, effects, strict=True):
+            if level and effect < lowest[owner]:
+                found[owner], lowest[owner] = level, effect
+        return found
 
-    def _within(self, step: Array) -> Array:
-        here = self._steps(self.incumbent)
-        trusted = here + np.clip(self.bowl.bottom - here, -TRUST, TRUST)
-        inside = np.clip(trusted + step, self._steps(self.low), self._steps(self.high))
-        found = self.origin + self.scale * self.cliffs.shorten(inside, here, RISK)
+    def _within(self, step: Array, levels: Array) -> Array:
+        """A step (F,) from the surrogate's minimum, with the choices at ``levels`` (D,), as far as it is safe."""
+        here, number = self.features.of(self.incumbent), self.features.level == 0
+        trusted = here + np.clip(self.surrogate.mean.minimum - here, -TRUST, TRUST)
+        low, high = self.features.of(self.low), self.features.of(self.high)
+        wanted = np.where(number, np.clip(trusted + step, low, high), self.features.of(levels))
+        safe = self.divergence.shorten(wanted, here, RISK)
+        # Half of a choice is none: it stays.
+        refused = ~number & (safe != wanted)
+        keeps = np.isin(self.features.owner, self.features.owner[refused])
+        found = self.features.point(np.where(keeps, here, safe))
         return np.asarray(np.clip(found, self.low, self.high))
 
 
@@ -170,52 +286,66 @@ def region(
     *,
     seeds: NDArray[np.int64] | None = None,
     scale: Array | None = None,
+    levels: NDArray[np.int_] | None = None,
+    near: tuple[Array, Array] | None = None,
     rates: NDArray[np.bool_] | None = None,
 ) -> Region:
     """The region after trials at ``points`` (n, D), in their order, with ``losses`` (n,) infinite for divergence.
 
     Args:
-        noise: between seeds; without it, it is that of points that were run again, and what the bowl cannot follow.
+        noise: between seeds; without it, that of points that were run again, and what the surrogate cannot follow.
         seeds: (n,), of the trials; without, all have the same.
         scale: (D,), octaves of a step; 1 without.
+        levels: (D,), how many a choice has, and 0 of a number; without, all are numbers.
+        near: (D,) each, the box in which the search begins; the whole space without.
         rates: (D,), which multipliers to lower as long as everything diverges.
     """
-    scale = np.ones(len(low)) if scale is None else scale
+    d = len(low)
+    scale = np.ones(d) if scale is None else scale
+    levels = np.zeros(d, int) if levels is None else levels
     seeds = np.zeros(len(points), np.int64) if seeds is None else seeds
     ended = np.isfinite(without_outliers(losses))
     if not ended.any():
-        return _without_ground(len(points), low, high, scale, np.zeros(len(low), bool) if rates is None else rates)
+        lowered = np.zeros(d, bool) if rates is None else rates
+        return _without_ground(len(points), low, high, scale, levels, lowered)
     at_start = ~points.any(1)
     left = at_start.any() and not (at_start & ended).any()
-    origin = points[np.argmax(ended)] if left else np.zeros(len(low))
-    octaves, points = points, (points - origin) / scale
+    features = Features(points[np.argmax(ended)] if left else np.zeros(d), scale, levels)
+    seen = features.of(points)
     if noise is None:
-        noise = floor(zip(map(Array.tobytes, points), seeds, losses, strict=True))[0] or 0.0
-    shape, walls = bowl.fit(points[ended], losses[ended], noise), cliffs.fit(points, ~ended)
-    believed = np.where(ended, shape.value(points), np.inf)
+        noise = floor(zip(map(Array.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
+    surrogate, divergence = fit_surrogate(seen[ended], losses[ended], noise), fit_divergence(seen, ~ended)
+    believed = np.where(ended, surrogate.value(seen), np.inf)
     # A trial that got away at the edge is no place to stay.
-    believed = np.where(walls.risk(points) > max(RISK, float(walls.risk(points[ended]).min())), np.inf, believed)
+    most = max(RISK, float(divergence.risk(seen[ended]).min()))
+    believed = np.where(divergence.risk(seen) > most, np.inf, believed)
     incumbent, lowest, radius = int(np.argmax(np.isfinite(believed))), np.inf, START
     for j, value in enumerate(believed):
         radius = float(np.clip(radius * (GROW if value < lowest else SHRINK), NARROWEST, WIDEST))
         lowest = min(lowest, value)
-        if value < believed[incumbent] - shape.noise:
+        if value < believed[incumbent] - surrogate.noise:
             incumbent = j
-    since = len(points) - 1 - incumbent
-    return Region(octaves[incumbent], radius, shape, walls, since, low, high, origin, scale)
+    since, best = len(points) - 1 - incumbent, points[incumbent]
+    if near is not None:
+        low = np.maximum(low, np.minimum(near[0], best - scale))
+        high = np.minimum(high, np.maximum(near[1], best + scale))
+    return Region(best, radius, surrogate, divergence, since, low, high, features, np.asarray(~seen.any(0)))
 
 
-def _without_ground(tried: int, low: Array, high: Array, scale: Array, rates: NDArray[np.bool_]) -> Region:
+def _without_ground(  # noqa: PLR0917 - the arguments of region
+    tried: int, low: Array, high: Array, scale: Array, levels: NDArray[np.int_], rates: NDArray[np.bool_]
+) -> Region:
     """The region after so many trials, all of which diverged: point 6 above."""
     lowered = np.clip(-DOWN * tried * rates, low, high)
-    nowhere = np.zeros((1, len(low)))
-    nothing, quiet = bowl.fit(nowhere, np.zeros(1)), cliffs.fit(nowhere, np.zeros(1, bool))
+    features = Features(lowered, scale, levels)
+    nowhere = np.zeros((1, len(features.owner)))
+    nothing, quiet = fit_surrogate(nowhere, np.zeros(1)), fit_divergence(nowhere, np.zeros(1, bool))
     radius = float(np.clip(START * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))
-    return Region(lowered, radius, nothing, quiet, 0, low, high, lowered, scale)
+    return Region(lowered, radius, nothing, quiet, 0, low, high, features, np.asarray(~nowhere.any(0)))
 
 
 def without_outliers(losses: Array) -> Array:
-    """Infinite for what got away with a loss that no bowl holds: squares of it would drown all others."""
+    """Infinite for what got away with a loss that no surrogate holds: squares of it would drown all others."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -241,6 +371,8 @@ def region_of(trials: Sequence[FrozenTrial], axes: Axes, noise: float | None = N
         noise,
         seeds=np.array([seed(trial) for trial in trials], np.int64),
         scale=axes.scale,
+        levels=axes.levels,
+        near=axes.box,
         rates=learning_rates(list(axes.start)),
     )
 

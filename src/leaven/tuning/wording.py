@@ -9,7 +9,7 @@ import numpy as np
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
 from leaven.training.study_file import Best, Coordinate, Dimension, Trial
-from leaven.tuning import cliffs
+from leaven.tuning import divergence
 from leaven.tuning.noise import GIVEN
 from leaven.tuning.trust_region import DOWN, learning_rates
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROWS, NAMED = 8, 6  # values in the table, names in a sentence
 
-Values = Callable[[Mapping[str, float]], Mapping[str, float]]  # of a recipe, at octaves from the start
+Values = Callable[[Mapping[str, float]], Mapping[str, float | str]]  # of a recipe, at octaves from the start
 
 
 def lines(answer: "Answer", width: int | None = None) -> tuple[str, ...]:
@@ -43,11 +43,11 @@ def lines(answer: "Answer", width: int | None = None) -> tuple[str, ...]:
         of = "given" if answer.degrees == GIVEN else f"{freedom} of freedom"
         said += [f"noise      {answer.noise:.4f} nats, standard deviation between seeds ({of})"]
     if worth := [each for each in answer.coordinates if each.worth]:
-        said += _mattered(worth[:ROWS], width)
+        said += _mattered(answer, worth[:ROWS], width)
         said += [f"{'':11}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
-    if at_end := [short_path(each.path) for each in answer.coordinates if each.at_end]:
-        said += [f"at the end {some(at_end)}"]
-        said += [f"{'':11}as far as was searched: the optimum may lie beyond; [tuning.octaves] takes it farther"]
+    for i, each in enumerate(each for each in answer.coordinates if each.at_end):
+        said += [f"{'' if i else 'at the end':11}{short_path(each.path)}: {each.end}"]
+        said += [f"{'':11}the optimum may lie beyond; {farther(answer.dimension(each.path), each.best)}"]
     said += _fewest(answer)
     if answer.idle:
         said += [
@@ -64,12 +64,21 @@ def lines(answer: "Answer", width: int | None = None) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _mattered(worth: Sequence[Coordinate], width: int | None) -> list[str]:
+def farther(dimension: Dimension, best: float) -> str:
+    """What to write for a search that goes farther than to the end at which its best is."""
+    low, high = dimension.low, dimension.high
+    step = 2 * dimension.scale
+    low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
+    # A side without room gets some: 0, the recipe's own value, lies between.
+    return f'in the recipe: [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
+
+
+def _mattered(answer: "Answer", worth: Sequence[Coordinate], width: int | None) -> list[str]:
     """The table of what mattered; columns that do not fit are left out, those first that say least."""
     names = [short_path(each.path) for each in worth]
     columns = {
-        "change": [factor(each.best) for each in worth],
-        "as good between": [f"{factor(each.flat[0])} to {factor(each.flat[1])}" for each in worth],
+        "change": [answer.dimension(each.path).change(each.best) for each in worth],
+        "as good between": [_between(answer.dimension(each.path), each.flat) for each in worth],
         "gain": [f"{each.gain:.4f} +-{each.gain_deviation:.4f}" for each in worth],
         "importance": [f"{each.importance:.0%}" for each in worth],
     }
@@ -86,16 +95,14 @@ def _mattered(worth: Sequence[Coordinate], width: int | None) -> list[str]:
     ]
 
 
+def _between(dimension: Dimension, flat: tuple[float, float]) -> str:
+    return "" if dimension.unit == "choice" else " to ".join(map(dimension.change, flat))
+
+
 def stopped(ended: int, trials: int | None) -> str:
     """That a search ended after so many trials, of as many as there might have been, for want of gain."""
     of = f"{ended} of {trials}" if trials is not None and trials > ended else f"{ended}"
     return f"stopped    after {of} trials: the last rounds gained less than the noise"
-
-
-def factor(octaves: float) -> str:
-    """``x0.29``: two decimals, or three digits where that is more."""
-    times = 2**octaves
-    return f"x{times:.2f}" if times >= 0.1 else f"x{times:.3g}"
 
 
 def _fewest(answer: "Answer") -> list[str]:
@@ -105,7 +112,7 @@ def _fewest(answer: "Answer") -> list[str]:
     if answer.fewest_octaves == answer.octaves:
         return ["fewest     no point with fewer changes that was run is equal to the best within noise"]
     moved = {path: octaves for path, octaves in answer.fewest_octaves.items() if octaves}
-    far = sum(map(abs, moved.values()))
+    far = sum(abs(x) for path, x in moved.items() if answer.dimension(path).unit == "octave")
     said = [f"fewest     {len(moved)} of {len(answer.octaves)} changed, {far:.1f} octaves in all"]
     if not moved:
         said = ["fewest     none changed: the start"]
@@ -114,7 +121,7 @@ def _fewest(answer: "Answer") -> list[str]:
         said += [f"{'':11}measured {answer.fewest.loss:.4f}, {_sure(answer.fewest)}"]
     if moved:
         ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
-        said += [f"{'':11}" + some([f"{short_path(path)} {factor(x)}" for path, x in ordered])]
+        said += [f"{'':11}" + some([f"{short_path(path)} {answer.dimension(path).change(x)}" for path, x in ordered])]
     return said
 
 
@@ -145,19 +152,24 @@ def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, va
     if each.best == 0:
         return "; ".join([*said, "as at the start"])
     # What an octave does to a value is the space's matter, and 1 - beta falls where beta rises.
-    ends = sorted(values({**answer.octaves, path: octaves})[path] for octaves in each.flat)
-    said += [f"as good between {format_number(ends[0])} and {format_number(ends[1])}"]
-    start = format_number(values({**answer.octaves, path: 0.0})[path])
+    ends = [values({**answer.octaves, path: octaves})[path] for octaves in each.flat]
+    if numbers := sorted(end for end in ends if not isinstance(end, str)):
+        said += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
+    start = _written(values({**answer.octaves, path: 0.0})[path])
     doubt = "" if each.worth else ", not known to be more than the noise"
     said += [f"{start} at the start costs {_signed(each.gain)} +-{each.gain_deviation:.4f}{doubt}"]
     return "; ".join(said)
+
+
+def _written(value: float | str) -> str:
+    return value if isinstance(value, str) else format_number(value)
 
 
 def why_fewest(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
     """Likewise of the recipe of the fewest changes."""
     assert answer.fewer is not None
     said = [*_measured(answer.fewest, study, trials, method), "the fewest changes that are as good within the noise"]
-    start = format_number(values({**answer.fewer, path: 0.0})[path])
+    start = _written(values({**answer.fewer, path: 0.0})[path])
     return "; ".join([*said, f"{start} at the start" if answer.fewer[path] else "as at the start"])
 
 
@@ -181,9 +193,10 @@ def advice_when_all_diverged(
     """Which value to lower after trials that all diverged, in one line; ``elsewhere``, where no learning rate is
     searched. A dimension around 0 is known by its multipliers alone.
 
-    Where nothing ends, nothing tells the bad values from the good but how long a run lasted: the cliffs of the trials
-    that lasted less than half as long as the longest blame what these have and the others have not. That aside the
-    learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an octave more.
+    Where nothing ends, nothing tells the bad values from the good but how long a run lasted: a divergence model of
+    the trials that lasted less than half as long as the longest blames what these have and the others have not. That
+    aside the learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an
+    octave more.
     """
     gone = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in gone])
@@ -197,15 +210,19 @@ def advice_when_all_diverged(
         rate = next(d for d, is_rate in zip(dimensions, rates, strict=True) if is_rate)
         names = short_path(rate.path) if rates.sum() == 1 else "the learning rates"
         factor = 2.0 ** (max(tried, 0.0) + 1)
-        value = f", {format_number(rate.centre / factor)}" if rates.sum() == 1 and rate.centre else ""
+        value = (
+            f", {format_number(rate.centre / factor)}"
+            if rates.sum() == 1 and isinstance(rate.centre, float) and rate.centre
+            else ""
+        )
         lowered = f" (1/{2**tried:.3g} of it diverged)" if tried >= DOWN else ""
         said += f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{lowered}"
     lasted = np.array([trial.tokens for trial in gone])
-    blamed = cliffs.fit(points, lasted < lasted.max() / 2)
+    blamed = divergence.fit(points, lasted < lasted.max() / 2)
     if blamed.slopes.any():
         down, i = divmod(int(np.argmax(blamed.slopes)), len(dimensions))
         if not rates[i]:
-            moved = "lowered" if down else "raised"
+            moved = "another" if dimensions[i].levels else "lowered" if down else "raised"
             said += f"; runs diverged soonest where {short_path(dimensions[i].path)} was {moved}"
     return said
 

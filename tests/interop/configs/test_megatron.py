@@ -142,6 +142,14 @@ def test_a_ramp_is_what_a_current_megatron_reads(tiny: Recipe) -> None:
     assert sizes == ours
 
 
+def test_a_ramp_that_moves_the_values_loses_that(tiny: Recipe) -> None:
+    ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
+    recipe = megatron_like(tiny.replace({"batch.ramp": ramp, "scaling.rule": "complete-d-p"}))
+    assert "batch.ramp.rule" not in keys(export(recipe).losses)
+    scaled = recipe.replace({"batch.ramp.rule": "scaled", "scaling.rule": "complete-d-p"})
+    assert "batch.ramp.rule" in keys(export(scaled).losses)
+
+
 def test_mup_is_written_where_it_loses_less(tiny: Recipe) -> None:
     """Table 8 of Yang et al.: only the eps of the readout is another (1 there, 1 / m in Megatron's form)."""
     recipe = transferred(megatron_like(tiny), rule="mup")
@@ -174,3 +182,27 @@ def test_the_schema_is_of_the_installed_megatron_core_where_there_is_one() -> No
     shared |= {"embedding-init-method-std", "qk-layernorm", "lr", "decoupled-lr", "decoupled-min-lr", "adam-eps"}
     shared |= {"hidden-dropout", "attention-dropout", "weight-decay", "clip-grad", "use-distributed-optimizer"}
     assert shared <= known
+
+
+def test_seed_0_is_one_that_megatron_takes(tiny: Recipe) -> None:
+    exported = export(tiny)
+    assert flags_of(tiny)["seed"] == 1234
+    assert any("--seed 1234 is data.seed = 0" in note for note in exported.notes)
+    assert flags_of(tiny.replace({"data.seed": 7}))["seed"] == 7
+
+
+def test_a_start_in_four_digits_is_the_same_and_what_differs_looks_different(tiny: Recipe) -> None:
+    def starting(relative: float) -> Recipe:
+        ends = {"init_std": relative / (2 * tiny.model.n_layers) ** 0.5}
+        return tiny.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
+
+    near = export(starting(1.0003))
+    assert near.losses == ()
+    assert "init_std of attention.out, mlp.out is the recipe's within 0.1%" in near.notes
+    assert not any("within 0.1%" in note for note in export(starting(1)).notes)
+    (loss,) = export(starting(1.002)).losses
+    assert loss.text.startswith("init_std of attention.out, mlp.out = 0.0501: would be 0.05:")
+    # Values that agree in four digits are told with more.
+    (lr,) = [loss for loss in export(tiny.replace({"hyperparameters.modules": {"mlp.in": {"lr": 1.00001}}})).losses
+             if loss.key.startswith("lr of")]  # fmt: skip
+    assert lr.text.startswith("lr of mlp.in = 0.0100001: would be 0.01:")

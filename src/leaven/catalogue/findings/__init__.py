@@ -4,6 +4,7 @@ To add a check: a function from :class:`Case` to findings, its line in ``CHECKS`
 planted fault that it finds.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -106,7 +107,16 @@ def findings(
 
 
 def _judged(case: Case) -> list[Finding]:
-    return [replace(one, check=check.name, source=check.source) for check in CHECKS for one in check.find(case)]
+    found = (replace(one, check=check.name, source=check.source) for check in CHECKS for one in check.find(case))
+    return [_as_measured(one) if _MEASURED.match(case.recipe.why.get(one.path, "")) else one for one in found]
+
+
+_MEASURED = re.compile(r"(\S+: )?study ")  # how `leaven tune` begins the reason of a value that it found
+
+
+def _as_measured(one: Finding) -> Finding:
+    """A value that a search has found: leaving the published range is worth a note and no fault."""
+    return replace(one, severity="note", says=f"{one.says}; a search found this value, see [why]")
 
 
 def _rank(severity: Severity | None) -> int:

@@ -174,6 +174,8 @@ class Case:
         """A batch of about so many tokens; a ramp or stages to another size go with it."""
         spec = self.recipe.batch
         gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
+        if spec.stages_rule:
+            gone["batch.stages_rule"] = None
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def judge(

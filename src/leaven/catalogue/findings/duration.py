@@ -68,6 +68,7 @@ def steps(case: Case) -> Iterator[Finding]:
             case.with_batch(smaller / 2),  # two steps of a batch of one sequence more or less
             _tokens(case, 10_000 * case.recipe.batch.tokens),
         ],
+        sure=bool(case.neighbours),
     )
 
 

@@ -138,8 +138,8 @@ def choose_ramp(draft: Draft, at: Setting, batch: int) -> None:
         "increment_tokens": "as much as the start, so that each batch divides as the first does",
         "over_tokens": f"{length:.1%} of the run; published lengths: {middle(lengths).told(percent)}",
     }
-    for key, value in ramp.model_dump().items():
-        draft.set(f"batch.ramp.{key}", value, f"{told[key]}; {about}")
+    for key, reason in told.items():
+        draft.set(f"batch.ramp.{key}", getattr(ramp, key), f"{reason}; {about}")
     draft.step(
         "ramp",
         [

@@ -103,6 +103,16 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
     return Tuning(None, _not_worth(model, smallest, least))
 
 
+def trials_worth(each: float) -> int:
+    """How many trials to make; ``each`` is the cost of one as a share of the run: the most within ``SHARE``, else
+    within ``WORTH``."""
+    for limit in (SHARE, WORTH):
+        for trials in TRIALS:
+            if trials * each <= limit:
+                return trials
+    return TRIALS[-1]
+
+
 def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelShape | None:
     """The smaller shape of the family that is nearest to ``params`` and to the target's proportions, of ``least``
     parameters or more; None if there is none."""

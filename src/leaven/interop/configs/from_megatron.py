@@ -23,8 +23,8 @@ from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read(text: str, origin: str, name: str) -> Imported:
-    """The recipe in an argument list.
+def read(text: str, origin: str, name: str, ranks: int | None = None) -> Imported:
+    """The recipe in an argument list; ``ranks`` is the number of processes that it is started with.
 
     Raises:
         InputError: naming what is of another kind of model, missing or malformed.
@@ -35,7 +35,7 @@ def read(text: str, origin: str, name: str) -> Imported:
     _groups(given, shape, draft)
     _batch_and_duration(given, shape, draft)
     _schedule(given, shape, draft)
-    _layout(given, draft)
+    _layout(given, draft, ranks)
     return draft.finish(name, shape)
 
 
@@ -172,7 +172,7 @@ def _span(given: MegatronFlags, prefix: str, length: int, batch: int | None) -> 
     return None
 
 
-def _layout(given: MegatronFlags, draft: Draft) -> None:
+def _layout(given: MegatronFlags, draft: Draft, ranks: int | None) -> None:
     for path, name in {
         "layout.tp": "tensor-model-parallel-size",
         "layout.pp": "pipeline-model-parallel-size",
@@ -193,4 +193,10 @@ def _layout(given: MegatronFlags, draft: Draft) -> None:
         stages = given.count("num-virtual-stages-per-pipeline-rank")
         draft.set("layout.stages_per_rank", stages, given.why("num-virtual-stages-per-pipeline-rank"))
         draft.set("layout.schedule", "interleaved", given.why("num-virtual-stages-per-pipeline-rank"))
-    draft.unknown.append("layout.dp: follows from the number of processes; 1 stands there")
+    if ranks is None:
+        draft.unknown.append("layout.dp: follows from the number of processes, which --ranks tells; here 1")
+        return
+    each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
+    if ranks % each:
+        raise InputError(f"--ranks {ranks}: tp x pp x cp is {each} in {given.origin}; give a multiple of it")
+    draft.set("layout.dp", ranks // each, f"--ranks {ranks} / (tp x pp x cp)")

@@ -40,8 +40,10 @@ KNOWN = {*DEFAULTS, "lr_scheduler_kwargs", "optim", "output_dir", "warmup_ratio"
 ASIDE = ("log", "save", "eval", "report", "push", "hub", "dataloader", "disable", "run_name", "do_", "load_best")
 
 
-def read(path: Path, name: str) -> Imported:
+def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     """The recipe in a folder, or in one of the two files; the one beside it is read too.
+
+    ``ranks`` is the number of processes that the run was started with; a folder that leaven exported says it itself.
 
     Raises:
         InputError: naming what cannot be read, or what no recipe holds.
@@ -56,7 +58,7 @@ def read(path: Path, name: str) -> Imported:
         raise InputError(f"{config.parent}/{error}") from None
     _model(draft, architecture, shape, said)
     if arguments is not None:
-        _arguments(draft, shape, _json(arguments), arguments.name)
+        _arguments(draft, shape, _json(arguments), arguments.name, _ranks(draft, said, ranks))
     if (config.parent / "parameters.json").exists():
         draft.unread.append("parameters.json: values of single parameters; the recipe has those of TrainingArguments")
     return draft.finish(name, shape)
@@ -87,6 +89,21 @@ def _json(path: Path) -> dict[str, Any]:
     return document
 
 
+def _ranks(draft: Draft, said: dict[str, Any], asked: int | None) -> int:
+    """Processes that share a batch: as asked, else as leaven's own export says, else 1, which is listed."""
+    own = said.get("leaven")
+    exported = own.get("dp") if isinstance(own, dict) else None
+    if asked is not None:
+        draft.set("layout.dp", asked, "--ranks")
+    elif isinstance(exported, int) and exported > 0:
+        draft.set("layout.dp", exported, f"leaven.dp of {CONFIG}")
+    else:
+        draft.unknown.append(
+            "layout.dp: the number of processes, here 1, whose batch and tokens these are: --ranks N"
+        )
+    return int(draft.values.get("layout.dp", 1))
+
+
 def _model(draft: Draft, architecture: Architecture, shape: ModelShape, said: dict[str, Any]) -> None:
     given = architecture.given(said)
 
@@ -108,7 +125,7 @@ def _model(draft: Draft, architecture: Architecture, shape: ModelShape, said: di
             )
 
 
-def _arguments(draft: Draft, shape: ModelShape, said: dict[str, Any], file: str) -> None:
+def _arguments(draft: Draft, shape: ModelShape, said: dict[str, Any], file: str, ranks: int) -> None:
     def value(key: str) -> Any:
         return said[key] if said.get(key) is not None else DEFAULTS.get(key)
 
@@ -128,14 +145,15 @@ def _arguments(draft: Draft, shape: ModelShape, said: dict[str, Any], file: str)
         return int(number(key))
 
     _refuse_others(draft, said)
-    batch = count("per_device_train_batch_size") * count("gradient_accumulation_steps") * shape.seq_len
+    each = count("per_device_train_batch_size") * count("gradient_accumulation_steps")
+    batch = each * ranks * shape.seq_len
     draft.set(
         "batch.tokens",
         batch,
-        f"{why('per_device_train_batch_size', 'gradient_accumulation_steps')} x max_position_embeddings, on one rank",
+        f"{why('per_device_train_batch_size', 'gradient_accumulation_steps')} x max_position_embeddings x "
+        f"{ranks} processes",
     )
     draft.set("batch.micro_batch", count("per_device_train_batch_size"), why("per_device_train_batch_size"))
-    draft.unknown.append("layout.dp: the number of ranks; the batch is that of one")
     if count("max_steps") > 0:
         draft.set("data.tokens", count("max_steps") * batch, f"{why('max_steps')} x batch")
     for path, key in {

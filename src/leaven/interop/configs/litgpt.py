@@ -49,7 +49,7 @@ def export(recipe: Recipe) -> Export:
         losses.append(Loss("data.documents", "isolated", "would be packed"))
     if recipe.precision.compute not in PRECISIONS:
         losses.append(Loss("precision.compute", recipe.precision.compute, "would be bf16: pretrain has no fp16"))
-    notes = [*common_notes(wanted), *rounding_notes(wanted)]
+    notes = [*common_notes(wanted, given), *rounding_notes(wanted)]
     notes.append("layout: more than one device is FSDP (HYBRID_SHARD), tp and pp are not there")
     text = f"# {recipe.name}, written by leaven: litgpt pretrain --config THIS_FILE --data ...\n"
     text += formats.commented(losses, notes) + formats.yaml(_document(wanted, shape))

@@ -1,8 +1,8 @@
 """Losses and notes that several targets share: what of a schedule, a batch, a clip or a start they do not have."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from leaven.interop.configs.vocabulary import Loss, Wanted
+from leaven.interop.configs.vocabulary import SAME, SAME_START, Given, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 
 
@@ -46,6 +46,14 @@ def of_ramp(recipe: Recipe, target: str) -> list[Loss]:
     ]
 
 
+def of_ramp_rule(recipe: Recipe, target: str) -> list[Loss]:
+    """Of a target that has the ramp."""
+    if recipe.batch.rule == "fixed":
+        return []
+    key = "batch.ramp.rule" if recipe.batch.ramp else "batch.stages_rule"
+    return [Loss(key, "scaled", f"would be fixed: {target} keeps lr, betas, eps and decay while the batch grows")]
+
+
 def of_schedule(recipe: Recipe, target: str, known: Iterable[str], instead: str) -> list[Loss]:
     decay = recipe.schedule.decay
     if decay in known:
@@ -61,8 +69,11 @@ def of_floor(wanted: Wanted, target: str) -> list[Loss]:
     return [Loss("schedule.min_lr_ratio", schedule.min_lr_ratio, why)] if reached else []
 
 
-def common_notes(wanted: Wanted) -> list[str]:
-    """What no target takes over and no number depends on, and what was rounded."""
+def common_notes(wanted: Wanted, given: Mapping[str, Given] | None = None) -> list[str]:
+    """What no target takes over and no number depends on, and what was rounded.
+
+    ``given`` is what a target that computes initial values by itself gives each parameter.
+    """
     recipe = wanted.recipe
     notes = [
         "data: source and tokenizer are the target's to be told; leaven's order of the samples is its own",
@@ -70,6 +81,13 @@ def common_notes(wanted: Wanted) -> list[str]:
     ]
     if recipe.batch.micro_batch != wanted.micro_batch:
         notes.append(f"micro_batch is {recipe.batch.micro_batch} in the recipe and {wanted.micro_batch} here")
+    close = {
+        row.module
+        for row in wanted.table.rows
+        if given and row.name in given and SAME < abs(row.init_std / (given[row.name].init_std or 1) - 1) < SAME_START
+    }
+    if close:
+        notes.append(f"init_std of {', '.join(sorted(close))} is the recipe's within {SAME_START:.1%}")
     return notes
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from leaven.interop.configs import formats
 from leaven.interop.configs import vocabulary as v
-from leaven.interop.configs.losses import common_notes, of_clip, of_start
+from leaven.interop.configs.losses import common_notes, of_clip, of_ramp_rule, of_start
 from leaven.interop.configs.vocabulary import Export, Given, Loss, Wanted
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
@@ -57,6 +57,7 @@ DECAYS = {
     "inverse_sqrt": "inverse-square-root",
     "constant": "constant",
 }
+SEED_FOR_0 = 1234  # Megatron's default; it takes seeds above 0 only
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -73,7 +74,7 @@ def export(recipe: Recipe) -> Export:
     candidates = [_standard(wanted)] + ([_mup(wanted)] if recipe.base.width < shape.d_model else [])
     groups, given, scale = min(candidates, key=lambda each: v.weight(_unlike(wanted, each[1], each[2])))
     losses += _unlike(wanted, given, scale)
-    losses += of_start(recipe) + of_clip(wanted, folded=wanted.unlike(given))
+    losses += of_start(recipe) + of_ramp_rule(recipe, TARGET) + of_clip(wanted, folded=wanted.unlike(given))
     if not wanted.decoupled:
         why = "would be adamw: no argument turns off decoupled_weight_decay of OptimizerConfig"
         losses.append(Loss("hyperparameters.optimizer", "adam", why))
@@ -87,7 +88,7 @@ def export(recipe: Recipe) -> Export:
         | _schedule(wanted, groups)
         | _layout(recipe)
     )
-    notes = [*common_notes(wanted), *_notes(wanted, flags)]
+    notes = [*common_notes(wanted, given), *_notes(wanted, flags)]
     return Export({"": _text(recipe.name, flags, losses, notes)}, tuple(losses), tuple(notes))
 
 
@@ -95,7 +96,8 @@ def _unlike(wanted: Wanted, given: Mapping[str, Given], scale: float) -> list[Lo
     losses = v.compare(wanted, given, REASONS)
     if not math.isclose(scale, wanted.table.attention_scale, rel_tol=v.SAME):
         ours = wanted.table.attention_scale
-        losses.append(Loss("attention scale", ours, f"would be {scale:.4g}: no flag for it without --use-mup"))
+        said, instead = v.told_apart([ours], [scale])
+        losses.append(Loss("attention scale", said, f"would be {instead}: no flag for it without --use-mup"))
     return losses
 
 
@@ -230,7 +232,7 @@ def _batch(wanted: Wanted) -> Flags:
         # Where the recipe's own steps change their size, which is a whole number of sequences.
         stages = [f"{each.first_token}:{each.batch_tokens // seq_len}" for each in recipe.batches.segments]
         flags["step-batch-size-schedule"] = " ".join(stages)
-    return flags | {"train-samples": -(-recipe.data.tokens // seq_len), "seed": recipe.data.seed}
+    return flags | {"train-samples": -(-recipe.data.tokens // seq_len), "seed": recipe.data.seed or SEED_FOR_0}
 
 
 def _schedule(wanted: Wanted, groups: Flags) -> Flags:
@@ -273,6 +275,8 @@ def _layout(recipe: Recipe) -> Flags:
 
 def _notes(wanted: Wanted, flags: Flags) -> list[str]:
     recipe, notes = wanted.recipe, []
+    if not recipe.data.seed:
+        notes.append(f"--seed {SEED_FOR_0} is data.seed = 0: Megatron wants a seed above 0, and this is its default")
     if "step-batch-size-schedule" in flags:
         notes.append(
             "a current Megatron-LM parses --rampup-batch-size and ignores it (pull request 4411): the ramp is "

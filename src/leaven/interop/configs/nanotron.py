@@ -60,7 +60,7 @@ def export(recipe: Recipe) -> Export:
         losses.append(Loss("data.documents", "isolated", "would be packed"))
     if recipe.precision.compute == "fp16":
         losses.append(Loss("precision.compute", "fp16", "would be bf16: it has no loss scale"))
-    notes = [*common_notes(wanted), *rounding_notes(wanted)]
+    notes = [*common_notes(wanted, given[method]), *rounding_notes(wanted)]
     notes.append("its first step is at lr 0, leaven's at that of the end of the step: the schedule is one step later")
     if recipe.layout.zero > 1:
         notes.append(f"zero {recipe.layout.zero}: nanotron has 0 and 1")

@@ -53,7 +53,8 @@ def export(recipe: Recipe) -> Export:
         "initializer_range": wanted.hidden.init_std,
         "use_cache": False,
         # Keys that a config class does not know become attributes; TrainingArguments refuse them.
-        "leaven": {"lost": [loss.text for loss in losses], "notes": notes},
+        # The batch of TrainingArguments is one process's: `leaven import` reads here how many there are.
+        "leaven": {"lost": [loss.text for loss in losses], "notes": notes, "dp": recipe.layout.dp},
     }
     document = {"optimizer": recipe.hyperparameters.optimizer, "parameters": parameters}
     files = {

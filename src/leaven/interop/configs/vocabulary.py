@@ -8,7 +8,7 @@ multiplied by c trains as one that is c times as large does, at c times the lr, 
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,9 @@ from leaven.scaling.table import ParameterTable, resolve
 
 SAME = 1e-6
 """Relative difference up to which two numbers are one, as written in seven digits or computed in another order."""
+SAME_START = 1e-3
+"""The same for standard deviations of initial values: recipes write factors such as 1 / sqrt(2 L) in four digits, and
+the values that a matrix of a million numbers is drawn as spread by 0.07% themselves."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Loss:
 
     @property
     def text(self) -> str:
-        value = f"{self.value:.4g}" if isinstance(self.value, float) else f"{self.value}"
+        value = f"{self.value:.12g}" if isinstance(self.value, float) else f"{self.value}"
         return f"{self.key} = {value}: {self.why}"
 
 
@@ -203,9 +206,9 @@ def compare(
             left, right = (getattr(side, quantity) for side in pair)
             modules.setdefault(row.module, []).append((left, right))
         for module, values in modules.items():
-            if any(not math.isclose(left, right, rel_tol=SAME, abs_tol=1e-300) for left, right in values):
-                left, right = (_range(side) for side in zip(*values, strict=True))
-                found.setdefault((quantity, left, right), []).append(module)
+            same = SAME_START if quantity == "init_std" else SAME
+            if any(not math.isclose(left, right, rel_tol=same, abs_tol=1e-300) for left, right in values):
+                found.setdefault((quantity, *told_apart(*zip(*values, strict=True))), []).append(module)
     return [
         Loss(f"{quantity} of {', '.join(modules)}", ours_, f"would be {theirs}: {reasons[quantity]}", len(modules))
         for (quantity, ours_, theirs), modules in found.items()
@@ -221,9 +224,19 @@ def _folded(given: Given, wanted: Wanted) -> Given:
     return replace(given.folded(given.multiplier, wanted.decoupled), multiplier=1.0)
 
 
-def _range(values: Iterable[float]) -> str:
-    low, high = min(values := list(values)), max(values)
-    return f"{low:.4g}" if math.isclose(low, high, rel_tol=SAME) else f"{low:.4g} .. {high:.4g}"
+def told_apart(ours: Iterable[float], theirs: Iterable[float]) -> tuple[str, str]:
+    """Two ranges of values in as many digits, from four on, as it takes to see that they differ."""
+    ours, theirs = list(ours), list(theirs)
+    for digits in (4, 6, 8, 12, 17):
+        said = _range(ours, digits), _range(theirs, digits)
+        if said[0] != said[1]:
+            break
+    return said
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    low, high = (f"{value:.{digits}g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} .. {high}"
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, tuple[Any, ...]], target: str) -> tuple[ModelShape, list[Loss]]:

@@ -1,4 +1,4 @@
-"""Cliffs: where runs diverge, as far as the finished trials say.
+"""The divergence model: where runs diverge, as far as the finished trials say.
 
 The threshold differs by orders of magnitude between modules, and modules push each other over it (Mlodozeniec et
 al. 2025, arXiv 2512.22382), so neither a box nor a single coordinate will do. The model is a logistic regression on
@@ -23,7 +23,7 @@ _STEPS = 60
 
 
 @dataclass(frozen=True)
-class Cliffs:
+class DivergenceModel:
     """The model above; ``fit`` makes it."""
 
     level: float  # c
@@ -45,13 +45,13 @@ class Cliffs:
         return shortened
 
 
-def fit(points: Array, diverged: NDArray[np.bool_]) -> Cliffs:
-    """The cliffs that trials at ``points`` (n, D) speak for: the mode of the posterior."""
+def fit(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
+    """The model that trials at ``points`` (n, D) speak for: the mode of the posterior."""
     features = _features(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)
     if not diverged.any():
-        return Cliffs(QUIET, slopes)
+        return DivergenceModel(QUIET, slopes)
     some = features[:, used]
     # Proximal gradient with Nesterov's momentum (Beck and Teboulle 2009); the rate is one over the largest curvature.
     rate = 1 / (1 + 0.25 * (np.linalg.norm(some, 2) ** 2 + len(points)))
@@ -66,7 +66,7 @@ def fit(points: Array, diverged: NDArray[np.bool_]) -> Cliffs:
         push = (momentum_was - 1) / momentum
         ahead, ahead_level = slope + push * (slope - slope_was), level + push * (level - level_was)
     slopes[used] = slope
-    return Cliffs(float(level), slopes)
+    return DivergenceModel(float(level), slopes)
 
 
 def _features(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The bowl: what all finished trials together say of the landscape, as a quadratic with a prior.
+"""The surrogate: what all finished trials together say of the landscape, as a quadratic with a prior.
 
 A trial is one number with noise, and there are as many unknown slopes as multipliers: a search that only asks
 whether a trial beat the best learns a bit a trial. A regression learns from the rejected trials as much as from the
@@ -25,7 +25,26 @@ _FLATTEST = 0.5  # where a step is computed from a curvature, it is at least thi
 
 
 @dataclass(frozen=True)
-class Bowl:
+class Quadratic:
+    """sum_i b_i x_i + sum_i h_i x_i^2 / 2."""
+
+    slope: Array  # b, (D,)
+    bend: Array  # h, (D,)
+    least: float  # what a minimum is computed with, where the curvature is less
+
+    @property
+    def minimum(self) -> Array:
+        """Where it is lowest, (D,)."""
+        return np.asarray(-self.slope / np.maximum(self.bend, self.least))
+
+    @property
+    def at_one(self) -> Array:
+        """Its value where each x_i alone is 1, (D,): what a level of a choice costs."""
+        return self.slope + self.bend / 2
+
+
+@dataclass(frozen=True)
+class Surrogate:
     """The posterior of the trials that ended without divergence; ``fit`` makes it."""
 
     points: Array  # (n, D), octaves
@@ -36,7 +55,7 @@ class Bowl:
 
     def value(self, x: Array) -> Array:
         """The posterior mean of the loss at points (m, D), up to the constant ``a``: (m,)."""
-        slope, bend = self._mean
+        slope, bend = self.mean.slope, self.mean.bend
         return np.asarray(x @ slope + x**2 @ bend / 2)
 
     def deviation(self, x: Array, base: Array) -> Array:
@@ -52,31 +71,26 @@ class Bowl:
 
         The mean and the standard deviation, (D, m) each: what ``value`` and ``deviation`` say, for many points.
         """
-        (slope, bend), (slopes, both, bends) = self._mean, self._covariance
+        mean, (slopes, both, bends) = self.mean, self._covariance
         u, w = x - base[:, None], (x**2 - base[:, None] ** 2) / 2
-        mean = slope[:, None] * u + bend[:, None] * w
+        change = mean.slope[:, None] * u + mean.bend[:, None] * w
         variance = slopes[:, None] * u**2 + 2 * both[:, None] * u * w + bends[:, None] * w**2
-        return mean, np.sqrt(np.maximum(variance, 0.0))
+        return change, np.sqrt(np.maximum(variance, 0.0))
 
-    @property
-    def bottom(self) -> Array:
-        """Where the posterior mean is lowest, (D,)."""
-        return self._lowest(*self._mean)
+    @cached_property
+    def mean(self) -> Quadratic:
+        """The posterior mean."""
+        slope, bend = self._update(self._weights)
+        return self._quadratic(slope, self.curvature + bend)
 
-    def draw(self, rng: np.random.Generator) -> Array:
-        """The bottom of a bowl drawn from the posterior, (D,): Thompson sampling, by Matheron's rule."""
+    def draw(self, rng: np.random.Generator) -> Quadratic:
+        """One drawn from the posterior, for Thompson sampling, by Matheron's rule."""
         n, d = self.points.shape
         slope = rng.normal(0.0, self.curvature * _FAR, d)
         bend = rng.normal(0.0, self.curvature, d)
         seen = self.points @ slope + self.points**2 @ bend / 2 + rng.normal(0.0, self.noise, n)
         more_slope, more_bend = self._update(self._weights - self._inverse @ seen)
-        return self._lowest(slope + more_slope, self.curvature + bend + more_bend)
-
-    @cached_property
-    def _mean(self) -> tuple[Array, Array]:
-        """The posterior mean of b and of h, (D,) each."""
-        slope, bend = self._update(self._weights)
-        return slope, self.curvature + bend
+        return self._quadratic(slope + more_slope, self.curvature + bend + more_bend)
 
     @cached_property
     def _covariance(self) -> tuple[Array, Array, Array]:
@@ -93,12 +107,12 @@ class Bowl:
         slope = (self.curvature * _FAR) ** 2 * (self.points.T @ weights)
         return slope, self.curvature**2 / 2 * ((self.points**2).T @ weights)
 
-    def _lowest(self, slope: Array, bend: Array) -> Array:
-        return np.asarray(-slope / np.maximum(bend, _FLATTEST * self.curvature))
+    def _quadratic(self, slope: Array, bend: Array) -> Quadratic:
+        return Quadratic(slope, bend, _FLATTEST * self.curvature)
 
 
-def fit(points: Array, losses: Array, noise: float = 0.0) -> Bowl:
-    """The bowl of trials at ``points`` (n, D) with finite ``losses`` (n,), in which seeds alone make ``noise``."""
+def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
+    """The surrogate of trials at ``points`` (n, D) with finite ``losses`` (n,); seeds alone make ``noise``."""
     n, d = points.shape
     squares = points**2
     spread = float(np.std(losses)) or noise or 1.0
@@ -123,4 +137,4 @@ def fit(points: Array, losses: Array, noise: float = 0.0) -> Bowl:
     weights = beyond[i] / found**2 + vectors @ (along[i] / scales[i, k])
     less = 1 / scales[i, k] - 1 / found**2  # than noise alone would leave
     inverse = np.eye(n) / found**2 + (vectors * less) @ vectors.T - 1 / (n * found**2)
-    return Bowl(points, float(curvatures[i, 0]), found, weights, inverse)
+    return Surrogate(points, float(curvatures[i, 0]), found, weights, inverse)

@@ -29,7 +29,7 @@ Losses = Mapping[int, float]  # by seed
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Confirmation:
     """The point that is the answer, and the runs that its loss is known by."""
 
     point: Point
@@ -42,39 +42,39 @@ class Verdict:
         return statistics.fmean(self.losses)
 
 
-def verdict(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Verdict | None:
+def confirm(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Confirmation | None:
     """The answer after ``trials``, in nats per token as ``noise`` is; None if none of them ended with a loss."""
-    heard = _Heard.of(trials, paths)
-    chosen = heard.chosen(noise)
+    runs = _Runs.of(trials, paths)
+    chosen = runs.chosen(noise)
     if chosen is None:
         return None
-    if confirmed := heard.confirming.get(chosen):
-        better = gain(heard.start_again, confirmed) if heard.start_again else None
+    if confirmed := runs.confirming.get(chosen):
+        better = gain(runs.start_again, confirmed) if runs.start_again else None
         if better is None or better > noise:
-            return Verdict(chosen, tuple(confirmed.values()), len(confirmed), better)
-        chosen = heard.start
-    elif heard.refuted(noise) or not heard.ahead(chosen, ALONE * noise):  # the next best is not believed unconfirmed
-        chosen = heard.start
-    if chosen == heard.start:
-        losses = heard.start_again
-        return Verdict(chosen, tuple(losses.values()), len(losses), 0.0)
-    losses = heard.candidates[chosen]
-    if not heard.alone(chosen):
-        return Verdict(chosen, tuple(losses.values()), 0, None)
-    better = gain(heard.at_start, losses) if heard.at_start else None
-    return Verdict(chosen, tuple(losses.values()), len(losses), better)
+            return Confirmation(chosen, tuple(confirmed.values()), len(confirmed), better)
+        chosen = runs.start
+    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):  # the next best is not believed unconfirmed
+        chosen = runs.start
+    if chosen == runs.start:
+        losses = runs.start_again
+        return Confirmation(chosen, tuple(losses.values()), len(losses), 0.0)
+    losses = runs.candidates[chosen]
+    if not runs.alone(chosen):
+        return Confirmation(chosen, tuple(losses.values()), 0, None)
+    better = gain(runs.at_start, losses) if runs.at_start else None
+    return Confirmation(chosen, tuple(losses.values()), len(losses), better)
 
 
 def to_confirm(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Point | None:
     """What was chosen among several, to be run again beside the start; None if that is the start, or nothing."""
-    heard = _Heard.of(trials, paths)
-    chosen = heard.chosen(noise)
-    return None if chosen is None or chosen == heard.start or heard.alone(chosen) else chosen
+    runs = _Runs.of(trials, paths)
+    chosen = runs.chosen(noise)
+    return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """What serves to judge: losses by seed, infinite for a divergence."""
+class _Runs:
+    """What decides: losses by seed, infinite for a divergence."""
 
     start: Point
     at_start: Losses  # before anything was chosen; none if a run diverged, unless there is nothing else
@@ -84,7 +84,7 @@ class _Heard:
     candidates: Mapping[Point, Losses]  # to choose from; none of their runs diverged
 
     @classmethod
-    def of(cls, trials: Sequence[Trial], paths: Sequence[str]) -> "_Heard":
+    def of(cls, trials: Sequence[Trial], paths: Sequence[str]) -> "_Runs":
         searched: dict[Point, dict[int, float]] = {}
         choosing: dict[Point, dict[int, float]] = {}
         confirming: dict[Point, dict[int, float]] = {}

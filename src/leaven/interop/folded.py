@@ -1,0 +1,209 @@
+"""The multipliers of a parametrized model, folded into its weights: a plain model that computes the same.
+
+:func:`leaven.interop.torch_models.parametrize` puts them on as hooks, which no state dict holds. A branch's
+multiplier goes into the matrix that ends it (and its bias), that of the logits into gain and bias of the final norm,
+or into the readout where there is no final norm, and a moved scale of the attention logits into the queries: into
+their norm's gain, if they have one, for it would undo a change of the matrix.
+"""
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from leaven.distributed.pieces import cut, piece_of
+from leaven.interop.anatomy import dissect, is_a, unwrapped
+from leaven.interop.hooks import ScaleInput, ScaleOutput
+from leaven.interop.roles import is_linear
+from leaven.recipe.errors import InputError
+from leaven.scaling.table import Row
+
+ROWS = "leaven_rows"  # on a parametrized model: what each of its parameters gets
+LOGIT_SCALES = "leaven_logit_scales"  # and where attention scales were moved: (module's name, attribute, before)
+
+Factors = dict[nn.Parameter, float | Tensor]
+
+
+class WarnOfMultipliers:
+    """A state-dict hook: says once that what the state dict is loaded into needs the multipliers too."""
+
+    def __init__(self, multipliers: int) -> None:
+        self.multipliers = multipliers
+        self.said = False
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"this state dict lacks the {self.multipliers} multipliers that leaven.parametrize put on the "
+                f"{type(module).__name__}: loaded into a model without them it computes something else; "
+                "leaven.save_folded(model, FOLDER) writes one that from_pretrained reads as it is",
+                stacklevel=2,
+            )
+
+
+def guard(model: nn.Module, multipliers: int) -> None:
+    """Let the model warn when its state dict is first taken."""
+    model.register_state_dict_post_hook(WarnOfMultipliers(multipliers))  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def fold(model: nn.Module) -> nn.Module:
+    """Fold a parametrized model's multipliers into its weights, in place, and remove them.
+
+    The outputs stay the same up to rounding. What the rule gave each parameter (lr, eps, decay) is no longer right
+    for these weights, so the model forgets its groups: fold when the training is over, or a copy.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: if the model is not parametrized, or a multiplier has no weight to go to. The model is unchanged.
+    """
+    target = unwrapped(model, "fold")
+    for module in target.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward it may hold whole parameters, which are thrown away
+    for parameter, factor in _factors(target).items():
+        if isinstance(factor, Tensor):
+            piece = piece_of("", parameter)  # all of it, or what this process holds
+            piece.local.mul_(cut(factor.expand(parameter.shape), piece.offset, piece.local.shape))
+        else:
+            parameter.mul_(factor)
+    for module in target.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, ScaleOutput | ScaleInput)]:
+                del hooks[key]
+    for key in [key for key, hook in target._state_dict_hooks.items() if isinstance(hook, WarnOfMultipliers)]:
+        del target._state_dict_hooks[key]
+    for name, attribute, before in getattr(target, LOGIT_SCALES):
+        setattr(target.get_submodule(name), attribute, before)
+    for mark in (ROWS, LOGIT_SCALES):
+        delattr(target, mark)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # what was compiled has the hooks
+    return model
+
+
+@torch.no_grad()
+def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
+    """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits; it stays as it is.
+
+    Only the tensors that a multiplier goes into are copied. ``options`` are those of ``save_pretrained``.
+
+    Raises:
+        InputError: as :func:`fold`, and if the model has no ``save_pretrained`` or is sharded over processes.
+    """
+    target: Any = unwrapped(model, "save_folded")
+    if not hasattr(target, "save_pretrained"):
+        raise InputError(
+            f"{type(target).__name__} has no save_pretrained; fold a copy with leaven.fold and save its state dict"
+        )
+    sharded = any(isinstance(module, FSDPModule) for module in target.modules())
+    if sharded or any(isinstance(parameter, DTensor) for parameter in target.parameters()):
+        raise InputError(
+            "the model is sharded over processes; call leaven.fold on it and save it as you save sharded models"
+        )
+    factors = _factors(target)
+    guards = {hook: hook.said for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
+    for hook in guards:
+        hook.said = True  # of this state dict, which gets them
+    state = target.state_dict()
+    for hook, said in guards.items():
+        hook.said = said
+    for name, parameter in target.named_parameters(remove_duplicate=False):
+        if parameter in factors:
+            state[name] = parameter * factors[parameter]
+    target.save_pretrained(folder, state_dict=state, **options)
+
+
+def _factors(target: nn.Module) -> Factors:
+    """What each parameter is multiplied by; those that stay are absent."""
+    rows: tuple[Row, ...] | None = getattr(target, ROWS, None)
+    if rows is None:
+        raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
+    sites = {site.name: site for site in dissect(target).sites}
+    modules = {sites[row.name].parameter: row.module for row in rows}
+    owners = {site.parameter: site.owners for site in sites.values()}
+    names = {site.parameter: site.name for site in sites.values()}
+    factors: Factors = {}
+
+    def multiply(module: nn.Module, parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+        for parameter in parameters:
+            if any(owner is not module for owner in owners[parameter]):
+                raise InputError(
+                    f"{names[parameter]} is shared with another module, and its multiplier cannot be folded into it "
+                    "without changing that one; untie the two"
+                )
+            factors[parameter] = factors.get(parameter, 1.0) * factor
+
+    for module in target.modules():
+        for hook in module._forward_hooks.values():
+            if isinstance(hook, ScaleOutput):
+                _require_scalable(module)
+                multiply(module, module.parameters(recurse=False), hook.factor)
+        for before in module._forward_pre_hooks.values():
+            if isinstance(before, ScaleInput):
+                multiply(module, [cast(nn.Parameter, module.weight)], before.factor)
+    for path, attribute, scale in getattr(target, LOGIT_SCALES):
+        attention = target.get_submodule(path)
+        factor = getattr(attention, attribute) / scale
+        for owner, parameter, share in _queries(attention, path, modules, factor):
+            multiply(owner, [parameter], share)
+    return factors
+
+
+def _require_scalable(module: nn.Module) -> None:
+    """That twice the parameters of a norm make twice its output. Not so where it multiplies by 1 + gain."""
+    parameters = list(module.parameters(recurse=False))
+    if is_linear(module) or any(isinstance(each, DTensor) or each.is_meta for each in parameters):
+        return
+    probe = copy.deepcopy(module)
+    probe._forward_hooks.clear()
+    x = torch.randn(2, parameters[0].shape[-1], dtype=parameters[0].dtype, device=parameters[0].device)
+    once = probe(x)
+    for parameter in probe.parameters():
+        parameter.mul_(2)
+    if not torch.allclose(probe(x), 2 * once):
+        raise InputError(
+            f"a {type(module).__name__} carries the multiplier of the logits, and its output is not proportional to "
+            "its parameters (a gain of 1 + weight?); fold it into the readout by hand"
+        )
+
+
+def _queries(
+    attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
+) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
+    """Where a factor on the attention logits goes: module, parameter, and what to multiply it by."""
+    inside: dict[str, list[nn.Module]] = {}
+    for module in attention.modules():
+        for parameter in module.parameters(recurse=False):
+            inside.setdefault(modules[parameter], []).append(module)
+    for name in ("norm.query", "attention.query"):
+        if name in inside:
+            for module in inside[name]:
+                yield from ((module, parameter, factor) for parameter in module.parameters(recurse=False))
+            return
+    (fused,) = inside.get("attention.query_key_value", [attention])
+    if is_a(fused, "Conv1D"):  # GPT-2: queries, keys, values
+        heads = 1
+    elif is_a(attention, "GPTNeoXAttention"):  # queries, keys and values of each head
+        heads = cast(int, fused.out_features) // (3 * cast(int, attention.head_size))
+    else:
+        raise InputError(
+            f"{path}: the scale of its logits was moved for larger heads, and where the queries are in the fused "
+            f"matrix of a {type(attention).__name__} is not known; parametrize with head_ratio=1.0"
+        )
+    for parameter in fused.parameters(recurse=False):
+        column = parameter.ndim == 2 and not is_a(fused, "Conv1D")
+        size = parameter.shape[0 if column else -1] // (3 * heads)
+        by_output = torch.ones(heads, 3, size, dtype=parameter.dtype, device=parameter.device)
+        by_output[:, 0] = factor
+        yield fused, parameter, by_output.flatten()[:, None] if column else by_output.flatten()

@@ -1,0 +1,152 @@
+"""A batch ramp from the noise scale that a run has measured: the batch stays at or below a multiple of it.
+
+A batch of m noise scales needs 1 + m times the fewest tokens for a loss, and 1 + 1/m times the fewest steps
+(McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It is read at equal tokens, also
+off a smaller model: critical batches move with the tokens and hardly with the size (Zhang et al. 2024, arXiv
+2410.21676).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from leaven.recipe.batch import BatchSchedule, Stage
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
+
+SETTLING = 10
+"""Measurements that are left out at the start: the running averages hold too few by then."""
+FEWEST = 10
+"""Measurements that a fit needs after those."""
+
+
+@dataclass(frozen=True)
+class NoiseFit:
+    """A power of the tokens through ``points`` measured noise scales: ``last`` (in tokens) at ``to_tokens``.
+
+    ``scatter``: the factor by which a typical point is off.
+    """
+
+    points: int
+    from_tokens: int
+    to_tokens: int
+    last: float
+    exponent: float
+    scatter: float
+
+    def at(self, tokens: float) -> float:
+        """The noise scale in tokens; before the first point it is that of the first."""
+        return self.last * float((max(tokens, self.from_tokens) / self.to_tokens) ** self.exponent)
+
+    def reaches(self, noise: float) -> float:
+        """The tokens at which the noise scale is so large; infinite if it never is."""
+        if noise <= self.at(0):
+            return 0.0
+        return self.to_tokens * (noise / self.last) ** (1 / self.exponent) if self.exponent else math.inf
+
+
+def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
+    """A straight line through the logarithms of (tokens, noise scale); one that falls is taken as constant.
+
+    Raises:
+        InputError: if there are too few.
+    """
+    used = measured[SETTLING:]
+    if len(used) < FEWEST:
+        raise InputError(
+            f"{len(measured)} measured noise scales, and {SETTLING + FEWEST} are needed; train a run with a smaller "
+            "stability.noise_scale_every_tokens"
+        )
+    xs, ys = [math.log(tokens) for tokens, _ in used], [math.log(noise) for _, noise in used]
+    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+    square = sum((x - x_mean) ** 2 for x in xs)
+    slope = max(sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / square, 0.0)
+    rest = [y - y_mean - slope * (x - x_mean) for x, y in zip(xs, ys, strict=True)]
+    return NoiseFit(
+        points=len(used),
+        from_tokens=used[0][0],
+        to_tokens=used[-1][0],
+        last=math.exp(y_mean + slope * (xs[-1] - x_mean)),
+        exponent=slope,
+        scatter=math.exp(math.sqrt(sum(each**2 for each in rest) / len(rest))),
+    )
+
+
+@dataclass(frozen=True)
+class NoiseRamp:
+    """``stages`` that double the batch, up to the recipe's where that is ``reached``; ``steps`` of the optimiser with
+    them, ``full_steps`` without. ``end_batch`` is the batch that the noise scale allows when the run ends."""
+
+    recipe: Recipe
+    fit: NoiseFit
+    multiple: float
+    stages: tuple[Stage, ...]
+    end_batch: int
+    steps: int
+    full_steps: int
+
+    @property
+    def reached(self) -> bool:
+        """Whether the recipe's batch is allowed before the end of the run."""
+        return self.stages[-1].tokens == self.recipe.batch.tokens
+
+    @property
+    def settings(self) -> list[str]:
+        """What ``--set`` takes; empty if there is nothing to change."""
+        if len(self.stages) == 1 or not self.reached:
+            return []
+        stages = ", ".join(f"{{from_tokens={stage.from_tokens},tokens={stage.tokens}}}" for stage in self.stages)
+        batch = self.recipe.batch
+        rule = [f"batch.stages_rule={batch.ramp.rule}"] if batch.ramp and batch.ramp.rule != "fixed" else []
+        return [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{stages}]", *rule]
+
+    @property
+    def reason(self) -> str:
+        allowed, full = f"{self.multiple:g} x the measured noise scale", format_quantity(self.recipe.batch.tokens)
+        if not self.reached:
+            return (
+                f"none: a batch of {full} tokens is above {allowed} even at the end of the run, where that allows "
+                f"{format_quantity(self.end_batch)}; leaven transfer --batch-tokens {self.end_batch} moves the "
+                "recipe to it"
+            )
+        if len(self.stages) == 1:
+            return f"none: a batch of {full} tokens is within {allowed} from the start"
+        return (
+            f"each stage begins where its batch is {allowed}: {self.steps:,} steps instead of {self.full_steps:,}, "
+            f"and about {1 + self.multiple:g} times the fewest tokens for a loss"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "noise": asdict(self.fit),
+            "multiple": self.multiple,
+            "stages": [stage.model_dump() for stage in self.stages],
+            "set": self.settings,
+            "steps": self.steps,
+            "full_steps": self.full_steps,
+            "why": self.reason,
+        }
+
+
+def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> NoiseRamp:
+    """Stages of the full batch over powers of two, in whole sequences, each from where it is ``multiple`` noise
+    scales. The first is the largest that the first measurements allow, one sequence at the least."""
+    seq_len, full, tokens = recipe.model.seq_len, recipe.batch.tokens, recipe.data.tokens
+    sequences = full // seq_len
+    sizes = sorted({max(sequences >> n, 1) * seq_len for n in range(sequences.bit_length())})
+    starts = [(size, fit.reaches(size / multiple)) for size in sizes]
+    first = max((size for size, start in starts if start == 0), default=sizes[0])
+    later = [(size, math.ceil(start)) for size, start in starts if size > first and start < tokens]
+    stages = tuple(Stage(from_tokens=start, tokens=size) for size, start in [(first, 0), *later])
+    schedule = BatchSchedule(tuple((stage.from_tokens, stage.tokens) for stage in stages))
+    return NoiseRamp(
+        recipe=recipe,
+        fit=fit,
+        multiple=multiple,
+        stages=stages,
+        end_batch=max(int(multiple * fit.at(tokens)) // seq_len, 1) * seq_len,
+        steps=schedule.first_step_at(tokens),
+        full_steps=-(-tokens // full),
+    )

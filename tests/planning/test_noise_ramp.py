@@ -1,0 +1,78 @@
+"""A ramp from measured noise scales, on curves that are known."""
+
+import math
+import random
+
+import pytest
+
+from leaven.planning.noise_ramp import FEWEST, SETTLING, NoiseFit, fit_noise, noise_ramp
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_recipe, render
+from leaven.recipe.recipe import Recipe
+
+EVERY = 100
+
+
+def curve(exponent: float, last: float, points: int = 80, noise: float = 0.0) -> list[tuple[int, float]]:
+    draw = random.Random(0)
+    tokens = [EVERY * (n + 1) for n in range(points)]
+    return [(t, last * (t / tokens[-1]) ** exponent * math.exp(draw.gauss(0, noise))) for t in tokens]
+
+
+def test_the_fit_finds_the_power() -> None:
+    fit = fit_noise(curve(0.5, 400))
+    assert (fit.exponent, fit.last, fit.scatter) == pytest.approx((0.5, 400, 1))
+    assert (fit.from_tokens, fit.to_tokens, fit.points) == (EVERY * (SETTLING + 1), EVERY * 80, 70)
+    assert fit.at(2_000) == pytest.approx(200)
+    assert fit.at(0) == fit.at(100) == fit.at(fit.from_tokens)
+    assert fit.reaches(200) == pytest.approx(2_000)
+    assert fit.reaches(fit.at(0)) == 0
+    noisy = fit_noise(curve(0.5, 400, noise=0.2))
+    assert noisy.exponent == pytest.approx(0.5, abs=0.1)
+    assert noisy.scatter == pytest.approx(1.2, abs=0.06)
+
+
+def test_a_noise_scale_that_falls_is_taken_as_constant() -> None:
+    fit = fit_noise(curve(-0.5, 400))
+    assert fit.exponent == 0
+    assert fit.reaches(1.01 * fit.last) == math.inf
+
+
+def test_too_few_measurements_are_refused() -> None:
+    with pytest.raises(InputError, match="smaller stability.noise_scale_every_tokens"):
+        fit_noise(curve(0.5, 400, points=SETTLING + FEWEST - 1))
+
+
+def test_every_batch_is_within_the_multiple_of_the_noise_scale(tiny: Recipe) -> None:
+    """256 tokens in 8 sequences; the noise scale is 512 x sqrt(tokens / 10,240)."""
+    fit = NoiseFit(70, 100, 10_240, 512, 0.5, 1.1)
+    for multiple in (0.75, 1.0):
+        found = noise_ramp(tiny, fit, multiple)
+        assert found.reached
+        assert [stage.tokens for stage in found.stages] == [32, 64, 128, 256]  # 32 is within 51 x 3/4
+        at_limit = [stage.from_tokens for stage in found.stages[1:]]
+        assert at_limit == [math.ceil(10_240 * (size / (multiple * 512)) ** 2) for size in (64, 128, 256)]
+        (setting,) = found.settings
+        recipe = parse_recipe(render(tiny), "tiny", [setting])
+        assert recipe.batch.stages == found.stages
+        assert recipe.steps == found.steps > found.full_steps == 40
+        for step in range(recipe.steps):
+            tokens = recipe.batches.tokens_at_step(step)
+            assert recipe.batches.batch_at(tokens) <= max(multiple * fit.at(tokens) * (1 + 1e-9), 32)
+
+
+def test_a_ramp_that_is_there_gives_way_and_keeps_its_rule(tiny: Recipe) -> None:
+    ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 1_000, "rule": "scaled"}
+    found = noise_ramp(tiny.replace({"batch.ramp": ramp}), NoiseFit(70, 100, 10_240, 512, 0.5, 1.1), 1.0)
+    recipe = parse_recipe(render(tiny.replace({"batch.ramp": ramp})), "tiny", found.settings)
+    assert (recipe.batch.ramp, recipe.batch.rule) == (None, "scaled")
+
+
+def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: Recipe) -> None:
+    early = noise_ramp(tiny, NoiseFit(70, 100, 10_240, 4_096, 0.5, 1.1), 1.0)
+    assert (early.settings, len(early.stages)) == ([], 1)
+    assert early.reason.startswith("none: a batch of 256 tokens is within 1 x")
+    large = noise_ramp(tiny, NoiseFit(70, 100, 10_240, 200, 0.5, 1.1), 1.0)
+    assert large.settings == []
+    assert "--batch-tokens 192" in large.reason  # whole sequences of 32
+    assert noise_ramp(tiny, NoiseFit(70, 100, 10_240, 10, 0.0, 1.1), 1.0).end_batch == 32

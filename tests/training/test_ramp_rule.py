@@ -1,0 +1,210 @@
+"""A ramp that moves lr, betas, eps and decay with the batch: against AdamW written out in float64, over a stop, and
+without a trace where it is fixed."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.recipe.files import parse_recipe, render
+from leaven.recipe.recipe import BATCH_RULES, Recipe
+from leaven.scaling.rules import RULES
+from leaven.scaling.table import ramp_factors, resolve
+from leaven.scaling.transfer import transfer
+from leaven.training.engine import Interrupted, Training
+from leaven.training.optimiser import Optimiser, parameter_groups
+from leaven.training.precision import DTYPES
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import train
+
+RAMP = {"start_tokens": 32, "increment_tokens": 32, "over_tokens": 1_000}
+STEPS = 16  # 32 .. 256 tokens: the full batch is reached at step 10
+RUNNING = {"mode": "running", "limit": 0.9}
+
+
+def ramped(tiny: Recipe, rule: str, **changes: object) -> Recipe:
+    base = {"width": 8, "depth": 1, "batch_tokens": 128, "tokens": 5_120, "d_head": 4}
+    return tiny.replace({"batch.ramp": RAMP | {"rule": rule}, "scaling.base": base, **changes})
+
+
+@pytest.fixture
+def tokens(tiny: Recipe) -> TokenSet:
+    torch.set_num_threads(1)
+    return prepare(tiny.data, tiny.model.vocab_size)
+
+
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything in it, weights and products."""
+    monkeypatch.setitem(DTYPES, "fp32", torch.float64)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+Gradients = list[dict[str, Tensor]]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Gradients:
+    """The gradients that the optimiser takes, a step a dictionary."""
+    gradients: Gradients = []
+    plain: Callable[..., None] = Optimiser.step
+
+    def watched(optimiser: Optimiser, *arguments: object) -> None:
+        named = optimiser._named()
+        gradients.append({name: leaf.grad.clone() for name, leaf in named if leaf.grad is not None})
+        plain(optimiser, *arguments)
+
+    monkeypatch.setattr(Optimiser, "step", watched)
+    return gradients
+
+
+def at_its_batch(recipe: Recipe, batch_tokens: int) -> Recipe:
+    """The recipe as one whose full batch is that of a step: its table is what the rule says for it."""
+    return recipe.replace({"batch.ramp": None, "batch.tokens": batch_tokens})
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_a_scaled_ramp_is_adamw_with_the_values_of_each_step(
+    tiny: Recipe, tokens: TokenSet, seen: Gradients, kind: str
+) -> None:
+    """The correction of the moments is 1 - prod(beta_i); torch's own count of the steps is a float32."""
+    recipe = ramped(tiny, "scaled", **{"hyperparameters.optimizer": kind, "hyperparameters.eps": 1e-3})
+    training = Training(recipe, tokens, "cpu")
+    weights = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+    first, second = ({name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(2))
+    left1, left2 = dict.fromkeys(weights, 1.0), dict.fromkeys(weights, 1.0)
+    batches = set()
+    for step in range(STEPS):
+        batch = recipe.batches.batch_at(training.progress.tokens)
+        batches.add(batch)
+        told, table = training.step(), resolve(at_its_batch(recipe, batch))
+        multiplier = recipe.schedule.multiplier(training.progress.tokens, recipe.data.tokens)
+        assert told.lr == pytest.approx(table["layers.0.mlp.out.weight"].lr * multiplier, rel=1e-12)
+        for name, taken in seen[step].items():
+            row, w, gradient = table[name], weights[name], taken
+            lr = row.lr * multiplier
+            if kind == "adamw":
+                w = w * (1 - lr * row.weight_decay)
+            else:
+                gradient = gradient + row.weight_decay * w
+            left1[name], left2[name] = left1[name] * row.beta1, left2[name] * row.beta2
+            first[name] = row.beta1 * first[name] + (1 - row.beta1) * gradient
+            second[name] = row.beta2 * second[name] + (1 - row.beta2) * gradient**2
+            mean, square = first[name] / (1 - left1[name]), second[name] / (1 - left2[name])
+            weights[name] = w - lr * mean / (square.sqrt() + row.eps)
+    assert batches == set(range(32, 257, 32))
+    for name, parameter in training.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), weights[name], rtol=1e-6, atol=1e-8)
+
+
+def test_a_fixed_ramp_is_torchs_adamw_to_the_last_bit(tiny: Recipe, tokens: TokenSet, seen: Gradients) -> None:
+    recipe = ramped(tiny, "fixed")
+    training = Training(recipe, tokens, "cpu")
+    weights = {name: p.detach().clone().requires_grad_() for name, p in training.model.named_parameters()}
+    adam = torch.optim.AdamW(parameter_groups(weights, resolve(recipe).rows), fused=True)
+    for step in range(STEPS):
+        training.step()
+        for name, gradient in seen[step].items():
+            weights[name].grad = gradient
+        multiplier = recipe.schedule.multiplier(training.progress.tokens, recipe.data.tokens)
+        for group in adam.param_groups:
+            group["lr"] = group["peak_lr"] * multiplier
+        adam.step()
+    for name, parameter in training.model.named_parameters():
+        assert torch.equal(parameter, weights[name])
+    assert recipe == ramped(tiny, "fixed", **{"batch.ramp": RAMP})  # which is what a ramp without a rule is
+
+
+def test_the_factors_are_those_of_complete_d_p(tiny: Recipe) -> None:
+    recipe = ramped(tiny, "scaled")
+    first, longer = ramp_factors(recipe, 0)
+    assert (first.lr, first.eps, first.weight_decay, first.half_life) == pytest.approx((8**-0.5, 8**0.5, 8**-0.5, 8))
+    assert longer == 1
+    second = next(step for step in range(STEPS) if recipe.batches.tokens_at_step(step + 1) - 32 * (step + 1) > 0)
+    assert ramp_factors(recipe, second)[1] == pytest.approx(1 / 2)
+    full, longer = ramp_factors(recipe, STEPS)
+    assert set(vars(full).values()) == {1.0}
+    assert longer == 1
+    stages = [{"from_tokens": 0, "tokens": 32}, {"from_tokens": 320, "tokens": 256}]
+    staged = recipe.replace({"batch.ramp": None, "batch.stages": stages, "batch.stages_rule": "scaled"})
+    assert ramp_factors(staged, 9) == (first, 1)
+    assert ramp_factors(staged, 10) == (full, 1 / 8)
+
+
+def lines(folder: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["update_norm"]) for line in RunFolder(folder).metrics()]
+
+
+@pytest.mark.parametrize("stop", [4, 9])
+def test_stopped_in_the_ramp_the_losses_are_the_same_bits(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, stop: int
+) -> None:
+    recipe = ramped(tiny, "scaled", **{"hyperparameters.grad_clip": RUNNING, "data.tokens": 3_072})
+    train(recipe, tokens, tmp_path / "whole")
+    train(recipe, tokens, tmp_path / "parts", stop=lambda: len(lines(tmp_path / "parts")) >= stop)
+    assert len(lines(tmp_path / "parts")) < recipe.steps
+    train(recipe, tokens, tmp_path / "parts")
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_a_step_that_is_given_up_where_the_batch_grows_is_as_if_it_had_not_begun(
+    tiny: Recipe, tokens: TokenSet
+) -> None:
+    recipe = ramped(tiny, "scaled", **{"hyperparameters.grad_clip": RUNNING})
+    whole, broken = (Training(recipe, tokens, "cpu") for _ in range(2))
+    for step in range(STEPS):
+        if ramp_factors(recipe, step)[1] != 1:
+            broken.stop = lambda: True
+            with pytest.raises(Interrupted):
+                broken.step()
+            broken.give_up()
+            broken.stop = lambda: False
+        assert broken.step().update_norm == whole.step().update_norm
+
+
+def test_the_running_norm_forgets_by_tokens(tiny: Recipe, tokens: TokenSet) -> None:
+    """Its mean square is the weighted mean of the squares that it has seen, by the betas of their own steps."""
+    recipe = ramped(tiny, "scaled", **{"hyperparameters.grad_clip": {"mode": "running", "limit": 1e6}})
+    training, beta = Training(recipe, tokens, "cpu"), resolve(recipe).beta2
+    mean = weight = 0.0
+    for step in range(STEPS):
+        now = ramp_factors(recipe, step)[0].beta(beta)
+        norm = training.step().grad_norm
+        mean, weight = now * mean + (1 - now) * norm**2, now * weight + (1 - now)
+    running = training.clipper.running
+    assert running is not None
+    assert float(running.value()) == pytest.approx(math.sqrt(mean / weight), rel=1e-6)
+
+
+def test_only_rules_that_move_something_with_the_batch_have_a_scaled_ramp(tiny: Recipe) -> None:
+    moves = [name for name, rule in RULES.items() if "B" in rule.half_life.text]
+    assert moves == list(BATCH_RULES)
+    for rule in RULES.values():  # in what all roles share, and nowhere else
+        assert not any("B" in cell.text for cells in rule.cells.values() for cell in cells.values())
+        assert ("B^1/2" in rule.columns["lr"].text) if rule.columns else rule.name not in moves
+    for name in RULES.keys() - BATCH_RULES:
+        ramped(tiny, "fixed", **{"scaling.rule": name})
+        with pytest.raises(
+            ValidationError, match=r'ramp.rule = "scaled": scaling rule .* moves nothing with the batch'
+        ):
+            ramped(tiny, "scaled", **{"scaling.rule": name})
+
+
+def test_a_transfer_keeps_the_rule_and_so_does_a_file(tiny: Recipe) -> None:
+    moved = transfer(ramped(tiny, "scaled"), batch_tokens=512, tokens=20_480)
+    assert moved.batch.ramp is not None
+    assert (moved.batch.ramp.rule, moved.batch.ramp.start_tokens) == ("scaled", 64)
+    assert parse_recipe(render(moved), "moved") == moved
+    stages = [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 1_024, "tokens": 256}]
+    staged = tiny.replace({"batch.stages": stages, "batch.stages_rule": "scaled"})
+    assert transfer(staged, batch_tokens=512).batch.rule == "scaled"
+    with pytest.raises(ValidationError, match="of a ramp it is ramp.rule"):
+        tiny.replace({"batch.stages_rule": "scaled"})

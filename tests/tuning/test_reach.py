@@ -1,0 +1,214 @@
+"""How far a search goes: to an optimum outside its first box, off 0 and back, and among choices."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from leaven.recipe.recipe import Recipe
+from leaven.training.outcome import Outcome
+from leaven.tuning import search
+from leaven.tuning.found import Found
+from leaven.tuning.methods import BEST, LEAST, METHODS, box
+from leaven.tuning.point import values
+from leaven.tuning.proposal import Proposal
+from leaven.tuning.space import Space, space
+from leaven.tuning.trust_region import Axes, region
+
+Objective = Callable[[dict[str, float]], float]
+
+
+def found_in(
+    around: Space, objective: Objective, method: str = "trust-region", trials: int = 60, **more: object
+) -> Found:
+    limits = {"scales": around.scales, "near": around.near, "noise": 1e-3, "stop_at_noise": False}
+    return search(objective, around.limits, None, trials, method, **{**limits, **more})  # type: ignore[arg-type]
+
+
+def half_life(beta: float) -> float:
+    """In octaves of steps."""
+    return math.log2(math.log(0.5) / math.log(beta))
+
+
+def planted(recipe: Recipe, **optimum: float) -> Objective:
+    """A loss whose lowest point has these hyperparameters; it rises by 0.1 an octave squared and then linearly."""
+
+    def loss(octaves: dict[str, float]) -> float:
+        there = values(recipe, {f"hyperparameters.{name}": octaves[f"hyperparameters.{name}"] for name in optimum})
+        away = [
+            half_life(float(there[f"hyperparameters.{name}"])) - half_life(best)
+            if name.startswith("beta")
+            else math.log2(float(there[f"hyperparameters.{name}"]) / best)
+            for name, best in optimum.items()
+        ]
+        return 3.0 + sum(0.2 * (math.sqrt(1 + x * x) - 1) for x in away)
+
+    return loss
+
+
+def test_a_recipe_that_starts_badly_placed_comes_back(tiny: Recipe) -> None:
+    """beta1 0.27 to 0.9 is 3.6 octaves, and residual 1 to 1/20 is 4.3: both outside of the first box."""
+    start = tiny.replace({"hyperparameters.beta1": 0.27})
+    around = space(start, "global")
+    assert around.near["hyperparameters.beta1"] == (-2, pytest.approx(0.08, abs=0.01))
+    assert around.near["hyperparameters.residual"] == (-3, 3)
+    found = found_in(around, planted(start, beta1=0.9, residual=1 / 20))
+    there = around.values(found.params)
+    assert abs(half_life(float(there["hyperparameters.beta1"])) - half_life(0.9)) < 1
+    assert abs(math.log2(20 * float(there["hyperparameters.residual"]))) < 1
+    assert found.loss < 3.06
+
+
+@pytest.mark.parametrize("method", ["random", "tpe", "cma"])
+def test_other_methods_go_beyond_their_first_box_too(tiny: Recipe, method: str) -> None:
+    start = tiny.replace({"hyperparameters.beta1": 0.27})
+    around = space(start, "hyperparameters.beta1,hyperparameters.residual")
+    found = found_in(around, planted(start, beta1=0.95, residual=1 / 20), method)
+    first = around.near["hyperparameters.beta1"][0]
+    assert min(trial.params["hyperparameters.beta1"] for trial in found.trials) < first
+    assert found.loss < planted(start, beta1=0.95, residual=1 / 20)(
+        {"hyperparameters.beta1": first, "hyperparameters.residual": -3.0}
+    )
+
+
+def test_the_box_is_extended_where_the_best_lie_at_its_end_and_nowhere_else() -> None:
+    axes = Axes.of({"a": (-8.0, 8.0), "b": (-8.0, 2.5)}, {}, {"a": (-2.0, 2.0), "b": (-2.0, 2.0)})
+    rng = np.random.default_rng(0)
+    points = rng.uniform(-2, 2, (40, 2))
+    towards_a = box(points, -points[:, 0], axes)
+    assert towards_a[0].tolist() == [-2, -2]
+    assert towards_a[1][0] > 2 == towards_a[1][1]
+    inside = box(points, (points**2).sum(1), axes)
+    assert [end.tolist() for end in inside] == [[-2, -2], [2, 2]]
+    # Up to the end of the space, whatever lies there.
+    beyond = np.concatenate([points, np.tile([0.0, 2.5], (40, 1)) + rng.uniform(-0.1, 0, (40, 2))])
+    assert box(beyond, -beyond[:, 1], axes)[1].tolist() == [2, 2.5]
+    # Divergences say nothing, nor do too few.
+    assert box(points, np.full(40, np.inf), axes)[1].tolist() == [2, 2]
+    assert box(points[: LEAST - 1], -points[: LEAST - 1, 0], axes)[1].tolist() == [2, 2]
+    assert BEST < LEAST
+
+
+def test_a_region_reaches_a_step_beyond_its_incumbent() -> None:
+    line = np.linspace(0, 3, 13)[:, None]
+    low, high = np.array([-12.0]), np.array([12.0])
+    now = region(line, 3.0 - line[:, 0], low, high, 0.01, near=(np.array([-3.0]), np.array([3.0])))
+    assert now.incumbent[0] == 3
+    assert (now.low[0], now.high[0]) == (-3, 4)
+    proposals = [now.proposal(np.random.default_rng(seed))[0] for seed in range(20)]
+    assert 3 < max(proposals) <= 4
+    limited = region(line, 3.0 - line[:, 0], low, np.array([3.5]), 0.01, near=(np.array([-3.0]), np.array([3.0])))
+    assert limited.high[0] == 3.5
+
+
+def chosen(octaves: dict[str, float]) -> float:
+    """wsd and adam are best, and the lr an octave up."""
+    decay, optimizer = (octaves[name] for name in ("schedule.decay", "hyperparameters.optimizer"))
+    return (
+        3.0
+        + {0: 0.1, 1: 0.2, 2: 0.0}[round(decay)]
+        + 0.1 * (optimizer == 0)
+        + 0.1 * (octaves["hyperparameters.lr"] - 1) ** 2
+    )
+
+
+@pytest.mark.parametrize("method", [pytest.param("gp", marks=pytest.mark.slow), *(m for m in METHODS if m != "gp")])
+def test_the_best_of_choices_is_found(tiny: Recipe, method: str) -> None:
+    around = space(tiny, "hyperparameters.lr,schedule.decay,hyperparameters.optimizer")
+    found = found_in(around, chosen, method, trials=40)
+    there = around.values(found.params)
+    assert (there["schedule.decay"], there["hyperparameters.optimizer"]) == ("wsd", "adam")
+    assert {trial.params["schedule.decay"] for trial in found.trials} == {0.0, 1.0, 2.0}
+
+
+def test_a_choice_among_many_values_is_found(tiny: Recipe) -> None:
+    around = space(tiny, "global-full")
+    found = found_in(around, chosen)
+    assert around.values(found.params)["schedule.decay"] == "wsd"
+    assert around.values(found.params)["hyperparameters.optimizer"] == "adam"
+
+
+def test_a_choice_that_diverges_is_left_alone(tiny: Recipe) -> None:
+    around = space(tiny, "hyperparameters.lr,schedule.decay")
+    found = found_in(
+        around, lambda x: math.inf if x["schedule.decay"] == 2 else 3 + (x["hyperparameters.lr"] - 1) ** 2
+    )
+    assert found.params["schedule.decay"] != 2
+    assert sum(trial.params["schedule.decay"] == 2 for trial in found.trials) < 12
+
+
+def test_a_start_may_be_at_any_level() -> None:
+    found = search(
+        lambda x: 3 + (x["a"] != 0) + x["b"] ** 2, {"a": range(3), "b": (-3, 3)}, {"a": 2, "b": 1}, 30, noise=1e-3
+    )
+    assert found.trials[0].params == {"a": 2.0, "b": 1.0}
+    assert found.params["a"] == 0
+
+
+@pytest.mark.parametrize(("start", "best"), [(0.0, 0.17), (0.3, 0.0), (0.2, 0.2)])
+def test_dropout_moves_off_0_and_back(tiny: Recipe, start: float, best: float) -> None:
+    recipe = tiny.replace({"model.dropout": start})
+    around = space(recipe, "model.dropout,schedule.min_lr_ratio,hyperparameters.lr")
+
+    def loss(octaves: dict[str, float]) -> float:
+        there = around.values(octaves)
+        return 3 + 4 * (float(there["model.dropout"]) - best) ** 2 + 4 * float(there["schedule.min_lr_ratio"]) ** 2
+
+    there = around.values(found_in(around, loss).params)
+    assert there["model.dropout"] == pytest.approx(best, abs=0.03)
+    assert there["schedule.min_lr_ratio"] == pytest.approx(0, abs=0.03)
+
+
+@pytest.mark.parametrize("method", ["trust-region", "random", "tpe"])
+def test_an_extended_search_goes_on_as_if_it_had_not_stopped(tiny: Recipe, tmp_path: Path, method: str) -> None:
+    start = tiny.replace({"hyperparameters.beta1": 0.27})
+    around = space(start, "hyperparameters.beta1,schedule.decay")
+    loss = planted(start, beta1=0.98)
+    whole = found_in(around, loss, method, trials=30, storage=tmp_path / "whole.log")
+    asked = 0
+
+    def once_more(octaves: dict[str, float]) -> float:
+        nonlocal asked
+        asked += 1
+        return loss(octaves)
+
+    stopped = {"storage": tmp_path / "parts.log"}
+    found_in(around, once_more, method, 30, stop=lambda: asked >= 20, **stopped)
+    assert asked < 30
+    parts = found_in(around, loss, method, 30, **stopped)
+    assert [trial.params for trial in parts.trials] == [trial.params for trial in whole.trials]
+    assert parts.params == whole.params
+    first = around.near["hyperparameters.beta1"][0]
+    assert min(trial.params["hyperparameters.beta1"] for trial in parts.trials) < first
+
+
+def test_two_commands_agree_on_an_extended_search(tiny: Recipe, tmp_path: Path) -> None:
+    start = tiny.replace({"hyperparameters.beta1": 0.27})
+    around, loss = space(start, "hyperparameters.beta1,schedule.decay"), planted(start, beta1=0.98)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(found_in, around, loss, trials=24, storage=tmp_path / "both.log") for _ in range(2)]
+        first, second = (each.result() for each in both)
+    assert first.params == second.params
+    assert first.loss == second.loss
+    assert len(first.trials) == len(second.trials) == 24
+    assert (
+        min(trial.params["hyperparameters.beta1"] for trial in first.trials) < around.near["hyperparameters.beta1"][0]
+    )
+
+
+def test_a_run_is_compared_with_those_of_its_own_choices(tiny: Recipe) -> None:
+    """A wsd run is behind a cosine run until it cools down."""
+    around, seen = space(tiny, "hyperparameters.lr,schedule.decay"), []
+
+    def loss(proposal: Proposal) -> Outcome:
+        level = proposal["schedule.decay"]
+        if proposal.rival is not None:
+            seen.append((level, proposal.rival.curve[0][1]))
+        return Outcome(chosen({**proposal, "hyperparameters.optimizer": 0.0}), curve=((1, level), (2, 3.0)))
+
+    search(loss, around.limits, trials=40)
+    assert len({level for level, _ in seen}) > 1
+    assert all(level == of for level, of in seen)
