@@ -132,7 +132,7 @@ def demo_taken_up(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Tak
     # On a busy machine two threads that wait for each other take ten times as long as one.
     environment = os.environ | {"OMP_THREAD_LIMIT": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (folder / "runs" / "published" / "metrics.jsonl").exists():  # the third starts when one has ended
+    while not (folder / "runs" / "untuned" / "metrics.jsonl").exists():  # the third starts when one has ended
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.01)
     process.kill()

@@ -225,7 +225,7 @@ def powers(low: int, high: int) -> st.SearchStrategy[float]:
     return st.floats(low, high).map(lambda exponent: 10.0**exponent)
 
 
-@settings(max_examples=15, phases=[Phase.explicit, Phase.generate], derandomize=True)
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate], derandomize=True)
 @given(
     width=st.sampled_from([1, 4, 16, 64]),
     layers=st.integers(1, 12),

@@ -2,10 +2,10 @@
 
 import pytest
 
-from leaven.catalogue.runs import FOLDER, Run, Stack, diff, find_run, load_runs, nearest, size_ratio
+from leaven.catalogue.runs import FOLDER, Run, Stack, diff, find_run, load_runs, nearest, own_runs, size_ratio
 from leaven.recipe.errors import InputError
 
-IDS = sorted(path.stem for path in FOLDER.glob("*.toml"))
+IDS = sorted(run.id for run in load_runs())
 
 
 # The runs that leaven could train as they were: pre-norm, ordinary attention, nothing in parallel.
@@ -36,6 +36,7 @@ def test_leavens_own_shape_has_the_published_parameter_count_where_leaven_can_bu
 def test_the_catalogue_is_whole() -> None:
     runs = load_runs()
     assert len(runs) == len(IDS) >= 110
+    assert len(runs) + len(own_runs()) == len(list(FOLDER.glob("*.toml")))
     assert [run.params_total for run in runs] == sorted(run.params_total for run in runs)
     assert {run.kind for run in runs} == {"dense", "moe", "vlm"}
     assert {run.optimizer for run in runs} == {"adam", "adamw", "adafactor", "ademamix", "muon", None}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -144,6 +144,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> 
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5))
+@settings(max_examples=25)
 def test_the_fingerprint_is_of_keys_and_texts_only(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str]
 ) -> None:

@@ -243,7 +243,13 @@ def finished(cache: Path) -> dict[Path, int]:
 STOPS = ["reading", "tokenizer", "before a rename", "after a rename", "before the journal", "half an index"]
 
 
-@pytest.mark.parametrize("stop", [*STOPS, "after the index"])
+COMMON = {"tokenizer", "before a rename", "after the index"}  # moments in every `make test`; all in `make kills`
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [pytest.param(stop, marks=[pytest.mark.kills] * (stop not in COMMON)) for stop in (*STOPS, "after the index")],
+)
 def test_a_kill_at_a_chosen_moment_loses_one_shard_at_most(
     data: Data, prepared: TokenSet, tmp_path: Path, stop: str
 ) -> None:

@@ -222,6 +222,7 @@ def test_a_cache_folder_that_cannot_be_used_is_refused(source: str, tmp_path: Pa
         prepare(source, "bpe", 300, tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_enough_for_a_vocabulary_of_4096(tmp_path: Path) -> None:
     found = prepare("python-stdlib", "bpe", 4_096, tmp_path)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}

@@ -7,10 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.starter import starter
+from leaven.catalogue.starter.starter import untuned as untuned_of
 from leaven.demo.arms import arms
+from leaven.demo.demo import Demo
+from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.table import resolve
@@ -29,7 +35,7 @@ def test_all_of_it_killed_half_way_and_run_again(demo_taken_up, corpus: Path) ->
     assert {path: RunFolder(path).metrics() for path in finished} == finished  # not run again
 
     state = json.loads((folder / "demo.json").read_text())
-    assert [arm["key"] for arm in state["arms"]] == ["transferred", "copied", "published"]
+    assert [arm["key"] for arm in state["arms"]] == ["transferred", "copied", "untuned"]
     for arm in state["arms"]:
         finish = RunFolder(folder / arm["run"]).events()[-1]
         assert finish["event"] == "finish"
@@ -59,24 +65,32 @@ def test_the_arms_differ_in_hyperparameters_alone(tiny: Recipe) -> None:
     from leaven.scaling.transfer import transfer
 
     target = transfer(tiny, width=32, depth=4, tokens=40_960)
-    transferred, copied, published = (arm.recipe for arm in arms(target))
+    transferred, copied, untuned = (arm.recipe for arm in arms(target))
     assert [path for path, _, _ in differences(transferred, copied)] == ["scaling.rule"]
     hidden = "layers.0.mlp.in.weight"
     assert resolve(copied)[hidden].lr == tiny.hyperparameters.lr
     assert resolve(transferred)[hidden].lr == pytest.approx(tiny.hyperparameters.lr / 2 / 2)
-    changed = {path.split(".")[0] for path, _, _ in differences(transferred, published)}
+    changed = {path.split(".")[0] for path, _, _ in differences(transferred, untuned)}
     assert changed <= {"hyperparameters", "schedule", "scaling"}
-    # The nearest published run to anything this small is Pythia 70M: lr 1e-3, small-init std, decay 0.1.
-    assert (published.hyperparameters.lr, published.hyperparameters.weight_decay) == (1e-3, 0.1)
-    assert published.hyperparameters.init_std == pytest.approx((2 / (5 * 512)) ** 0.5, rel=1e-4)
-    assert "EleutherAI/pythia" in published.why["hyperparameters.lr"]
+    assert {row.lr for row in resolve(untuned).rows} == {
+        untuned.hyperparameters.lr
+    }  # its own scale: nothing is moved
+    assert "neighbours" in untuned.why["hyperparameters.lr"]
+
+
+def test_the_untuned_arm_has_what_leaven_new_writes_for_its_size_and_batch() -> None:
+    asked = Asked("wheat", 300_000_000, 6_000_000_000, proxy=0)
+    new = starter(asked).recipe
+    plain = new.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
+    assert untuned_of(plain).hyperparameters == new.hyperparameters
+    assert untuned_of(plain).schedule == new.schedule
 
 
 def test_a_folder_of_something_else_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    done = subprocess.run(demo(tmp_path, corpus), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "holds no demo" in done.stderr
+    walk = Demo(tmp_path, "tiny", f"{corpus}/*.txt", 1, watcher=Mock(), stop=lambda: False).walk
+    with pytest.raises(InputError, match="holds no demo"):
+        walk()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

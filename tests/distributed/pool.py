@@ -1,6 +1,7 @@
 """Processes that wait for work: a case costs what it computes, not a start of Python and torch for each rank."""
 
 import faulthandler
+import gc
 import os
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "leaven.training.engine"]
 TIMEOUT = 300.0
@@ -82,6 +84,7 @@ class Pool:
 
 def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # collections between cases look at what a case has left and at nothing else
     with suppress(EOFError):
         while True:
             environment, function, arguments = connection.recv()
@@ -94,5 +97,18 @@ def _work(connection: Connection) -> None:
             faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _release_threads()
             connection.send(answer)
     os._exit(0)
+
+
+def _release_threads() -> None:
+    """End the threads of a case's process groups, which are twelve a case and stay as long as the process otherwise.
+
+    A group ends its threads when nothing refers to it. Cycles of the model keep destroyed groups, and so do device
+    meshes, which the caches of DTensor keep; a mesh without a registry looks a group up by its name.
+    """
+    gc.collect()
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:
+            getattr(mesh, "_pg_registry", {}).clear()

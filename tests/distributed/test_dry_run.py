@@ -52,7 +52,13 @@ def rehearsed(recipe: Recipe) -> Taken:
 
 @pytest.mark.parametrize(
     "layout",
-    ["tp=1", "tp=2,recompute=full", "pp=2", "dp=2,zero=3", "dp=2,tp=2,pp=2,zero=1"],
+    [
+        pytest.param("tp=1", marks=pytest.mark.slow),
+        "tp=2,recompute=full",
+        "pp=2",
+        "dp=2,zero=3",
+        pytest.param("dp=2,tp=2,pp=2,zero=1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_dry_run_finds_what_real_processes_take(layout: str, ranks: Pool, tiny: Recipe) -> None:
     recipe = rehearsal(with_layout(tiny.replace(SMALL | {"model.n_layers": 2}), layout)).recipe
@@ -98,7 +104,13 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize(("layout", "model"), GRID.items(), ids=GRID)
+REST = {"dp=8", "dp=8,zero=2", "tp=1,recompute=full"}  # what is in these is in the others
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [pytest.param(name, GRID[name], id=name, marks=[pytest.mark.slow] * (name in REST)) for name in GRID],
+)
 def test_the_planner_says_what_a_dry_run_finds(layout: str, model: dict[str, Any], tiny: Recipe) -> None:
     changes = SMALL | model
     if "pp" not in layout:
@@ -114,6 +126,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "layers"),
     [pytest.param(name, n, marks=pytest.mark.xfail(strict=True, reason=why)) for name, (n, why) in OUTSIDE.items()],

@@ -98,13 +98,14 @@ def tokens(tiny: Recipe) -> TokenSet:
 def test_one_that_stops_stops_all_and_they_go_on_together(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
 ) -> None:
+    two = two.replace({"data.tokens": 5_120})
     stopped = ranks(2, run, two, tokens, tmp_path / "run", "stop")
     assert [(each["done"], each["steps"]) for each in stopped] == [(False, 10), (False, 10)]
     done = ranks(2, run, two, tokens, tmp_path / "run")
     whole = ranks(2, run, two, tokens, tmp_path / "whole")
     assert done == whole
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # to the last bit
-    assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 40
+    assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 20
     assert events(tmp_path / "whole").count("start") == 1  # one of them writes
     compared = [event for event in RunFolder(tmp_path / "whole").events() if event["event"] == "ranks"]
     assert compared
@@ -115,7 +116,7 @@ def test_one_that_stops_stops_all_and_they_go_on_together(
 def test_a_number_that_is_none_on_one_takes_all_back(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
 ) -> None:
-    done = ranks(2, run, two, tokens, tmp_path / "run", "nan")
+    done = ranks(2, run, two.replace({"data.tokens": 5_120}), tokens, tmp_path / "run", "nan")
     assert done[0] == done[1]
     assert done[0]["done"]
     assert done[0]["rollbacks"] == 1

@@ -31,7 +31,13 @@ CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize(("changes", "chain"), CHAINS.values(), ids=CHAINS.keys())
+SLOW = "pp4, tp4, dp2 zero3"  # the degrees of two are in the others
+
+
+@pytest.mark.parametrize(
+    ("changes", "chain"),
+    [pytest.param(*CHAINS[name], id=name, marks=[pytest.mark.slow] * (name == SLOW)) for name in CHAINS],
+)
 def test_any_layout_takes_up_what_any_other_has_saved(
     changes: dict[str, Any],
     chain: list[dict[str, Any]],

@@ -42,8 +42,9 @@ def stepped(model: nn.Module, found: list[dict[str, Any]]) -> dict[str, torch.Te
     return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
-@pytest.mark.parametrize("compiled_first", [True, False])
+@pytest.mark.parametrize(
+    ("build", "compiled_first"), [(llama, True), (gpt2, False)], ids=["before, llama", "after, gpt2"]
+)
 def test_compiled(build: Any, compiled_first: bool) -> None:
     model = build(64, 4).eval()
     expected, unscaled = copy.deepcopy(model), logits(model, tokens())

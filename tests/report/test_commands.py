@@ -16,7 +16,7 @@ from leaven.report.folders import read_run, read_study
 from leaven.report.page import write_page
 from leaven.training.run_folder import RunFolder
 
-RUNS = ("transferred", "copied", "published")
+RUNS = ("transferred", "copied", "untuned")
 
 
 def printed(page: Path) -> list[list[str]]:

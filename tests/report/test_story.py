@@ -29,7 +29,7 @@ def test_the_kind_of_a_folder_is_known_by_what_lies_in_it(demo_folder, tmp_path)
 
 def test_a_demo_knows_its_runs_and_its_verdict(demo_folder):
     demo = read_demo(demo_folder)
-    assert [arm.key for arm in demo.arms] == ["transferred", "copied", "published"]
+    assert [arm.key for arm in demo.arms] == ["transferred", "copied", "untuned"]
     assert demo.rival.key == "copied"
     assert demo.gain == pytest.approx(0.14)
     assert demo.seconds == pytest.approx(568.5)
@@ -105,7 +105,7 @@ def test_a_run_that_broke_off_has_no_final_loss_to_compare(folder):
     demo = read_demo(folder)
     assert demo.arms[1].loss is None
     assert demo.arms[1].run.stopped == "the loss is nan"
-    assert demo.rival.key == "published"
+    assert demo.rival.key == "untuned"
 
 
 def test_a_loss_that_is_no_number_is_a_gap(folder):
@@ -149,7 +149,7 @@ def test_what_cannot_be_read_is_named_in_one_line(folder, breaking, message):
 
 
 def test_an_arm_without_a_run_is_shown_without_one(folder):
-    shutil.rmtree(folder / "runs/published")
+    shutil.rmtree(folder / "runs/untuned")
     demo = read_demo(folder)
     assert demo.arms[2].run is None
     assert demo.arms[0].run is not None

@@ -178,30 +178,30 @@ def write_demo(folder: Path, hostile: str = "") -> Path:
     small = proxy()
     large = target(small)
     copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
-    published = copied.replace({"name": "wheat-published", "hyperparameters": {"lr": 6e-4, "init_std": 0.02}})
+    untuned = copied.replace({"name": "wheat-untuned", "hyperparameters": {"lr": 6e-4, "init_std": 0.02}})
     folder.mkdir(parents=True, exist_ok=True)
     write_study(folder / "proxy", small, name=f"wheat-proxy{hostile}")
     write_recipe(large, folder / "target.toml")
     for seed, (key, recipe, floor, scale) in enumerate(
-        (("transferred", large, 2.41, 1.0), ("copied", copied, 2.55, 3.6), ("published", published, 2.63, 0.55))
+        (("transferred", large, 2.41, 1.0), ("copied", copied, 2.55, 3.6), ("untuned", untuned, 2.63, 0.55))
     ):
         write_run(folder / "runs" / key, recipe, floor, scale, seed=seed, torn=key == "copied")
     losses = {
         key: [json.loads(line) for line in (folder / "runs" / key / "events.jsonl").read_text().splitlines()][-1][
             "loss"
         ]
-        for key in ("transferred", "copied", "published")
+        for key in ("transferred", "copied", "untuned")
     }
     gain = losses["copied"] - losses["transferred"]
     titles = {
         "transferred": ("transferred", "the values found on the small model, moved by Complete(d)P"),
         "copied": ("copied", "the same values without the rule: what one gets by copying a config"),
-        "published": ("published", "what a published run of this size used (pythia-14m)"),
+        "untuned": ("untuned", "what leaven new has for this size, untuned"),
     }
     document = {
         "name": f"wheat{hostile}",
         "verdict": f"Tuned on 0.8 M parameters and moved to 5.1 M, the recipe is {gain:.3f} nats better than the "
-        f"same values copied, and better than a published recipe.{hostile}",
+        f"same values copied, and better than an untuned recipe.{hostile}",
         "arms": [
             {"key": key, "title": title + hostile, "run": f"runs/{key}", "loss": losses[key], "why": why + hostile}
             for key, (title, why) in titles.items()

@@ -26,6 +26,9 @@ def in_order_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     in_order(monkeypatch)
 
 
+pytestmark = pytest.mark.xdist_group("by hand")  # one finished run for all
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"

@@ -11,8 +11,8 @@ import resource, torch
 from leaven.training.machine import keep_freed_memory
 if {keep}:
     keep_freed_memory()
-for step in range(40):
-    if step == 20:  # the first ones find their place
+for step in range(20):
+    if step == 10:  # the first ones find their place
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones({elements}).relu().relu()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

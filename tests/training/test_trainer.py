@@ -143,7 +143,7 @@ def test_killed_and_started_again_the_losses_are_the_same_bits(tiny_file: Path, 
     assert [json.loads(again.stdout)[key] for key in same] == [json.loads(whole.stdout)[key] for key in same]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.kills)])
 def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run")]
     process = subprocess.Popen([*command, "--set", "data.tokens=10M"], stderr=subprocess.PIPE, text=True)
@@ -166,7 +166,8 @@ def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """It comes with the third of eight forwards; what was under way is done again, to the same bits."""
-    recipe, run = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1}), RunFolder(tmp_path / "run")
+    recipe = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1, "data.tokens": 5_120})
+    run = RunFolder(tmp_path / "run")
     forward, forwards = Stage.forward, []
 
     def counted(self: Stage, *arguments: Any) -> torch.Tensor:

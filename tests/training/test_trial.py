@@ -195,6 +195,7 @@ def test_with_a_ramp_branches_begin_and_end_at_its_steps(tiny: Recipe) -> None:
     assert train_trial(recipe, durations=durations).branches == tuple((each.tokens, each.loss) for each in alone)
 
 
+@pytest.mark.kills
 def test_branches_go_on_after_kills(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = tiny.replace(WSD | STATEFUL | {"batch.ramp": None}), tmp_path / "trial"
     whole = train_trial(recipe, durations=DURATIONS)

@@ -191,7 +191,7 @@ def test_no_budget_is_exceeded_and_another_wording_of_it_changes_nothing() -> No
         assert again.params == found.params
 
 
-@pytest.mark.parametrize("curvature", [0.0, 0.05])
+@pytest.mark.parametrize("curvature", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
 def test_where_the_start_is_the_best_it_mostly_stays(curvature: float) -> None:
     """Six values, none of which helps, and noise: what is chosen among lucky losses is compared with the start."""
     space, stays, errors = {str(i): (-3.0, 3.0) for i in range(6)}, 0, []

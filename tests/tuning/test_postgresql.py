@@ -109,6 +109,7 @@ def test_a_study_outlives_a_restart_of_its_database(server: Server) -> None:
     assert len(found.trials) == 10
 
 
+@pytest.mark.kills
 def test_a_server_that_stops_again_and_again_loses_nothing_and_does_nothing_twice(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

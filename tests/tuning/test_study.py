@@ -204,6 +204,7 @@ def test_ctrl_c_exits_with_75_and_the_next_start_goes_on_at_once(
     assert len(screen.seen) == trials
 
 
+@pytest.mark.kills
 def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) -> None:
     process = tune(tiny_file, tmp_path / "study", MANY)
     until(lambda: workers_of(process.pid), process)
@@ -213,6 +214,7 @@ def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) ->
     assert "Traceback" not in errors
 
 
+@pytest.mark.kills
 def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
     def kill(number: int) -> None:
         if number == 0:  # whose worker takes seconds to start

@@ -250,6 +250,26 @@ class Init(Group):
     qk_scale: str | None = None
 
 
+class TunedBase(Group):
+    """The study behind a base that leaven tuned itself. A run that has it is no published one.
+
+    ``values`` and ``intervals`` go by the paths of a recipe. Between the ends of an interval the loss stays within
+    the noise of the best, all other values at theirs.
+    """
+
+    rule: str  # the scaling rule in whose base coordinates the values are
+    trials: int
+    noise_nats: float  # standard deviation of the loss over seeds
+    loss: float  # validation loss, nats per token: the mean of the runs of the answer
+    loss_interval: _Pair  # 95%
+    loss_runs: int
+    start_loss: float  # of the values that the search started from, the mean of its seeds
+    start_runs: int
+    values: dict[str, float]
+    intervals: dict[str, _Pair]
+    at_end: Texts = ()  # the best is as far as was searched: the optimum may lie beyond
+
+
 class Precision(Group):
     dtype: Literal["fp32", "fp16", "bf16", "fp8"]
     dtype_note: str | None = None

@@ -1,4 +1,4 @@
-"""One published run: its groups as they were published, its values in leaven's own terms."""
+"""One run of the catalogue: its groups as its source has them, its values in leaven's own terms."""
 
 import math
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from leaven.catalogue.groups import (
     Schedule,
     Texts,
     Throughput,
+    TunedBase,
 )
 from leaven.recipe.base import Part
 from leaven.recipe.schedule import Decay
@@ -69,7 +70,8 @@ class Stack(NamedTuple):
 
 
 class Run(Part):
-    """One published run. The groups hold what was published; the properties say it in leaven's terms.
+    """A published run, or a base of leaven's own (:attr:`tuning`). The groups hold what its source says; the
+    properties say it in leaven's terms.
 
     A property is None where the value is not known.
     """
@@ -94,6 +96,7 @@ class Run(Part):
     parallel: Parallel | None = None
     hardware: Hardware | None = None
     throughput: Throughput | None = None
+    tuning: TunedBase | None = None  # of leaven's own bases alone
     instabilities: Annotated[tuple[Instability, ...], Field(strict=False)] = ()
     notes: Texts = ()
 

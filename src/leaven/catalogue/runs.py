@@ -1,4 +1,5 @@
-"""Published training runs, one TOML file each in ``runs/``, every group of values with its source.
+"""Published training runs, one TOML file each in ``runs/``, every group of values with its source; beside them the
+bases that leaven tuned itself, which have a group ``[tuning]`` and no vote among the published.
 
 To add a run, add a file: its name is the run's id, the groups are those of :mod:`leaven.catalogue.groups`.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "listed",
     "load_runs",
     "nearest",
+    "own_runs",
     "size_ratio",
 ]
 
@@ -36,11 +38,16 @@ _TOKEN_WEIGHT = 0.125
 
 def load_runs() -> tuple[Run, ...]:
     """All published runs, from the smallest to the largest."""
-    return _load(FOLDER)
+    return tuple(run for run in _load(FOLDER) if run.tuning is None)
+
+
+def own_runs() -> tuple[Run, ...]:
+    """The small runs that leaven tuned itself, from the smallest to the largest: bases to transfer from."""
+    return tuple(run for run in _load(FOLDER) if run.tuning is not None)
 
 
 def find_run(id: str) -> Run:
-    """One published run by its id.
+    """One run by its id, published or a base of leaven's own.
 
     Raises:
         InputError: if there is no such run; names the ids most like it.

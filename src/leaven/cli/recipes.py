@@ -12,7 +12,7 @@ from rich.text import Text
 from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.catalogue.run import Kind
-from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, size_ratio
+from leaven.catalogue.runs import Run, Stack, diff, find_run, load_runs, nearest, own_runs, size_ratio
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
 from leaven.cli import _next
@@ -50,12 +50,12 @@ def list_runs(
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """Published runs, from the smallest to the largest."""
+    """Published runs and the bases that leaven tuned itself, from the smallest to the largest."""
     _one_format(json_output, csv_output)
     named = {"kind": kind, "optimizer": optimizer, "family": family}
     conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
     runs = select(
-        load_runs(),
+        (*own_runs(), *load_runs()),
         params=None if params is None else Range.parse(params),
         tokens=None if tokens is None else Range.parse(tokens),
         conditions=[*conditions, *map(Condition.parse, where or ())],

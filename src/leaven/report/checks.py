@@ -19,7 +19,7 @@ Check = Mapping[str, Any]
 
 _SLOPES = ("coordinates", "gradients")
 _SWEEPS = ("transfer", "duration", "batch", "decay", "init")
-_LINES = ("var(--transferred)", "var(--copied)", "var(--published)", "var(--other)")
+_LINES = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
 
 
 _SHORT = {"regret": "regret, nats", "noise": "noise of seeds"}

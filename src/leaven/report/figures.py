@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "transferred": "var(--transferred)",
     "copied": "var(--copied)",
-    "published": "var(--published)",
+    "untuned": "var(--untuned)",
     "run": "var(--transferred)",
 }
 MUTED, INK, PAPER = "var(--muted)", "var(--ink)", "var(--paper)"

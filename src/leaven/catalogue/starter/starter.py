@@ -29,6 +29,7 @@ from leaven.catalogue.starter.tuned import take_tuned
 from leaven.catalogue.votes import FACTOR, Neighbours, neighbours
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
+from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
@@ -71,6 +72,18 @@ def starter(asked: Asked) -> Derivation:
         return Derivation(draft.recipe(), tuple(draft.steps), base.tuning)
     except ValidationError as error:
         raise InputError(f"no recipe comes of this: {explain(error)}") from None
+
+
+def untuned(recipe: Recipe) -> Recipe:
+    """A recipe with the hyperparameters and the schedule that a starter of its shape, batch and length has at that
+    scale, where nothing is tuned."""
+    at = Setting(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens, 1)
+    draft, batch = Draft(), recipe.batch.tokens
+    draft.set("batch", recipe.batch.model_dump(mode="json", exclude_none=True), "the recipe's own")
+    choose_schedule(draft, at, batch)
+    choose_adam(draft, at, batch, choose_lr(draft, at, batch))
+    chosen = {name: draft.document[name] for name in ("schedule", "hyperparameters")}
+    return recipe.replace(chosen | {"scaling": {"rule": "complete-d-p"}, "why": draft.why})
 
 
 STDLIB_TOKENS = 3_000_000

@@ -1,0 +1,43 @@
+"""The catalogue's own base is what its log says, and no published run."""
+
+import tomllib
+
+from benchmarks.tuned_base import __main__ as study
+
+from leaven.catalogue.runs import find_run, load_runs, own_runs
+from leaven.catalogue.votes import neighbours
+from leaven.recipe.files import read_recipe
+
+NAME = read_recipe(study.RECIPE).name
+
+
+def test_the_files_are_what_the_log_says() -> None:
+    trials = study.read_log()
+    assert tomllib.loads((study.CATALOGUE / "runs" / f"{NAME}.toml").read_text()) == study.entry(trials)
+    assert read_recipe(study.CATALOGUE / "bases" / f"{NAME}.toml") == study.base(trials)
+
+
+def test_the_loss_of_the_answer_is_of_its_runs() -> None:
+    trials = study.read_log()
+    best = study.answered(trials).best
+    assert best is not None
+    point = next(trial.octaves for trial in trials if trial.number == best.number)
+    losses = [trial.loss for trial in trials if trial.octaves == point and trial.loss is not None]
+    assert len(losses) >= best.runs
+    assert min(losses) <= best.loss <= max(losses)
+
+
+def test_every_value_lies_between_what_is_as_good() -> None:
+    tuning = find_run(NAME).tuning
+    assert tuning is not None
+    assert tuning.values.keys() == tuning.intervals.keys()
+    for path, (low, high) in tuning.intervals.items():
+        assert low <= tuning.values[path] <= high, path
+    low, high = tuning.loss_interval
+    assert low <= tuning.loss <= high
+
+
+def test_it_has_no_vote() -> None:
+    assert [run.id for run in own_runs()] == [NAME]
+    assert NAME not in {run.id for run in load_runs()}
+    assert NAME not in {run.id for run in neighbours(67_000, 1_340_000).runs}
