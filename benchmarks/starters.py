@@ -6,15 +6,17 @@ A fence begins with the command; all below it is replaced.
 import io
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 from rich.console import Console
 
 from leaven.catalogue.starter.asked import Asked
-from leaven.cli.new import next_commands
+from leaven.cli import _next
 from leaven.planning.start import start
 from leaven.recipe.units import parse_quantity
 from leaven.report.derivation import derivation
 
+SMALL = 20_000_000
 PAGE = Path(__file__).parents[1] / "docs" / "starters.md"
 _FENCE = re.compile(
     r"```\n\$ leaven new (\S+)\.toml --params (\S+) --tokens (\S+)(?: --from (\S+))?\n.*?```", re.DOTALL
@@ -25,8 +27,11 @@ def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str
     """What the verb prints, in 100 columns."""
     out = io.StringIO()
     started = start(Asked(name, parse_quantity(params), parse_quantity(tokens), lead=lead))
+    # The page is of a machine that trains small models alone, wherever it is written.
+    with patch.object(_next, "trainable_here", lambda recipe: recipe.model.params < SMALL):
+        following = _next.road(Path(f"{name}.toml"), started.proxy, started.target)
     Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True).print(
-        derivation(started.derivation, next_commands(started, Path(f"{name}.toml")))
+        derivation(started.derivation, following)
     )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

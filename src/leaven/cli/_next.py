@@ -27,7 +27,8 @@ IMPORTED = ("transformers", "megatron")  # what `leaven import config` reads
 # For an estimate of whether a run can be trained here. fp32 weights, gradients and two moments of Adam:
 _BYTES_PER_PARAMETER = 16
 _LONGEST_SECONDS = 30 * 86_400
-_GPU, _GPU_FLOPS, _GPU_BYTES = "H100-80GB", 4e14, 60 * 2**30  # at an MFU of 40%; without activations
+_MFU = 0.4
+_GPU, _GPU_FLOPS, _GPU_BYTES = "H100-80GB", 1e15, 60 * 2**30  # dense bf16; without activations
 
 
 def say(commands: Sequence[str]) -> None:
@@ -42,9 +43,10 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
     proxy = _beside(path, PROXY)
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
-        return [tune(path, recipe, read_recipe(target) if target.exists() else None, sets)]
-    if proxy.exists() and not _beside(path, TUNED).exists():
-        return [tune(proxy, read_recipe(proxy), recipe)]
+        return tune(path, recipe, read_recipe(target) if target.exists() else None, sets)
+    tuned = _beside(path, TUNED)
+    if proxy.exists() and not path.stem.endswith(TUNED):
+        return [_line("recipes", "check", tuned)] if tuned.exists() else tune(proxy, read_recipe(proxy), recipe)
     return train(path, recipe, sets)
 
 
@@ -122,13 +124,31 @@ def after_export_config(to: str, path: Path) -> list[str]:
     return [_line("import", "config", path, "--from", to, "-o", _free(Path(f"{path.stem}-imported.toml")))]
 
 
-def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> str:
-    """The study of a proxy; with its target known, of as many trials as ``leaven new`` says."""
-    if target is None:
-        return _line("tune", path, "--study", Path("studies", proxy.name.removesuffix(PROXY)), *sets)
-    each = proxy.model.params * proxy.data.tokens / (target.model.params * target.data.tokens)
-    trials = trials_worth(each)
-    return _line("tune", path, "--study", Path("studies", target.name), "--trials", trials, *sets)
+def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
+    """The study of a proxy, of as many trials as ``leaven new`` says where its target is known; where a trial is too
+    long for this machine, first its plan on others."""
+    trials: tuple[object, ...] = ()
+    name = proxy.name.removesuffix(PROXY)
+    if target is not None:
+        each = proxy.model.params * proxy.data.tokens / (target.model.params * target.data.tokens)
+        trials, name = ("--trials", trials_worth(each)), target.name
+    plan = [] if trainable_here(proxy) else [_line("plan", path, "--gpus", cluster_for(proxy))]
+    return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, *sets)]
+
+
+def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
+    """After ``leaven new`` wrote a target at ``path``: from its proxy, if it has one, to the trained run."""
+    if proxy is None:
+        return [_line("recipes", "check", path), *train(path, target)]
+    small, tuned = _beside(path, PROXY), _beside(path, TUNED)
+    best = Path("studies", target.name, "best.toml")
+    return [
+        _line("recipes", "check", small),
+        *tune(small, proxy, target),
+        _line("transfer", best, "--like", path, "-o", tuned),
+        _line("recipes", "check", tuned),
+        *train(tuned, target),
+    ]
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:
@@ -145,18 +165,20 @@ def trainable_here(recipe: Recipe) -> bool:
     flops = gpus * _GPU_FLOPS if gpus else machine.peak_tflops * 1e12
     if recipe.layout.ranks > max(gpus, 1):
         return False
-    return recipe.model.params * _BYTES_PER_PARAMETER < memory and _flops(recipe) < flops * _LONGEST_SECONDS
+    return recipe.model.params * _BYTES_PER_PARAMETER < memory and _flops(recipe) < _MFU * flops * _LONGEST_SECONDS
 
 
 def cluster_for(recipe: Recipe) -> str:
-    """GPUs, a power of two, that hold the model and train it within a month, as estimated; the recipe's own ranks
-    where it is laid out."""
+    """GPUs, a power of two, that hold the model and train it within a month, as estimated, but no more than a batch
+    has sequences; the recipe's own ranks where it is laid out."""
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{_GPU}"
     needed = max(
-        recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES, _flops(recipe) / (_GPU_FLOPS * _LONGEST_SECONDS)
+        recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES,
+        _flops(recipe) / (_MFU * _GPU_FLOPS * _LONGEST_SECONDS),
     )
-    return f"{2 ** max(math.ceil(math.log2(needed)), 0)}x{_GPU}"
+    most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
+    return f"{2 ** min(max(math.ceil(math.log2(needed)), 0), most)}x{_GPU}"
 
 
 def again(*words: str) -> str:

@@ -1,7 +1,6 @@
 """leaven new OUT --params --tokens, or OUT --from-weights DIR"""
 
 import re
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +9,11 @@ import typer
 from leaven.catalogue.lead import find_lead
 from leaven.catalogue.starter.asked import Asked
 from leaven.cli import _next
-from leaven.cli._common import JsonOption, console, count_option, emit_json
+from leaven.cli._common import JsonOption, console, count_option, emit_json, warn
 from leaven.data.corpus import estimated_tokens
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.start import Start, start
+from leaven.planning.start import start
+from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.units import format_quantity, parse_quantity
@@ -70,6 +70,10 @@ def new(
     if not output.parent.is_dir():
         raise InputError(f"{output}: there is no folder {output.parent}; make it first, or give another name")
     # A recipe's name is a word; a file's may be anything.
+    if output.stem.endswith((_next.PROXY, _next.TUNED)):
+        raise InputError(
+            f"{output}: names with {_next.PROXY} and {_next.TUNED} are for what comes of it; give another"
+        )
     name = re.sub(r"^\W+|[^\w.\-]+", "-", output.stem).strip("-") or "new"
     if from_weights is not None:
         others = {
@@ -110,10 +114,11 @@ def new(
         ),
         cluster,
     )
+    warn(warnings(started.target))
     files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
     for file, recipe in files:
         write_recipe(recipe, file)
-    following = next_commands(started, output)
+    following = _next.road(output, started.proxy, started.target)
     if json_output:
         paths = {"path": str(output), "proxy_path": str(proxy_output) if started.proxy else None}
         emit_json(paths | started.document() | {"next": following})
@@ -134,22 +139,6 @@ def _proxy_params(text: str | None) -> int | None:
     if size < 1:
         raise InputError(f"--proxy {text}: give a size, e.g. 50M, or none")
     return size
-
-
-def next_commands(started: Start, path: Path) -> list[str]:
-    """What to type after ``leaven new``: from the proxy to the tuned target, or the target as it is."""
-    file, proxy_file, tuned = (shlex.quote(str(path.with_stem(path.stem + end))) for end in ("", "-proxy", "-tuned"))
-    target, proxy = started.target, started.derivation.tuning.proxy
-    study, tuned_path = f"studies/{target.name}", path.with_stem(f"{path.stem}-tuned")
-    if proxy is None:
-        return [f"leaven recipes check {file}", *_next.train(path, target)]
-    return [
-        f"leaven recipes check {proxy_file}",
-        f"leaven tune {proxy_file} --study {study} --trials {proxy.trials}",
-        f"leaven transfer {study}/best.toml --like {file} -o {tuned}",
-        f"leaven recipes check {tuned}",
-        *_next.train(tuned_path, target),
-    ]
 
 
 def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source: str, json_output: bool) -> None:

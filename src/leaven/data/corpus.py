@@ -243,7 +243,9 @@ def estimated_tokens(source: str) -> int | None:
     if source.startswith(SCHEME):
         return None
     size = sum(path.stat().st_size * _UNPACKED.get(path.suffix, 1.0) for _, path in _files(source))
-    return round(size / BYTES_PER_TOKEN)
+    if not size:
+        raise InputError(f"data.source {source!r} is empty; give a text")
+    return max(round(size / BYTES_PER_TOKEN), 1)
 
 
 def _matches(pattern: Path) -> list[tuple[str, Path]]:

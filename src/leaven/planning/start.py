@@ -17,6 +17,7 @@ from leaven.recipe.shape import Role
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
+_ROUNDING = 1.02  # published values are rounded
 FAR = 1.25
 """Times the published range: less is no disagreement, for published values are rounded and chosen by hand."""
 
@@ -46,7 +47,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Start:
+class StarterRecipes:
     """What ``leaven new`` writes and says."""
 
     derivation: Derivation
@@ -76,7 +77,7 @@ class Start:
         }
 
 
-def start(asked: Asked, cluster: Cluster | None = None) -> Start:
+def start(asked: Asked, cluster: Cluster | None = None) -> StarterRecipes:
     """
     Raises:
         InputError: if the size or the length makes no sense, or the cluster does not hold the target.
@@ -88,7 +89,7 @@ def start(asked: Asked, cluster: Cluster | None = None) -> Start:
     near = neighbours(target.model.params, target.data.tokens)
     compared = tuple(_compared(target, near))
     derived = derived.add("at the target", _said(near, compared, tuned=derived.tuning.proxy is not None))
-    return Start(derived, _proxy(derived), compared)
+    return StarterRecipes(derived, _proxy(derived), compared)
 
 
 def _proxy(derived: Derivation) -> Recipe | None:
@@ -110,10 +111,10 @@ def _proxy(derived: Derivation) -> Recipe | None:
     why = small.why | {
         "name": f"the proxy of {target.name}",
         "data.tokens": f"as many tokens a parameter as {target.name}",
-        "batch.tokens": f"as many steps as {target.name}: its batch shrinks as its tokens do",
+        "batch.tokens": f"nearly as many steps as {target.name}: its batch shrinks as its tokens do",
         "scaling.base": f"this proxy's own scale, where the values are chosen and tuned; {target.name} has the same",
         "evaluation.tokens": "a hundredth of the run, but 8 sequences at least and no more than the target's",
-        **dict.fromkeys(one, "one process: a trial is small"),
+        **dict.fromkeys(one, "one process; leaven plan lays out a proxy that is too large for one"),
     }
     return small.replace({"evaluation.tokens": held_out, "why": why})
 
@@ -150,15 +151,19 @@ def _said(near: Neighbours, compared: tuple[Compared, ...], *, tuned: bool) -> l
     """What the rule gives the target, value by value, and both readings where it leaves the published range."""
     if not near.within:
         return ["no published run is near this size, so there is nothing to compare with"]
-    said = [
-        f"{one.what} {one.value:.2g}, published {one.low:.2g} .. {one.high:.2g}"
-        + (f": {one.factor:.2g}x outside" if one.outside else "")
-        for one in compared
-    ]
-    if tuned and any(one.outside for one in compared):
+    said = [_line(one) for one in compared]
+    moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]
+    if tuned and moved:
         said.append(
-            "two readings where they disagree: the rule moves what is best for a small model and is exact in the "
-            "limit of large widths; published values are set by hand, one for all modules, and few tried others. "
-            "Tune the proxy, then check the transfer"
+            f"two readings of {' and '.join(moved)}: the rule moves what is best for a small model, and its powers "
+            "of the width are exact in the limit of large widths; published values are set by hand, one for all "
+            "modules, and few tried others. Tune the proxy, then check the transfer"
         )
     return said
+
+
+def _line(one: Compared) -> str:
+    digits = ".4g" if one.what.startswith("beta") else ".2g"
+    value, low, high = (format(number, digits) for number in (one.value, one.low, one.high))
+    outside = f": {one.factor:.2g}x outside" if one.factor > _ROUNDING else ""
+    return f"{one.what} {value}, published {low} .. {high}{outside}"

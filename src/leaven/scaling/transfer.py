@@ -142,8 +142,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     """``target`` with the hyperparameters and the scaling rule of ``tuned``.
 
     Shape, batch, tokens, data, layout, stability, evaluation and precision stay the target's. What a study searched
-    outside ``[hyperparameters]`` comes along, as far as a scale allows: the warm-up as the same share of the run, the
-    batch as the same multiple of the base's, other values as they are.
+    outside ``[hyperparameters]`` comes along, as far as a scale allows: the warm-up as the same share of the run,
+    batch and tokens as the same multiples of the base's, other values as they are.
 
     Raises:
         InputError: if the two models are not of one family, or so short a run leaves Adam without moments.
@@ -170,6 +170,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         changes[path] = _at(tuned, path)
     if "schedule.warmup_tokens" in searched:
         changes["schedule.warmup_tokens"] = max(round(tuned.schedule.warmup_tokens * longer), 1)
+    if "data.tokens" in searched_paths(tuned):
+        changes["data.tokens"] = round(target.data.tokens * tuned.data.tokens / tuned.base.tokens)
     if "batch.tokens" in searched:
         del changes["batch.tokens"]
         sequences = target.batch.tokens * tuned.batch.tokens / tuned.base.batch_tokens / target.model.seq_len

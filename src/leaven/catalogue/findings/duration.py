@@ -10,6 +10,7 @@ from leaven.catalogue.findings.case import Case, Finding, Limits, upward
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import Run
 from leaven.catalogue.terms import TERMS
+from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.units import format_number, format_quantity
 
 _CHINCHILLA = 20  # tokens per parameter
@@ -74,10 +75,8 @@ def steps(case: Case) -> Iterator[Finding]:
 
 def epochs(case: Case) -> Iterator[Finding]:
     if case.corpus_tokens is None:
-        if (
-            "python-stdlib" in {source.source for source in case.recipe.data.sources}
-            and case.recipe.data.tokens > 1e8
-        ):
+        stand_in = "python-stdlib" in {source.source for source in case.recipe.data.sources}
+        if stand_in and case.recipe.data.tokens > 16 * STDLIB_TOKENS:
             yield Finding(
                 path="data.source",
                 severity="note",
@@ -85,7 +84,8 @@ def epochs(case: Case) -> Iterator[Finding]:
                 low=None,
                 high=None,
                 factor=None,
-                says="the text is python-stdlib, a stand-in of some 3 M tokens: name yours before training",
+                says=f"the text is python-stdlib, a stand-in of about {format_quantity(STDLIB_TOKENS)} tokens: name "
+                "yours before training",
             )
         return
     value = case.recipe.data.tokens / case.corpus_tokens

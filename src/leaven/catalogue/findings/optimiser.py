@@ -17,7 +17,11 @@ _SMALL_BATCH = 2**18
 
 
 def lr(case: Case) -> Iterator[Finding]:
-    """Over three times or under a third of the median of the neighbours, and beyond all of them."""
+    """Over three times or under a third of the median of the neighbours, and beyond all of them.
+
+    A published lr is one for all parameters. Where the rule gives the hidden matrices another lr than the embedding,
+    the one nearest to the published median is judged.
+    """
     known = case.near(_peak_lr)
     if not known:
         return
@@ -26,7 +30,12 @@ def lr(case: Case) -> Iterator[Finding]:
     model = case.recipe.model
     results = evaluate(case.params, case.recipe.data.tokens, params_non_embedding=model.params_non_embedding)
     laws = sorted(result.lr for result in results if result.lr and not result.form_of)
+    lrs = [row.lr for row in case.rows if row.role in (Role.HIDDEN_WEIGHT, Role.EMBEDDING, Role.TIED_EMBEDDING)]
     value = case.hidden("lr")
+    if value < middle:
+        value = min(middle, max(value, *lrs))
+    elif value > middle:
+        value = max(middle, min(value, *lrs))
     yield from case.judge(
         "hyperparameters.lr",
         value,

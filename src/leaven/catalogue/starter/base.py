@@ -46,7 +46,9 @@ def choose_base(draft: Draft, asked: Asked, at: Setting, batch: int) -> StarterB
     if tuned:
         shape = at.model.scaled(tuned.model.d_model, tuned.model.n_layers, d_ff=tuned.model.d_ff)
         own = Setting(at.near, shape, tuned.data.tokens, 1)
-        again = f"tune {format_quantity(proxy.shape.params)} on your text: " if proxy else "not again: "
+        again = (
+            f"to tune {format_quantity(proxy.shape.params)} on your text, " if proxy else "no search of your own: "
+        )
         draft.step(
             "proxy",
             [
@@ -66,8 +68,8 @@ def choose_base(draft: Draft, asked: Asked, at: Setting, batch: int) -> StarterB
             f"tune {format_quantity(shape.params)} parameters on {format_quantity(proxy.tokens)} tokens, batch "
             f"{format_quantity(proxy.batch_tokens)}: {tuning.reason}",
             f"L {shape.n_layers}  d {shape.d_model:,}  d_ff {shape.d_ff:,}",
-            f"as many tokens a parameter ({setting.tokens_per_parameter:.3g}) and steps "
-            f"({proxy.tokens // proxy.batch_tokens:,}) as the target",
+            f"as many tokens a parameter as the target, {setting.tokens_per_parameter:,.3g}, and nearly as many "
+            f"steps: {proxy.tokens // proxy.batch_tokens:,} for {at.tokens // batch:,} at the full batch",
             proxy.evidence,
             "lr, moments, decay and init are chosen there, and the rule carries them up",
         ],

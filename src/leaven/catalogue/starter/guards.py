@@ -47,7 +47,8 @@ def finish(draft: Draft, at: Setting, base: StarterBase) -> None:
         if path not in draft.why and path in DEFAULTS:
             draft.why[path] = DEFAULTS[path]
     unsure = [
-        f"{one.about}, {one.spread:.3g}x between its sources ({one.remedy})"
+        f"{one.about}, {one.spread:.3g}x between its sources"
+        + (f" ({one.remedy})" if base.tuning.proxy or "tune" not in one.remedy else "")
         for one in sorted(draft.unsure, key=lambda one: -one.spread)
     ]
     said = [

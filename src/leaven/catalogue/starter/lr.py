@@ -35,7 +35,8 @@ def batch_factor(batch: int, published: int | None) -> float:
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
-def choose_lr(draft: Draft, at: Setting, batch: int) -> float:
+def choose_lr(draft: Draft, at: Setting, batch: int, where: str) -> float:
+    """The peak lr at a scale; ``where`` names it."""
     lead, params = at.lead, at.model.params
     critical = critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws}
@@ -70,19 +71,20 @@ def choose_lr(draft: Draft, at: Setting, batch: int) -> float:
     draft.set(
         "hyperparameters.lr",
         lr,
-        f"between the middle of the laws, {short(laws.value)} ({laws.told(short)}, each moved to this batch by its "
+        f"{where}, between the middle of the laws, {short(laws.value)} ({laws.told(short)}, each moved to this "
+        f"batch by its "
         f"square root), and of the neighbours, {short(near.value)} (each x (size / its size)^-1/3 "
         f"and x sqrt(batch / its batch) within a factor of {MOST_BY_BATCH:g}, the nearer the size the heavier: "
-        f"{near.told(short)}); spread {spread:.3g}x, tune it",
+        f"{near.told(short)}); spread {spread:.3g}x",
     )
     draft.step(
         "lr",
         [
-            f"{short(lr)} peak",
+            f"{short(lr)} peak {where}",
             said_laws,
             f"neighbours, moved to this size and batch, {said_range(near, short)}",
             "muP, Adafactor, AdEMAMix and Muon runs left out",
-            f"spread {spread:.3g}x: tune it at small scale",
+            f"spread {spread:.3g}x",
         ],
         _lr_sources(at, laws, near.by),
     )

@@ -22,18 +22,22 @@ SAFE = 136_000_000
 SMALL_FACTOR = 32
 """Target over proxy where nothing is published to copy: leaven's own searches went from 0.2 M to 6.4 M, where a
 quarter of the gain was left (docs/log.md)."""
-FARTHEST = 100
+FARTHEST_PROXY = 100
 """Target over proxy at most, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
 NARROWER, SHALLOWER = 16, 32
 """Width and depth of the target over the proxy's at most (same source; planning.tested_ground)."""
-THINNEST, WIDEST, LEAST_DEPTH = 16.0, 160.0, 2
+THINNEST, WIDEST, LEAST_DEPTH = 16.0, 125.0, 2
 """d / L of a proxy, where the target's own lies within, and its blocks at least."""
 TRIALS = (64, 48, 32, 24, 16)
+LEAST_SEQUENCES = 4
+"""Sequences in the batch of a proxy at least: a batch of one or two is no whole share of the target's."""
 SHARE = 0.10
-"""Of the run, what a search may cost by default."""
+"""A search costs at most this share of the run, if it can."""
 WORTH = 0.24
-"""Of the run, what tuning has brought at most: 1.32 times the tokens at 7.2 B (arXiv 2512.22382); 1.09 times in
-leaven's own measurement (docs/log.md)."""
+"""The most that tuning has brought, as a share of the run: 1.32 times the tokens at 7.2 B (arXiv 2512.22382); 1.09
+times in leaven's own measurement (docs/log.md)."""
+GPU_FLOPS = 4e14
+"""FLOP/s of one H100 at an MFU of 40%, for costs in hours."""
 NEAR = 1.25
 """How far from the size that was asked for a proxy may be."""
 ENOUGH_LINEAGES = 3
@@ -75,33 +79,45 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
         if shape is None or not 1 / NEAR <= shape.params / size <= NEAR:
             raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(model, size)}")
         proxy = _proxy(model, shape, batch_tokens, tokens)
-        return Tuning(proxy, f"as asked for: {_cost(proxy)}")
+        dear = ", more than tuning has brought" if proxy.cost > WORTH else ""
+        return Tuning(proxy, f"as asked for: {_cost(proxy)}{dear}")
     known = lineages >= ENOUGH_LINEAGES
-    least = max(SMALLEST, model.params / FARTHEST) if known else model.params / SMALL_FACTOR
+    least = max(SMALLEST, model.params / FARTHEST_PROXY) if known else model.params / SMALL_FACTOR
     most = max(SAFE, 1.5 * least)
     tried: list[Proxy] = []
+    few = 0
     for wanted in (most * (least / most) ** (n / 8) for n in range(9)):
         shape = proxy_shape(model, wanted, least)
         if shape is None:
             continue
         proxy = _proxy(model, shape, batch_tokens, tokens)
+        if proxy.batch_tokens < LEAST_SEQUENCES * shape.seq_len:
+            few += 1
+            continue
         if proxy.trials == TRIALS[0]:
             return Tuning(proxy, _cost(proxy))
         tried.append(proxy)
     smallest = min(tried, key=lambda proxy: proxy.shape.params, default=None)
-    if smallest is None or smallest.cost > WORTH:
-        return Tuning(None, _not_worth(smallest, least))
-    return Tuning(smallest, f"{_cost(smallest)}; {TRIALS[0]} would cost more than they bring")
+    if smallest is None:
+        if few:
+            sequences = batch_tokens // model.seq_len
+            return Tuning(None, f"the batch of {sequences:,} sequences is too small to have one of a proxy's share")
+        return Tuning(None, f"no smaller shape of this family has {format_quantity(round(least))} parameters or more")
+    if smallest.cost > WORTH:
+        return Tuning(
+            None,
+            f"{smallest.trials} trials of {format_quantity(smallest.shape.params)} parameters, the smallest size "
+            f"{'with evidence' if known else 'to transfer from'}, cost {smallest.cost:.0%} of this run; tuning has "
+            f"brought {WORTH:.0%} at most",
+        )
+    all_trials = smallest.cost / smallest.trials * TRIALS[0]
+    limit = f"{TRIALS[0]} would cost {all_trials:.0%}, above the {SHARE:.0%} that a search may cost"
+    return Tuning(smallest, f"{_cost(smallest)}; {limit}")
 
 
 def trials_worth(each: float) -> int:
-    """How many trials to make; ``each`` is the cost of one as a share of the run: the most within ``SHARE``, else
-    within ``WORTH``."""
-    for limit in (SHARE, WORTH):
-        for trials in TRIALS:
-            if trials * each <= limit:
-                return trials
-    return TRIALS[-1]
+    """The most trials whose cost is within ``SHARE``, or the fewest; ``each`` is one trial's share of the run."""
+    return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 
 def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelShape | None:
@@ -109,8 +125,10 @@ def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelSh
     parameters or more; None if there is none."""
 
     def off(size: int, width: int, depth: int) -> float:
-        wider, deeper = model.d_model / width, model.n_layers / depth
-        return abs(math.log(size / params)) + abs(math.log(wider / deeper)) / 2
+        """A proxy that is too narrow costs more than one that is too shallow: rules are exact for large widths, and
+        CompleteP's base has two blocks (arXiv 2505.01618)."""
+        narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
+        return abs(math.log(size / params)) + (narrower / 4 if narrower > 0 else -narrower / 8)
 
     found = [one for one in _smaller(model) if one[0] >= least]
     best = min(found, key=lambda one: off(*one), default=None)
@@ -158,17 +176,8 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int)
 
 
 def _cost(proxy: Proxy) -> str:
-    return f"{proxy.trials} trials cost {proxy.cost:.1%} of this run"
-
-
-def _not_worth(smallest: Proxy | None, least: float) -> str:
-    if smallest is None:
-        return f"{format_quantity(round(least))} parameters are the smallest with evidence, half of this run or more"
-    return (
-        f"{smallest.trials} trials of {format_quantity(smallest.shape.params)} parameters, the smallest with "
-        "evidence, cost "
-        f"{smallest.cost:.0%} of this run; tuning has brought {WORTH:.0%} at most"
-    )
+    hours = proxy.trials * 6 * proxy.shape.params * proxy.tokens / GPU_FLOPS / 3600
+    return f"{proxy.trials} trials cost {proxy.cost:.1%} of this run, about {hours:,.3g} hours of an H100"
 
 
 def _no_shape(model: ModelShape, size: float) -> str:
@@ -177,4 +186,7 @@ def _no_shape(model: ModelShape, size: float) -> str:
     near = [format_quantity(one) for one in (*([max(below)] if below else []), *([min(above)] if above else []))]
     if not near:
         return "this model is too small to have a proxy; leave --proxy out"
-    return f"no shape of this family has that size; {' and '.join(near)} are the nearest"
+    return (
+        f"no shape of this family has that size; the nearest have {' and '.join(near)} (at most {NARROWER} times "
+        f"narrower and {SHALLOWER} times shallower)"
+    )

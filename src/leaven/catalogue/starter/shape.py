@@ -110,7 +110,7 @@ def _round(d: int) -> int:
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
     """Multiples of 32 to 256, whatever is fine enough, within an eighth of the ratio, nearest first."""
     wanted = proportions.ff_ratio * d
-    step = 32 if d < 256 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
+    step = 32 if d < 512 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
     around = sorted({nearest + n * step for n in range(-6, 7)}, key=lambda f: abs(f - wanted))
     return [f for f in around if f > 0 and abs(f / wanted - 1) <= 1 / 8] or [nearest]

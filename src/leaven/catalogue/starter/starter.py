@@ -27,6 +27,7 @@ from leaven.catalogue.starter.model import choose_shape, explain_shape
 from leaven.catalogue.starter.setting import Setting
 from leaven.catalogue.starter.tuned import take_tuned
 from leaven.catalogue.votes import FACTOR, Neighbours, neighbours
+from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
@@ -65,7 +66,9 @@ def starter(asked: Asked) -> Derivation:
     if base.tuned:
         take_tuned(draft, base.tuned, asked.tokens)
     else:
-        lr = choose_lr(draft, base.setting, base.batch_tokens)
+        size = format_quantity(base.shape.params)
+        where = f"for the proxy of {size}" if base.tuning.proxy else f"at {size}"
+        lr = choose_lr(draft, base.setting, base.batch_tokens, where)
         choose_adam(draft, base.setting, base.batch_tokens, lr)
     finish(draft, setting, base)
     try:
@@ -81,13 +84,12 @@ def untuned(recipe: Recipe) -> Recipe:
     draft, batch = Draft(), recipe.batch.tokens
     draft.set("batch", recipe.batch.model_dump(mode="json", exclude_none=True), "the recipe's own")
     choose_schedule(draft, at, batch)
-    choose_adam(draft, at, batch, choose_lr(draft, at, batch))
+    where = f"at {format_quantity(recipe.model.params)}"
+    choose_adam(draft, at, batch, choose_lr(draft, at, batch, where))
     chosen = {name: draft.document[name] for name in ("schedule", "hyperparameters")}
     return recipe.replace(chosen | {"scaling": {"rule": "complete-d-p"}, "why": draft.why})
 
 
-STDLIB_TOKENS = 3_000_000
-"""About: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
 MOST_EPOCHS = 4
 """Epochs up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 
@@ -142,7 +144,7 @@ def _duration(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -
         "duration",
         [
             f"{format_quantity(asked.tokens)} tokens",
-            f"{each:.3g} a parameter",
+            f"{each:,.4g} a parameter",
             f"{each / 20:.2g} x the compute-optimal 20 or so (Chinchilla 2022)"
             + (", for a model that is cheaper to use" if each > 40 else ""),
             f"neighbours {min(ratios):,.0f} .. {max(ratios):,.0f} a parameter",

@@ -15,7 +15,7 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
 FOLDER = Path(__file__).parents[1] / "bases"
-TOKENS_PER_PARAMETER_FACTOR = 4.0
+SAME_DURATION = 4.0
 """A base is taken for as many tokens a parameter as its own, within this factor."""
 
 
@@ -30,7 +30,7 @@ def tuned_base(model: ModelShape, tokens: int) -> Recipe | None:
     each = tokens / model.params
     for base in reversed(tuned_bases()):
         size, own = base.model.params, base.data.tokens / base.model.params
-        near = 1 / TOKENS_PER_PARAMETER_FACTOR <= each / own <= TOKENS_PER_PARAMETER_FACTOR
+        near = 1 / SAME_DURATION <= each / own <= SAME_DURATION
         if near and 2 * size <= model.params <= SMALL_FACTOR * size and _at_base(model, base):
             return base
     return None
