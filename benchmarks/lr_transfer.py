@@ -20,6 +20,7 @@ from leaven.data.tokens import prepare
 from leaven.recipe.files import parse_recipe
 from leaven.report.checks import conclusion, terminal, write_check
 from leaven.verification.family import RecipeFamily
+from leaven.verification.runs import RunStore
 from leaven.verification.samples import corpus
 from leaven.verification.transfer import transfer
 
@@ -103,9 +104,8 @@ def main() -> None:
                 if done == total or done % 10 == 0:
                     console.print(f"{what}: {done} of {total} runs")
 
-            verdict = transfer(
-                family, scales, lrs, options.run, seeds=options.seeds, workers=options.workers, on_run=told
-            )
+            store = RunStore(options.run, options.workers, told)
+            verdict = transfer(family, scales, lrs, store, seeds=options.seeds)
             document = verdict.document()
             (options.run / f"{rule}-{axis}.json").write_text(json.dumps(document, indent=2) + "\n")
             write_check(document, options.run / f"{rule}-{axis}.html")

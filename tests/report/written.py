@@ -9,8 +9,8 @@ from typing import Any
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
-from leaven.verification.runs import keep
-from leaven.verification.verdict import Row, Verdict, curve
+from leaven.verification.runs import RunStore
+from leaven.verification.verdict import Curve, MeasuredValue, Row, Verdict, curve
 
 HOSTILE = "</script><script>window.owned=1</script><img src=http://evil.example/x onerror=window.owned=1>%{x}"
 SPACE = ("hyperparameters.lr", "hyperparameters.init_std", "hyperparameters.weight_decay", "hyperparameters.residual")
@@ -272,7 +272,11 @@ def write_losses_check(folder: Path) -> Path:
     losses = {scale: [[4 + 0.1 * math.log2(lr / best) ** 2 + seed / 50 for seed in (0, 1)] for lr in lrs]
               for scale, best in (("64x2", 1.0), ("256x2", 0.5))}  # fmt: skip
     curves = tuple(curve(scale, "lr", "loss", lrs, by_seed) for scale, by_seed in losses.items())
-    settings = {"rule": None, "scales": list(losses), "lrs": lrs, "lr": "multiple of the factory's", "seeds": 2}
+    best = Curve("best lr", "width", "best", (64.0, 256.0), (1.0, 0.5), (0.9, 0.4), (1.1, 0.6))
+    star = Curve("64x2", "lr", "optimum", (1.0,), (4.0,), (4.0,), (4.0,))
+    measured = (MeasuredValue("exponent of the best lr over width", -0.5, -0.7, -0.3, 0.0, "OUTSIDE"),)
+    settings = {"rule": None, "scales": list(losses), "lrs": lrs, "unit": "multiple of the factory's", "seeds": 2}
     folder.mkdir(parents=True)
-    keep(Verdict("transfer", "mine:model", "shift of the best lr", rows, curves, settings), folder)
+    verdict = Verdict("transfer", "mine:model", "shift", rows, (*curves, star, best), settings, measured)
+    RunStore(folder).keep(verdict)
     return folder

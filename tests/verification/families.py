@@ -9,7 +9,7 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, Row, resolve
 from leaven.verification.coordinates import START
-from leaven.verification.family import RecipeFamily, Start, calibrated
+from leaven.verification.family import RecipeFamily, Start, calibrated, calibrated_table
 from leaven.verification.samples import synthetic
 
 PROXY = Path(__file__).parents[2] / "src/leaven/demo/proxy.toml"
@@ -19,15 +19,21 @@ Fault = Callable[[Row, Recipe], Row]
 
 
 def family(
-    fault: Fault | None = None, *, start: Start = START, rule: str = "complete-d-p", alpha: float = 1.0, **more: bool
+    fault: Fault | None = None,
+    *,
+    start: Start = START,
+    rule: str = "complete-d-p",
+    alpha: float = 1.0,
+    tied_embeddings: bool = False,
+    **more: bool,
 ) -> RecipeFamily:
     """The demo's proxy with a vocabulary of 256 and sequences of 32, with a fault in every row of its table."""
-    small = ["model.vocab_size=256", "model.seq_len=32"]
+    small = ["model.vocab_size=256", "model.seq_len=32", f"model.tied_embeddings={str(tied_embeddings).lower()}"]
     recipe = read_recipe(PROXY, [*small, f"scaling.rule={rule}", f"scaling.alpha={alpha}"])
     recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), start)
 
     def planted(moved: Recipe) -> ParameterTable:
-        table = resolve(moved)
+        table = calibrated_table(moved)
         return replace(table, rows=tuple(fault(row, moved) if fault else row for row in table.rows))
 
     return RecipeFamily(recipe, synthetic(256, 32, 8), planted, **more)

@@ -10,23 +10,24 @@ import pytest
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
-from leaven.verification import equivalence as equivalence_module
 from leaven.verification import runs
-from leaven.verification import transfer as transfer_module
 from leaven.verification.equivalence import equivalence
 from leaven.verification.family import RecipeFamily, RecipeTrial
+from leaven.verification.runs import RunStore
 from leaven.verification.samples import synthetic
 from leaven.verification.transfer import transfer
 
 GRID = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, loss: Callable[[Recipe], float]) -> None:
-    def run_all(trials, folder, workers, **more):  # type: ignore[no-untyped-def]
-        return lambda trial: Outcome(loss(trial.recipe))
+def pretend(folder: Path, loss: Callable[[Recipe], float]) -> RunStore:
+    """A store whose runs end at a loss that is known."""
 
-    monkeypatch.setattr(transfer_module, "run_all", run_all)
-    monkeypatch.setattr(equivalence_module, "run_all", run_all)
+    class Pretended(RunStore):
+        def run(self, trials):  # type: ignore[no-untyped-def]
+            return lambda trial: Outcome(loss(trial.recipe))
+
+    return Pretended(folder)
 
 
 def family(recipe: Recipe) -> RecipeFamily:
@@ -37,16 +38,16 @@ def bowl(recipe: Recipe, best: float) -> float:
     return 3.0 + 0.1 * math.log2(recipe.hyperparameters.lr / best) ** 2 + 0.001 * recipe.data.seed
 
 
-def test_valleys_above_each_other_pass(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, lambda recipe: bowl(recipe, 0.01))
-    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, tmp_path)
+def test_valleys_above_each_other_pass(tiny: Recipe, tmp_path: Path) -> None:
+    store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.01))
+    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
     assert verdict.passed
     assert all(row.parts["shift"] == pytest.approx(0, abs=1e-9) for row in verdict.rows)
 
 
-def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, lambda recipe: bowl(recipe, 0.01 * 16 / recipe.model.d_model))
-    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, tmp_path)
+def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path) -> None:
+    store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.01 * 16 / recipe.model.d_model))
+    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
     (row,) = verdict.rows
     assert not verdict.passed
     assert not row.undecided
@@ -54,11 +55,9 @@ def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path, mon
     assert row.parts["regret"] == pytest.approx(0.1)
 
 
-def test_a_grid_that_misses_the_optimum_is_no_pass(
-    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(monkeypatch, lambda recipe: bowl(recipe, 0.5))
-    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, tmp_path)
+def test_a_grid_that_misses_the_optimum_is_no_pass(tiny: Recipe, tmp_path: Path) -> None:
+    store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.5))
+    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
     assert not verdict.passed
     assert verdict.rows[0].undecided
     assert "edge of the grid" in verdict.rows[0].note
@@ -76,50 +75,46 @@ def noisy(shift: float, noise: float, curvature: float) -> Callable[[Recipe], fl
     return loss
 
 
-def test_noise_is_no_pass(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_no_pass(tiny: Recipe, tmp_path: Path) -> None:
     # Far more noise than valley: whatever the shift is, two octaves here, three seeds cannot tell.
-    pretend(monkeypatch, noisy(-2, 0.07, 0.02))
+    store = pretend(tmp_path, noisy(-2, 0.07, 0.02))
     passed = 0
     for number in range(8):
         of = family(tiny.replace({"data.seed": 100 * number}))
-        verdict = transfer(of, [(16, 2), (32, 2)], [0.00125, *GRID], tmp_path)
+        verdict = transfer(of, [(16, 2), (32, 2)], [0.00125, *GRID], store)
         passed += verdict.passed
     assert passed == 0
-    pretend(monkeypatch, noisy(0, 0.07, 0.02))
-    assert transfer(family(tiny), [(16, 2), (32, 2)], GRID, tmp_path).rows[0].undecided
-    assert transfer(family(tiny), [(16, 2), (32, 2)], GRID, tmp_path, seeds=1).rows[0].undecided
+    store = pretend(tmp_path, noisy(0, 0.07, 0.02))
+    assert transfer(family(tiny), [(16, 2), (32, 2)], GRID, store).rows[0].undecided
+    assert transfer(family(tiny), [(16, 2), (32, 2)], GRID, store, seeds=1).rows[0].undecided
 
 
-def test_a_flat_valley_passes_though_its_bottom_moves(
-    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(monkeypatch, noisy(-1, 0.0005, 0.004))
-    (row,) = transfer(family(tiny), [(16, 2), (32, 2)], GRID, tmp_path).rows
+def test_a_flat_valley_passes_though_its_bottom_moves(tiny: Recipe, tmp_path: Path) -> None:
+    store = pretend(tmp_path, noisy(-1, 0.0005, 0.004))
+    (row,) = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store).rows
     assert row.passed
     assert row.parts["high"] < -0.5
     assert row.parts["regret, high"] <= 0.01
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_fails(
-    bad: float, tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(monkeypatch, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else bowl(recipe, 0.01))
-    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, tmp_path)
+def test_a_loss_that_is_no_number_fails(bad: float, tiny: Recipe, tmp_path: Path) -> None:
+    store = pretend(tmp_path, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else bowl(recipe, 0.01))
+    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
     assert not verdict.passed
     assert "no number, at lr 0.02" in verdict.rows[0].note
 
 
 def test_an_lr_that_a_recipe_cannot_have_is_said_in_a_line(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lr 20: .*wipes a weight out"):
-        transfer(family(tiny), [(16, 2), (32, 2)], [1, 5, 20], tmp_path)
+        transfer(family(tiny), [(16, 2), (32, 2)], [1, 5, 20], RunStore(tmp_path))
 
 
 def test_one_scale_or_two_lrs_are_refused(tiny: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="two scales"):
-        transfer(family(tiny), [(16, 2)], GRID, tmp_path)
-    with pytest.raises(InputError, match="three lrs"):
-        transfer(family(tiny), [(16, 2), (32, 2)], GRID[:2], tmp_path)
+    with pytest.raises(InputError, match="two scales and three values of lr"):
+        transfer(family(tiny), [(16, 2)], GRID, RunStore(tmp_path))
+    with pytest.raises(InputError, match="--lrs"):
+        transfer(family(tiny), [(16, 2), (32, 2)], GRID[:2], RunStore(tmp_path))
 
 
 def moves(recipe: Recipe) -> bool:
@@ -131,36 +126,34 @@ def moves(recipe: Recipe) -> bool:
     [(0.0, 0.3, True), (0.3, 0.3, False), (0.0, 0.0, False)],
     ids=["as it should", "the rule does not hold", "nothing to see"],
 )
-def test_equivalence(
-    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_rule: float, without: float, passed: bool
-) -> None:
+def test_equivalence(tiny: Recipe, tmp_path: Path, with_rule: float, without: float, passed: bool) -> None:
     def loss(recipe: Recipe) -> float:
         off = recipe.batch.tokens != tiny.batch.tokens
         return 3.0 + 0.001 * recipe.data.seed + off * (with_rule if moves(recipe) else without)
 
-    pretend(monkeypatch, loss)
-    assert equivalence(family(long(tiny)), (16, 2), [0.25, 4], tmp_path).passed is passed
+    store = pretend(tmp_path, loss)
+    assert equivalence(family(long(tiny)), (16, 2), [0.25, 4], store).passed is passed
 
 
 def long(recipe: Recipe) -> Recipe:
     return recipe.replace({"data.tokens": 200 * 4 * recipe.batch.tokens})
 
 
-def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe, tmp_path: Path) -> None:
     # At batch x 4 the rule is off by a nat on average, and by a different one for each seed.
     def loss(recipe: Recipe) -> float:
         off = recipe.batch.tokens > tiny.batch.tokens
         return 3.0 + 0.001 * recipe.data.seed + off * (2.0 if recipe.data.seed % 3 == 1 else 0.5)
 
-    pretend(monkeypatch, loss)
-    verdict = equivalence(family(long(tiny)), (16, 2), [0.25, 4], tmp_path)
+    store = pretend(tmp_path, loss)
+    verdict = equivalence(family(long(tiny)), (16, 2), [0.25, 4], store)
     assert verdict.rows[0].passed is False
     assert verdict.rows[0].limit < 0.1  # type: ignore[operator]
 
 
 def test_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leaves 10 steps.*204,800 tokens"):
-        equivalence(family(tiny), (16, 2), [0.25, 4], tmp_path)
+        equivalence(family(tiny), (16, 2), [0.25, 4], RunStore(tmp_path))
 
 
 def test_what_has_run_is_not_run_again(tiny: Recipe, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def warnings(recipe: Recipe) -> list[Caution]:
         *_ratios(recipe, table),
         *_critical_batch(recipe),
         *_tokens_per_parameter(recipe),
+        *_token_exponent(recipe, table),
         *_eps(recipe, table),
         *_betas(table),
         *_coupled_decay(recipe, table),
@@ -143,6 +144,24 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
             f"{_plain(after)} tokens per parameter, the base had {_plain(before)} (x{_plain(factor)}): the rule "
             f"keeps lr x decay x steps, Power Lines 2025 would multiply weight decay by {decay:.2g}; a base with as "
             "many tokens per parameter as the target would be safer",
+        )
+
+
+def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+    """An exponent of the duration outside of what ``leaven check duration`` measured, where it is used."""
+    interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
+    if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
+        return
+    low, high = interval
+    if not low <= used <= high:
+        nearest = min(max(low, min(high, used)), 1.0)
+        yield Caution(
+            "token exponent",
+            used,
+            high if used > high else low,
+            f"tokens x{_plain(table.ratios.tokens)} with token_exponent {used:.3g}, outside of the {low:.3g} to "
+            f"{high:.3g} that leaven check duration measured for this base; type "
+            f"--set scaling.token_exponent={max(nearest, 0.0):.3g}",
         )
 
 

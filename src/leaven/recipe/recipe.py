@@ -58,6 +58,8 @@ class Scaling(Part):
 
     ``alpha`` splits the 1/depth between branch multiplier (depth^-alpha) and learning rate (depth^(alpha-1)).
     ``token_exponent`` is that of the learning rate's fall with duration; the literature says 0.3 to 0.5.
+    ``token_exponent_interval`` is the 95% interval that ``leaven check duration`` measured: outside of it a transfer
+    warns.
 
     ``scale_decay_with_depth`` multiplies the weight decay of hidden weights by depth^(1-alpha). Below alpha = 1 their
     lr falls with depth, and lr x decay x steps with it: deeper models forget more slowly, although every other axis
@@ -68,6 +70,7 @@ class Scaling(Part):
     rule: RuleName = "complete-d-p"
     alpha: float = Field(default=1.0, ge=0.5, le=1)
     token_exponent: float = Field(default=0.5, ge=0, le=1)
+    token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
     scale_decay_with_depth: bool = False
     base: Base | None = None
 

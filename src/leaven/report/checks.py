@@ -1,4 +1,4 @@
-"""What a person sees of a check: tables with the verdict last, and a page with the points behind it.
+"""The screen and the page of a check: tables with the verdict last, and the points behind it.
 
 Both are made of the check's document, the plain data of ``leaven check --json``.
 """
@@ -18,22 +18,38 @@ from leaven.report.shell import document
 Check = Mapping[str, Any]
 
 _SLOPES = ("coordinates", "gradients")
+_SWEEPS = ("transfer", "duration", "batch", "decay", "init")
 _LINES = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
+
+
+_SHORT = {"regret": "regret, nats", "noise": "noise of seeds"}
+_INTERVALS = {"shift": ("low", "high"), "regret": ("regret, low", "regret, high")}
+"""The ends of a part's interval, which stand in its own column."""
 
 
 def _columns(check: Check, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The heads of a table's number columns by part, in order."""
     steps = check["settings"].get("steps")
     known = {"start": "at step 0", "end": f"at step {steps}", "decay": "lr x decay"}
-    parts = {part: known.get(part, part) for row in rows for part in row["parts"]}
-    return parts
+    ends = set()
+    if check["check"] in _SWEEPS:
+        known, ends = _SHORT, {end for pair in _INTERVALS.values() for end in pair}
+    return {part: known.get(part, part) for row in rows for part in row["parts"] if part not in ends}
 
 
-def _axes(check: Check) -> dict[str, list[Mapping[str, Any]]]:
+def _groups(check: Check) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each table: one an axis, or one for a whole sweep."""
+    if check["check"] in _SWEEPS:
+        return {"best value": list(check["rows"])}
     by_axis: dict[str, list[Mapping[str, Any]]] = {}
     for row in check["rows"]:
         by_axis.setdefault(row["axis"], []).append(row)
     return by_axis
+
+
+def _first(check: Check, row: Mapping[str, Any]) -> str:
+    """What stands first in a row."""
+    return str(row["axis"] if check["check"] in _SWEEPS else row["module"])
 
 
 def _title(check: Check, axis: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -44,7 +60,7 @@ def _title(check: Check, axis: str, rows: Sequence[Mapping[str, Any]]) -> str:
             "batch and tokens (lr: that it has in batch or tokens)"
         )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
-    against = f" against {axis}" if check["check"] in _SLOPES else f", {axis}"
+    against = f" against {axis}" if check["check"] in _SLOPES else ""
     limits = sorted({row["limit"] for row in rows if row["limit"] is not None})
     limit = " or ".join(f"{value:.2g}" for value in limits)
     return f"{check['quantity']}{against} (limit {limit}; {steps}{settings['seeds']} seeds)"
@@ -54,6 +70,17 @@ def _number(value: float | None, slopes: bool) -> str:
     if value is None:
         return numbers.NONE
     return f"{value:.2f}" if slopes else numbers.value(value)
+
+
+def _cell(check: Check, row: Mapping[str, Any], part: str) -> str:
+    """A number of a row, with its interval where it has one."""
+    parts, slopes = row["parts"], check["check"] in _SLOPES
+    told = _number(parts.get(part), slopes)
+    low, high = (parts.get(end) for end in _INTERVALS.get(part, ("", "")))
+    if check["check"] in _SLOPES or low is None or high is None:
+        return told
+    ends = (numbers.value(round(end, 4)) for end in (low, high))
+    return f"{told} ({' to '.join(ends)})"
 
 
 def _verdict(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -66,28 +93,43 @@ def _verdict(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def terminal(check: Check) -> list[Table]:
-    """A table an axis."""
-    slopes, made = check["check"] in _SLOPES, []
-    for axis, rows in _axes(check).items():
+    """The tables of a check, the judged ones first."""
+    made = []
+    for axis, rows in _groups(check).items():
         columns = _columns(check, rows)
-        table = Table(
-            title=_title(check, axis, rows),
-            title_justify="left",
-            title_style="",
-            box=None,
-            pad_edge=False,
-            header_style="dim",
-        )
-        table.add_column("module", no_wrap=True)
+        table = _table(_title(check, axis, rows))
+        table.add_column("scales" if check["check"] in _SWEEPS else "module", no_wrap=True)
         for head in columns.values():
-            table.add_column(head, justify="right", no_wrap=True)
-        table.add_column("verdict")
+            table.add_column(head, justify="right", no_wrap=check["check"] in _SLOPES)
+        table.add_column("verdict", min_width=28 if check["check"] in _SWEEPS else None)
         for row in rows:
             told, style = _verdict(row)
-            shown = (_number(row["parts"].get(part), slopes) for part in columns)
-            table.add_row(row["module"], *shown, Text(told, style))
+            table.add_row(_first(check, row), *(_cell(check, row, part) for part in columns), Text(told, style))
+        made.append(table)
+    if check.get("measured"):
+        table = _table(_MEASURED)
+        for head, justify in zip(_MEASURED_HEADS, ("left", "right", "right", "right", "left"), strict=True):
+            table.add_column(head, justify=justify)  # type: ignore[arg-type]
+        for each in check["measured"]:
+            table.add_row(*_measured(each))
         made.append(table)
     return made
+
+
+_MEASURED = "measured, not judged"
+_MEASURED_HEADS = ("", "measured", "95% interval", "by the rule", "")
+
+
+def _measured(each: Mapping[str, Any]) -> tuple[str, ...]:
+    ends = each["low"], each["high"]
+    interval = numbers.NONE if None in ends else " to ".join(f"{end:.3f}" for end in ends)
+    told = ("" if each[key] is None else f"{each[key]:.3f}" for key in ("value", "expected"))
+    value, expected = told
+    return each["name"], value or numbers.NONE, interval, expected, each["note"]
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
 
 
 def conclusion(check: Check) -> str:
@@ -99,12 +141,16 @@ def conclusion(check: Check) -> str:
     if not failed:
         return f"passed: {len(judged)} of {len(judged)} lines"
     if all(row.get("undecided") for row in failed):
-        return f"UNDECIDED: {len(failed)} of {len(judged)} lines, {failed[0]['axis']} first; that is no pass"
+        told = f"UNDECIDED: {len(failed)} of {len(judged)} lines, {failed[0]['axis']} first; that is no pass"
+        return f"{told}. {check['advice']}" if check.get("advice") else told
     rule = check["settings"].get("rule")
     advice = f'. The rule in the recipe is "{rule}"' if rule else ""
     if rule not in {None, "complete-d-p"}:
         advice += "; try --set scaling.rule=complete-d-p"
-    return f"FAILED: {len(failed)} of {len(judged)} lines, {check['fault']} most{advice}"
+    worst = check["fault"]
+    if check["check"] in _SWEEPS:
+        worst = max(failed, key=lambda row: row.get("beyond") or 0.0)["axis"]
+    return f"FAILED: {len(failed)} of {len(judged)} lines, {worst} most{advice}"
 
 
 def write_check(check: Check, out: Path) -> Path:
@@ -126,8 +172,10 @@ def page(check: Check) -> str:
     header = element("header", kicker, element("h1", name), element("p", conclusion(check), class_="verdict"))
     draw = _slopes if check["check"] in _SLOPES else _losses
     draw(made, check)
-    for axis, rows in _axes(check).items():
+    for axis, rows in _groups(check).items():
         made.section(axis.capitalize(), _title(check, axis, rows), _html_table(check, rows), class_="broad")
+    if check.get("measured"):
+        made.section("Measured", "Beside what is judged.", _html_measured(check["measured"]), class_="broad")
     settings = "\n".join(f"{key} = {_told(value)}" for key, value in check["settings"].items() if value is not None)
     made.section("Settings", None, element("pre", element("code", settings), class_="scroll", tabindex="0"))
     return document(f"{name} · leaven check", element("main", header, *made.sections), made.charts)
@@ -138,17 +186,32 @@ def _told(value: Any) -> str:
 
 
 def _html_table(check: Check, rows: Sequence[Mapping[str, Any]]) -> Any:
-    slopes, columns = check["check"] in _SLOPES, _columns(check, rows)
-    heads = [element("th", head) for head in ("module", *columns.values(), "verdict")]
+    columns = _columns(check, rows)
+    first = "scales" if check["check"] in _SWEEPS else "module"
+    heads = [element("th", head) for head in (first, *columns.values(), "verdict")]
     styles = {True: "good", False: "bad", None: None}
     body = [
         element(
             "tr",
-            element("td", row["module"]),
-            *(element("td", _number(row["parts"].get(part), slopes), class_="num") for part in columns),
+            element("td", _first(check, row)),
+            *(element("td", _cell(check, row, part), class_="num") for part in columns),
             element("td", _verdict(row)[0], class_=styles[row["passed"]]),
         )
         for row in rows
+    ]
+    return element(
+        "div", element("table", element("thead", element("tr", heads)), element("tbody", body)), class_="scroll"
+    )
+
+
+def _html_measured(measured: Sequence[Mapping[str, Any]]) -> Any:
+    heads = [element("th", head) for head in _MEASURED_HEADS]
+    classes = (None, "num", "num", "num", None)
+    body = [
+        element(
+            "tr", *(element("td", cell, class_=kind) for cell, kind in zip(_measured(each), classes, strict=True))
+        )
+        for each in measured
     ]
     return element(
         "div", element("table", element("thead", element("tr", heads)), element("tbody", body)), class_="scroll"
@@ -163,7 +226,7 @@ def _slopes(made: chapters.Sheet, check: Check) -> None:
         "start": "gradient over eps, at the start",
     }
     wanted = ("change", "end") if check["check"] == "coordinates" else ("start", "end")
-    for axis, rows in _axes(check).items():
+    for axis, rows in _groups(check).items():
         failed = {row["module"] for row in rows if row["passed"] is False}
         curves = {(c["module"], c["quantity"]): c for c in check["curves"] if c["axis"] == axis}
         if not curves:  # a table alone
@@ -199,33 +262,62 @@ def _relative(curve: Mapping[str, Any], eps: Mapping[str, Any] | None) -> list[f
     return [float(f"{value / values[0]:.4g}") for value in values]
 
 
+_VALUES = {"lr": "lr", "weight_decay": "weight decay", "init_std": "init std", "batch": "batch"}
+
+
 def _losses(made: chapters.Sheet, check: Check) -> None:
-    """Loss over lr or batch, a line a scale or arm; bars from the best seed to the worst."""
-    axis = check["curves"][0]["axis"]
-    told = {"lr": f"lr, {check['settings'].get('lr', 'base value')}", "batch": "batch, multiple of its own"}[axis]
-    chart = figures.figure(told, "final loss, nats")
-    for curve, colour in zip(check["curves"], _cycle(len(check["curves"])), strict=True):
-        bars = {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - y for high, y in zip(curve["high"], curve["y"], strict=True)],
-            "arrayminus": [y - low for low, y in zip(curve["low"], curve["y"], strict=True)],
-            "color": colour,
-            "thickness": 1,
-        }
-        _line(chart, curve["module"], curve["x"], curve["y"], colour, error_y=bars)
-    x = check["curves"][0]["x"]
+    """Loss over lr, decay, init std or batch, a line a scale or arm; bars from the best seed to the worst, a star at
+    each optimum. Beside it the optimum over what was moved."""
+    curves = [curve for curve in check["curves"] if curve["quantity"] == "loss"]
+    stars = {curve["module"]: curve for curve in check["curves"] if curve["quantity"] == "optimum"}
+    name = _VALUES[curves[0]["axis"]]
+    unit = "multiple of its own" if name == "batch" else check["settings"].get("unit", "base value")
+    chart = figures.figure(f"{name}, {unit}", "final loss, nats")
+    for curve, colour in zip(curves, _cycle(len(curves)), strict=True):
+        _line(chart, curve["module"], curve["x"], curve["y"], colour, error_y=_bars(curve, colour))
+        if star := stars.get(curve["module"]):
+            shape = {"color": colour, "size": 12, "symbol": "star"}
+            _line(chart, f"best for {curve['module']}", star["x"], star["y"], colour, marker=shape)
+    x = [value for curve in curves for value in curve["x"]]
     figures.log_axis(chart, "xaxis", min(x), max(x), numbers.value)
     legend = [
         join(element("span", "― ", style=f"color:{colour}"), f"{curve['module']}  ")
-        for curve, colour in zip(check["curves"], _cycle(len(check["curves"])), strict=True)
+        for curve, colour in zip(curves, _cycle(len(curves)), strict=True)
     ]
     made.section(
-        f"Loss over {axis}",
-        "Means over seeds, with bars from the lowest to the highest.",
+        f"Loss over {name}",
+        "Means over seeds, with bars from the lowest to the highest."
+        + (" A star is the optimum of a parabola through the three lowest." if stars else ""),
         element("p", *legend),
-        made.chart("losses", chart, f"loss over {axis}", "tall"),
+        made.chart("losses", chart, f"loss over {name}", "tall"),
     )
+    for curve in check["curves"]:
+        if curve["quantity"] == "best":
+            _best(made, curve, f"best {name}, {unit}")
+
+
+def _best(made: chapters.Sheet, curve: Mapping[str, Any], title: str) -> None:
+    """The best value over an axis, with the 95% interval of each."""
+    axis = curve["axis"]
+    chart = figures.figure(axis, title)
+    _line(chart, title, curve["x"], curve["y"], _LINES[0], error_y=_bars(curve, _LINES[0]))
+    _line(chart, "as at the base", [min(curve["x"]), max(curve["x"])], [curve["y"][0]] * 2, figures.MUTED)
+    figures.log_axis(chart, "xaxis", min(curve["x"]), max(curve["x"]), numbers.value)
+    span = [*curve["low"], *curve["high"]]
+    figures.log_axis(chart, "yaxis", min(span) / 1.5, max(span) * 1.5, numbers.value)
+    told = "With 95% intervals over seeds. A flat line is what the rule says."
+    made.section(f"Over {axis}", told, made.chart(f"best-{axis}", chart, f"{title} over {axis}"))
+
+
+def _bars(curve: Mapping[str, Any], colour: str) -> dict[str, Any]:
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - y for high, y in zip(curve["high"], curve["y"], strict=True)],
+        "arrayminus": [y - low for low, y in zip(curve["low"], curve["y"], strict=True)],
+        "color": colour,
+        "thickness": 1,
+    }
 
 
 def _cycle(count: int) -> list[str]:
@@ -241,8 +333,7 @@ def _line(chart: Any, name: str, x: Sequence[float], y: Sequence[float], colour:
             name=figures.text(name),
             mode="lines+markers",
             line={"color": colour, "width": 1.5},
-            marker={"color": colour, "size": 5},
             hovertemplate="<b>%{fullData.name}</b><br>%{y:.4~g} at %{x:.4~g}<extra></extra>",
-            **style,
+            **({"marker": {"color": colour, "size": 5}} | style),
         )
     )

@@ -150,7 +150,7 @@ class _CheckRow(Entry):
 
 class _CheckCurve(Entry):
     module: str
-    axis: Literal["lr", "batch"]
+    axis: Literal["lr", "weight_decay", "init_std", "width", "depth", "batch", "tokens"]
     quantity: str
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -158,15 +158,25 @@ class _CheckCurve(Entry):
     high: tuple[float, ...]
 
 
+class _MeasuredValue(Entry):
+    name: str
+    value: Number = None
+    low: Number = None
+    high: Number = None
+    expected: Number = None
+    note: str = ""
+
+
 class CheckFile(Entry):
     """What a check of whole runs keeps beside them, as far as it is drawn: what ``leaven check --json`` prints."""
 
-    check: Literal["transfer", "equivalence"]
+    check: Literal["transfer", "duration", "batch", "decay", "init", "equivalence"]
     subject: str
     quantity: str
     fault: str | None = None
     rows: tuple[_CheckRow, ...]
     curves: tuple[_CheckCurve, ...]
+    measured: tuple[_MeasuredValue, ...] = ()
     settings: dict[str, Any]
 
 

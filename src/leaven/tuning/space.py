@@ -88,7 +88,9 @@ REACH = {
     "grad_clip": Reach(0.01, 100.0, 3.0, 2.0, "published: 0.1 to 1; 100 is next to no clipping"),
     "dropout": Reach(0.0, 0.5, 2.0, 1.0, "published: 0 to 0.1", False, (True, False)),
     "min_lr_ratio": Reach(0.0, 1.0, 2.0, 1.0, "published: 0 to 0.1; 1 is no decay", False, (True, True)),
-    "decay_ratio": Reach(0.01, 1.0, 2.0, 1.0, "published: 0.2 and 0.4; 1 is all of the run", False, (False, True)),
+    "decay_ratio": Reach(
+        0.01, 1.0, 2.0, 1.0, "0.2 (Hägele et al. 2024), published: 0.4; 1 is all of the run", False, (False, True)
+    ),
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from leaven.verification.family import Family, Member, Start
 from leaven.verification.probe import LOGITS, Probe
-from leaven.verification.verdict import Curve, Row, Verdict, curve, geometric_mean, slope
+from leaven.verification.verdict import Curve, Row, Verdict, conclusive, curve, geometric_mean, more_sizes, slope
 
 STEPS = 3
 
@@ -150,7 +150,8 @@ def coordinates(
     for axis in chosen:
         for module in recorded[axis.members[0]][0]:
             lines = [[run[module] for run in recorded[member]] for member in axis.members]
-            rows.append(replace(_row(axis, module, lines, steps, family.alpha), axis=axis.title))
+            row = replace(_row(axis, module, lines, steps, family), axis=axis.title)
+            rows.append(conclusive(row, axis.sizes, seeds))
             curves += [
                 curve(module, axis.title, quantity, axis.sizes, _by_seed(lines, quantity, axis))
                 for quantity in QUANTITIES
@@ -170,6 +171,7 @@ def coordinates(
         rows=tuple(rows),
         curves=tuple(curves),
         settings=settings,
+        advice=more_sizes(widths, depths),
     )
 
 
@@ -215,7 +217,7 @@ def _by_seed(lines: Sequence[Sequence[Recorded]], quantity: str, axis: Axis) -> 
     return [[line.rms(quantity, axis.name) for line in seeds] for seeds in lines]
 
 
-def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: int, alpha: float) -> Row:
+def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: int, family: Family) -> Row:
     means = {q: [geometric_mean(values) for values in _by_seed(lines, q, axis)] for q in QUANTITIES}
     parts = {quantity: slope(axis.sizes, values) for quantity, values in means.items()}
     trained = "early" if steps <= STEPS else "late"
@@ -226,7 +228,7 @@ def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: in
     still = _still(means, [line for seeds in lines for line in seeds])
     if still:
         return Row(module, axis.name, None, limit, False, parts, still, math.inf)
-    allowed = {q: _allowed(axis, module, [seeds[0] for seeds in lines], q, alpha) for q in QUANTITIES}
+    allowed = {q: _allowed(axis, module, [seeds[0] for seeds in lines], q, family.alpha) for q in QUANTITIES}
     beyond = {
         q: max(value - allowed[q][1], allowed[q][0] - value) - limits[q]
         for q, value in parts.items()
@@ -237,7 +239,7 @@ def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: in
     worst = max(beyond, key=lambda quantity: beyond[quantity])
     if beyond[worst] <= 0:
         return Row(module, axis.name, parts["change"], limit, True, parts)
-    note = _note(axis.name, module, parts[worst] or 0.0)
+    note = _note(axis.name, module, parts[worst] or 0.0, family.rule is None)
     return Row(module, axis.name, parts[worst], limits[worst], False, parts, note, beyond[worst])
 
 
@@ -264,10 +266,12 @@ def _allowed(axis: Axis, module: str, lines: Sequence[Recorded], quantity: str, 
     return (alpha - 1) * (inside and lines[-1].matrix and quantity != "start"), 0.0
 
 
-def _note(axis: str, module: str, value: float) -> str:
-    """What usually does this."""
+def _note(axis: str, module: str, value: float, foreign: bool) -> str:
+    """What usually does this. A recipe is checked from initial values of the check's own, a factory from its own."""
     if value < 0:
-        hint = "scaled twice?" if axis == "width" else "branches scaled twice, by an init of 1/sqrt(2L) as well?"
+        hint = "scaled twice?"
+        if axis == "depth":
+            hint = "branches scaled twice" + (", by an init of 1/sqrt(2L) as well?" if foreign else "?")
         return f"SHRINKS with {axis}  <- {hint}"
     if axis == "depth":
         hint = "branches not multiplied by depth^-alpha?"

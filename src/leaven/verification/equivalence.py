@@ -8,14 +8,13 @@ seen nothing.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
 from leaven.recipe.errors import InputError
 from leaven.verification.family import Family, Setting
-from leaven.verification.runs import keep, run_all
+from leaven.verification.runs import RunStore
 from leaven.verification.verdict import Row, Verdict, curve
 
 LEAST_STEPS = 200
@@ -33,18 +32,15 @@ def equivalence(
     family: Family,
     scale: tuple[int, int],
     ratios: Sequence[float],
-    folder: Path,
+    store: RunStore,
     *,
     seeds: int = 3,
-    workers: int = 2,
-    on_run: Callable[[int, int], None] = lambda done, total: None,
-    stop: Callable[[], bool] = lambda: False,
 ) -> Verdict:
-    """Run the check, or go on with it, on the member of a width and depth at ``ratios`` times the family's batch.
+    """Run the check, or resume it, on the member of a width and depth at ``ratios`` times the family's batch.
 
     Raises:
         InputError: if a batch is no whole number of sequences, the rule cannot follow it, or the folder is in use.
-        Stopped: if ``stop`` said so; what has ended is in the folder.
+        Stopped: if the store was asked to stop; finished runs are in its folder.
     """
     kappas = sorted({1.0, *ratios})
     if len(kappas) < 2:
@@ -57,12 +53,14 @@ def equivalence(
             f"many; give {need:,} tokens, smaller batches or smaller --batch-ratios, for {LEAST_STEPS} steps"
         )
     every = {
-        (arm, kappa, seed): family.trial(Setting(*scale, family.lr, seed, kappa, ruled=arm == "rule" or kappa == 1))
+        (arm, kappa, seed): family.trial(
+            Setting(*scale, family.value("lr"), seed, kappa, ruled=arm == "rule" or kappa == 1)
+        )
         for arm in ARMS
         for kappa in kappas
         for seed in range(seeds)
     }
-    outcome = run_all(every.values(), folder, workers, on_run=on_run, stop=stop)
+    outcome = store.run(every.values())
     losses = {
         arm: np.array([[outcome(every[arm, k, seed]).loss for seed in range(seeds)] for k in kappas]) for arm in ARMS
     }
@@ -82,7 +80,7 @@ def equivalence(
             "tokens": family.tokens,
         },
     )
-    return keep(verdict, folder)
+    return store.keep(verdict)
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:

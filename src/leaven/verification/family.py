@@ -1,14 +1,15 @@
-"""Families: one model at any width and depth, with its optimiser and its data. Checks know nothing else of a model.
+"""Families: one model at any width and depth, with its optimiser and its data. Checks see a model as a family only.
 
 A recipe is a family. So is a factory of yours, ``module:factory``; see :mod:`leaven.verification.foreign`.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,10 @@ from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
+from leaven.recipe.shape import Role
+from leaven.scaling.cells import TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.table import ParameterTable, exponents, resolve
 from leaven.scaling.transfer import transfer
 from leaven.training.course import lost_above
 from leaven.training.optimiser import Optimiser
@@ -60,23 +63,42 @@ class Member:
             group["lr"] *= factor
 
 
+Quantity = Literal["lr", "weight_decay", "init_std"]
+"""A hyperparameter whose best value a check of whole runs looks for."""
+
+Axis = Literal["width", "depth", "batch", "tokens"]
+
+
 @dataclass(frozen=True)
-class Setting:
-    """One whole run of a family. ``lr`` is in the family's unit, and ``batch`` a multiple of the family's own;
-    a run that is not ``ruled`` moves the batch and nothing with it."""
+class Scale:
+    """The scale of a run. ``batch`` and ``tokens`` are multiples of the family's own."""
 
     width: int
     depth: int
-    lr: float
+    batch: float = 1.0
+    tokens: float = 1.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One whole run of a family: ``quantity`` has ``value``, in the family's unit.
+
+    ``batch`` and ``tokens`` are multiples of the family's own. Without ``ruled`` nothing else moves with them.
+    """
+
+    width: int
+    depth: int
+    value: float
     seed: int
     batch: float = 1.0
+    tokens: float = 1.0
     ruled: bool = True
+    quantity: Quantity = "lr"
 
 
 class Family(Protocol):
-    """``alpha`` is the depth exponent of its rule, 1 where that has none. ``lr`` is the family's own in the unit of
-    :class:`Setting`, and ``lr_unit`` says which that is; ``tokens`` are those of a whole run, ``batch_tokens`` of a
-    step."""
+    """``alpha`` is the depth exponent of the rule, 1 where it has none. ``tokens`` are those of a whole run,
+    ``batch_tokens`` those of a step."""
 
     @property
     def name(self) -> str: ...
@@ -88,10 +110,9 @@ class Family(Protocol):
     def alpha(self) -> float: ...
 
     @property
-    def lr(self) -> float: ...
-
-    @property
-    def lr_unit(self) -> str: ...
+    def unit(self) -> str:
+        """Of the values of a :class:`Setting`."""
+        ...
 
     @property
     def tokens(self) -> int: ...
@@ -105,6 +126,19 @@ class Family(Protocol):
     @property
     def takes_ratios(self) -> bool:
         """Whether it has members of another batch or duration."""
+        ...
+
+    def value(self, quantity: Quantity) -> float:
+        """The family's own value.
+
+        Raises:
+            InputError: if a check cannot move this quantity.
+        """
+        ...
+
+    def exponent(self, quantity: Quantity, axis: Axis) -> float:
+        """The power of the batch or the duration by which the rule moves a base value; 0 in width and depth, where
+        the power is each tensor's own."""
         ...
 
     def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
@@ -151,11 +185,7 @@ class RecipeFamily:
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
     @property
-    def lr(self) -> float:
-        return self.recipe.hyperparameters.lr
-
-    @property
-    def lr_unit(self) -> str:
+    def unit(self) -> str:
         return "base value"
 
     @property
@@ -174,6 +204,28 @@ class RecipeFamily:
     def takes_ratios(self) -> bool:
         return True
 
+    def value(self, quantity: Quantity) -> float:
+        hyperparameters = self.recipe.hyperparameters
+        if quantity == "init_std" and hyperparameters.init != "rule":
+            raise InputError(
+                f'the recipe starts from init = "{hyperparameters.init}", which has no init_std; '
+                "type --set hyperparameters.init=rule --set hyperparameters.init_std=0.05 or another value"
+            )
+        value: float = getattr(hyperparameters, quantity)
+        if not value:
+            raise InputError(
+                f"{quantity} is 0, so there is nothing to move; set it: --set hyperparameters.{quantity}=0.1"
+            )
+        return value
+
+    def exponent(self, quantity: Quantity, axis: Axis) -> float:
+        scaling = self.recipe.scaling
+        cell = RULES[scaling.rule].columns.get(quantity)
+        if cell is None or axis not in ("batch", "tokens"):
+            return 0.0
+        at = TensorRatios(**{axis: 2.0})
+        return round(math.log2(cell.factor(at, exponents(scaling))), 12)
+
     def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
         moved = self._moved(width, depth, round(self.recipe.batch.tokens * batch), round(self.tokens * tokens))
         table = self.table(moved)
@@ -184,19 +236,25 @@ class RecipeFamily:
     def trial(self, setting: Setting) -> "RecipeTrial":
         assert self.table is resolve, "a whole run has its recipe's own table"
         recipe = self.recipe
-        moved = self._moved(setting.width, setting.depth, round(recipe.batch.tokens * setting.batch))
+        moved = self._moved(
+            setting.width,
+            setting.depth,
+            round(recipe.batch.tokens * setting.batch),
+            round(recipe.data.tokens * setting.tokens),
+        )
         changes: dict[str, object] = {
-            "hyperparameters.lr": setting.lr,
+            f"hyperparameters.{setting.quantity}": setting.value,
             "data.seed": recipe.data.seed + setting.seed,
             "start": {},  # from scratch at every scale: weights to start from are of one shape
         }
         if not setting.ruled:
-            # With its own batch as base, nothing but the batch moves.
+            # With its own batch and duration as base, nothing but these moves.
             changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * setting.batch)
+            changes["scaling.base.tokens"] = round(recipe.base.tokens * setting.tokens)
         try:
             return RecipeTrial(moved.replace(changes))
         except ValidationError as error:
-            raise InputError(f"lr {setting.lr:g}: {explain(error)}") from None
+            raise InputError(f"{setting.quantity} {setting.value:g}: {explain(error)}") from None
 
     def _moved(self, width: int, depth: int, batch_tokens: int, tokens: int | None = None) -> Recipe:
         shape = self.recipe.model
@@ -244,20 +302,40 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: Start) -> Recipe:
     """The recipe with its base at a width and depth, and with initial values that are near the limit of large models.
 
     Exponents depend on neither, but how soon they show does. Here the embedding starts at RMS 1 and the readout at
-    1/width. With a small embedding the stream at depth 2 is nearly all branches, whose sum falls with depth as
-    L^(1/2 - alpha), and the gradients inside the blocks are off by as much. With a large readout the gain of the
-    final norm has a gradient of order N^-2 first, and the logits stay initial for longer.
+    1/width (one that is tied by its multiplier: :func:`calibrated_table`). With a small embedding the stream at depth
+    2 is nearly all branches, whose sum falls with depth as L^(1/2 - alpha), and the gradients inside the blocks are
+    off by as much. With a large readout the gain of the final norm has a gradient of order N^-2 first, and the logits
+    stay initial for longer.
+
+    Raises:
+        InputError: if the recipe has no model of this width.
     """
+    try:
+        recipe.model.scaled(width, depth)
+    except ValueError as error:
+        raise InputError(f"--widths: {error}; or leave --widths out, for widths that fit this recipe") from None
     std = start.hidden * width**-0.5
     starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}
     changes: dict[str, object] = {
         f"hyperparameters.modules.{module}.init_std": starts.get(module, std) / std for module in recipe.model.modules
     }
-    if recipe.model.tied_embeddings:
-        changes["hyperparameters.modules.embedding.init_std"] = 1 / width / std
     changes |= {"hyperparameters.init_std": std, "hyperparameters.residual": start.residual}
     base = {"width": width, "depth": depth, "batch_tokens": recipe.batch.tokens, "tokens": recipe.data.tokens}
     return recipe.replace(changes | {"hyperparameters.init": "rule", "scaling.base": base})
+
+
+def calibrated_table(recipe: Recipe) -> ParameterTable:
+    """The parameter table of a :func:`calibrated` recipe.
+
+    A tied matrix cannot start at 1 for the embedding and at 1/width for the readout. It starts at 1, and its forward
+    multiplier is divided by the base's width, at every scale, which changes no exponent.
+    """
+    table = resolve(recipe)
+    rows = tuple(
+        replace(row, multiplier=row.multiplier / recipe.base.width) if row.role is Role.TIED_EMBEDDING else row
+        for row in table.rows
+    )
+    return replace(table, rows=rows)
 
 
 def plain_label(name: str) -> str:

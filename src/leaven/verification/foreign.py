@@ -6,8 +6,8 @@
         return model, groups                          # groups for torch.optim.AdamW, or an optimiser
 
 ``seed`` and ``ratios`` may be left out. torch's random state is seeded before each call; ``seed`` is for what draws
-its values elsewhere (``parametrize(..., initialise=True, seed=seed)``). ``ratios`` has the batch over the factory's
-own: the equivalence check needs it, for it asks what the rule makes of another batch.
+its values elsewhere (``parametrize(..., initialise=True, seed=seed)``). ``ratios`` has batch and
+tokens over the factory's own: the checks of batch and duration need it.
 
 A third thing returned is a function ``batch(seed, step) -> (inputs, targets)``, which has to give the same at each
 call; the sequences of a seed are one stream, cut anew where the check moves the batch, and those of the seed
@@ -41,7 +41,7 @@ from leaven.recipe.schedule import Schedule
 from leaven.scaling.cells import Ratios
 from leaven.training.course import Course, lost_above
 from leaven.training.outcome import Outcome
-from leaven.verification.family import Member, Setting, plain_label
+from leaven.verification.family import Axis, Member, Quantity, Setting, plain_label
 from leaven.verification.samples import HELD_OUT, Batches, corpus, synthetic, taken
 
 MADE_UP = "made-up"
@@ -73,8 +73,7 @@ class ForeignFamily:
     tokens: int
     alpha: float = 1.0
     rule: None = field(default=None, init=False)
-    lr: float = field(default=1.0, init=False)
-    lr_unit: str = field(default="multiple of the factory's", init=False)
+    unit: str = field(default="multiple of the factory's", init=False)
     _states: dict[tuple[int, int, Ratios], str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -85,6 +84,17 @@ class ForeignFamily:
     def takes_ratios(self) -> bool:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
+    def value(self, quantity: Quantity) -> float:
+        if quantity != "lr":
+            raise InputError(
+                f"{self.name}: this check moves {quantity}, which only a recipe names; give a recipe file"
+            )
+        return 1.0
+
+    def exponent(self, quantity: Quantity, axis: Axis) -> float:
+        """0: values are multiples of what the factory makes of its ratios."""
+        return 0.0
+
     def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
         return self._member(width, depth, seed, Ratios(batch=batch, tokens=tokens))[0]
 
@@ -93,7 +103,7 @@ class ForeignFamily:
         if setting.batch * self.sequences % 1:
             raise InputError(
                 f"{self.name}: a batch x {setting.batch:g} of {self.sequences} sequences is no whole number of them; "
-                "choose other --batch-ratios or a larger batch"
+                "choose other batch ratios or a larger batch"
             )
         scale = setting.width, setting.depth, _ratios(setting)
         if scale not in self._states:
@@ -107,16 +117,17 @@ class ForeignFamily:
         began = time.perf_counter()
         member, batches = self._member(setting.width, setting.depth, setting.seed, _ratios(setting))
         count = round(setting.batch * self.sequences)
-        schedule, limit = Schedule(warmup_tokens=self.tokens // 8), lost_above(self.vocab_size)
-        peaks = [group["lr"] * setting.lr for group in member.optimizer.param_groups]
-        done, diverged, course = 0, False, Course(self.vocab_size, self.tokens)
-        while done < self.tokens and not diverged:
+        tokens = round(self.tokens * setting.tokens)
+        schedule, limit = Schedule(warmup_tokens=tokens // 8), lost_above(self.vocab_size)
+        peaks = [group["lr"] * setting.value for group in member.optimizer.param_groups]
+        done, diverged, course = 0, False, Course(self.vocab_size, tokens)
+        while done < tokens and not diverged:
             loss = member.loss_of(taken(batches, self.sequences, setting.seed, done // self.seq_len, count))
             member.optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             done += count * self.seq_len
             for peak, group in zip(peaks, member.optimizer.param_groups, strict=True):
-                group["lr"] = peak * schedule.multiplier(done, self.tokens)
+                group["lr"] = peak * schedule.multiplier(done, tokens)
             member.optimizer.step()
             diverged = course.lost(loss.item(), count * self.seq_len)
         final = limit if diverged else self._validation_loss(member, batches)
@@ -174,7 +185,8 @@ class ForeignTrial:
     @property
     def cost(self) -> float:
         # Small batches take more steps, and a step of the optimiser is about a batch's work.
-        return self.setting.width**2 * self.setting.depth * (1 + 1 / self.setting.batch)
+        setting = self.setting
+        return setting.width**2 * setting.depth * (1 + 1 / setting.batch) * setting.tokens
 
     def run(self) -> Outcome:
         return self.family.train(self.setting)
@@ -222,7 +234,7 @@ def foreign(
 
 def _ratios(setting: Setting) -> Ratios:
     """What the rule is told."""
-    return Ratios(batch=setting.batch) if setting.ruled else Ratios()
+    return Ratios(batch=setting.batch, tokens=setting.tokens) if setting.ruled else Ratios()
 
 
 def _made(
@@ -233,7 +245,7 @@ def _made(
     known = inspect.signature(factory).parameters
     if ratios != Ratios() and "ratios" not in known:
         raise InputError(
-            f"{entry} takes no ratios, so its rule cannot follow the batch; "
+            f"{entry} takes no ratios, so its rule cannot follow batch or duration; "
             "add a parameter ratios=leaven.Ratios() and hand it to leaven.parametrize"
         )
     torch.manual_seed(seed)

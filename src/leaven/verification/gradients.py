@@ -31,7 +31,7 @@ from torch import Tensor
 from leaven.verification.books import Books, audit, read
 from leaven.verification.coordinates import Axis, axes
 from leaven.verification.family import Family, Member, Start
-from leaven.verification.verdict import Curve, Row, Verdict, curve, geometric_mean, slope
+from leaven.verification.verdict import Curve, Row, Verdict, conclusive, curve, geometric_mean, more_sizes, slope
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """On the distance between the two exponents. Widths 64 to 512 and depths 2 to 32 measured at most 0.14 at the start;
@@ -92,7 +92,7 @@ def gradients(
     for axis in chosen:
         for module in recorded[axis.members[0]][0]:
             lines = [[run[module] for run in recorded[member]] for member in axis.members]
-            rows.append(_row(axis, module, lines, steps, family.alpha))
+            rows.append(conclusive(_row(axis, module, lines, steps, family.alpha), axis.sizes, seeds))
             curves += [
                 curve(
                     module, axis.name, name, axis.sizes, [[getattr(line, name) for line in seeds] for seeds in lines]
@@ -113,6 +113,7 @@ def gradients(
             "seeds": seeds,
             "lr_factor": lr_factor,
         },
+        advice=more_sizes(widths, depths),
     )
 
 

@@ -1,6 +1,6 @@
-"""Where the best lr is, how sure that is, and what another one costs. Losses are in nats, lrs as log2."""
+"""Where the best value is, how sure that is, and what another one costs. Losses are in nats, values as log2."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ five points of a grid of octaves the vertex of one whose lowest point never move
 
 @dataclass(frozen=True)
 class Valley:
-    """Losses over lrs: ``losses`` is (lrs, seeds), rows in the order of ``octaves``, log2 of the lrs."""
+    """Losses over three values or more: ``losses`` is (values, seeds), ``octaves`` has log2 of the values."""
 
     octaves: Array
     losses: Array
@@ -35,20 +35,28 @@ class Valley:
         return float(np.sqrt(self.losses[near].var(axis=1, ddof=1).mean()))
 
     @property
-    def at_the_edge(self) -> bool:
-        """Whether the lowest loss is the first or the last one: the optimum may lie outside."""
-        return int(self.losses.mean(1).argmin()) in {0, len(self.octaves) - 1}
+    def edge(self) -> int:
+        """-1 or 1 where the lowest loss is the first or the last, so that the optimum may lie outside; else 0."""
+        if not np.isfinite(self.losses).all():
+            return 0
+        place = int(self.losses.mean(1).argmin())
+        return -(place == 0) + (place == len(self.octaves) - 1)
+
+    @property
+    def lowest(self) -> float:
+        """The loss at the optimum."""
+        return self.loss_at(self.optimum())
 
     def optimum(self) -> float:
         """log2 of the best lr: the vertex of a parabola through the mean losses near the lowest."""
         a, b, _ = self._parabola(self.losses.mean(1))
-        low, high = self.octaves[0], self.octaves[-1]
-        return float(np.clip(-b / (2 * a), low, high))
+        return min(max(-b / (2 * a), float(self.octaves[0])), float(self.octaves[-1]))
 
     def loss_at(self, octave: float) -> float:
         """The loss at an lr, on the parabola through the three means that were measured nearest to it."""
         near = _around(int(np.abs(self.octaves - octave).argmin()), len(self.octaves))
-        return float(np.polyval(np.polyfit(self.octaves[near], self.losses.mean(1)[near], 2), octave))
+        a, b, c = _through(self.octaves[near], self.losses.mean(1)[near])
+        return a * octave**2 + b * octave + c
 
     def resampled(self, random: np.random.Generator) -> Array:
         """The losses with seeds drawn anew, with replacement, for each lr by itself.
@@ -63,11 +71,11 @@ class Valley:
 
     def _parabola(self, means: Array) -> tuple[float, float, float]:
         near = _near(means)
-        a, b, c = np.polyfit(self.octaves[near], means[near], 2)
+        a, b, c = _through(self.octaves[near], means[near])
         if a <= 0:  # no valley: the lowest point itself
             best = self.octaves[int(means.argmin())]
             return 1.0, -2 * float(best), 0.0
-        return float(a), float(b), float(c)
+        return a, b, c
 
 
 @dataclass(frozen=True)
@@ -100,10 +108,51 @@ def shift(base: Valley, target: Valley, draws: int = 1000) -> Shift:
     return Shift(moved, float(low), float(high), regret, float(regret_low), float(regret_high))
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95% interval over seeds; one seed has none."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def exponent(valleys: Mapping[float, Valley], draws: int = 1000) -> Estimate:
+    """The power of a ratio by which the optimum moves: the least-squares slope of its log2 over log2 of the ratio."""
+    ratios = np.log2(list(valleys))
+
+    ratios -= ratios.mean()
+
+    def fitted(found: Iterable[Valley]) -> float:
+        return float(ratios @ [valley.optimum() for valley in found] / (ratios @ ratios))
+
+    return estimate(fitted, list(valleys.values()), draws)
+
+
+def estimate(of: Callable[[Sequence[Valley]], float], valleys: Sequence[Valley], draws: int = 1000) -> Estimate:
+    """A number read off some valleys, with its bootstrap interval over their seeds."""
+    value = of(valleys)
+    if any(valley.losses.shape[1] < 2 for valley in valleys):
+        return Estimate(value, None, None)
+    random = np.random.default_rng(0)
+    drawn = [of([Valley(valley.octaves, valley.resampled(random)) for valley in valleys]) for _ in range(draws)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Estimate(value, float(low), float(high))
+
+
 def _moved(base: Valley, target: Valley) -> tuple[float, float]:
     """The move and the regret of these very losses."""
     best, own = base.optimum(), target.optimum()
     return own - best, max(target.loss_at(best) - target.loss_at(own), 0.0)
+
+
+def _through(x: Array, y: Array) -> tuple[float, float, float]:
+    """The coefficients of the parabola through three points, the highest power first."""
+    (x0, x1, x2), (y0, y1, y2) = x.tolist(), y.tolist()
+    slope = (y1 - y0) / (x1 - x0)
+    a = ((y2 - y1) / (x2 - x1) - slope) / (x2 - x0)
+    b = slope - a * (x0 + x1)
+    return a, b, y0 - (a * x0 + b) * x0
 
 
 def _near(means: Array) -> slice:
@@ -112,6 +161,5 @@ def _near(means: Array) -> slice:
 
 def _around(place: int, available: int) -> slice:
     """A place and its neighbours, as many on both sides as there are."""
-    count = min(POINTS, available)
-    first = int(np.clip(place - count // 2, 0, available - count))
-    return slice(first, first + count)
+    first = min(max(place - POINTS // 2, 0), max(available - POINTS, 0))
+    return slice(first, first + POINTS)

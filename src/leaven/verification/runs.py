@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +43,25 @@ class Trial(Protocol):
 
 class Stopped(Exception):
     """The runs were asked to stop before all had ended; those that had are kept."""
+
+
+@dataclass(frozen=True)
+class RunStore:
+    """The folder of a check's runs, and how they are run: in ``workers`` processes of one thread."""
+
+    folder: Path
+    workers: int = 2
+    on_run: Callable[[int, int], None] = lambda done, total: None
+    stop: Callable[[], bool] = lambda: False
+
+    def run(self, trials: Iterable[Trial]) -> Callable[[Trial], Outcome]:
+        """:func:`run_all` in this folder."""
+        return run_all(trials, self.folder, self.workers, on_run=self.on_run, stop=self.stop)
+
+    def keep(self, verdict: Verdict) -> Verdict:
+        """Write the verdict beside the runs, for ``leaven report``."""
+        write_text(self.folder / VERDICT, json.dumps(verdict.document(), indent=2) + "\n")
+        return verdict
 
 
 def run_all(
@@ -86,12 +105,6 @@ def run_all(
     if wanted.keys() - ended.keys():
         raise Stopped(f"{len(wanted.keys() & ended.keys())} of {len(wanted)} runs have ended")
     return lambda trial: ended[trial.key]
-
-
-def keep(verdict: Verdict, folder: Path) -> Verdict:
-    """The last verdict that was read from a folder's runs stands beside them, for ``leaven report``."""
-    write_text(folder / VERDICT, json.dumps(verdict.document(), indent=2) + "\n")
-    return verdict
 
 
 def _read(path: Path) -> dict[str, Outcome]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,26 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class MeasuredValue:
+    """A number that was measured beside what is judged, with its 95% interval (none with one seed).
+
+    ``expected`` is what the rule has, where it says something.
+    """
+
+    name: str
+    value: Number
+    low: Number
+    high: Number
+    expected: Number = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """A check's answer. ``fault`` names the module that failed most clearly, if any did."""
+    """A check's answer. ``fault`` names the module that failed most clearly, if any did.
+
+    ``advice`` is a line that says what to type next.
+    """
 
     check: str
     subject: str
@@ -54,6 +72,8 @@ class Verdict:
     rows: tuple[Row, ...]
     curves: tuple[Curve, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    measured: tuple[MeasuredValue, ...] = ()
+    advice: str = ""
 
     @property
     def passed(self) -> bool:
@@ -66,11 +86,27 @@ class Verdict:
 
     @property
     def fault(self) -> str | None:
-        return max(self.failed, key=lambda row: row.beyond).module if self.failed else None
+        return max(self.failed, key=lambda row: (not row.undecided, row.beyond)).module if self.failed else None
 
     def document(self) -> dict[str, Any]:
         """Plain data, as ``--json`` prints and the report draws it."""
         return {"passed": self.passed, "fault": self.fault} | asdict(self)
+
+
+def conclusive(row: Row, sizes: Sequence[float], seeds: int) -> Row:
+    """The row, or an undecided one where it failed by a slope of two sizes and one seed: that may be noise."""
+    if row.passed is not False or seeds > 1 or len(sizes) > 2 or not math.isfinite(row.beyond):
+        return row
+    return replace(row, undecided=True, note=f"inconclusive: two sizes and one seed cannot tell ({row.note})")
+
+
+def more_sizes(widths: Sequence[int], depths: Sequence[int]) -> str:
+    """What to type for a verdict where two sizes and one seed were too few."""
+    options = ["--seeds 3"]
+    for option, sizes in (("--widths", sorted(set(widths))), ("--depths", sorted(set(depths)))):
+        if len(sizes) == 2:
+            options.append(f"{option} {sizes[0]},{sizes[1]},{2 * sizes[1]}")
+    return f"Give more: {' '.join(options)}"
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> Number:

@@ -10,6 +10,7 @@ DEFAULTS = {
     "data.documents": "end to end: no token is thrown away; isolated where documents are short and unlike",
     "data.corrupt_share": "leaven's own: one unreadable line in a thousand is the source's fault, more is not",
     "batch.micro_batch": "timed where the run starts",
+    "batch.ramp.rule": "lr and moments stay while the batch grows: moving them cost 0.18 nats (docs/log.md)",
     "schedule.decay_ratio": "of wsd alone: 20% (Hagele 2024, arXiv 2405.18392)",
     "hyperparameters.decay_norm_and_bias": "decay pulls a gain to 0, not to its neutral 1 (nanoGPT leaves it off)",
     "hyperparameters.residual": "branches as published runs have them; the rule moves it with depth",

@@ -74,9 +74,7 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
         shape = proxy_shape(model, size)
         if shape is None or not 1 / NEAR <= shape.params / size <= NEAR:
             raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(model, size)}")
-        each = _proxy(model, shape, batch_tokens, tokens, 1).cost
-        trials = next((trials for trials in TRIALS if trials * each <= WORTH), TRIALS[-1])
-        proxy = _proxy(model, shape, batch_tokens, tokens, trials)
+        proxy = _proxy(model, shape, batch_tokens, tokens)
         return Tuning(proxy, f"as asked for: {_cost(proxy)}")
     known = lineages >= ENOUGH_LINEAGES
     least = max(SMALLEST, model.params / FARTHEST) if known else model.params / SMALL_FACTOR
@@ -86,21 +84,14 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
         shape = proxy_shape(model, wanted, least)
         if shape is None:
             continue
-        proxy = _proxy(model, shape, batch_tokens, tokens, TRIALS[0])
-        if proxy.cost <= SHARE:
+        proxy = _proxy(model, shape, batch_tokens, tokens)
+        if proxy.trials == TRIALS[0]:
             return Tuning(proxy, _cost(proxy))
         tried.append(proxy)
-    smallest = min(tried, key=lambda proxy: proxy.cost, default=None)
-    if smallest is not None:
-        each = smallest.cost / smallest.trials
-        for limit in (SHARE, WORTH):
-            for trials in TRIALS:
-                if trials * each <= limit:
-                    proxy = _proxy(model, smallest.shape, batch_tokens, tokens, trials)
-                    return Tuning(
-                        proxy, f"{_cost(proxy)}; fewer than {TRIALS[0]}, which would cost more than it brings"
-                    )
-    return Tuning(None, _not_worth(model, smallest, least))
+    smallest = min(tried, key=lambda proxy: proxy.shape.params, default=None)
+    if smallest is None or smallest.cost > WORTH:
+        return Tuning(None, _not_worth(smallest, least))
+    return Tuning(smallest, f"{_cost(smallest)}; {TRIALS[0]} would cost more than they bring")
 
 
 def trials_worth(each: float) -> int:
@@ -148,11 +139,12 @@ def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
     return model.scaled(width, depth, d_ff=d_ff)
 
 
-def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int, trials: int) -> Proxy:
+def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int) -> Proxy:
     smaller = model.params / shape.params
     sequences = max(round(batch_tokens / smaller / shape.seq_len), 1)
     length = round(tokens / smaller)
-    cost = trials * shape.params * length / (model.params * tokens)
+    each = shape.params * length / (model.params * tokens)
+    trials = trials_worth(each)
     if shape.params >= SAFE * 0.8:
         evidence = "the best lr of 136 M was the best at 483 M"
     elif shape.params >= SMALLEST * 0.8:
@@ -162,23 +154,20 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int,
             f"below the {format_quantity(SMALLEST)} of published proxies; in leaven's own runs 0.2 M kept a quarter "
             "of its gain at 6.4 M"
         )
-    return Proxy(shape, sequences * shape.seq_len, length, trials, cost, evidence)
+    return Proxy(shape, sequences * shape.seq_len, length, trials, trials * each, evidence)
 
 
 def _cost(proxy: Proxy) -> str:
     return f"{proxy.trials} trials cost {proxy.cost:.1%} of this run"
 
 
-def _not_worth(model: ModelShape, smallest: Proxy | None, least: float) -> str:
-    if smallest is None or smallest.shape.params > model.params / 2:
-        return (
-            f"this run is too small for a proxy: {format_quantity(round(least))} parameters are the smallest with "
-            f"evidence, and {TRIALS[-1]} trials of it would cost more than this run"
-        )
-    cost = smallest.cost * TRIALS[-1] / smallest.trials
+def _not_worth(smallest: Proxy | None, least: float) -> str:
+    if smallest is None:
+        return f"{format_quantity(round(least))} parameters are the smallest with evidence, half of this run or more"
     return (
-        f"{TRIALS[-1]} trials of {format_quantity(smallest.shape.params)} parameters, the smallest with evidence, "
-        f"cost {cost:.0%} of this run; tuning has brought {WORTH:.0%} at most"
+        f"{smallest.trials} trials of {format_quantity(smallest.shape.params)} parameters, the smallest with "
+        "evidence, cost "
+        f"{smallest.cost:.0%} of this run; tuning has brought {WORTH:.0%} at most"
     )
 
 

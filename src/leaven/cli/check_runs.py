@@ -1,0 +1,296 @@
+"""leaven check transfer|duration|batch|decay|init|equivalence: checks by whole training runs."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from leaven.cli._common import JsonOption, SetOption, count_option, errors, load, stopping
+from leaven.cli._screens import CountScreen
+from leaven.cli.check_subject import (
+    OutputOption,
+    SeedsOption,
+    SourceOption,
+    SubjectArgument,
+    finish,
+    is_entry,
+    long,
+    numbers,
+    own_scale,
+    scale_of,
+)
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_text, write_recipe
+
+if TYPE_CHECKING:
+    from leaven.recipe.recipe import Recipe
+    from leaven.verification.family import Family
+    from leaven.verification.runs import RunStore
+    from leaven.verification.sweep import SweptValue
+    from leaven.verification.verdict import Verdict
+
+LongBatchOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens a step of module:factory (512).", show_default=False)
+]
+TokensOption = Annotated[
+    int | None, count_option("Tokens of a run of module:factory (131,072; equivalence 524,288).")
+]
+RunOption = Annotated[Path, typer.Option(metavar="DIR", help="Keeps every run; run it again to resume.")]
+WorkersOption = Annotated[int | None, typer.Option(min=1, help="Processes of one thread each (one a core).")]
+ScaleOption = Annotated[
+    str | None, typer.Option(metavar="WIDTHxDEPTH", help="Of the model (a recipe's own).", show_default=False)
+]
+ScalesOption = Annotated[str, typer.Option(metavar="LIST", help="WIDTHxDEPTH, with commas; the first is the base.")]
+LrsOption = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="Base lrs, or multiples of a factory's lr (its own x 1/4 to x 4)."),
+]
+DurationsOption = Annotated[str, typer.Option(metavar="LIST", help="Durations, as multiples of its own.")]
+EQUIVALENCE_TOKENS = 524_288  # 256 steps of a batch x 4
+
+
+def transfer(
+    subject: SubjectArgument,
+    run: RunOption,
+    scales: ScalesOption,
+    lrs: LrsOption = None,
+    seeds: SeedsOption = 3,
+    tokens: TokensOption = None,
+    batch_tokens: LongBatchOption = None,
+    source: SourceOption = None,
+    workers: WorkersOption = None,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Is the lr that is best for the small model best for the big one?"""
+    from leaven.verification import transfer as checks
+    from leaven.verification.sweep import SWEPT
+
+    pairs = _scales(scales)
+    family = long(subject, overrides, pairs[0], tokens, batch_tokens, source)
+    grid = _grid(family, SWEPT["lr"], lrs)
+    verdict = _carried_out(lambda store: checks.transfer(family, pairs, grid, store, seeds=seeds), workers, run)
+    finish(verdict, output, json_output)
+
+
+def duration(
+    subject: SubjectArgument,
+    run: RunOption,
+    durations: DurationsOption = "1,2,4",
+    scale: ScaleOption = None,
+    lrs: LrsOption = None,
+    seeds: SeedsOption = 3,
+    tokens: TokensOption = None,
+    batch_tokens: LongBatchOption = None,
+    source: SourceOption = None,
+    workers: WorkersOption = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.toml", help="Write the recipe with the measured token_exponent.", show_default=False
+        ),
+    ] = None,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Does the best lr move with the tokens of a run as the rule says, and is the base limited by noise?"""
+    from leaven.verification import duration as checks
+    from leaven.verification.sweep import SWEPT
+
+    if write is not None:
+        _require_token_exponent(subject, overrides)
+    ratios = numbers(durations, "--durations", float)
+    pair = _pair(subject, overrides, scale)
+    family = long(subject, overrides, pair, tokens, batch_tokens, source)
+    grid = _grid(family, SWEPT["lr"], lrs)
+    verdict = _carried_out(
+        lambda store: checks.duration(family, pair, ratios, grid, store, seeds=seeds), workers, run
+    )
+    fitted = checks.fitted(verdict)
+    if write is not None and fitted is not None:
+        recipe = load(Path(subject), overrides)
+        write_recipe(_with_exponent(recipe, fitted, run), write, template=read_text(Path(subject)))
+    following = None if is_entry(subject) or fitted is None else _next(Path(subject), write, fitted)
+    if write is not None and fitted is None:
+        following = f"{write} is not written: no exponent with an interval was measured; see the advice above"
+    finish(verdict, output, json_output, following)
+
+
+def batch(
+    subject: SubjectArgument,
+    run: RunOption,
+    batches: Annotated[str, typer.Option(metavar="LIST", help="Batches, as multiples of its own.")] = "0.5,1,2,4",
+    scale: ScaleOption = None,
+    lrs: LrsOption = None,
+    seeds: SeedsOption = 3,
+    tokens: TokensOption = None,
+    batch_tokens: LongBatchOption = None,
+    source: SourceOption = None,
+    workers: WorkersOption = None,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Does the best lr move with the batch as the rule says, at the same tokens?"""
+    from leaven.verification import transfer as checks
+    from leaven.verification.sweep import SWEPT
+
+    ratios = numbers(batches, "--batches", float)
+    pair = _pair(subject, overrides, scale)
+    family = long(subject, overrides, pair, tokens, batch_tokens, source)
+    grid = _grid(family, SWEPT["lr"], lrs)
+    verdict = _carried_out(lambda store: checks.batch(family, pair, ratios, grid, store, seeds=seeds), workers, run)
+    finish(verdict, output, json_output)
+
+
+def decay(
+    subject: SubjectArgument,
+    run: RunOption,
+    scales: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="WIDTHxDEPTH, with commas; the first is the base.", show_default=False),
+    ] = None,
+    durations: DurationsOption = "1",
+    decays: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Base weight decays (its own x 1/16 to x 16).")
+    ] = None,
+    seeds: SeedsOption = 3,
+    workers: WorkersOption = None,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Is the weight decay that is best for the small model best for the big one, and for a longer run?"""
+    from leaven.verification import transfer as checks
+    from leaven.verification.sweep import SWEPT
+
+    _require_recipe(subject, "weight decays")
+    pairs = _scales(scales) if scales else [_pair(subject, overrides, None)]
+    ratios = numbers(durations, "--durations", float)
+    if len(pairs) < 2 and not {*ratios} - {1.0}:
+        raise InputError("give another scale or another duration: --scales 64x4,128x4 or --durations 1,2,4")
+    family = long(subject, overrides, pairs[0], None, None, None)
+    grid = _grid(family, SWEPT["weight_decay"], decays)
+    verdict = _carried_out(lambda store: checks.decay(family, pairs, ratios, grid, store, seeds=seeds), workers, run)
+    finish(verdict, output, json_output)
+
+
+def init(
+    subject: SubjectArgument,
+    run: RunOption,
+    scales: ScalesOption,
+    stds: Annotated[str | None, typer.Option(metavar="LIST", help="Base init stds (its own x 1/4 to x 4).")] = None,
+    seeds: SeedsOption = 3,
+    workers: WorkersOption = None,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Is the init std that is best for the small model best for the big one?"""
+    from leaven.verification import transfer as checks
+    from leaven.verification.sweep import SWEPT
+
+    _require_recipe(subject, "init stds")
+    pairs = _scales(scales)
+    family = long(subject, overrides, pairs[0], None, None, None)
+    grid = _grid(family, SWEPT["init_std"], stds)
+    verdict = _carried_out(lambda store: checks.init(family, pairs, grid, store, seeds=seeds), workers, run)
+    finish(verdict, output, json_output)
+
+
+def equivalence(
+    subject: SubjectArgument,
+    run: RunOption,
+    batch_ratios: Annotated[str, typer.Option(metavar="LIST", help="Batches, as multiples of its own.")] = (
+        "0.25,0.5,2,4"
+    ),
+    scale: ScaleOption = None,
+    seeds: SeedsOption = 3,
+    tokens: TokensOption = None,
+    batch_tokens: LongBatchOption = None,
+    source: SourceOption = None,
+    workers: WorkersOption = None,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Does another batch at the same data give the same final loss under the rule, and another one without it?
+
+    The rule is a limit of many steps with noisy gradients: small batches, and 200 steps at least of the largest.
+    """
+    from leaven.verification import equivalence as checks
+
+    ratios = numbers(batch_ratios, "--batch-ratios", float)
+    pair = _pair(subject, overrides, scale)
+    if tokens is None and is_entry(subject):
+        tokens = EQUIVALENCE_TOKENS
+    family = long(subject, overrides, pair, tokens, batch_tokens, source)
+    verdict = _carried_out(lambda store: checks.equivalence(family, pair, ratios, store, seeds=seeds), workers, run)
+    finish(verdict, output, json_output)
+
+
+COMMANDS: tuple[Callable[..., Any], ...] = (transfer, duration, batch, decay, init, equivalence)
+
+
+def _scales(text: str) -> list[tuple[int, int]]:
+    return [scale_of(part, "--scales") for part in text.split(",")]
+
+
+def _pair(subject: str, overrides: list[str] | None, scale: str | None) -> tuple[int, int]:
+    return scale_of(scale, "--scale") if scale else own_scale(subject, overrides)
+
+
+def _grid(family: "Family", swept: "SweptValue", given: str | None) -> list[float]:
+    return numbers(given, swept.option, float) if given else swept.grid(family)
+
+
+def _require_recipe(subject: str, what: str) -> None:
+    if is_entry(subject):
+        raise InputError(f"{subject}: this check moves {what}, which only a recipe names; give a recipe file")
+
+
+def _carried_out(check: "Callable[[RunStore], Verdict]", workers: int | None, run: Path) -> "Verdict":
+    """The verdict of whole training runs, which can be stopped and resumed."""
+    from leaven.verification.runs import RunStore, Stopped
+
+    with stopping() as stop, CountScreen("runs") as screen:
+        try:
+            return check(RunStore(run, workers or os.cpu_count() or 1, screen.update, stop))
+        except Stopped as stopped:
+            errors.print(f"stopped: {stopped}; run the same command again to resume ({run})")
+            raise typer.Exit(75) from None
+
+
+def _require_token_exponent(subject: str, overrides: list[str] | None) -> None:
+    """Raise InputError unless a measured token exponent has a place in what is checked."""
+    from leaven.scaling.rules import RULES
+
+    if is_entry(subject):
+        raise InputError(f"{subject}: --write is for recipes; pass token_exponent to leaven.parametrize")
+    rule = load(Path(subject), overrides).scaling.rule
+    if "lr" not in RULES[rule].columns:
+        raise InputError(f"--write: rule {rule} moves nothing with tokens; type --set scaling.rule=complete-d-p")
+
+
+def _with_exponent(recipe: "Recipe", fitted: Any, run: Path) -> "Recipe":
+    interval = f"{fitted.low:.2g} to {fitted.high:.2g}"
+    return recipe.replace(
+        {
+            "scaling.token_exponent": float(f"{fitted.value:.3g}"),
+            "scaling.token_exponent_interval": (float(f"{fitted.low:.3g}"), float(f"{fitted.high:.3g}")),
+            "why.scaling.token_exponent": f"measured by leaven check duration in {run}, 95% interval {interval}",
+        }
+    )
+
+
+def _next(recipe: Path, written: Path | None, fitted: Any) -> str:
+    """The command that uses what was measured."""
+    target = "--tokens TOKENS -o big.toml"
+    if written is not None:
+        return f"wrote {written}; next: leaven transfer {written} {target}"
+    option = f"--set scaling.token_exponent={fitted.value:.3g}"
+    return f"to use the measured exponent: leaven transfer {recipe} {option} {target}"

@@ -1,0 +1,195 @@
+"""What `leaven check` is given, read: numbers, scales, and the family behind RECIPE or module:factory."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from leaven.cli._common import console, emit_json, load
+from leaven.cli._screens import TextScreen
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from leaven.data.tokens import TokenSet
+    from leaven.verification.family import Family, Start
+    from leaven.verification.foreign import ForeignFamily
+    from leaven.verification.verdict import Verdict
+
+SubjectArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or module:factory for a model of yours.")
+]
+SeedsOption = Annotated[int, typer.Option(min=1, help="Seeds of initialisation and data.")]
+SourceOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Text for module:factory (python-stdlib): as data.source, or made-up."),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE.html", help="Write the picture here.", show_default=False),
+]
+BATCH_TOKENS = 512
+
+
+def numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
+    """A list of positive numbers with commas between them."""
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < math.inf for value in values):
+        raise InputError(f"{option} {text}: give numbers above 0 with commas between them")
+    return values
+
+
+def above_0(value: float, option: str) -> None:
+    if not 0 < value < math.inf:
+        raise InputError(f"{option} {value:g}: give a number above 0")
+
+
+def scale_of(text: str, option: str) -> tuple[int, int]:
+    width, _, depth = text.strip().partition("x")
+    if not (width.isdigit() and depth.isdigit() and int(width) and int(depth)):
+        raise InputError(f"{option} {text}: write a scale as WIDTHxDEPTH, e.g. 64x4")
+    return int(width), int(depth)
+
+
+def own_scale(subject: str, overrides: list[str] | None) -> tuple[int, int]:
+    if is_entry(subject):
+        raise InputError(f"{subject}: say which member, e.g. --scale 64x4")
+    model = load(Path(subject), overrides).model
+    return model.d_model, model.n_layers
+
+
+def is_entry(subject: str) -> bool:
+    """Whether it is module:factory."""
+    return ":" in subject and not Path(subject).exists()
+
+
+def short(
+    subject: str,
+    overrides: list[str] | None,
+    widths: str | None,
+    depths: str | None,
+    start: "Start",
+    batch_tokens: int | None,
+    source: str | None,
+    alpha: float | None,
+    grow_heads: bool,
+) -> "tuple[Family, list[int], list[int], tuple[str, ...]]":
+    """What is checked within some steps: the family, its widths and depths, and how it differs from the recipe."""
+    from leaven.verification.family import RecipeFamily, calibrated, calibrated_table
+    from leaven.verification.samples import corpus
+    from leaven.verification.small_family import DEPTHS, TIMES, WIDTH, small_family
+
+    wide = numbers(widths, "--widths", int) if widths else [WIDTH * times for times in TIMES]
+    deep = numbers(depths, "--depths", int) if depths else list(DEPTHS)
+    if all(len(set(axis)) < 2 for axis in (wide, deep)):
+        raise InputError("a slope needs two sizes: give more --widths or --depths")
+    if is_entry(subject):
+        if grow_heads:
+            raise InputError(f"{subject}: --grow-heads is for recipes; change the factory")
+        family = _foreign(subject, overrides, (min(wide), min(deep)), None, batch_tokens, source)
+        return replace(family, alpha=alpha or family.alpha), wide, deep, ()
+    recipe = _recipe(subject, overrides, {"--source": source, "--alpha": alpha})
+    changed: tuple[str, ...] = ()
+    if widths is None:
+        small = small_family(recipe)
+        recipe, wide, changed = small.recipe, list(small.widths), small.changed
+    recipe = calibrated(recipe, min(wide), min(deep), start)
+    seq_len = recipe.model.seq_len
+    batches = corpus(_tokens(recipe), seq_len, max((batch_tokens or BATCH_TOKENS) // seq_len, 1))
+    return RecipeFamily(recipe, batches, calibrated_table, grow_heads), wide, deep, changed
+
+
+def long(
+    subject: str,
+    overrides: list[str] | None,
+    scale: tuple[int, int],
+    tokens: int | None,
+    batch_tokens: int | None,
+    source: str | None,
+) -> "Family":
+    """What is checked by whole runs."""
+    from leaven.training.engine import check_trainable
+    from leaven.verification.family import RecipeFamily
+    from leaven.verification.samples import corpus
+
+    if is_entry(subject):
+        return _foreign(subject, overrides, scale, tokens, batch_tokens, source)
+    recipe = _recipe(subject, overrides, {"--tokens": tokens, "--batch-tokens": batch_tokens, "--source": source})
+    tokens_of_text = _tokens(recipe)
+    check_trainable(recipe, tokens_of_text)
+    seq_len = recipe.model.seq_len
+    return RecipeFamily(recipe, corpus(tokens_of_text, seq_len, recipe.batch.tokens // seq_len))
+
+
+def _recipe(subject: str, overrides: list[str] | None, given: dict[str, object]) -> Recipe:
+    for option, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"{option} is for module:factory; a recipe says it itself: --set data.tokens=..., and so on"
+            )
+    return load(Path(subject), overrides)
+
+
+def _tokens(recipe: Recipe) -> "TokenSet":
+    from leaven.data.tokens import prepare
+
+    with TextScreen() as text:
+        tokens = prepare(recipe.data, recipe.model.vocab_size, progress=text.update)
+        text.notes(tokens)
+    return tokens
+
+
+def _foreign(
+    subject: str,
+    overrides: list[str] | None,
+    scale: tuple[int, int],
+    tokens: int | None,
+    batch_tokens: int | None,
+    source: str | None,
+) -> "ForeignFamily":
+    from leaven.data.tokens import prepare
+    from leaven.verification.foreign import MADE_UP, foreign, text_of
+
+    if overrides:
+        raise InputError(f"{subject}: --set is for recipes; change the factory")
+    family = foreign(subject, *scale, source=source, batch_tokens=batch_tokens, tokens=tokens)
+    if family.source is not None and family.source != MADE_UP:
+        with TextScreen() as text:
+            text.notes(prepare(text_of(family.source), family.vocab_size, progress=text.update))
+    return family
+
+
+def with_settings(verdict: "Verdict", changed: tuple[str, ...]) -> "Verdict":
+    """The verdict with what was changed in the recipe to check it."""
+    settings = {**verdict.settings, "changed for the check": list(changed) or None}
+    return replace(verdict, settings=settings)
+
+
+def finish(verdict: "Verdict", output: Path | None, json_output: bool, following: str | None = None) -> None:
+    """Print the verdict and what to type next, draw it, and leave with code 1 if it is no."""
+    from leaven.report.checks import conclusion, terminal, write_check
+
+    document = verdict.document()
+    if output is not None:
+        write_check(document, output)
+    if json_output:
+        emit_json(document)
+    else:
+        for table in terminal(document):
+            console.print(table)
+            console.print()
+        if changed := document["settings"].get("changed for the check"):
+            console.print(f"checked on small models; changed for that: {', '.join(changed)}")
+        console.print(conclusion(document))
+        if output is not None:
+            console.print(f"wrote {output}")
+        if following:
+            console.print(following)
+    if not verdict.passed:
+        raise typer.Exit(1)

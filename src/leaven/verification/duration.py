@@ -1,0 +1,146 @@
+"""The duration check: does the best lr move with the tokens of a run as the rule says, and is the base limited by
+gradient noise or by its number of steps?
+
+The sweep over lr at several durations gives the exponent of the best lr. What the rule moves besides (decay, eps, the
+betas) follows it in every run. Two arms, not tuned again, say what moving by the rule brings or costs: the lr left
+alone, and everything left alone.
+
+The rule comes from a limit in which gradients are mostly noise. Whether the base is there is read off one more batch:
+twice the batch at the same tokens, under the batch rule, at the base's best lr. In McCandlish et al. 2018 (arXiv
+1812.06162, equation 2.11) a loss costs tokens in proportion to 1 + x, where x is the batch over the critical batch;
+so twice the batch is worth as much as a run shorter by log2((1 + 2x) / (1 + x)) octaves: none where all is noise, one
+where the number of steps is all that counts, 0.585 at the critical batch. The gain of an octave of tokens is measured
+by the sweep itself.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from leaven.recipe.errors import InputError
+from leaven.verification.family import Family, Scale
+from leaven.verification.optimum import Estimate, Valley, estimate
+from leaven.verification.runs import RunStore
+from leaven.verification.sweep import SWEPT, losses_of, setting, sweep
+from leaven.verification.verdict import MeasuredValue, Verdict
+
+CRITICAL = math.log2(1.5)
+"""Octaves of tokens that twice the critical batch costs."""
+
+EXPONENT = "exponent of the best lr over tokens"
+LR = SWEPT["lr"]
+
+
+@dataclass(frozen=True)
+class TokenExponent:
+    """A measured ``scaling.token_exponent`` with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def duration(
+    family: Family,
+    scale: tuple[int, int],
+    ratios: Sequence[float],
+    lrs: Sequence[float],
+    store: RunStore,
+    *,
+    seeds: int = 3,
+) -> Verdict:
+    """Run the check, or resume it, at ``ratios`` times the family's tokens.
+
+    Raises:
+        InputError, Stopped: as :func:`leaven.verification.sweep.sweep` does.
+    """
+    every = sorted({1.0, *ratios} - {1.0})
+    if not every:
+        raise InputError("a duration check needs another duration: --durations 1,2,4")
+    base, *longer = (Scale(*scale, tokens=ratio) for ratio in (1.0, *every))
+    verdict, valleys = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
+    measured = [*verdict.measured, *_regime(family, base, valleys, store, seeds)]
+    measured += _arms(family, longer, store, seeds)
+    return store.keep(replace(verdict, measured=tuple(measured)))
+
+
+def fitted(verdict: Verdict) -> TokenExponent | None:
+    """What a verdict measured, if it has an interval and every optimum lies inside its grid."""
+    found = next((value for value in verdict.measured if value.name == EXPONENT), None)
+    edge = any("edge" in row.note for row in verdict.rows)
+    if found is None or edge or found.value is None or found.low is None or found.high is None:
+        return None
+    return TokenExponent(min(max(-found.value, 0.0), 1.0), -found.high, -found.low)
+
+
+def _regime(
+    family: Family, base: Scale, valleys: Mapping[Scale, Valley], store: RunStore, seeds: int
+) -> list[MeasuredValue]:
+    """What twice the batch costs at the base's best lr, as a share of the gain of an octave of tokens."""
+    longest = max(valleys, key=lambda scale: scale.tokens)
+    own = valleys[base]
+    value = float(2 ** own.octaves[own.losses.mean(1).argmin()])
+    double = replace(base, batch=2.0)
+    larger = losses_of(family, LR, {double: [value]}, store, seeds)[double]
+
+    def share(found: Sequence[Valley]) -> float:
+        at_base, at_longest, doubled = found
+        octave = (at_base.lowest - at_longest.lowest) / math.log2(longest.tokens / base.tokens)
+        cost = float(doubled.losses.mean() - at_base.losses[own.losses.mean(1).argmin()].mean())
+        return cost / octave if octave > 0 else math.nan
+
+    found = estimate(share, [own, valleys[longest], larger])
+    if not math.isfinite(found.value):
+        return [
+            MeasuredValue(
+                "cost of twice the batch, octaves of tokens", None, None, None, None, "more tokens gain nothing"
+            )
+        ]
+    return [MeasuredValue("cost of twice the batch, octaves of tokens", *_plain(found), None, _regime_note(found))]
+
+
+def _regime_note(found: Estimate) -> str:
+    if found.low is None or found.high is None:
+        return "one seed has no interval: --seeds 3"
+    if found.high < CRITICAL:
+        return f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical one, as the rule supposes"
+    if found.low > CRITICAL:
+        return (
+            f"limited by optimisation: above {CRITICAL:.2f}, the batch is beyond the critical one and the rule's "
+            "exponent of tokens is too large: type a smaller batch, or take the fitted exponent"
+        )
+    return f"not told apart: the interval holds {CRITICAL:.2f}, the critical batch; more seeds"
+
+
+def _arms(family: Family, longer: Sequence[Scale], store: RunStore, seeds: int) -> list[MeasuredValue]:
+    """The family's own lr in longer runs: moved by the rule, the lr left alone, everything left alone."""
+    own, power = family.value("lr"), family.exponent("lr", "tokens")
+    arms = {
+        (scale, arm): [
+            family.trial(setting(LR, scale, value, seed, ruled=arm != "nothing moved")) for seed in range(seeds)
+        ]
+        for scale in longer
+        for arm, value in (
+            ("moved by the rule", own),
+            *((("lr left alone", own * scale.tokens**-power),) if power else ()),
+            ("nothing moved", own),
+        )
+    }
+    outcome = store.run(trial for trials in arms.values() for trial in trials)
+    losses = {key: [outcome(trial).loss for trial in trials] for key, trials in arms.items()}
+    found = []
+    for (scale, arm), values in losses.items():
+        ruled = losses[scale, "moved by the rule"]
+        if values is ruled:
+            continue
+        pairs = Valley.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
+        difference = estimate(lambda valleys: float(valleys[0].losses.mean()), [pairs])
+        note = f"loss {sum(values) / seeds:.4f}, moved by the rule {sum(ruled) / seeds:.4f}"
+        found.append(
+            MeasuredValue(f"tokens x{scale.tokens:g}, {arm}: nats over the rule", *_plain(difference), None, note)
+        )
+    return found
+
+
+def _plain(found: Estimate) -> tuple[float, float | None, float | None]:
+    return found.value, found.low, found.high

@@ -1,0 +1,269 @@
+"""Sweeps: is the value that is best at one scale of a run best at others too?
+
+Transfer over width and depth, duration, batch, decay and init are the same check. Runs over a grid of values of one
+hyperparameter, with some seeds each, at two or more scales. Values are in base coordinates, so under a true rule the
+optima of all scales are the same. Three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486): how far the
+optimum moves in octaves with a bootstrap interval, what the base's best value costs the target in nats, and the noise
+between seeds. A flat valley moves easily at no cost, a steep one costs with little movement; so both are judged, by
+the ends of their intervals, for noise is no pass:
+
+- passed: the regret is at most its limit even at the upper end; or the shift lies within its limit at both ends, and
+  the regret is not above its limit at the lower one;
+- failed: the regret is above its limit at the lower end too, or both ends of the shift lie beyond its limit;
+- undecided, which is no pass: anything else.
+
+A grid whose optimum is at its edge is extended by a step at a time, at that scale alone, :data:`EXTENSIONS` times.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from leaven.recipe.errors import InputError
+from leaven.verification.family import Axis, Family, Quantity, Scale, Setting
+from leaven.verification.optimum import Valley, estimate, exponent, shift
+from leaven.verification.runs import RunStore
+from leaven.verification.verdict import Curve, MeasuredValue, Row, Verdict, curve
+
+REGRET_LIMIT = 0.01
+"""Nats per token. Losses of published scaling laws are given to a hundredth."""
+
+EXTENSIONS = 3
+"""Steps by which a grid grows on either side."""
+
+AXES: tuple[Axis, ...] = ("width", "depth", "batch", "tokens")
+
+
+@dataclass(frozen=True)
+class SweptValue:
+    """A hyperparameter that a check sweeps: its key, the option that gives its grid, the usual grid in octaves round
+    the family's own value, and the shift that is allowed, half a step of that grid."""
+
+    key: Quantity
+    label: str
+    option: str
+    octaves: tuple[int, ...]
+    shift_limit: float
+
+    def grid(self, family: Family) -> list[float]:
+        """The usual grid."""
+        return [family.value(self.key) * 2.0**octave for octave in self.octaves]
+
+
+SWEPT: Mapping[Quantity, SweptValue] = {
+    "lr": SweptValue("lr", "lr", "--lrs", (-2, -1, 0, 1, 2), 0.5),
+    # A loss hardly depends on the decay: steps of a factor 4 show a valley where steps of 2 show noise.
+    "weight_decay": SweptValue("weight_decay", "weight decay", "--decays", (-4, -2, 0, 2, 4), 1.0),
+    "init_std": SweptValue("init_std", "init std", "--stds", (-2, -1, 0, 1, 2), 0.5),
+}
+
+
+def sweep(
+    check: str,
+    family: Family,
+    quantity: Quantity,
+    scales: Sequence[Scale],
+    grid: Sequence[float],
+    *,
+    store: RunStore,
+    seeds: int = 3,
+) -> tuple[Verdict, dict[Scale, Valley]]:
+    """Run a sweep, or resume it. The first scale is the base of the comparison; values are in the family's unit.
+
+    Returns the verdict, which is not kept yet, and the losses behind it.
+
+    Raises:
+        InputError: if there are fewer than two scales or three values, a scale does not fit, or the folder is in use.
+        Stopped: if the store was asked to stop; finished runs are in its folder.
+    """
+    swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
+    if len(scales) < 2 or len(set(grid)) < 3:
+        raise InputError(f"this check needs two scales and three values of {swept.label} ({swept.option}) at least")
+    grids = {scale: sorted(set(grid)) for scale in scales}
+    valleys = _extended(family, swept, grids, store, seeds)
+    names = labels(scales)
+    base = scales[0]
+    verdict = Verdict(
+        check=check,
+        subject=family.name,
+        quantity=f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
+        rows=tuple(
+            _row(swept, {names[base]: valleys[base], names[scale]: valleys[scale]}, seeds) for scale in scales[1:]
+        ),
+        curves=tuple(_curves(swept, valleys, names)),
+        settings={
+            "rule": family.rule,
+            "scales": list(names.values()),
+            swept.option.removeprefix("--"): sorted(set(grid)),
+            "unit": family.unit,
+            "seeds": seeds,
+            "tokens": family.tokens,
+            "batch_tokens": family.batch_tokens,
+        },
+        measured=tuple(_exponents(family, swept, valleys)),
+    )
+    return verdict, valleys
+
+
+def labels(scales: Sequence[Scale]) -> dict[Scale, str]:
+    """What tells each scale from the others: ``64x4``, ``tokens x2``."""
+
+    def label(scale: Scale) -> str:
+        parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
+        for axis in ("batch", "tokens"):
+            if len({getattr(s, axis) for s in scales}) > 1:
+                parts.append(f"{axis} x{getattr(scale, axis):g}")
+        return " ".join(parts)
+
+    return {scale: label(scale) for scale in scales}
+
+
+def _extended(
+    family: Family, swept: SweptValue, grids: Mapping[Scale, list[float]], store: RunStore, seeds: int
+) -> dict[Scale, Valley]:
+    """The losses of each scale, over a grid that holds its optimum if a few more steps can."""
+    for extension in range(EXTENSIONS + 1):
+        valleys = losses_of(family, swept, grids, store, seeds)
+        if extension == EXTENSIONS:
+            break
+        wider = {scale: _wider(family, swept, scale, grids[scale], valleys[scale]) for scale in grids}
+        if wider == grids:
+            break
+        grids = wider
+    return valleys
+
+
+def _wider(family: Family, swept: SweptValue, scale: Scale, grid: list[float], valley: Valley) -> list[float]:
+    """The grid with a step more on the side where the optimum is, if a run can have that value."""
+    if not valley.edge:
+        return grid
+    value = grid[0] ** 2 / grid[1] if valley.edge < 0 else grid[-1] ** 2 / grid[-2]
+    try:
+        family.trial(setting(swept, scale, value, 0))
+    except InputError:
+        return grid
+    return sorted([*grid, value])
+
+
+def losses_of(
+    family: Family, swept: SweptValue, grids: Mapping[Scale, Sequence[float]], store: RunStore, seeds: int
+) -> dict[Scale, Valley]:
+    """The loss at each value of each scale's grid."""
+    runs = {
+        (scale, value, seed): family.trial(setting(swept, scale, value, seed))
+        for scale, grid in grids.items()
+        for value in grid
+        for seed in range(seeds)
+    }
+    outcome = store.run(runs.values())
+    return {
+        scale: Valley.of({value: [outcome(runs[scale, value, seed]).loss for seed in range(seeds)] for value in grid})
+        for scale, grid in grids.items()
+    }
+
+
+def setting(swept: SweptValue, scale: Scale, value: float, seed: int, *, ruled: bool = True) -> Setting:
+    """The run of one value and seed at a scale."""
+    return Setting(scale.width, scale.depth, value, seed, scale.batch, scale.tokens, ruled=ruled, quantity=swept.key)
+
+
+def along(valleys: Mapping[Scale, Valley], axis: Axis) -> dict[Scale, Valley]:
+    """The base, which is the first, and the scales that differ from it in this axis alone."""
+    base = next(iter(valleys))
+    others = [name for name in AXES if name != axis]
+    return {s: v for s, v in valleys.items() if all(getattr(s, name) == getattr(base, name) for name in others)}
+
+
+def _exponents(family: Family, swept: SweptValue, valleys: Mapping[Scale, Valley]) -> list[MeasuredValue]:
+    """The power by which the best value moves with each axis, the rule's own power included."""
+    found = []
+    for axis in AXES:
+        on_axis = along(valleys, axis)
+        if len(on_axis) < 2 or not all(np.isfinite(valley.losses).all() for valley in on_axis.values()):
+            continue
+        ruled = family.exponent(swept.key, axis)
+        fitted = exponent({getattr(scale, axis): valley for scale, valley in on_axis.items()})
+        low, high = (None if end is None else end + ruled for end in (fitted.low, fitted.high))
+        name = f"exponent of the best {swept.label} over {axis}"
+        if axis in ("width", "depth") or family.rule is None:
+            name += f", {family.unit}"
+        note = ""
+        if low is not None and high is not None:
+            note = "the rule's is inside" if low <= ruled <= high else "the rule's is OUTSIDE"
+        found.append(MeasuredValue(name, fitted.value + ruled, low, high, ruled, note))
+    return found
+
+
+def _curves(swept: SweptValue, valleys: Mapping[Scale, Valley], names: Mapping[Scale, str]) -> Iterator[Curve]:
+    """The loss over the values, the optimum of each scale, and the best value over each axis."""
+    best: dict[Scale, tuple[float, float, float]] = {}
+    for scale, valley in valleys.items():
+        yield curve(names[scale], swept.key, "loss", (2**valley.octaves).tolist(), valley.losses.tolist())
+        if np.isfinite(valley.losses).all():
+            found = estimate(lambda valleys: valleys[0].optimum(), [valley])
+            ends = [found.value if end is None else end for end in (found.low, found.high)]
+            best[scale] = 2**found.value, 2 ** ends[0], 2 ** ends[1]
+            lowest = (valley.lowest,)
+            yield Curve(names[scale], swept.key, "optimum", best[scale][:1], lowest, lowest, lowest)
+    for axis in AXES:
+        scales = sorted((scale for scale in along(valleys, axis) if scale in best), key=lambda s: getattr(s, axis))
+        if len(scales) > 1:
+            x = tuple(float(getattr(scale, axis)) for scale in scales)
+            y, low, high = zip(*(best[scale] for scale in scales), strict=True)
+            yield Curve(f"best {swept.label}", axis, "best", x, y, low, high)
+
+
+def _row(swept: SweptValue, pair: Mapping[str, Valley], seeds: int) -> Row:
+    """The verdict on two scales by name, the base first."""
+    module, axis, limit = f"best {swept.label}, octaves", " -> ".join(pair), swept.shift_limit
+    small, big = pair.values()
+    for name, valley in pair.items():
+        lost = 2 ** valley.octaves[~np.isfinite(valley.losses).all(1)]
+        if lost.size:
+            note = f"a loss of {name} is no number, at {swept.label} {lost[0]:.3g}"
+            return Row(module, axis, None, limit, False, {}, note, math.inf)
+    found = shift(small, big)
+    parts = {
+        f"best {swept.label}, base": 2 ** small.optimum(),
+        f"best {swept.label}, target": 2 ** big.optimum(),
+        "shift": found.octaves,
+        "low": found.low,
+        "high": found.high,
+        "regret": found.regret,
+        "regret, low": found.regret_low,
+        "regret, high": found.regret_high,
+        "noise": big.noise,
+    }
+    edges = [name for name, valley in pair.items() if valley.edge]
+    if edges:
+        note = (
+            f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the grid, extended as far "
+        )
+        note += f"as it goes: {swept.option} {_round_the_edge(pair[edges[0]])}"
+        return Row(module, axis, found.octaves, limit, False, parts, note, undecided=True)
+    if seeds < 2:
+        note = "undecided: one seed has no interval: --seeds 3"
+        return Row(module, axis, found.octaves, limit, False, parts, note, undecided=True)
+    costly, cheap = found.regret_low > REGRET_LIMIT, found.regret_high <= REGRET_LIMIT
+    near = found.low >= -limit and found.high <= limit
+    far = found.low > limit or found.high < -limit
+    if cheap or (near and not costly):
+        return Row(module, axis, found.octaves, limit, True, parts)
+    beyond = max(abs(found.octaves) - limit, 0.0)
+    if costly or far:
+        note = f"the best {swept.label} moves by a factor of {2**found.octaves:.2g}, "
+        note += f"the base's costs {found.regret:.2g} nats"
+        return Row(module, axis, found.octaves, limit, False, parts, note, beyond)
+    note = f"undecided: the noise between seeds hides it: --seeds {2 * seeds}"
+    return Row(module, axis, found.octaves, limit, False, parts, note, beyond, undecided=True)
+
+
+def _round_the_edge(valley: Valley) -> str:
+    """A grid of five with the edge in its middle, as an option is written."""
+    values = (2**valley.octaves).tolist()
+    steps = [high / low for low, high in pairwise(values)]
+    step, edge = (steps[0], values[0]) if valley.edge < 0 else (steps[-1], values[-1])
+    return ",".join(f"{edge * step**power:.3g}" for power in range(-2, 3))

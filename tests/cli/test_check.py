@@ -1,0 +1,59 @@
+"""leaven check from the command line: what it refuses, what it finds too little to judge, and what it writes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.verification.test_long_checks import pretend
+from tests.verification.test_sweeps import losses
+
+from leaven.planning.tested_ground import warnings
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.transfer import transfer as transferred
+
+Verb = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize("name", ["coordinates", "gradients"])
+def test_a_width_that_does_not_fit_is_one_line(name: str, tiny_file: Path, leaven: Verb) -> None:
+    code, out, err = leaven("check", name, tiny_file, "--widths", "7,9")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "width 7 is not a multiple" in err
+
+
+@pytest.mark.parametrize("name", ["coordinates", "gradients"])
+def test_two_sizes_and_one_seed_are_inconclusive(name: str, tiny_file: Path, leaven: Verb) -> None:
+    sizes = ("--widths", "16,32", "--depths", "2", "--seeds", "1", "--steps", "2")
+    code, out, _ = leaven("check", name, tiny_file, *sizes, "--set", "scaling.rule=standard")
+    assert code == 1
+    if name == "coordinates":
+        assert "inconclusive: two sizes and one seed cannot tell" in " ".join(out.split())
+        assert out.splitlines()[-1].startswith("UNDECIDED")
+        assert out.splitlines()[-1].endswith("--seeds 3 --widths 16,32,64")
+
+
+def test_a_measured_exponent_is_written_and_warned_of(
+    tiny: Recipe, tiny_file: Path, tmp_path: Path, leaven: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended = type(pretend(tmp_path, losses(tiny, -0.2, 0.01)))
+    monkeypatch.setattr("leaven.verification.runs.RunStore", pretended)
+    (tmp_path / "runs").mkdir()
+    command = ("check", "duration", tiny_file, "--run", tmp_path / "runs", "--durations", "1,2", "--write")
+    code, out, err = leaven(*command, tmp_path / "out.toml")
+    assert code in {0, 1}, err
+    assert out.splitlines()[-1].endswith(f"next: leaven transfer {tmp_path / 'out.toml'} --tokens TOKENS -o big.toml")
+    recipe = read_recipe(tmp_path / "out.toml")
+    low, high = recipe.scaling.token_exponent_interval or (0, 0)
+    assert low < recipe.scaling.token_exponent < high < 0.5
+    assert "leaven check duration" in recipe.why["scaling.token_exponent"]
+
+    def cautions(exponent: float, tokens: int) -> list[str]:
+        moved = transferred(recipe.replace({"scaling.token_exponent": exponent}), tokens=tokens)
+        return [caution.message for caution in warnings(moved) if caution.about == "token exponent"]
+
+    longer = 2 * recipe.data.tokens
+    (message,) = cautions(0.5, longer)
+    assert f"--set scaling.token_exponent={high:.3g}" in message
+    assert not cautions(recipe.scaling.token_exponent, longer)
+    assert not cautions(0.5, recipe.data.tokens)

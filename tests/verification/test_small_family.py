@@ -1,0 +1,50 @@
+"""Checks of a few steps on recipes of any size: their widths, and tied embeddings."""
+
+import pytest
+from tests.verification.families import PROXY, family
+
+from leaven.recipe.files import read_recipe
+from leaven.verification import gradients as gradients_module
+from leaven.verification.coordinates import coordinates
+from leaven.verification.gradients import gradients
+from leaven.verification.small_family import SEQ_LEN, VOCABULARY, small_family
+
+SHAPES = {
+    "leaven new 1B": {"d_model": 1792, "n_heads": 14, "n_kv_heads": 14, "d_head": 128, "d_ff": 4736},
+    "Llama 3 405B": {"d_model": 16384, "n_heads": 128, "n_kv_heads": 8, "d_head": 128, "d_ff": 53248},
+    "Qwen2.5 7B": {"d_model": 3584, "n_heads": 28, "n_kv_heads": 4, "d_head": 128, "d_ff": 18944},
+    "Qwen3 32B": {
+        "d_model": 5120, "n_heads": 64, "n_kv_heads": 8, "d_head": 128, "d_ff": 25600, "d_attention": 8192,
+    },
+    "Falcon 7B": {"d_model": 4544, "n_heads": 71, "n_kv_heads": 1, "d_head": 64, "d_ff": 18176},
+    "Phi-2": {"d_model": 2560, "n_heads": 32, "n_kv_heads": 32, "d_head": 80, "d_ff": 10240},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_recipe_has_four_small_widths(shape: dict[str, int]) -> None:
+    recipe = read_recipe(PROXY).replace({f"model.{key}": value for key, value in shape.items()})
+    recipe = recipe.replace({"model.vocab_size": 49_152, "model.seq_len": 2048, "batch": {"tokens": 1 << 20}})
+    small = small_family(recipe)
+    assert small.widths == (64, 128, 256, 512) or small.widths[0] in range(48, 81)
+    shapes = [small.recipe.model.scaled(width, 2) for width in small.widths]
+    assert all(shape.d_head == shapes[0].d_head for shape in shapes)
+    assert (shapes[0].vocab_size, shapes[0].seq_len) == (VOCABULARY, SEQ_LEN)
+    kept = recipe.model.d_ff / recipe.model.d_model
+    assert shapes[0].d_ff / shapes[0].d_model == pytest.approx(kept, rel=0.01)
+    assert "vocab_size 49,152 -> 4,096" in small.changed
+
+
+def test_a_recipe_that_is_small_is_checked_as_it_is() -> None:
+    recipe = read_recipe(PROXY, ["model.vocab_size=512", "model.seq_len=64"])
+    small = small_family(recipe)
+    assert not small.changed
+    assert small.recipe.model == recipe.model.scaled(64, 2)
+
+
+@pytest.mark.parametrize("check", [coordinates, gradients])
+def test_a_right_rule_passes_with_tied_embeddings(check) -> None:  # type: ignore[no-untyped-def]
+    # From a tied matrix of 1/width the stream is its branches alone, and every gradient of a block was off by L^0.75.
+    start = {} if check is coordinates else {"start": gradients_module.START}
+    verdict = check(family(tied_embeddings=True, **start), (64,), (2, 4, 8), seeds=1)
+    assert verdict.passed, verdict.failed
