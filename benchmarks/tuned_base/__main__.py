@@ -1,6 +1,6 @@
 """A base of leaven's own: a small model tuned on a processor at 20 tokens a parameter, in two commands.
 
-    leaven tune benchmarks/tuned_base/recipe.toml --study STUDY --trials 48 --workers 2
+    leaven tune benchmarks/tuned_base/recipe.toml --study STUDY --workers 2 --trials 26
     python -m benchmarks.tuned_base STUDY
 
 The second writes ``benchmarks/tuned_base/log.jsonl``, a line a trial, and from that log alone two files in
@@ -36,7 +36,7 @@ def write_log(study: Path) -> None:
     trials = json.loads((study / "study.json").read_text(encoding="utf-8"))["trials"]
     ended = [trial for trial in trials if trial["state"] not in UNDER_WAY]
     header = {
-        "command": "leaven tune benchmarks/tuned_base/recipe.toml --study STUDY --trials 48 --workers 2",
+        "command": f"leaven tune benchmarks/tuned_base/recipe.toml --study STUDY --workers 2 --trials {len(ended)}",
         "machine": machine(),
         "octaves": "from the recipe's values; of 1 - beta for the betas",
     }
