@@ -28,11 +28,13 @@ def test_what_is_written_goes_through_every_verb(
         assert leaven(verb[0], path, *verb[1:])[0] == 0
     lines = said.splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith("next"))
-    check, tune, back, check_tuned, plan = (shlex.split(line.removeprefix("next"))[1:] for line in lines[first:])
+    typed = (shlex.split(line.removeprefix("next"))[1:] for line in lines[first:])
+    check, plan_proxy, tune, back, check_tuned, coordinates, plan = typed
     wheat, proxy = read_recipe(path), read_recipe(path.with_stem("new wheat-proxy"))
     assert wheat.base_shape == proxy.model
     assert (wheat.layout.ranks, proxy.layout.ranks) == (8, 1)
     assert leaven(*check)[0] == 0
+    assert leaven(*plan_proxy)[0] == 0
     assert tune[:2] == ["tune", str(path.with_stem("new wheat-proxy"))]
     best = Path(back[1])
     best.parent.mkdir(parents=True)
@@ -42,6 +44,7 @@ def test_what_is_written_goes_through_every_verb(
     tuned = read_recipe(path.with_stem("new wheat-tuned"))
     assert (tuned.model, tuned.layout, tuned.batch) == (wheat.model, wheat.layout, wheat.batch)
     assert resolve(tuned).rows == resolve(wheat).rows
+    assert coordinates == ["check", "coordinates", str(path.with_stem("new wheat-tuned"))]
     assert leaven(*check_tuned)[0] == 0
     assert leaven(*plan)[0] == 0
 

@@ -47,7 +47,8 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
     tuned = _beside(path, TUNED)
     if proxy.exists() and not path.stem.endswith(TUNED):
         return [_line("recipes", "check", tuned)] if tuned.exists() else tune(proxy, read_recipe(proxy), recipe)
-    return train(path, recipe, sets)
+    rule = [_line("check", "coordinates", path, *sets)] if path.stem.endswith(TUNED) else []
+    return [*rule, *train(path, recipe, sets)]
 
 
 def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
@@ -147,6 +148,7 @@ def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
         *tune(small, proxy, target),
         _line("transfer", best, "--like", path, "-o", tuned),
         _line("recipes", "check", tuned),
+        _line("check", "coordinates", tuned),
         *train(tuned, target),
     ]
 
