@@ -320,7 +320,7 @@ def test_files_that_are_no_recipe(leaven: Verb, tmp_path: Path) -> None:
         ("export weights /absent OUT", "/absent: no such folder"),
         ("export weights . OUT", "holds no recipe.toml"),
         ("sample /absent Once", "leaven train RECIPE --run DIR"),
-        ("new RECIPE --from-weights .", "there is something already"),
+        ("new RECIPE --from-weights .", "the file exists"),
         ("new OUT --from-weights /absent", "/absent: no such folder"),
         ("new OUT", "nothing to start from"),
         ("train RECIPE --skip-tokens 5k", "--skip-tokens goes with --rewind-to"),

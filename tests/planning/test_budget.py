@@ -50,7 +50,7 @@ def test_a_budget_is_a_cluster_and_a_time(text: str, cluster: str, hours: float)
         ("H100 x 4d", "'H100' is not a cluster"),
         ("64xQ100 x 4d", "no accelerator 'Q100'"),
         ("64xH100 x 99999999d", "give it less time"),
-        ("1xA10 x 0.001h", "give it more time"),
+        ("1xA10 x 0.000001h", "give it more time"),
     ],
 )
 def test_what_is_no_budget_is_told_so(text: str, says: str) -> None:

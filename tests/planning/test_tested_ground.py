@@ -32,12 +32,12 @@ def test_ratios_beyond_what_was_tested(tiny: Recipe) -> None:
 
 def test_beyond_the_critical_batch(tiny: Recipe) -> None:
     """Kaplan 2e8 L^-4.76, Power Lines 2048 x 0.0471 D^0.462, Zhang 512 x 22.91 (D/1e6)^0.47: the middle one."""
-    big = transfer(tiny, batch_tokens=32_768)
+    big = transfer(tiny, batch_tokens=32_768, tokens=65_536)
     value, limit = about(big)["critical batch"]
     assert value == 32_768
-    power_lines = 2048 * 0.0471 * 10_240**0.462
-    zhang = 512 * 22.91 * (10_240 / 1e6) ** 0.47
-    loss = 1.69 + 406.4 / big.model.params**0.34 + 410.7 / 10_240**0.28
+    power_lines = 2048 * 0.0471 * 65_536**0.462
+    zhang = 512 * 22.91 * (65_536 / 1e6) ** 0.47
+    loss = 1.69 + 406.4 / big.model.params**0.34 + 410.7 / 65_536**0.28
     kaplan = 2e8 * loss ** (-1 / 0.21)
     assert limit == pytest.approx(sorted((power_lines, zhang, kaplan))[1])
 

@@ -203,7 +203,7 @@ def _check(asked: Asked) -> None:
     said = f"{format_quantity(asked.params)} parameters on {format_quantity(asked.tokens)} tokens"
     if asked.params < LEAST_PARAMS:
         raise InputError(
-            f"{said}: below {format_quantity(LEAST_PARAMS)} a vocabulary is all there is room for; give it more time"
+            f"{said}: below {format_quantity(LEAST_PARAMS)} a model is nearly all vocabulary; give it more time"
         )
     if asked.params > MOST_PARAMS or asked.tokens > MOST_TOKENS:
         raise InputError(f"{said}: beyond anything that is planned here; give it less time")
