@@ -7,7 +7,8 @@ target is trained three ways with the same seeds (same initial values and order 
 - `tuned`: the recipe at the end of the road;
 - `new`: the target as `leaven new` wrote it, untuned;
 - `published`: the values of a published run, copied: of the nearest runs of three lineages the best on one seed, its
-  lr, moments, decay and init as published, the same for every parameter, at the target's batch and schedule.
+  lr, moments, decay and init as published, the same for every parameter, at the target's batch and schedule;
+- `published, moved`: the same with its lr moved to the target's size and batch, as `leaven new` moves a neighbour's.
 
 Everything is kept in FOLDER; the same command goes on. The last lines are the table of docs/road.md.
 """
@@ -23,6 +24,7 @@ import sys
 from pathlib import Path
 
 from leaven.catalogue.run import Run
+from leaven.catalogue.starter.lr import LR_SIZE_EXPONENT, batch_factor
 from leaven.catalogue.terms import terms
 from leaven.catalogue.votes import neighbours
 from leaven.recipe.files import read_recipe
@@ -35,6 +37,7 @@ from leaven.verification.runs import run_all
 
 COPIED = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
 CANDIDATES = 3
+FIRST_SEED = 1_000  # the search's own are the first few
 
 
 def main() -> None:
@@ -91,25 +94,26 @@ def compare(folder: Path, seeds: int, workers: int) -> None:
     arms = {"tuned": read_recipe(tuned)} if tuned.exists() else {}
     arms["new"] = target
     near = neighbours(target.model.params, target.data.tokens).runs[:CANDIDATES]
-    copies = {run.id: copied(run, target) for run in near}
-    first = [seeded(recipe, 1000) for recipe in copies.values()]
-    rest = [seeded(recipe, 1000 + seed) for recipe in arms.values() for seed in range(seeds)]
+    ways = {
+        f"published{way}": {run.id: copied(run, target, moved=bool(way)) for run in near} for way in ("", ", moved")
+    }
 
     def train(recipes: list[Recipe]) -> dict[str, Outcome]:
         trials = [RecipeTrial(recipe) for recipe in recipes]
         outcome = run_all(trials, folder / "arms", workers, on_run=lambda n, of: print(f"{n} of {of} runs"))
         return {trial.key: outcome(trial) for trial in trials}
 
-    ended = train([*rest, *first])
-    best = min(copies, key=lambda id: ended[RecipeTrial(seeded(copies[id], 1000)).key].loss)
-    arms[f"published: {best}"] = copies[best]
-    ended |= train([seeded(copies[best], 1000 + seed) for seed in range(seeds)])
-    losses = {
-        arm: [ended[RecipeTrial(seeded(recipe, 1000 + seed)).key].loss for seed in range(seeds)]
-        for arm, recipe in arms.items()
-    }
-    for id, recipe in copies.items():
-        print(f"one seed of {id}: {ended[RecipeTrial(seeded(recipe, 1000)).key].loss:.4f}")
+    def loss(recipe: Recipe, seed: int) -> float:
+        return ended[RecipeTrial(seeded(recipe, FIRST_SEED + seed)).key].loss
+
+    ended = train([seeded(recipe, FIRST_SEED) for way in ways.values() for recipe in way.values()])
+    for way, copies in ways.items():
+        for id, recipe in copies.items():
+            print(f"{way}, one seed of {id}: {loss(recipe, 0):.4f}")
+        best = min(copies, key=lambda id: loss(copies[id], 0))
+        arms[f"{way}: {best}"] = copies[best]
+    ended |= train([seeded(recipe, FIRST_SEED + seed) for recipe in arms.values() for seed in range(seeds)])
+    losses = {arm: [loss(recipe, seed) for seed in range(seeds)] for arm, recipe in arms.items()}
     (folder / "losses.json").write_text(json.dumps(losses, indent=2), encoding="utf-8")
     print(f"\n{format_quantity(target.model.params)} parameters, {format_quantity(target.data.tokens)} tokens")
     print("| arm | loss, nats per token | against the first | seeds |\n|---|---|---|---|")
@@ -120,14 +124,18 @@ def compare(folder: Path, seeds: int, workers: int) -> None:
         print(f"| {arm} | {statistics.mean(values):.4f} ± {interval(values):.4f} | {against} | {seeds} |")
 
 
-def copied(run: Run, target: Recipe) -> Recipe:
-    """The target with a published run's values for all parameters alike, moved by no rule."""
+def copied(run: Run, target: Recipe, *, moved: bool) -> Recipe:
+    """The target with a published run's values for all parameters alike; its lr ``moved`` to the target's size and
+    batch, or as published."""
     known = terms(run)
     changes: dict[str, object] = {
         f"hyperparameters.{name}": known[f"hyperparameters.{name}"]
         for name in COPIED
         if f"hyperparameters.{name}" in known
     }
+    if moved and run.peak_lr:
+        size = (target.model.params / run.params_total) ** LR_SIZE_EXPONENT
+        changes["hyperparameters.lr"] = run.peak_lr * size * batch_factor(target.batch.tokens, run.batch_tokens)
     std = run.init_std or 0.02
     ends = (run.residual_init_std or std) / std
     modules = {} if ends == 1 else {name: {"init_std": ends} for name in ("attention.out", "mlp.out")}

@@ -177,7 +177,8 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int)
 
 def _cost(proxy: Proxy) -> str:
     hours = proxy.trials * 6 * proxy.shape.params * proxy.tokens / GPU_FLOPS / 3600
-    return f"{proxy.trials} trials cost {proxy.cost:.1%} of this run, about {hours:,.3g} hours of an H100"
+    said = f"{proxy.trials} trials cost {proxy.cost:.1%} of this run"
+    return f"{said}, about {hours:,.0f} hours of an H100" if hours >= 1 else said
 
 
 def _no_shape(model: ModelShape, size: float) -> str:
