@@ -2,10 +2,11 @@
 
 `leaven new` writes a target and its proxy in FOLDER, and each command that leaven prints to type next is run as it is
 printed, to the trained run. A command that fails, or warns of what leaven itself proposed, stops the road. Then the
-target is trained three ways with the same seeds (same initial values and order of the data):
+target is trained in several ways with the same seeds (same initial values and order of the data):
 
 - `tuned`: the recipe at the end of the road;
 - `new`: the target as `leaven new` wrote it, untuned;
+- `laws`: the target with what laws and neighbours alone say at its size, without a base that leaven has tuned;
 - `published`: the values of a published run, copied: of the nearest runs of two lineages the best on one seed, its
   lr, moments, decay and init as published, the same for every parameter, at the target's batch and schedule;
 - `published, moved`: that run's, its lr moved to the target's size and batch, as `leaven new` moves a neighbour's.
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from leaven.catalogue.run import Run
 from leaven.catalogue.starter.lr import LR_SIZE_EXPONENT, batch_factor
+from leaven.catalogue.starter.starter import untuned
 from leaven.catalogue.terms import terms
 from leaven.catalogue.votes import neighbours
 from leaven.recipe.files import read_recipe
@@ -92,7 +94,7 @@ def compare(folder: Path, seeds: int, workers: int) -> None:
     target = read_recipe(folder / "road.toml")
     tuned = folder / "road-tuned.toml"
     arms = {"tuned": read_recipe(tuned)} if tuned.exists() else {}
-    arms["new"] = target
+    arms |= {"new": target, "laws": untuned(target)}
     near = neighbours(target.model.params, target.data.tokens).runs[:CANDIDATES]
     copies = {run.id: copied(run, target, moved=False) for run in near}
 

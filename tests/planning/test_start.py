@@ -15,6 +15,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
+from leaven.scaling.transfer import transfer_like
 
 SIZES = [
     ("125M", "2.5B"),
@@ -210,3 +211,14 @@ def test_where_nothing_is_published_leavens_own_tuned_base_is_the_start() -> Non
     # Above 32 times its size, and where runs are published, they decide.
     assert base.name not in new("30M", "600M").target.why["hyperparameters.lr"]
     assert base.name not in new("125M", "2.5B").target.why["hyperparameters.lr"]
+
+
+def test_a_searched_batch_comes_back_as_a_multiple_of_the_proxys_own() -> None:
+    """Also where the proxy is not at its base's scale, as with a tuned base."""
+    for started in (new("300k", "6M", proxy=43_300), new("1B", "20B")):
+        proxy, target = started.proxy, started.target
+        assert proxy
+        found = proxy.replace({"why": proxy.why | {"batch.tokens": "study wheat, trial 0"}})
+        assert transfer_like(found, target).batch.tokens == target.batch.tokens
+        doubled = found.replace({"batch.tokens": 2 * proxy.batch.tokens})
+        assert transfer_like(doubled, target).batch.tokens == 2 * target.batch.tokens

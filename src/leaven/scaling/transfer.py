@@ -174,7 +174,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         changes["data.tokens"] = round(target.data.tokens * tuned.data.tokens / tuned.base.tokens)
     if "batch.tokens" in searched:
         del changes["batch.tokens"]
-        sequences = target.batch.tokens * tuned.batch.tokens / tuned.base.batch_tokens / target.model.seq_len
+        sequences = target.batch.tokens * tuned.batch.tokens / _start_batch(tuned, target) / target.model.seq_len
         changes["batch"] = moved_batch(target, max(round(sequences), 1) * target.model.seq_len)
     try:
         moved = target.replace(changes)
@@ -186,6 +186,15 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     came = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
     return moved.replace({"why": kept | came | reasons})
+
+
+def _start_batch(tuned: Recipe, target: Recipe) -> float:
+    """The batch, in tokens, that a search began with: the base's; of a proxy at another scale than its base, the one
+    that makes as many steps as the target, as ``leaven new`` writes it."""
+    if tuned.data.tokens == tuned.base.tokens:
+        return tuned.base.batch_tokens
+    sequences = max(round(target.batch.tokens * tuned.data.tokens / target.data.tokens / tuned.model.seq_len), 1)
+    return sequences * tuned.model.seq_len
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
