@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from leaven.catalogue.starter.proxy import Tuning
+from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.recipe.recipe import Recipe, set_path
 
 
@@ -72,7 +72,7 @@ class Derivation:
 
     recipe: Recipe
     steps: tuple[Step, ...]
-    tuning: Tuning
+    tuning: TuningAdvice
 
     def add(self, title: str, said: Sequence[str], sources: Sequence[str] = ()) -> "Derivation":
         """The derivation with one more step, which sets no value."""

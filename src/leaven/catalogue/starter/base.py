@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from leaven.catalogue.derivation import Draft
 from leaven.catalogue.starter.asked import Asked
-from leaven.catalogue.starter.proxy import Tuning, choose_proxy
+from leaven.catalogue.starter.proxy import TuningAdvice, choose_proxy
 from leaven.catalogue.starter.setting import Setting
 from leaven.catalogue.starter.tuned import tuned_base
 from leaven.catalogue.votes import neighbours
@@ -20,7 +20,7 @@ class StarterBase:
 
     setting: Setting
     batch_tokens: int
-    tuning: Tuning
+    tuning: TuningAdvice
     tuned: Recipe | None = None  # the base of leaven's own whose values are taken
 
     @property
@@ -35,10 +35,12 @@ def choose_base(draft: Draft, asked: Asked, at: Setting, batch: int) -> StarterB
             raise InputError(
                 f"--proxy with --from {at.lead.id}: its values are taken as they are; leave one of them out"
             )
-        tuning = Tuning(None, f"the values of {at.lead.id} are taken as they are; to tune a proxy leave out --from")
+        tuning = TuningAdvice(
+            None, f"the values of {at.lead.id} are taken as they are; to tune a proxy leave out --from"
+        )
         return StarterBase(at, batch, tuning)
     if asked.proxy == 0:
-        tuning = Tuning(None, "no proxy was asked for")
+        tuning = TuningAdvice(None, "no proxy was asked for")
     else:
         tuning = choose_proxy(at.model, batch, at.tokens, at.near.lineages_within, asked.proxy)
     proxy = tuning.proxy
@@ -46,14 +48,12 @@ def choose_base(draft: Draft, asked: Asked, at: Setting, batch: int) -> StarterB
     if tuned:
         shape = at.model.scaled(tuned.model.d_model, tuned.model.n_layers, d_ff=tuned.model.d_ff)
         own = Setting(at.near, shape, tuned.data.tokens, 1)
-        again = (
-            f"to tune {format_quantity(proxy.shape.params)} on your text, " if proxy else "no search of your own: "
-        )
+        search = f"a search on your text, with {format_quantity(proxy.shape.params)}, " if proxy else "no search: "
         draft.step(
             "proxy",
             [
                 f"nothing near this size is published; the values are those of {tuned.name}, which leaven has tuned",
-                f"{again}{tuning.reason}",
+                f"{search}{tuning.reason}",
             ],
         )
         return StarterBase(own, tuned.batch.tokens, tuning, tuned)

@@ -57,14 +57,16 @@ class Proxy:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuningAdvice:
     """Whether to tune, and why; ``proxy`` is None where the published values are the better choice."""
 
     proxy: Proxy | None
     reason: str
 
 
-def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: int, size: int | None = None) -> Tuning:
+def choose_proxy(
+    model: ModelShape, batch_tokens: int, tokens: int, lineages: int, size: int | None = None
+) -> TuningAdvice:
     """The proxy of a target, or the reason for none.
 
     Args:
@@ -80,7 +82,7 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
             raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(model, size)}")
         proxy = _proxy(model, shape, batch_tokens, tokens)
         dear = ", more than tuning has brought" if proxy.cost > WORTH else ""
-        return Tuning(proxy, f"as asked for: {_cost(proxy)}{dear}")
+        return TuningAdvice(proxy, f"as asked for: {_cost(proxy)}{dear}")
     known = lineages >= ENOUGH_LINEAGES
     least = max(SMALLEST, model.params / FARTHEST_PROXY) if known else model.params / SMALL_FACTOR
     most = max(SAFE, 1.5 * least)
@@ -95,16 +97,20 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
             few += 1
             continue
         if proxy.trials == TRIALS[0]:
-            return Tuning(proxy, _cost(proxy))
+            return TuningAdvice(proxy, _cost(proxy))
         tried.append(proxy)
     smallest = min(tried, key=lambda proxy: proxy.shape.params, default=None)
     if smallest is None:
         if few:
             sequences = batch_tokens // model.seq_len
-            return Tuning(None, f"the batch of {sequences:,} sequences is too small to have one of a proxy's share")
-        return Tuning(None, f"no smaller shape of this family has {format_quantity(round(least))} parameters or more")
+            return TuningAdvice(
+                None, f"the batch of {sequences:,} sequences is too small to have one of a proxy's share"
+            )
+        return TuningAdvice(
+            None, f"no smaller shape of this family has {format_quantity(round(least))} parameters or more"
+        )
     if smallest.cost > WORTH:
-        return Tuning(
+        return TuningAdvice(
             None,
             f"{smallest.trials} trials of {format_quantity(smallest.shape.params)} parameters, the smallest size "
             f"{'with evidence' if known else 'to transfer from'}, cost {smallest.cost:.0%} of this run; tuning has "
@@ -112,7 +118,7 @@ def choose_proxy(model: ModelShape, batch_tokens: int, tokens: int, lineages: in
         )
     all_trials = smallest.cost / smallest.trials * TRIALS[0]
     limit = f"{TRIALS[0]} would cost {all_trials:.0%}, above the {SHARE:.0%} that a search may cost"
-    return Tuning(smallest, f"{_cost(smallest)}; {limit}")
+    return TuningAdvice(smallest, f"{_cost(smallest)}; {limit}")
 
 
 def trials_worth(each: float) -> int:
