@@ -116,3 +116,8 @@ def test_what_is_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatch
     assert _next.train(Path("large.toml"), large) == ["leaven train large.toml --run runs/large"]
     laid_out = tiny.replace({"layout.dp": 4})
     assert _next.train(Path("r.toml"), laid_out)[0].startswith("torchrun --nproc-per-node 4 -m leaven train r.toml")
+
+
+def test_a_run_may_be_the_working_directory(tiny: Recipe) -> None:
+    commands = _next.after_train(Path("."), tiny)
+    assert any(command.startswith("leaven report . ") for command in commands)

@@ -105,7 +105,8 @@ def after_train(run: Path, recipe: Recipe) -> list[str]:
 
     commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
     if any(not architecture.misfits(recipe.model) for architecture in ARCHITECTURES):
-        folder = _free(run.with_name(f"{run.name}-huggingface"))
+        beside = run.parent if run.name else Path("..")  # the run may be the working directory
+        folder = _free(beside / f"{run.resolve().name}-huggingface")
         commands.append(_line("export", "weights", run, folder, "--to", "huggingface"))
     return commands
 

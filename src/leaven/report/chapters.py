@@ -145,7 +145,7 @@ def demo_commands(demo: Demo) -> list[str]:
             tune_command(study, f"{demo.study_folder}/centre.toml", demo.study_folder),
             shlex.join(["leaven", "transfer", f"{demo.study_folder}/best.toml"])
             + f" --width {target.model.d_model} --depth {target.model.n_layers} --batch-tokens {target.batch.tokens} "
-            + f"--tokens {target.data.tokens} -o {shlex.quote(demo.target_path)}",
+            + f"--tokens {target.data.tokens} -o {shlex.quote(demo.target_path)} --force",
         ]
     for arm in demo.arms:
         recipe = demo.target_path if arm.key == "transferred" and target else f"{arm.folder}/recipe.toml"

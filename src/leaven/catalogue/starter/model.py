@@ -128,7 +128,7 @@ def _proportions(near: Neighbours, aspect: float, width: float, activation: str)
         d_head = arch.d_head or arch.d_model // arch.n_heads
         group = arch.n_heads // arch.n_kv_heads
         return Proportions(aspect, arch.d_ff / arch.d_model, d_head, group, width=arch.d_model)
-    d_head = 128 if width >= 1_024 else 64 if width >= 256 else 32
+    d_head = next(size for least, size in ((1_024, 128), (256, 64), (128, 32), (0, 16)) if width >= least)
     grouped = _grouped(near) and width >= 2 * 8 * d_head
     n_heads = round(width / d_head)
     ratio = usual_ff_ratio(activation, n_heads, 8 if grouped else n_heads)
@@ -213,7 +213,9 @@ def explain_shape(draft: Draft, asked: Asked, near: Neighbours, model: ModelShap
     draft.set("model.n_layers", model.n_layers, f"{said_aspect}; {whole}")
     draft.set("model.d_model", model.d_model, f"{said_aspect}; a multiple of the head dimension {model.d_head}")
     head_dims = near.values("model.d_head")
-    said_head = f"32 below a width of 256, 64 below 1,024, 128 from there: {middle(head_dims).told(str)}"
+    said_head = (
+        f"16 below a width of 128, 32 below 256, 64 below 1,024, 128 from there: {middle(head_dims).told(str)}"
+    )
     draft.set("model.d_head", model.d_head, f"as {lead.id}" if lead else said_head)
     draft.set("model.n_heads", heads, "d_model / d_head")
     groups = ", ".join(f"{id} {group:.3g}" for id, group in _groups(near).items())

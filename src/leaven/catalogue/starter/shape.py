@@ -102,7 +102,7 @@ def _round(d: int) -> int:
     """Widths are multiples of this: from 4,096 on, heads of 128 divide by 8, the most a node takes in parallel."""
     return next(
         step
-        for least, step in ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (0, 32))
+        for least, step in ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
         if d >= least
     )
 
