@@ -1,4 +1,4 @@
-"""The whole road by printed commands: `python -m benchmarks.road FOLDER [--params 300k --tokens 6M --seeds 3]`.
+"""The whole road by printed commands: `python -m benchmarks.road FOLDER [--params 220k --tokens 4.4M --seeds 3]`.
 
 `leaven new` writes a target and its proxy in FOLDER, and each command that leaven prints to type next is run as it is
 printed, to the trained run. A command that fails, or warns of what leaven itself proposed, stops the road. Then the
@@ -7,8 +7,8 @@ target is trained in several ways with the same seeds (same initial values and o
 - `tuned`: the recipe at the end of the road;
 - `new`: the target as `leaven new` wrote it, untuned;
 - `laws`: the target with what laws and neighbours alone say at its size, without a base that leaven has tuned;
-- `published`: the values of a published run, copied: of the nearest runs of two lineages the best on one seed, its
-  lr, moments, decay and init as published, the same for every parameter, at the target's batch and schedule;
+- `published`: the values of the nearest published run, copied: its lr, moments, decay and init, the same for every
+  parameter, at the target's batch and schedule (with `--candidates` the best of several on one seed);
 - `published, moved`: that run's, its lr moved to the target's size and batch, as `leaven new` moves a neighbour's.
 
 Everything is kept in FOLDER; the same command goes on. The last lines are the table of docs/road.md.
@@ -38,17 +38,17 @@ from leaven.verification.family import RecipeTrial
 from leaven.verification.runs import run_all
 
 COPIED = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
-CANDIDATES = 2
 FIRST_SEED = 1_000  # the search's own are the first few
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--params", default="300k")
-    parser.add_argument("--tokens", default="6M")
+    parser.add_argument("--params", default="220k")
+    parser.add_argument("--tokens", default="4.4M")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--candidates", type=int, default=1, help="published runs of which the best is copied")
     parser.add_argument("--new", default="", help="more options of leaven new")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def main() -> None:
         words = ["new", "road.toml", "--params", asked.params, "--tokens", asked.tokens, *shlex.split(asked.new)]
         run(words, asked.folder)
     follow(asked.folder)
-    compare(asked.folder, asked.seeds, asked.workers)
+    compare(asked.folder, asked.seeds, asked.workers, asked.candidates)
 
 
 def follow(folder: Path) -> None:
@@ -89,13 +89,13 @@ def run(words: list[str], folder: Path) -> None:
         sys.exit("\n".join([f"exit code {done.returncode}", *warned, done.stdout[-2000:], done.stderr[-2000:]]))
 
 
-def compare(folder: Path, seeds: int, workers: int) -> None:
+def compare(folder: Path, seeds: int, workers: int, candidates: int) -> None:
     """Train the arms with paired seeds and print the table."""
     target = read_recipe(folder / "road.toml")
     tuned = folder / "road-tuned.toml"
     arms = {"tuned": read_recipe(tuned)} if tuned.exists() else {}
     arms |= {"new": target, "laws": untuned(target)}
-    near = neighbours(target.model.params, target.data.tokens).runs[:CANDIDATES]
+    near = neighbours(target.model.params, target.data.tokens).runs[:candidates]
     copies = {run.id: copied(run, target, moved=False) for run in near}
 
     def train(recipes: list[Recipe]) -> dict[str, Outcome]:
