@@ -115,6 +115,11 @@ def after_bench(path: Path, micro_batch: int) -> list[str]:
     return [_line("train", path, "--run", _run(path.stem), "--set", f"batch.micro_batch={micro_batch}")]
 
 
+def after_ramp(path: Path, settings: Sequence[str]) -> list[str]:
+    """After a proposed ramp: train with it."""
+    return [_line("train", path, "--run", _run(path.stem), *_sets(settings))]
+
+
 def after_export_weights(folder: Path) -> list[str]:
     return [_line("new", _free(Path(f"{folder.name}.toml")), "--from-weights", folder)]
 

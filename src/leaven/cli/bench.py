@@ -1,6 +1,5 @@
 """leaven bench RECIPE"""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +49,7 @@ def bench_(
     """Tokens/s, MFU and memory over micro-batch and global batch; where a ramp should start. Writes nothing."""
     loaded = load(recipe, overrides)
     if noise_from is not None:
-        _propose(loaded, recipe, noise_from, noise_multiple, json_output)
+        _propose(loaded, recipe, overrides or [], noise_from, noise_multiple, json_output)
         return
     micro_batches, global_batches = _sizes("--micro-batch", micro_batch), _sizes("--global-batch", global_batch)
 
@@ -87,7 +86,7 @@ def bench_(
         raise InputError("no micro-batch is as small as a global batch or fits in memory; give --micro-batch 1")
 
 
-def _propose(recipe: Recipe, file: Path, run: Path, multiple: float, json_output: bool) -> None:
+def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multiple: float, json_output: bool) -> None:
     """The ramp that the noise scale of a run allows, and what to type for it."""
     from leaven.training.run_folder import RunFolder
 
@@ -96,8 +95,9 @@ def _propose(recipe: Recipe, file: Path, run: Path, multiple: float, json_output
         raise InputError(f"--noise-from {run}: no run with a metrics.jsonl")
     fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
     found = noise_ramp(recipe, fit, multiple)
+    following = _next.after_ramp(file, [*overrides, *found.settings]) if found.settings else []
     if json_output:
-        emit_json(found.to_json())
+        emit_json(found.to_json() | {"next": following})
         return
     ahead = recipe.data.tokens / fit.to_tokens
     noise = [
@@ -113,9 +113,7 @@ def _propose(recipe: Recipe, file: Path, run: Path, multiple: float, json_output
         return
     stages = [f"{format_quantity(each.tokens)} from {format_quantity(each.from_tokens)}" for each in found.stages]
     console.print(Facts([*facts, ("stages", stages)]))
-    words = [word for setting in found.settings for word in ("--set", setting)]
-    command = shlex.join(["leaven", "train", str(file), *words, "--run", "RUN"])
-    console.print(command, soft_wrap=True, markup=False, highlight=False)
+    _next.say(following)
 
 
 def _sizes(option: str, text: str | None) -> list[int]:

@@ -316,7 +316,7 @@ def region(
         noise = floor(zip(map(Array.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
     surrogate, divergence = fit_surrogate(seen[ended], losses[ended], noise), fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)
-    # A trial that got away at the edge is no place to stay.
+    # A trial that survived beyond the divergence boundary is no incumbent: its neighbours diverge.
     most = max(RISK, float(divergence.risk(seen[ended]).min()))
     believed = np.where(divergence.risk(seen) > most, np.inf, believed)
     incumbent, lowest, radius = int(np.argmax(np.isfinite(believed))), np.inf, START
