@@ -92,9 +92,12 @@ def run(words: list[str], folder: Path) -> None:
 def compare(folder: Path, seeds: int, workers: int, candidates: int) -> None:
     """Train the arms with paired seeds and print the table."""
     target = read_recipe(folder / "road.toml")
-    tuned = folder / "road-tuned.toml"
-    arms = {"tuned": read_recipe(tuned)} if tuned.exists() else {}
-    arms |= {"new": target, "laws": untuned(target)}
+    tuned = read_recipe(folder / "road-tuned.toml") if (folder / "road-tuned.toml").exists() else target
+    same = tuned.hyperparameters == target.hyperparameters
+    arms = (
+        {"tuned, which is new: the search found nothing better": target} if same else {"tuned": tuned, "new": target}
+    )
+    arms["laws"] = untuned(target)
     near = neighbours(target.model.params, target.data.tokens).runs[:candidates]
     copies = {run.id: copied(run, target, moved=False) for run in near}
 
