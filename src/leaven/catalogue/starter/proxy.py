@@ -26,8 +26,10 @@ FARTHEST_PROXY = 100
 """Target over proxy at most, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
 NARROWER, SHALLOWER = 16, 32
 """Width and depth of the target over the proxy's at most (same source; planning.tested_ground)."""
-THINNEST, WIDEST, LEAST_DEPTH = 16.0, 125.0, 2
-"""d / L of a proxy, where the target's own lies within, and its blocks at least."""
+THINNEST, WIDEST = 16.0, 125.0
+"""d / L of a proxy, where the target's own lies within."""
+LEAST_WIDTH, LEAST_DEPTH = 32, 2
+"""Width and blocks of a proxy at least; leaven's own runs have been no narrower."""
 TRIALS = (64, 48, 32, 24, 16)
 LEAST_SEQUENCES = 4
 """Sequences in the batch of a proxy at least: a batch of one or two is no whole share of the target's."""
@@ -148,7 +150,8 @@ def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
     half, aspect = model.params / 2, model.d_model / model.n_layers
     thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
     shallowest = max(-(-model.n_layers // SHALLOWER), min(LEAST_DEPTH, model.n_layers))
-    for width in range(max(unit, -(-model.d_model // NARROWER // unit) * unit), model.d_model, unit):
+    narrowest = max(LEAST_WIDTH, -(-model.d_model // NARROWER))
+    for width in range(-(-narrowest // unit) * unit, model.d_model, unit):
         one, two = (_scaled(model, width, depth).params for depth in (1, 2))
         for depth in range(shallowest, model.n_layers + 1):
             size = one + (depth - 1) * (two - one)
@@ -159,7 +162,8 @@ def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
 def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
     """At another width and depth, with a whole d_ff near the same proportion."""
     exact = model.d_ff * width % model.d_model == 0
-    d_ff = None if exact else max(round(model.d_ff * width / model.d_model / 32), 1) * 32
+    step = 32 if width >= 128 else 8
+    d_ff = None if exact else max(round(model.d_ff * width / model.d_model / step), 1) * step
     return model.scaled(width, depth, d_ff=d_ff)
 
 
