@@ -68,7 +68,7 @@ def choose_base(draft: Draft, asked: Asked, at: Setting, batch: int) -> StarterB
             f"tune {format_quantity(shape.params)} parameters on {format_quantity(proxy.tokens)} tokens, batch "
             f"{format_quantity(proxy.batch_tokens)}: {tuning.reason}",
             f"L {shape.n_layers}  d {shape.d_model:,}  d_ff {shape.d_ff:,}",
-            f"as many tokens a parameter as the target, {setting.tokens_per_parameter:,.3g}, and nearly as many "
+            f"as many tokens a parameter as the target, {setting.tokens_per_parameter:,.4g}, and nearly as many "
             f"steps: {proxy.tokens // proxy.batch_tokens:,} for {at.tokens // batch:,} at the full batch",
             proxy.evidence,
             "lr, moments, decay and init are chosen there, and the rule carries them up",
