@@ -122,3 +122,14 @@ def test_the_docs_quote_what_is_printed() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page.count("$ leaven new ") == 4
     assert renewed(page) == page, "type: make docs-starters"
+
+
+def test_an_empty_text_and_the_names_of_what_comes_of_a_recipe_are_refused(leaven: Verb, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    size = ("--params", "125M", "--tokens", "2.5B")
+    code, _, err = leaven("new", tmp_path / "a.toml", *size, "--source", tmp_path / "empty.txt")
+    assert (code, "is empty; give a text" in err) == (2, True)
+    for end in ("-proxy", "-tuned"):
+        code, _, err = leaven("new", tmp_path / f"a{end}.toml", *size)
+        assert (code, "give another" in err) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]

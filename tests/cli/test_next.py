@@ -121,3 +121,16 @@ def test_what_is_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatch
 def test_a_run_may_be_the_working_directory(tiny: Recipe) -> None:
     commands = _next.after_train(Path("."), tiny)
     assert any(command.startswith("leaven report . ") for command in commands)
+
+
+def test_after_tuning_the_target_leads_to_the_tuned_recipe(tiny: Recipe, tmp_path: Path) -> None:
+    target, proxy, tuned = (tmp_path / f"wheat{end}.toml" for end in ("", "-proxy", "-tuned"))
+    write_recipe(tiny, proxy)
+    assert any("tune" in command for command in _next.after_check(target, tiny, []))
+    write_recipe(tiny, tuned)
+    assert _next.after_check(target, tiny, []) == [f"leaven recipes check {tuned}"]
+
+
+def test_no_more_gpus_are_named_than_a_batch_has_sequences(tiny: Recipe) -> None:
+    long = tiny.replace({"data.tokens": 10**21, "layout.dp": 1})
+    assert _next.cluster_for(long) == f"{tiny.batch.tokens // tiny.model.seq_len}xH100-80GB"

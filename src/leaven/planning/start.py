@@ -78,7 +78,8 @@ class StarterRecipes:
 
 
 def start(asked: Asked, cluster: Cluster | None = None) -> StarterRecipes:
-    """
+    """Derive the target and its proxy, and compare the target with published runs.
+
     Raises:
         InputError: if the size or the length makes no sense, or the cluster does not hold the target.
     """
