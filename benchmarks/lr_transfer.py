@@ -18,11 +18,11 @@ from rich.console import Console
 
 from leaven.data.tokens import prepare
 from leaven.recipe.files import parse_recipe
-from leaven.report.checks import conclusion, terminal, write_check
 from leaven.verification.family import RecipeFamily
 from leaven.verification.runs import RunStore
 from leaven.verification.samples import corpus
 from leaven.verification.transfer import transfer
+from leaven.views.checks import conclusion, terminal, write_check
 
 RECIPE = """\
 name = "lr-transfer"

@@ -14,7 +14,7 @@ from leaven.catalogue.starter.asked import Asked
 from leaven.cli import _next
 from leaven.planning.start import start
 from leaven.recipe.units import parse_quantity
-from leaven.report.derivation import derivation
+from leaven.views.derivation import derivation
 
 SMALL = 20_000_000
 PAGE = Path(__file__).parents[1] / "docs" / "starters.md"

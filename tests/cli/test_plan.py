@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.quoted import PAGES, renewed
 from rich.console import Console
-from tests.report.planned import RYE
+from tests.views.planned import RYE
 
 from leaven.cli import _common
 from leaven.cli._plan import plan_screen

@@ -19,7 +19,7 @@ from leaven.cli import _common, _screens, main
 from leaven.cli._train_screen import TrainScreen
 from leaven.recipe.files import read_recipe
 from leaven.recipe.init_std import COMPARED
-from leaven.report.terminal import Column, Columns, Facts, at_point
+from leaven.views.terminal import Column, Columns, Facts, at_point
 
 Read = Callable[..., list[str]]
 NUMBERS = ("init", "lr", "decay", "beta1", "beta2", "eps", "multiplier")

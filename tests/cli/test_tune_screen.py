@@ -11,9 +11,9 @@ from rich.console import Console
 
 from leaven.cli import _screens, tune
 from leaven.cli._tune_screen import TuneScreen, headline
-from leaven.report.points import changes
 from leaven.training.study_file import Best, Coordinate, Dimension, StudyState, Trial
 from leaven.tuning.answer import Answer
+from leaven.views.points import changes
 
 PATHS = tuple(f"hyperparameters.modules.attention.query{n}.lr" for n in range(9))
 NEW = StudyState(

@@ -11,13 +11,13 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
 from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences
-from leaven.report.tables import provenance
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
 from leaven.training.study_file import Dimension
 from leaven.tuning.point import moved
 from leaven.tuning.space import REACH, SETS, space
 from leaven.verification.family import RecipeTrial
+from leaven.views.tables import provenance
 
 LLAMA = (
     *("embedding", "norm.attention", "norm.query", "norm.key", "attention.query", "attention.key", "attention.value"),

@@ -25,14 +25,14 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.report.folders import read_study
-from leaven.report.page import page
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
 from leaven.training.study_file import StudyState, Trial
 from leaven.tuning import trainer
 from leaven.tuning.space import space
 from leaven.tuning.stores import StoreGone, open_store
 from leaven.tuning.study import Study
+from leaven.views.folders import read_study
+from leaven.views.page import page
 
 SHORT = {"data.tokens": 2048, "schedule.warmup_tokens": 256}
 LR = "hyperparameters.lr"

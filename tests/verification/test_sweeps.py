@@ -10,10 +10,10 @@ import pytest
 from tests.verification.test_long_checks import family, pretend
 
 from leaven.recipe.recipe import Recipe
-from leaven.report.checks import conclusion
 from leaven.verification import transfer as checks
 from leaven.verification.duration import duration, fitted
 from leaven.verification.verdict import MeasuredValue, Verdict
+from leaven.views.checks import conclusion
 
 LRS = [0.0025, 0.005, 0.01, 0.02, 0.04]
 

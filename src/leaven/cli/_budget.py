@@ -10,7 +10,7 @@ from leaven.planning.budget import Budget, Row, budget
 from leaven.planning.cost import parse_price
 from leaven.planning.plan import ACCURACY
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.report.terminal import Column, Columns, Facts
+from leaven.views.terminal import Column, Columns, Facts
 
 _COLUMNS = (
     Column("by", align="left"),

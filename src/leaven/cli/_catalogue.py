@@ -8,7 +8,7 @@ from rich.text import Text
 from leaven.catalogue.groups import Group
 from leaven.catalogue.runs import Run, Stack
 from leaven.recipe.units import format_quantity
-from leaven.report.terminal import Column, Columns, folded, learning_rate
+from leaven.views.terminal import Column, Columns, folded, learning_rate
 
 RUN = (
     Column("tokens"),

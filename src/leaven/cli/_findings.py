@@ -10,7 +10,7 @@ from leaven.catalogue.findings import Finding, Mend
 from leaven.catalogue.runs import find_run, listed
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number, format_quantity
-from leaven.report.terminal import folded
+from leaven.views.terminal import folded
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
 _LABEL = max(map(len, _STYLES)) + 2

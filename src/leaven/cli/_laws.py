@@ -9,7 +9,7 @@ from leaven.catalogue.law_forms import TRUST
 from leaven.catalogue.laws import LawResult
 from leaven.catalogue.noise_scale import steps_over_least, tokens_over_least
 from leaven.recipe.units import format_quantity
-from leaven.report.terminal import Column, Columns, Facts, learning_rate
+from leaven.views.terminal import Column, Columns, Facts, learning_rate
 
 Parts = tuple[str, ...]
 _COUNTED = {

@@ -11,8 +11,8 @@ from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, Plan
 from leaven.planning.ramp import RampChoice
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.report.numbers import duration
-from leaven.report.terminal import Facts
+from leaven.views.numbers import duration
+from leaven.views.terminal import Facts
 
 ALTERNATIVES = 3
 _Part = str | Text

@@ -11,8 +11,8 @@ from rich.text import Text
 from leaven.cli._screens import Screen
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.report.numbers import value
-from leaven.report.terminal import learning_rate
+from leaven.views.numbers import value
+from leaven.views.terminal import learning_rate
 
 SLOW = 1.5
 """Times the median of the ranks, above which a rank is said to be slow."""

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from leaven.cli._screens import Screen
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.report import points
-from leaven.report.terminal import cut, joined
 from leaven.training.study_file import UNDER_WAY, StudyState, Trial
+from leaven.views import points
+from leaven.views.terminal import cut, joined
 
 EVERY = 10  # trials, after which the foot is said once where there is no terminal to see it on
 MOST_LINES = 6  # of workers below the rows

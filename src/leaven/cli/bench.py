@@ -12,7 +12,7 @@ from leaven.planning.noise_ramp import fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.report.terminal import Column, Columns, Facts
+from leaven.views.terminal import Column, Columns, Facts
 
 if TYPE_CHECKING:
     from leaven.training.bench import Bench

@@ -41,8 +41,8 @@ def demo(
 ) -> None:
     """All of it on this machine, on real text: tune a little model, transfer, train a bigger one, report."""
     from leaven.demo.demo import SIZES, Demo, Interrupted
-    from leaven.report.terminal import demo_summary
     from leaven.training.machine import cores
+    from leaven.views.terminal import demo_summary
 
     if size not in SIZES:
         raise InputError(f"--size {size}: there are {', '.join(SIZES)}")

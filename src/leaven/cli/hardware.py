@@ -8,7 +8,7 @@ import typer
 from leaven.cli._common import JsonOption, console, emit_json
 from leaven.planning.accelerators import ACCELERATORS, CONFIDENCE, DTYPES, EXAMPLE, Accelerator, user_file
 from leaven.planning.hardware import find_accelerator, parse_cluster
-from leaven.report.terminal import Column, Columns, Facts, at_point
+from leaven.views.terminal import Column, Columns, Facts, at_point
 
 _COLUMNS = (
     Column("accelerator", align="left"),

@@ -17,7 +17,7 @@ from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.units import format_quantity, parse_quantity
-from leaven.report.derivation import derivation
+from leaven.views.derivation import derivation
 
 
 def new(

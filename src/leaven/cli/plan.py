@@ -17,7 +17,7 @@ from leaven.planning.cost import parse_price
 from leaven.planning.ramp import SHARE
 from leaven.planning.states import Moments
 from leaven.recipe.errors import InputError
-from leaven.report.plan import write_plan
+from leaven.views.plan import write_plan
 
 
 def plan(

@@ -7,8 +7,8 @@ import typer
 
 from leaven.cli._common import JsonOption, console, emit_json
 from leaven.recipe.errors import InputError
-from leaven.report.catalogue import write_catalogue
-from leaven.report.page import write_page
+from leaven.views.catalogue import write_catalogue
+from leaven.views.page import write_page
 
 
 def report(

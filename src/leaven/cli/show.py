@@ -12,12 +12,12 @@ from leaven.planning.flops import flops_per_token
 from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.report.rules import rule_table
-from leaven.report.starts import init_table
-from leaven.report.terminal import parameter_notes, parameter_table
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import resolve
+from leaven.views.rules import rule_table
+from leaven.views.starts import init_table
+from leaven.views.terminal import parameter_notes, parameter_table
 
 
 def show(

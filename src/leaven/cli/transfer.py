@@ -12,10 +12,10 @@ from leaven.planning.flops import flops_per_token
 from leaven.planning.tested_ground import dropped, warnings
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
-from leaven.report.terminal import parameter_table
 from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer, transfer_like
+from leaven.views.terminal import parameter_table
 
 
 def transfer_(

@@ -21,7 +21,6 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, read_recipe, read_text, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.report.page import write_page
 from leaven.scaling.transfer import transfer
 from leaven.training.engine import Training
 from leaven.training.machine import machine
@@ -29,6 +28,7 @@ from leaven.training.run_folder import LOCK, held
 from leaven.training.worker import Pool, run_in
 from leaven.tuning.space import space
 from leaven.tuning.study import Study
+from leaven.views.page import write_page
 
 PARTS = ("text", "tune", "transfer", "train", "report")
 

@@ -1,0 +1,140 @@
+"""The parameter table for people: equal rows over layers as one, base beside target, and the reason of each value."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.init_std import INITS
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import BRANCH_ENDS, Parameter
+from leaven.scaling.cells import Cell
+from leaven.scaling.rules import Rule
+from leaven.scaling.table import ParameterTable, Row, exponents, resolve
+from leaven.scaling.transfer import transfer
+from leaven.views.numbers import value
+
+QUANTITIES = ("init_std", "lr", "weight_decay", "beta1", "beta2", "eps", "multiplier")
+_SUBSCRIPTS = {"I": "in", "O": "out", "H": "head"}
+LAYER = re.compile(r"layers\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of one name that are equal over neighbouring layers; ``base`` is the same at base scale."""
+
+    label: str
+    first: int | None
+    last: int | None
+    row: Row
+    base: Row | None
+
+    @property
+    def layers(self) -> str:
+        if self.first is None:
+            return ""
+        return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
+
+
+def label(row: Row) -> str:
+    """``layers.3.attention.query.weight`` is attention.query: what a person tunes by."""
+    return LAYER.sub("", row.name).removesuffix(".weight")
+
+
+def groups(table: ParameterTable, base: ParameterTable | None = None) -> list[Group]:
+    """The table's rows in the order of the forward pass, neighbouring layers with equal values as one."""
+    twins = dict(_twins(table, base)) if base else {}
+    found: dict[str, list[Group]] = {}
+    for row in table.rows:
+        twin = twins.get(row.name)
+        runs = found.setdefault(label(row), [])
+        if runs and _alike(runs[-1].row, row) and _alike(runs[-1].base, twin):
+            runs[-1] = replace(runs[-1], last=row.layer)
+        else:
+            runs.append(Group(label(row), row.layer, row.layer, row, twin))
+    return [group for runs in found.values() for group in runs]
+
+
+def _alike(a: Row | None, b: Row | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and all(getattr(a, quantity) == getattr(b, quantity) for quantity in QUANTITIES)
+
+
+def _twins(table: ParameterTable, base: ParameterTable) -> Iterator[tuple[str, Row]]:
+    """Each row's name with the base row of the same name at the nearest relative depth."""
+    by_label: dict[str, list[Row]] = {}
+    for row in base.rows:
+        by_label.setdefault(label(row), []).append(row)
+    depth = 1 + max((row.layer or 0 for row in table.rows), default=0)
+    for row in table.rows:
+        candidates = by_label.get(label(row))
+        if candidates:
+            last = len(candidates) - 1
+            position = (row.layer or 0) / (depth - 1) if depth > 1 else 0.0
+            yield row.name, candidates[round(position * last)]
+
+
+def at_base(recipe: Recipe) -> Recipe | None:
+    """The recipe at the scale its hyperparameters were found at; None if that is its own, or cannot be built."""
+    base = recipe.base
+    own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
+    if own == (base.width, base.depth, base.batch_tokens, base.tokens):
+        return None
+    try:
+        return transfer(
+            recipe,
+            width=base.width,
+            depth=base.depth,
+            batch_tokens=base.batch_tokens,
+            tokens=base.tokens,
+            d_ff=base.d_ff,
+            d_head=base.d_head,
+            n_kv_heads=base.n_kv_heads,
+        )
+    except InputError:
+        return None
+
+
+def reason(recipe: Recipe, table: ParameterTable, row: Row, quantity: str) -> str:
+    """How the value follows from the one in base coordinates: ``m_in^-1 m_L^(alpha-1) = 0.25``.
+
+    m_in, m_out, m_L, m_B and m_D are target / base of the tensor's fan in and fan out, depth, batch and tokens.
+    """
+    init = recipe.hyperparameters.init
+    if quantity == "init_std" and init != "rule" and row.init_std:
+        parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
+        return f"{init}: {INITS[init].formula(parameter, recipe.model.gated).text}"
+    cells = _cells(table.rule, row, quantity)
+    factor = math.prod(cell.factor(row.ratios, exponents(recipe.scaling)) for cell in cells)
+    if quantity == "weight_decay" and not (row.role.is_matrix or recipe.hyperparameters.decay_norm_and_bias):
+        return "gains and biases are not decayed (decay_norm_and_bias)"
+    moving = [cell.text for cell in cells if cell.text != "1"]
+    if not moving:
+        return "does not move with scale"
+    formula = re.sub(r"\b[IOHLBD]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
+    if quantity == "init_std":
+        return f"sqrt of variance factor {formula} = {value(factor**0.5)}"
+    if quantity in {"beta1", "beta2"}:
+        return f"half-life in steps x {formula} = {value(factor)}; beta^(1 / {value(factor)})"
+    return f"{formula} = {value(factor)}"
+
+
+def _cells(rule: Rule, row: Row, quantity: str) -> tuple[Cell, ...]:
+    match quantity:
+        case "init_std":
+            return rule.of("init_variance", row.role)
+        case "lr" | "weight_decay" | "eps":
+            return rule.of(quantity, row.role)
+        case "beta1" | "beta2":
+            return (rule.half_life,)
+        case _:
+            # A branch's factor is kept in the matrix that ends the branch.
+            forward = rule.of("forward", row.role)
+            return (*forward, rule.residual) if row.module in BRANCH_ENDS else forward
+
+
+def tables(recipe: Recipe, base: Recipe | None) -> tuple[ParameterTable, ParameterTable | None]:
+    """Resolved tables of a recipe and of the one it is shown beside."""
+    return resolve(recipe), resolve(base) if base else None

@@ -1,0 +1,77 @@
+"""Points of a search as a person reads them: how far from the start, what changed most."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from leaven.recipe.recipe import short_path
+from leaven.training.study_file import Dimension, StudyState, Trial
+from leaven.views import numbers
+from leaven.views.terminal import cut
+
+BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
+UNMOVED = 0.005  # octaves: what is read as x1.00
+
+
+def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
+    """What a recipe has at ``to``: of a beta, whose exponent octaves double, 1 - beta doubles; a batch is of whole
+    sequences, and a warm-up of whole tokens."""
+    centre = dimension.centre
+    if isinstance(centre, str):
+        return dimension.levels[round(to)]
+    if dimension.unit == "tenth":
+        return max(centre + to / 10, 0.0)
+    factor = math.exp2(to)
+    if dimension.path in BETAS:
+        return math.pow(centre, factor)
+    whole = {"batch.tokens": seq_len, "schedule.warmup_tokens": 1, "data.tokens": 1}.get(dimension.path)
+    return centre * factor if whole is None else max(round(centre * factor / whole), 1) * whole
+
+
+def change(dimension: Dimension, to: float) -> str:
+    """What moving there from the start does: ``2×``, ``1/4×``, ``+0.05``, or the level of a choice."""
+    return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
+
+
+def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
+    """What a point changes, largest first, as many as there is room for: ``embedding.lr x1.41, …``."""
+    moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
+    names = [
+        f"{short_path(d.path)} {d.change(to, origin)}"
+        for d, to, origin in sorted(moved, key=lambda each: -abs(each[1] - each[2]))
+        if abs(to - origin) > UNMOVED
+    ]
+    said = ", ".join(names)
+    while len(said) > room and len(names) > 1:
+        names.pop()
+        said = ", ".join([*names, "…"])
+    return cut(said, room)
+
+
+def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) -> str:
+    """What a trial is, in one line: what it changes against ``best`` or the start, or which point it runs again."""
+    seed = f", seed +{trial.seed}" if trial.seed else ""
+    if seed and at_start(trial):
+        return cut(f"the start again{seed}", room)
+    first = next((other.number for other in state.trials if other.values == trial.values), trial.number)
+    if seed and first != trial.number:
+        return cut(f"trial {first} again{seed}", room)
+    before = (best and best.octaves) or {}
+    told = changes(state.dimensions, before, trial.octaves or {}, room - len(seed))
+    return (told or f"nothing: {'the best' if best is not None else 'the start'}") + seed
+
+
+def at_start(trial: Trial) -> bool:
+    return trial.octaves is not None and not any(trial.octaves.values())
+
+
+def share(trial: Trial, state: StudyState) -> str:
+    """Where a trial broke off: ``at 18%`` of a whole run, or nothing while no run has been whole."""
+    whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
+    return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
+
+
+def workers(state: StudyState) -> dict[str, str]:
+    """w1, w2 and so on, by host:pid, in the order in which they first ended a trial."""
+    ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
+    found = dict.fromkeys(trial.worker or "" for trial in ended)
+    return {worker: f"w{i}" for i, worker in enumerate(found, 1)}

@@ -1,0 +1,125 @@
+"""The page of the published runs: every point with its source, laws where the laws are, one vote a lineage."""
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from leaven.catalogue.law_table import STEP_LAW
+from leaven.catalogue.runs import find_run, load_runs
+from leaven.views.catalogue import linked, page, write_catalogue
+from leaven.views.catalogue_chart import band, hover, hues_of, scatter, symbol
+from leaven.views.catalogue_quantities import QUANTITIES, Quantity
+
+RUNS = load_runs()
+BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.key)
+def test_every_run_that_tells_a_value_is_a_point_with_its_source(quantity: Quantity) -> None:
+    chart, _ = scatter(quantity, RUNS, hues_of(RUNS))
+    drawn = {
+        re.match("<b>(.*?)</b>", told)[1]: (x, y, told)  # type: ignore[index]
+        for trace in chart.data
+        if trace.customdata is not None
+        for x, y, told in zip(trace.x, trace.y, trace.customdata, strict=True)
+    }
+    told = {run.id: (run.params_total, quantity.of_run(run)) for run in RUNS if quantity.of_run(run)}
+    assert {id: point[:2] for id, point in drawn.items()} == told
+    for id, (_, _, said) in drawn.items():
+        known = quantity.group(find_run(id)).provenance(quantity.field)  # type: ignore[union-attr]
+        flowing = said.replace("<br>", " ").replace("&amp;", "&")
+        for source in known.sources:
+            assert re.sub(r"\s", "", source) in re.sub(r"\s", "", flowing)
+        assert f"({known.confidence})" in flowing
+
+
+def test_an_exception_to_a_group_is_what_a_point_names() -> None:
+    said = hover(BY_KEY["batch"], find_run("gpt3-175b"), 3_200_000)
+    assert "paper-memory" in said
+    assert "batch 3.20 M tokens, 175 B parameters" in said
+
+
+def test_what_cannot_be_compared_has_another_symbol() -> None:
+    shapes = {"cerebras-gpt-1.3b-mup": "diamond", "palm-8b": "square", "apertus-8b": "square", "llama2-7b": "circle"}
+    shapes |= {"deepseek-v3": "circle-open", "kimi-k2": "square-open"}
+    assert {id: symbol(find_run(id)) for id in shapes} == shapes
+
+
+def test_a_law_is_drawn_at_20_tokens_a_parameter_and_dotted_beyond_its_fit() -> None:
+    chart, drawn = scatter(BY_KEY["lr"], RUNS, {})
+    assert STEP_LAW.name in {line.name for line in drawn}
+    found = {}
+    for trace in chart.data:
+        if trace.name == STEP_LAW.name:
+            for x, y in zip(trace.x, trace.y, strict=True):
+                assert y == pytest.approx(1.79 * x**-0.713 * (20 * x) ** 0.307, rel=1e-3)
+            found[trace.line.dash] = (min(trace.x), max(trace.x))
+    lowest, highest = found["solid"]
+    assert lowest >= 2e9 / 20 * 0.8  # its tokens begin at 2 B
+    assert highest <= 1e9
+    assert found["dot"][1] > 1e11
+
+
+def test_every_line_has_a_number_and_a_name() -> None:
+    for quantity in QUANTITIES:
+        chart, drawn = scatter(quantity, RUNS, {})
+        numbered = [note.text for note in chart.layout.annotations if note.text.isdigit()]
+        assert numbered == [str(n) for n in range(1, len(drawn) + 1)]
+
+
+def test_a_lineage_has_one_vote_in_the_band() -> None:
+    """Four lineages at the same size, one of them with ten runs."""
+    four = {run.lineage.name: run for run in RUNS}
+    names = ["llama", "smollm", "olmo2", "dclm"]
+    same = [four[name].model_copy(update={"params_total": 10**9}) for name in names]
+    values = [1e-4, 2e-4, 4e-4, 8e-4]
+    points = [*zip(same, values, strict=True), *[(same[0], 1e-4)] * 9]
+    low, high = band(points)[0][1:]
+    # Quartiles of four votes, in the logarithm: a quarter of the way between the outer two, inwards.
+    assert low == pytest.approx(1e-4 * 2**0.75)
+    assert high == pytest.approx(8e-4 / 2**0.75)
+    assert band(points[:3]) == []
+    assert band([]) == []
+
+
+def test_chinchilla_and_the_inits_are_where_they_are() -> None:
+    (line,) = BY_KEY["tokens"].lines([1e9])
+    assert line.points == [(1e9, 20e9, True)]
+    size = 12 * 12 * 960**2  # 12 layers at d_model 960 = 80 x 12
+    by_name = {line.name: line.points[0][1] for line in BY_KEY["init"].lines([size])}
+    assert by_name["MT-NLG, sqrt(1 / (3 d))"] == pytest.approx(1 / math.sqrt(3 * 960))
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.loads = 0, []  # type: ignore[var-annotated]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.rows += tag == "tr"
+        self.loads += [
+            value for name, value in attrs if name in ("src", "srcset") or (tag == "link" and name == "href")
+        ]
+
+
+def test_the_page_holds_all_runs_and_loads_nothing(tmp_path: Path) -> None:
+    out = write_catalogue(tmp_path / "catalogue.html")
+    assert out.stat().st_size < 5e6
+    reader = _Reader()
+    reader.feed(out.read_text(encoding="utf-8"))
+    assert reader.rows == len(RUNS) + 1
+    assert all(load == "data:," for load in reader.loads)
+    assert page(RUNS) == out.read_text(encoding="utf-8")
+
+
+def test_sources_are_links_by_paper_and_by_repository_and_nothing_else_is() -> None:
+    assert linked("EleutherAI/pythia: <70M>.yml") == (
+        '<a href="https://github.com/EleutherAI/pythia" rel="noreferrer">EleutherAI/pythia</a>: &lt;70M&gt;.yml'
+    )
+    assert linked("OPT (arXiv 2205.01068), Table 1") == (
+        'OPT (<a href="https://arxiv.org/abs/2205.01068" rel="noreferrer">arXiv 2205.01068</a>), Table 1'
+    )
+    assert linked('model card "x"') == "model card &quot;x&quot;"

@@ -1,0 +1,65 @@
+"""The commands that a page prints, run: they find everything done, and end well."""
+
+import html
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from leaven.cli import app
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import differences
+from leaven.training.run_folder import RunFolder
+from leaven.views.folders import read_run, read_study
+from leaven.views.page import write_page
+
+RUNS = ("transferred", "copied", "untuned")
+
+
+def printed(page: Path) -> list[list[str]]:
+    code = re.search(r"<code>(.*?)</code>", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert code
+    return [shlex.split(line) for line in html.unescape(code[1]).splitlines() if line]
+
+
+@pytest.fixture
+def folder(real_demo: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(real_demo, tmp_path / "demo"))
+
+
+@pytest.mark.parametrize(
+    ("part", "verbs"),
+    [
+        (".", ["demo", "tune", "transfer", "train", "train", "train", "report"]),
+        ("study", ["tune", "report"]),
+        ("runs/copied", ["train", "report"]),
+    ],
+)
+def test_every_printed_command_reports_what_is_done_and_ends_well(
+    folder: Path, part: str, verbs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = printed(write_page(folder / part, tmp_path / "page.html"))
+    assert [line[:2] for line in lines] == [["leaven", verb] for verb in verbs]
+    study, target = read_study(folder / "study"), read_recipe(folder / "target.toml")
+    events = [RunFolder(folder / "runs" / run).events() for run in RUNS]
+    monkeypatch.chdir(folder / part)
+    for line in lines:
+        ran = CliRunner().invoke(app, line[1:])
+        assert ran.exit_code == 0, (shlex.join(line), ran.output, ran.exception)
+    # Nothing was run again, and what was written again is the same.
+    assert read_study(folder / "study") == study
+    assert differences(read_recipe(folder / "target.toml"), target) == []
+    assert [RunFolder(folder / "runs" / run).events() for run in RUNS] == events
+    assert [read_run(folder / "runs" / run).finished for run in RUNS] == [True] * 3
+
+
+def test_the_trials_of_a_command_are_those_that_have_ended(folder: Path, tmp_path: Path) -> None:
+    study = folder / "study" / "study.json"
+    ended = read_study(study.parent).ended
+    study.write_text(study.read_text().replace('"state": "complete"', '"state": "running"', 1))
+    line = printed(write_page(study.parent, tmp_path / "page.html"))[0]
+    assert line[line.index("--trials") + 1] == str(ended - 1)
+    assert line[line.index("--space") + 1].split(",") == list(read_study(study.parent).space)

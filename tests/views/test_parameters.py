@@ -1,0 +1,75 @@
+import math
+
+import pytest
+from written import proxy, target
+
+from leaven.scaling.table import resolve
+from leaven.views.parameters import at_base, groups, reason
+
+
+def test_layers_with_equal_values_are_one_group():
+    recipe = target(proxy().replace({"hyperparameters.depth": {}}))
+    found = groups(resolve(recipe))
+    assert [(g.label, g.layers) for g in found if g.label in {"embedding", "mlp.in"}] == [
+        ("embedding", ""),
+        ("mlp.in", "0-7"),
+    ]
+    assert len(found) == len({g.label for g in found})
+
+
+def test_groups_cover_every_row_once():
+    table = resolve(target(proxy()))
+    covered = [(g.label, layer) for g in groups(table) for layer in range(g.first or 0, (g.last or 0) + 1)]
+    assert len(covered) == len(set(covered)) == len(table.rows)
+
+
+def test_a_row_stands_beside_the_base_row_at_its_relative_depth():
+    small = proxy()
+    found = {(g.label, g.first): g for g in groups(resolve(target(small)), resolve(small))}
+    assert found["mlp.in", 0].base.layer == 0
+    assert found["mlp.in", 7].base.layer == 3
+    assert found["embedding", None].base.shape == (4096, 64)
+
+
+def test_the_base_of_a_transferred_recipe_is_the_recipe_it_came_from():
+    small = proxy()
+    found = at_base(target(small))
+    assert found.model == small.model
+    assert resolve(found).rows == resolve(small).rows
+    assert at_base(small) is None
+
+
+def test_a_reason_names_the_cell_and_its_value():
+    recipe = target(proxy().replace({"scaling.alpha": 0.5}))
+    table = resolve(recipe)
+    row = table["layers.0.mlp.in.weight"]
+    at = table.ratios
+    factor = at.width**-1 * at.depth**-0.5 * math.sqrt(at.batch / at.tokens)
+    assert reason(recipe, table, row, "lr") == f"m_in^-1 m_L^(alpha-1) m_B^1/2 m_D^-t = {factor:.3g}"
+    assert "sqrt of variance factor m_in^-1 = 0.577" in reason(recipe, table, row, "init_std")
+    assert reason(recipe, table, table["layers.0.mlp.out.weight"], "multiplier") == "m_L^-alpha = 0.707"
+    assert reason(recipe, table, row, "multiplier") == "does not move with scale"
+    assert reason(recipe, table, table["norm.final.weight"], "weight_decay").startswith("gains and biases are not")
+
+
+@pytest.mark.parametrize("quantity", ["lr", "weight_decay", "eps", "init_std", "multiplier"])
+def test_reasons_are_what_the_table_did(quantity):
+    """The factor that is told is the ratio between the resolved values of target and base."""
+    small = proxy().replace({"hyperparameters.depth": {}})
+    recipe = target(small)
+    for group in groups(resolve(recipe), resolve(small)):
+        mine, base = getattr(group.row, quantity), getattr(group.base, quantity)
+        told = reason(recipe, resolve(recipe), group.row, quantity)
+        if base and " = " in told:
+            assert float(told.rpartition(" = ")[2]) == pytest.approx(mine / base, rel=6e-3)
+        elif base:
+            assert mine == base
+
+
+def test_the_reason_of_a_named_init_is_its_formula():
+    changes = {"hyperparameters.init": "gpt2", "hyperparameters.init_std": None}
+    recipe = proxy().replace(changes | {"scaling.rule": "standard"})
+    table = resolve(recipe)
+    assert reason(recipe, table, table["layers.0.mlp.in.weight"], "init_std") == "gpt2: 0.02"
+    assert reason(recipe, table, table["layers.0.mlp.out.weight"], "init_std") == "gpt2: 0.02 / sqrt(2 L)"
+    assert reason(recipe, table, table["norm.final.weight"], "init_std") == "does not move with scale"

@@ -1,0 +1,162 @@
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from written import write_losses_check
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import write_text
+from leaven.training.study_file import StudyState
+from leaven.views.folders import CheckFile, read_demo, read_run, read_story, read_study
+from leaven.views.page import write_page
+from leaven.views.story import Demo, Run, Study
+
+
+@pytest.fixture
+def folder(demo_folder: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(demo_folder, tmp_path / "demo"))
+
+
+def test_the_kind_of_a_folder_is_known_by_what_lies_in_it(demo_folder, tmp_path):
+    assert isinstance(read_story(write_losses_check(tmp_path / "check")), CheckFile)
+    assert isinstance(read_story(demo_folder), Demo)
+    assert isinstance(read_story(demo_folder / "proxy"), Study)
+    assert isinstance(read_story(demo_folder / "runs/copied"), Run)
+
+
+def test_a_demo_knows_its_runs_and_its_verdict(demo_folder):
+    demo = read_demo(demo_folder)
+    assert [arm.key for arm in demo.arms] == ["transferred", "copied", "untuned"]
+    assert demo.rival.key == "copied"
+    assert demo.gain == pytest.approx(0.14)
+    assert demo.seconds == pytest.approx(568.5)
+    assert (demo.study.count("complete"), demo.study.count("diverged")) == (18, 2)
+
+
+def test_a_torn_last_line_is_left_out(folder):
+    whole = read_run(folder / "runs/copied")  # torn by the fixture
+    assert whole.steps[-1].step == whole.recipe.steps - 1
+    with (folder / "runs/copied/events.jsonl").open("a") as file:
+        file.write('{"event": "checkp')
+    assert read_run(folder / "runs/copied").validation == whole.validation
+
+
+def test_steps_done_again_after_a_resume_count_once(folder):
+    run = folder / "runs/transferred"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    torn = [*lines[:200], '{"step": 200, "tok', *lines[150:]]
+    (run / "metrics.jsonl").write_text("\n".join(torn) + "\n")
+    assert [step.step for step in read_run(run).steps] == list(range(len(lines)))
+
+
+def test_lines_that_are_no_steps_are_passed_over(folder):
+    run = folder / "runs/transferred"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(["hello", "{}", *lines[:3], "\x00\x00", *lines[3:]]) + "\n")
+    assert len(read_run(run).steps) == len(lines)
+    (run / "metrics.jsonl").write_text("hello\n{}\n")
+    with pytest.raises(InputError, match="no steps yet"):
+        read_run(run)
+
+
+def test_time_between_a_crash_and_its_resume_is_no_cost(folder):
+    run = folder / "runs/transferred"
+    events = [("start", 0), ("validation", 60), ("resume", 5_000), ("validation", 5_030)]
+    lines = [
+        {"event": name, "step": 1, "tokens": 1 + i, "time": 1e9 + time, "loss": 3.0}
+        for i, (name, time) in enumerate(events)
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = read_run(run)
+    assert read.seconds == pytest.approx(90)
+    assert not read.finished
+
+
+def test_a_return_undoes_the_validation_behind_it_and_is_told(folder, tmp_path):
+    run = folder / "runs/transferred"
+    back = {"to_tokens": 30_000, "skip_from": 30_000, "skip_to": 34_000, "tokens": 50_000, "step": 9, "time": 1e9}
+    lines = [
+        {"event": "validation", "tokens": 20_000, "loss": 3.5},
+        {"event": "validation", "tokens": 40_000, "loss": 7.0},
+        {"event": "rollback", "why": "loss 9.1 deviations up", **back},
+        {"event": "validation", "tokens": 60_000, "loss": 3.2},
+        {"event": "rewind", **back | {"to_tokens": 10_000}},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
+    assert read_run(run).validation == ((20_000, 3.5), (60_000, 3.2))
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(run).validation == ()
+    told = write_page(run, tmp_path / "page.html").read_text()
+    assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in told
+    assert "1 of 2 by itself" in told
+
+
+def test_a_run_that_broke_off_has_no_final_loss_to_compare(folder):
+    run = folder / "runs/copied"
+    lines = [line for line in (run / "events.jsonl").read_text().splitlines() if '"finish"' not in line]
+    stop = {"event": "stop", "step": 300, "tokens": 9, "time": 1.76e9, "why": "the loss is nan"}
+    (run / "events.jsonl").write_text("\n".join([*lines, json.dumps(stop)]) + "\n")
+    document = json.loads((folder / "demo.json").read_text())
+    document["arms"][1]["loss"] = None
+    (folder / "demo.json").write_text(json.dumps(document))
+    demo = read_demo(folder)
+    assert demo.arms[1].loss is None
+    assert demo.arms[1].run.stopped == "the loss is nan"
+    assert demo.rival.key == "untuned"
+
+
+def test_a_loss_that_is_no_number_is_a_gap(folder):
+    run = folder / "runs/transferred"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1]) | {"loss": float("nan"), "grad_norm": float("inf")}
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]))
+    assert read_run(run).steps[-1].loss is None
+
+
+@pytest.mark.parametrize(
+    ("breaking", "message"),
+    [
+        (shutil.rmtree, "no such folder"),
+        (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "empty; give the folder"),
+        (lambda folder: (shutil.rmtree(folder), folder.write_text("")), "a file; give the folder"),
+        (lambda folder: (folder / "demo.json").unlink(), "no run (metrics.jsonl), study (study.json), check (check"),
+        (lambda folder: (folder / "demo.json").rename(folder / "check.json"), "check.json: check is missing"),
+        (lambda folder: (folder / "demo.json").rename(folder / "runs.jsonl"), "a check that has not ended"),
+        (lambda folder: (folder / "demo.json").write_text("{"), "demo.json: not JSON"),
+        (lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name is missing"),
+        (lambda folder: (folder / "demo.json").write_text('{"name": "x"}'), "neither a study nor a run"),
+        (lambda folder: (folder / "proxy/study.json").write_text('{"name": "x"}'), "study.json: method is missing"),
+        (
+            lambda folder: write_text(
+                folder / "proxy/study.json", json.dumps(asdict(StudyState("x", "tpe", (), None, None, (), ())))
+            ),
+            "study.json: no trials yet",
+        ),
+        (lambda folder: (folder / "proxy/centre.toml").unlink(), "centre.toml: no such file"),
+        (lambda folder: (folder / "runs/copied/recipe.toml").write_text("name = 1"), "recipe.toml: "),
+        (lambda folder: (folder / "runs/copied/metrics.jsonl").write_text('{"step": 0}\n'), "tokens is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_named_in_one_line(folder, breaking, message):
+    breaking(folder)
+    with pytest.raises(InputError) as error:
+        read_story(folder)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_arm_without_a_run_is_shown_without_one(folder):
+    shutil.rmtree(folder / "runs/untuned")
+    demo = read_demo(folder)
+    assert demo.arms[2].run is None
+    assert demo.arms[0].run is not None
+
+
+def test_trials_come_in_the_order_of_their_numbers(folder):
+    document = json.loads((folder / "proxy/study.json").read_text())
+    document["trials"].reverse()
+    (folder / "proxy/study.json").write_text(json.dumps(document))
+    assert [trial.number for trial in read_study(folder / "proxy").trials] == list(range(20))

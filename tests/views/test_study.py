@@ -1,0 +1,364 @@
+"""The page of a study: what it says of one that went well, and of one that did not."""
+
+import json
+import math
+import shlex
+from collections import Counter
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import studied
+from test_page import Reader
+
+from leaven.recipe.hyperparameters import Multipliers
+from leaven.recipe.recipe import short_path
+from leaven.recipe.units import parse_quantity
+from leaven.scaling.table import resolve
+from leaven.training.study_file import Dimension
+from leaven.tuning.space import space
+from leaven.views import chapters, multipliers, points, searches, slices, study_tables, trial_marks
+from leaven.views.folders import read_study
+from leaven.views.page import write_page
+from leaven.views.study import verdict
+
+
+@pytest.fixture(scope="module")
+def state():
+    return studied.study()
+
+
+@pytest.fixture(scope="module")
+def study(state, tmp_path_factory):
+    return read_study(studied.write(tmp_path_factory.mktemp("studies") / "modules", state))
+
+
+def test_what_is_written_is_read(state, study):
+    assert {name: getattr(study, name) for name in vars(state)} == vars(state)
+
+
+def test_the_page_says_what_came_out_first(study, state, tmp_path):
+    page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
+    text = Reader(page).text
+    assert f"{len(state.idle)} of 31 were not worth tuning: back at the start all of them together cost less" in text
+    worth = sum(coordinate.worth for coordinate in state.coordinates)
+    assert f"{state.gain:.3f} below the start" in text
+    assert f"{worth} gained more than the noise by themselves" in text
+    assert f"{state.trials[0].loss - state.best.loss:.4f}" in text
+    assert "stopped of itself" in text
+    for chapter in ("Slices through", "What mattered", "What each module got", "changes", "as they trained", "took"):
+        assert chapter in text
+
+
+def test_each_kind_of_trial_has_a_mark_of_its_own(study):
+    kinds = trial_marks.by_kind(study)
+    ended = Counter(trial.purpose for trial in study.trials if trial.state == "complete")
+    assert {name: len(trials) for name, trials in kinds.items()} == {
+        "complete": ended["search"] - 1, "stopped": study.count("stopped"), "diverged": study.count("diverged"),
+        "noise": 4, "rerun": ended["rerun"], "best": 1,
+    }  # fmt: skip
+    chart = searches.search(study)
+    marks = {trace.marker.symbol: list(trace.x) for trace in chart.data if trace.mode == "markers"}
+    assert marks["circle-open"] == [1, 2, 3, 4]
+    assert marks["diamond-open"] == [trial.number for trial in kinds["rerun"]]
+    line = next(trace for trace in chart.data if trace.mode == "lines")
+    # The lowest so far is of the search alone: a lucky rerun does not count.
+    assert line.y[-1] == min(trial.loss for trial in kinds["complete"] + kinds["best"])
+    answer = next(trace for trace in chart.data if trace.error_y.array is not None)
+    low, high = study.best.interval
+    assert (answer.y[0] - answer.error_y.arrayminus[0], answer.y[0] + answer.error_y.array[0]) == (low, high)
+
+
+def test_a_slice_shows_its_cliff_its_flat_part_and_one_scale_for_all(study):
+    height, kinds = slices.scale(study), trial_marks.by_kind(study)
+    charts = {c.path: slices.panel(study, c, height) for c in study.coordinates[:12]}
+    assert len({chart.layout.yaxis.range for chart in charts.values()}) == 1
+    for coordinate in study.coordinates[:12]:
+        chart = charts[coordinate.path]
+        flat, start = chart.layout.shapes[:2]
+        assert (flat.x0, flat.x1) == coordinate.flat
+        assert start.x0 == start.x1 == 0
+        hills = [trace for trace in chart.data if trace.yaxis == "y2"]
+        risks = [point.risk for point in coordinate.slice]
+        assert bool(hills) == (max(risks) > 0.05)
+        if hills:
+            assert list(hills[0].y) == pytest.approx(risks, abs=1e-3)
+        lost = {round(t.octaves[coordinate.path], 2) for t in kinds["diverged"] if t.purpose == "search"}
+        crosses = [trace for trace in chart.data if trace.marker.symbol == "x-thin"]
+        assert {place for trace in crosses for place in trace.x} == lost
+
+
+def test_the_picture_has_what_the_parameters_really_get(study):
+    """Against the parameter table: what a recipe gives its weights, over what it gives them without multipliers."""
+    best = study.best_recipe
+    plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
+    assert multipliers.kinds(best, study.space) == ["lr", "init_std", "residual"]
+    mine, without = resolve(best), resolve(plain)
+    compared = 0
+    for row, neutral in zip(mine.rows, without.rows, strict=True):
+        for kind in ("lr", "init_std"):
+            if multipliers.acts(best, row.module, kind) and getattr(neutral, kind):
+                got = multipliers.layers(best, row.module, kind)
+                factor = got[row.layer if len(got) > 1 else 0]
+                assert factor == pytest.approx(getattr(row, kind) / getattr(neutral, kind))
+                compared += 1
+    assert compared > 100
+
+
+def test_a_module_without_a_multiplier_has_no_band():
+    recipe = studied.recipe()
+    known = {
+        kind: [m for m in recipe.model.modules if multipliers.acts(recipe, m, kind)]
+        for kind in Multipliers.model_fields
+    }
+    assert known["residual"] == ["attention.out", "mlp.out"]
+    assert not {"norm.final", "norm.query"} & {*known["init_std"], *known["weight_decay"]}
+    assert known["lr"] == list(recipe.model.modules)
+    assert multipliers.picture(recipe.replace({"hyperparameters.depth": {}}), ()) is None
+
+
+def test_curves_are_thin_and_the_best_is_no_better_than_itself(study):
+    known = searches.known_curves(study)
+    ahead = searches.against_best(study)
+    assert set(ahead) == set(known) == {trial.number for trial in study.trials}
+    assert [loss for _, loss in ahead[study.best.number]] == pytest.approx([0.0] * 80, abs=1e-12)
+    # Each trial's curve was made as its loss above a common one, with a noise of 0.004 nats.
+    ended = [trial for trial in study.trials if trial.state == "complete"]
+    final = [ahead[trial.number][-1][1] for trial in ended]
+    assert final == pytest.approx([trial.loss - study.best_trial.loss for trial in ended], abs=0.02)
+    chart = searches.curves(study, known, "loss")
+    drawn = sum(x is not None for trace in chart.data if trace.mode == "lines" for x in trace.x)
+    assert drawn <= 60 * len(known) + 80
+    ends = next(trace for trace in chart.data if trace.marker.symbol == "triangle-down-open")
+    assert set(ends.x) == {0.4 * studied.TOKENS}
+
+
+def test_loss_against_cost_is_drawn_where_durations_are_compared(study):
+    assert searches.front(study) is None
+    compared = studied.durations(study)
+    ends, steps, answer = searches.front(compared).data
+    assert len(ends.x) == 3 * study.count("complete")
+    assert list(steps.y) == [one.loss for one in compared.front]
+    assert list(np.diff(steps.y) < 0) == [True, True]
+    assert min(ends.y) == pytest.approx(steps.y[-1])
+    assert answer.y == pytest.approx([study.best.loss], abs=1e-5)
+    assert answer.x == pytest.approx([steps.x[-1]])
+    # Whole batches end a little apart: that is no choice of cost.
+    near = replace(study, front=tuple(replace(compared.front[-1], number=k, tokens=1_000_000 + k) for k in range(2)))
+    assert searches.front(near) is None
+
+
+def test_the_fewest_changes_stand_beside_the_best(study):
+    text = study_tables.changes(study)
+    kept = [path for path, octaves in study.fewest_octaves.items() if abs(octaves) > points.UNMOVED]
+    moved = [path for path, octaves in study.best_trial.octaves.items() if abs(octaves) > points.UNMOVED]
+    assert text.count("as at the start") == len(moved) - len(kept)
+    assert text.count("<tr>") == len(moved) + 4  # two tables, of two head rows
+    alone = study_tables.changes(replace(study, fewest_octaves=study.best_trial.octaves))
+    assert "fewest changes" in text
+    assert "fewest changes" not in alone
+
+
+def test_octaves_of_a_beta_are_those_of_its_exponent(study):
+    """So that beta stays below 1, and a doubling forgets twice as fast: as the search moves it."""
+    assert points.value(Dimension("hyperparameters.beta1", 0.9, -2, 2), 1.0, 64) == pytest.approx(0.81)
+    assert points.value(Dimension("hyperparameters.beta2", 0.95, -2, 2), -2.0, 64) == pytest.approx(0.95**0.25)
+    best = study.best_trial
+    for each in study.dimensions:
+        assert points.value(each, best.octaves[each.path], 64) == pytest.approx(best.values[each.path])
+
+
+@pytest.mark.parametrize("octaves", [-3.0, -0.679, 0.0, 0.3, 1.0])
+def test_a_value_that_was_not_run_is_one_that_a_recipe_can_have(study, octaves):
+    """A batch of whole sequences, a warm-up of whole tokens: as the search has them."""
+    start, searched = study.centre, space(study.centre, "global")
+    here = searched.values(dict.fromkeys(searched.paths, octaves))
+    for each in searched.dimensions:
+        shown = points.value(each, octaves, start.model.seq_len)
+        assert shown == pytest.approx(here[each.path], rel=1e-12)
+    assert {"batch.tokens", "schedule.warmup_tokens"} <= set(here)
+
+
+def test_the_lowest_of_each_duration_is_said_to_be_one_run(study):
+    compared = studied.durations(study)
+    text = study_tables.durations(compared)
+    searched = [trial for trial in compared.trials if trial.branches and trial.purpose == "search"]
+    for i in range(3):
+        least = min(searched, key=lambda trial: trial.branches[i][1])
+        assert f'<td class="number strong">{least.branches[i][1]:.4f}</td>' in text
+    assert text.count("one run, of the seed that chose it") == 3
+    assert "the answer: mean of 3 fresh seeds" in text
+    unjudged = study_tables.durations(replace(compared, best=replace(study.best, fresh=0)))
+    assert "the answer" not in unjudged
+    assert study_tables.durations(study) is None
+
+
+def test_not_worth_tuning_is_what_may_go_back_together(study):
+    told = {each.path: study_tables.word(each, study) for each in study.coordinates}
+    assert {path for path, word in told.items() if word == "not worth tuning"} == set(study.idle)
+    unsure = [each for each in study.coordinates if told[each.path] == "unsure"]
+    assert unsure  # none alone is known to have gained more than the noise, and yet not said to be worth nothing
+    assert not any(each.worth for each in unsure)
+
+
+def test_what_is_not_known_is_not_said_to_be_small(tmp_path):
+    """A gain of five times the noise with a large deviation did not gain less than the noise."""
+    state = studied.study(6, 24)
+    first, *others = (replace(each, worth=False) for each in state.coordinates)
+    first = replace(first, gain=5 * studied.NOISE, gain_deviation=6 * studied.NOISE)
+    doubtful = replace(state, coordinates=(first, *others), idle=tuple(each.path for each in others))
+    text = Reader(write_page(studied.write(tmp_path / "study", doubtful), tmp_path / "study.html")).text
+    assert "none is known to have gained more than the noise by itself" in text
+    assert "1 is not known to have gained more than the noise: −0.0155 nats." in text
+    assert "gained less than the noise:" not in text
+    assert "small" not in [study_tables.word(each, doubtful) for each in doubtful.coordinates]
+
+
+def test_of_gains_nothing_is_said_where_the_start_is_the_best(tmp_path):
+    state = studied.study(6, 24)
+    unmoved = [replace(each, best=0.0, gain=0.0, worth=False) for each in state.coordinates]
+    same = replace(state, coordinates=tuple(unmoved), idle=(), gain=0.0, best=replace(state.best, number=0))
+    page = write_page(studied.write(tmp_path / "study", same), tmp_path / "study.html")
+    text = Reader(page).text
+    assert "nats per token, the start itself: nothing was found that is known to be better" in text
+    assert "known to have gained" not in text
+    assert "unsure" not in text
+
+
+def test_a_run_of_the_start_is_one_however_late_it_is(study):
+    again = replace(study.trials[0], number=64, purpose="rerun", confirms=True, seed=9)
+    with_it = replace(study, trials=(*study.trials, again))
+    kinds = trial_marks.by_kind(with_it)
+    assert [trial.number for trial in kinds["noise"]] == [1, 2, 3, 4, 64]
+    assert 64 not in [trial.number for trial in kinds["rerun"]]
+    assert points.told(again, with_it, 72) == points.told(again, with_it, 72, study.best_trial)
+    assert points.told(again, with_it, 72) == "the start again, seed +9"
+
+
+def test_a_rerun_of_a_point_that_was_never_run_says_its_seed(study):
+    octaves = dict(study.trials[-1].octaves) | {"hyperparameters.lr": 2.5}
+    promise = replace(study.trials[-1], number=64, seed=1, octaves=octaves, values={"hyperparameters.lr": 9.0})
+    with_it = replace(study, trials=(*study.trials, promise))
+    for room in (30, 72):
+        said = points.told(promise, with_it, room)
+        assert said.startswith("lr x5.66")
+        assert said.endswith(", seed +1")
+        assert len(said) <= room
+    assert points.told(replace(promise, seed=0), with_it, 72).startswith("lr x5.66")
+
+
+def test_a_slice_below_the_best_is_inside_its_frame(study):
+    first = study.coordinates[0]
+    for depth in (0.4, 1.0, 3.0):  # of the frame's height
+        height = slices.scale(study)[1]
+        low = min(first.slice, key=lambda point: abs(point.octaves - first.best))
+        curve = tuple(replace(p, loss=-depth * height) if p is low else p for p in first.slice)
+        dipped = replace(study, coordinates=(replace(first, slice=curve), *study.coordinates[1:]))
+        chart = slices.panel(dipped, dipped.coordinates[0], slices.scale(dipped))
+        line = next(trace for trace in chart.data if trace.line.width == 2)
+        bottom, top = chart.layout.yaxis.range
+        assert bottom < min(line.y) <= -min(depth, 1.0) * height + 1e-4
+        assert bottom > -1.5 * height  # however far it goes, the others can still be read
+        assert top > height
+        ticks = next(trace for trace in chart.data if trace.marker.symbol == "line-ns-open")
+        assert bottom < ticks.y[0] < min(line.y)
+
+
+def test_the_gain_is_the_one_that_the_terminal_says(study):
+    assert f"{study.gain:.3f} below the start" in verdict(study)
+    assert "the start" not in verdict(replace(study, gain=None))
+
+
+def test_what_is_at_the_end_of_its_range_is_named(tmp_path):
+    state = studied.study(6, 24)
+    first, *others = state.coordinates
+    ends = replace(state, coordinates=(replace(first, at_end=True, end="the bound, 2"), *others))
+    page = write_page(studied.write(tmp_path / "study", ends), tmp_path / "study.html")
+    assert (
+        f"At the end of its range: {short_path(first.path)} (the bound, 2). The optimum may lie beyond"
+        in Reader(page).text
+    )
+
+
+def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):
+    said = verdict(replace(study, best=replace(study.best, fresh=0, runs=2)))
+    assert f"Trial {study.best.number} is the best of" in said
+    assert "the mean of 2 runs that chose it among several: expect a little worse" in said
+
+
+def test_what_no_fresh_seed_has_judged_is_said_to_be_too_low(tmp_path):
+    state = studied.unjudged(studied.study(6, 24))
+    page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
+    text = Reader(page).text
+    assert "has the lowest loss of" in text
+    assert "expect worse" in text
+    assert "fresh seeds: expect worse" in text
+    assert "the mean of" not in text
+    assert "95%" not in text.split("Where every value")[0]
+    document = json.loads((tmp_path / "study/study.json").read_text())
+    for empty in (None, [None, None]):
+        document["best"]["interval"] = empty
+        (tmp_path / "study/study.json").write_text(json.dumps(document))
+        assert read_study(tmp_path / "study").interval is None
+
+
+@pytest.mark.parametrize(
+    "which", ["global", "global-full", "per-module", "per-module-full", "hyperparameters.modules.mlp.in.lr"]
+)
+@pytest.mark.parametrize("durations", [(), (250_000, 500_000)])
+def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
+    searched = space(study.centre, which)
+    if durations:
+        searched = searched.without("batch.tokens", "").without("schedule.decay", "")
+    command = chapters.tune_command(replace(study, space=searched.paths, durations=durations), "centre.toml", ".")
+    words = shlex.split(command)
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert space(study.centre, options["--space"]).paths == searched.paths
+    assert len(options["--space"].split(",")) <= 22
+    assert [parse_quantity(each) for each in options.get("--durations", "").split(",") if each] == [*durations]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (studied.all_diverged, "All 9 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.001"),
+        (studied.at_first, "The first trial has not completed yet; 6 values are searched"),
+        (
+            lambda state: replace(studied.all_diverged(state), trials=state.trials[:1]),
+            "1 of 1 trials reached their end",
+        ),
+        (lambda state: replace(state, front=(), fewest=None, fewest_octaves=None), "is the best of 24"),
+        (lambda state: replace(state, noise_floor=None), "is the best of 24"),
+        (lambda state: replace(state, best=replace(state.best, interval=(-math.inf, math.inf))), "is the best of 24"),
+        (
+            lambda state: replace(
+                state, trials=tuple(replace(t, curve=(), worker=None, ended=None, flops=0.0) for t in state.trials)
+            ),
+            "is the best of 24",
+        ),
+    ],
+)
+def test_a_study_of_any_kind_has_a_page(tmp_path, made, said):
+    page = write_page(studied.write(tmp_path / "study", made(studied.study(6, 24))), tmp_path / "study.html")
+    assert said in Reader(page).text
+
+
+def test_a_loss_that_is_no_number_is_none_however_it_is_written(tmp_path):
+    folder = studied.write(tmp_path / "study", studied.study(6, 24))
+    document = json.loads((folder / "study.json").read_text())
+    lost = next(trial for trial in document["trials"] if trial["state"] == "diverged")
+    lost["loss"] = math.inf
+    lost["curve"] += [[900_000, None], [950_000, math.nan]]
+    document["written_by_a_newer_one"] = True
+    (folder / "study.json").write_text(json.dumps(document))
+    trial = read_study(folder).trials[lost["number"]]
+    assert trial.loss is None
+    assert len(trial.curve) == len(lost["curve"]) - 2
+    assert write_page(folder, tmp_path / "study.html").exists()
+
+
+def test_a_long_search_of_many_dimensions_stays_a_page_one_can_send(tmp_path):
+    large = studied.study(90, 500, 3, 8)
+    assert len(large.space) > 80
+    assert len(json.dumps(asdict(large))) > 2_000_000
+    assert write_page(studied.write(tmp_path / "study", large), tmp_path / "study.html").stat().st_size < 4_000_000
