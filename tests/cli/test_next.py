@@ -44,7 +44,7 @@ def test_the_road_by_printed_commands_alone(leaven: Verb, road: Path) -> None:
     )[0]
     assert command == "leaven tune 'my recipes/wheat-proxy.toml' --study studies/wheat --trials 16"
     command = command.replace("--trials 16", "--trials 3 --space hyperparameters.lr,schedule.warmup_tokens")
-    code, out, err = typed(leaven, command, "--stack", "3")
+    code, out, err = typed(leaven, command)
     assert code == 0, err
     transfer, report = printed(out)
     assert transfer == (

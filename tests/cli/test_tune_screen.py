@@ -153,8 +153,6 @@ def test_the_time_left_is_that_to_the_first_limit() -> None:
     assert left(runs, hours=0.01) == ""
     assert left(after(6), flops=1e16) == ""  # nobody says what a run costs
     assert left(after(0), flops=1e16, hours=1.0) == ""
-    # Of a stack of 16 each has counted a sixteenth of the time that it took.
-    assert left(runs, trials=10, stack=16) == "4 min 00 s left"
 
 
 def test_changes_are_whole_as_long_as_one_fits() -> None:

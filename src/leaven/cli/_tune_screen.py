@@ -31,7 +31,7 @@ class TuneScreen(Screen):
     """A row a trial, those of other commands on the same study too; below them, on a terminal, who does what.
 
     It may be told from several threads. ``trials``, ``flops`` and ``hours`` are the budget; ``workers`` work at
-    once, or a ``stack`` of trials is trained as one, of which each counts its share of the seconds.
+    once.
     """
 
     HEADER = "trial      loss  against best  tokens/s  worker  what changed against the best"
@@ -43,12 +43,11 @@ class TuneScreen(Screen):
         trials: int | None,
         workers: int,
         *,
-        stack: int = 1,
         flops: float | None = None,
         hours: float | None = None,
     ) -> None:
         super().__init__()
-        self._state, self._trials, self._workers, self._stack = state, trials, workers, stack
+        self._state, self._trials, self._workers = state, trials, workers
         self._flops, self._hours = flops, hours
         self._shown = {trial.number for trial in _ended(state)}
         self._running: dict[int, _Running] = {}
@@ -165,7 +164,7 @@ class TuneScreen(Screen):
     def _usual(self) -> float | None:
         """Seconds that a trial takes: the median of those that have ended, diverged and stopped ones with them."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
-        return statistics.median(seconds) * self._stack if seconds else None
+        return statistics.median(seconds) if seconds else None
 
     def _done(self) -> str:
         done = len(self._shown)
@@ -176,7 +175,7 @@ class TuneScreen(Screen):
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
-        rate = (self._stack if self._stack > 1 else self._workers) / usual  # trials a second
+        rate = self._workers / usual  # trials a second
         if self._trials is not None:
             left.append((self._trials - len(self._shown)) / rate)
         spent = [trial.flops for trial in self._state.trials if trial.flops]
@@ -192,7 +191,7 @@ class TuneScreen(Screen):
 
         now, here = time.time(), time.monotonic()
         spans = [(now - (here - job.since), now) for job in self._running.copy().values()]
-        spans += [(t.ended - t.seconds * self._stack, t.ended) for t in self._state.trials if t.ended and t.seconds]
+        spans += [(t.ended - t.seconds, t.ended) for t in self._state.trials if t.ended and t.seconds]
         return covered(spans)
 
     def _summary(self) -> list[str]:
@@ -208,8 +207,7 @@ class TuneScreen(Screen):
         parts += [noise] if (noise := _noise(state)) else []
         if state.radius is not None:
             parts.append(f"radius {state.radius:.2f} octave")
-        at_once = f"{self._workers} workers" if self._workers > 1 else "1 worker"
-        parts.append(f"stacks of {self._stack}" if self._stack > 1 else at_once)
+        parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
         return [*parts, left] if (left := self._time_left()) else parts
 
 

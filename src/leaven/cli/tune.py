@@ -54,10 +54,14 @@ def tune(
             show_default=False,
         ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread each (one a core).")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes of one thread each (one a core; 1 with a GPU).")
+    ] = None,
     stack: Annotated[
         int | None,
-        typer.Option(min=1, help="Trials trained as one model (16 on a GPU; 1 on a processor, which gains nothing)."),
+        typer.Option(
+            min=1, hidden=True, help="Of studies begun when trials could be stacked: the space that they had."
+        ),
     ] = None,
     durations: Annotated[
         str | None,
@@ -72,6 +76,8 @@ def tune(
     """Search the hyperparameters of a small recipe. The same command again goes on, also beside others."""
     loaded = load(recipe, overrides)
 
+    import torch
+
     from leaven.data.tokens import prepare
     from leaven.planning.flops import flops_per_token
     from leaven.recipe.units import parse_quantity
@@ -79,7 +85,6 @@ def tune(
     from leaven.tuning.budget import Budget
     from leaven.tuning.plan import first
     from leaven.tuning.space import space as space_of
-    from leaven.tuning.stacking import default_size
     from leaven.tuning.stores import StoreGone
     from leaven.tuning.study import Study
     from leaven.tuning.trust_region import Axes
@@ -94,9 +99,10 @@ def tune(
     first(Axes.of(searched.limits, {}, searched.near), method, Budget(trials, flops, hours, one))
     if flops is not None and flops < one:
         raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")
-    workers = workers or cores()
-    stack = stack or (1 if lengths else default_size())
-    searched = _stackable(searched, bool(lengths)) if stack > 1 else searched
+    workers = workers or (1 if torch.cuda.is_available() else cores())
+    if stack is not None and stack > 1:
+        searched = _as_of_stacks(searched, bool(lengths))
+        errors.print("--stack: trials are no longer stacked; each is trained by itself, --workers of them at once")
     with TextScreen() as text:
         tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
         text.notes(tokens)
@@ -104,8 +110,8 @@ def tune(
         with stopping() as stop, Study(folder, loaded, searched, method, tokens, url, durations=lengths) as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
-            with TuneScreen(opened.state(), trials, workers, stack=stack, flops=flops, hours=hours) as screen:
-                state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop, stack=stack)
+            with TuneScreen(opened.state(), trials, workers, flops=flops, hours=hours) as screen:
+                state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop)
             interrupted = stop()
     except StoreGone as gone:
         errors.print(str(gone))
@@ -152,7 +158,8 @@ def folded(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, width, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
 
 
-def _stackable(space: "Space", durations: bool) -> "Space":
+def _as_of_stacks(space: "Space", durations: bool) -> "Space":
+    """The space of a study that was begun with stacked trials, so that the same command resumes it."""
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
     if durations:

@@ -189,7 +189,6 @@ class Study:
         hours: float | None = None,
         screen: Screen | None = None,
         stop: Callable[[], bool] = lambda: False,
-        stack: int = 1,
         stop_at_noise: bool = True,
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
@@ -198,14 +197,12 @@ class Study:
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.budget.Budget`.
-            workers: processes of one thread each, where trials are not stacked.
-            stack: how many trials are trained as one model.
-            checkpoint_seconds: how often a trial that is not stacked writes its state.
+            workers: processes of one thread each.
+            checkpoint_seconds: how often a trial writes its state.
 
         Raises:
             StoreGone: if the store went away and did not come back.
         """
-        assert stack == 1 or not self._durations, "a stack has no branches"
         self._screen, self._stop = screen, stop
         here = Trainer(
             self.recipe,
@@ -216,7 +213,7 @@ class Study:
             checkpoint_seconds,
             gives_up=COOLDOWN not in self.space.paths,
         )
-        with here.stacked(stack) if stack > 1 else here.in_processes(workers) as train:
+        with here.in_processes(workers) as train:
             try:
                 found = search(
                     train,
@@ -225,7 +222,7 @@ class Study:
                     trials,
                     self.method,
                     self.recipe.data.seed,
-                    stack if stack > 1 else workers,
+                    workers,
                     scales=self.space.scales,
                     near=self.space.near,
                     flops=flops,

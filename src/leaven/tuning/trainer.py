@@ -10,18 +10,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from leaven.data.tokens import TokenSet
 from leaven.recipe.recipe import Recipe
-from leaven.training.engine import Interrupted
 from leaven.training.outcome import Outcome
 from leaven.training.trial import branches_of, train_trial
 from leaven.training.worker import Pool
 from leaven.tuning.objective import Lost, Released
 from leaven.tuning.point import moved
 from leaven.tuning.proposal import Proposal
-from leaven.tuning.stacking import stack_of_trials
 
 Train = Callable[[Proposal], Outcome]
 
@@ -49,22 +45,6 @@ class Trainer:
             leaving = threading.Event()
             held.callback(leaving.set)
             yield lambda proposal: self._in_process(pools[proposal.worker], leaving, proposal)
-
-    @contextmanager
-    def stacked(self, size: int) -> Iterator[Train]:
-        """Trains so many as one model, in this process."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        stack = stack_of_trials(size, self._recipe, self.tokens, device, self.stop)
-
-        def train(proposal: Proposal) -> Outcome:
-            if not self._there(proposal):
-                return Outcome(math.inf)
-            try:
-                return stack(proposal)
-            except Interrupted:
-                raise Released from None
-
-        yield train
 
     def _recipe(self, proposal: Proposal) -> Recipe:
         return moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
