@@ -55,13 +55,11 @@ def tune(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes of one thread each (one a core; 1 with a GPU).")
+        int | None, typer.Option(min=1, help="Processes of one thread each (one a core; 1 on a GPU).")
     ] = None,
     stack: Annotated[
         int | None,
-        typer.Option(
-            min=1, hidden=True, help="Of studies begun when trials could be stacked: the space that they had."
-        ),
+        typer.Option(min=1, hidden=True, help="Resume a study begun when trials could be stacked."),
     ] = None,
     durations: Annotated[
         str | None,
@@ -100,9 +98,7 @@ def tune(
     if flops is not None and flops < one:
         raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")
     workers = workers or (1 if torch.cuda.is_available() else cores())
-    if stack is not None and stack > 1:
-        searched = _as_of_stacks(searched, bool(lengths))
-        errors.print("--stack: trials are no longer stacked; each is trained by itself, --workers of them at once")
+    searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
     with TextScreen() as text:
         tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
         text.notes(tokens)
@@ -162,6 +158,7 @@ def _as_of_stacks(space: "Space", durations: bool) -> "Space":
     """The space of a study that was begun with stacked trials, so that the same command resumes it."""
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
+    errors.print("--stack: trials are no longer stacked; each is trained by itself, --workers of them at once")
     if durations:
         raise InputError("--stack with --durations: a stack has no branches; leave one of them out")
     space = space.without(BATCH, "trials of one stack have one batch").without(TOKENS, "and one duration")
