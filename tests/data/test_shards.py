@@ -187,28 +187,30 @@ def test_a_full_disk_is_one_line_and_what_is_finished_is_kept(
 PREPARE = """
 import os, signal, sys
 from pathlib import Path
+from leaven import storage
 from leaven.data import pool, shards, survey, tokens
 from leaven.recipe.data import Data
 
 if __name__ == "__main__":
     source, cache, stop, processes = sys.argv[1:]
     shards.BATCH_CHARACTERS, shards.SHARD_BATCHES = 3_000, 2
-    write, rename, journal = shards.write, Path.rename, shards._journal
+    write, replace, append = storage.write, Path.replace, storage.append_json
     def die(*_): os.kill(os.getpid(), signal.SIGKILL)
     def write_half(path, raw):
-        if path.name == "index.json": path.with_name(".index.json.1.tmp").write_bytes(raw[: len(raw) // 2]); die()
+        if path.name == "index.json":
+            with storage.replacing(path) as file: file.write(raw[: len(raw) // 2]); file.flush(); die()
         write(path, raw)
-    def die_at_shard_7(folder, shard, record):
-        if shard == 7: die()
-        journal(folder, shard, record)
-    def rename_and_die(source, final):
+    def die_at_shard_7(path, line, sync):
+        if line["shard"] == 7: die()
+        append(path, line, sync=sync)
+    def replace_and_die(source, final):
         if final.name == "train-00007.bin" and stop == "before a rename": die()
-        rename(source, final)
+        replace(source, final)
         if final.name == "train-00007.bin" and stop == "after a rename": die()
         if final.name == "index.json" and stop == "after the index": die()
-    if stop == "half an index": shards.write = write_half
-    if stop == "before the journal": shards._journal = die_at_shard_7
-    Path.rename = rename_and_die
+    if stop == "half an index": storage.write = write_half
+    if stop == "before the journal": storage.append_json = die_at_shard_7
+    Path.replace = replace_and_die
     stages = set()
     def progress(stage, done, total):
         stages.add(stage)

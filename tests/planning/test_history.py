@@ -1,6 +1,5 @@
 """The history: whatever happens to its file, runs are not harmed and whole lines are read."""
 
-import os
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -59,15 +58,14 @@ def test_no_folder_and_no_room_cost_the_line_alone(tmp_path: Path, monkeypatch: 
     assert not remember(record(), tmp_path)
     assert history(tmp_path) == []
     (tmp_path / "history.jsonl").rmdir()
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:100]))  # room for so much
-    assert not remember(record(1), tmp_path)
-    monkeypatch.setattr(os, "write", write)
-    assert remember(record(2), tmp_path)
-    assert numbers(tmp_path) == [2]
-    monkeypatch.setattr(os, "write", lambda file, line: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    assert not remember(record(3), tmp_path)
-    assert numbers(tmp_path) == [2]
+    remember(record(1), tmp_path)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.storage, "append", full)
+    assert not remember(record(2), tmp_path)
+    assert numbers(tmp_path) == [1]
 
 
 def test_it_keeps_the_newest_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,18 @@ it was at. When all are there, ``index.json`` is written; a folder without it is
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven import storage
 from leaven.data.corpus import Corpus, Meter
-from leaven.data.disk import locked, sync, write
 from leaven.data.pool import Batch, encoding, processes_for
 from leaven.data.tokenizer import Encoded, Encoder, Piece, pieces
 
@@ -81,7 +81,8 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     found, _ = _open(folder, encoder.dtype)
     if found is not None:
         return found
-    with locked(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    with storage.lock(folder / ".lock"):
         found, damage = _open(folder, encoder.dtype)
         if found is None:
             damage |= _build(folder, corpus, encoder, meter, processes or processes_for(corpus.n_bytes))
@@ -156,18 +157,18 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
     with encoding(encoder, processes) as encode:
         for shard, done in groupby(encode(work()), key=lambda result: result[0]):
-            written = {split: _Draft(folder, split, shard) for split in SPLITS}
-            try:
+            with ExitStack() as files:
+                written = {
+                    split: _Draft(files.enter_context(storage.replacing(_file(folder, split, shard))))
+                    for split in SPLITS
+                }
                 for _, size, sides in done:
                     for split, encoded in zip(SPLITS, sides, strict=True):
                         written[split].write(encoded)
                     meter.advance(size)
-                records[shard] = {split: written[split].finish() for split in SPLITS}
-            finally:
-                for draft in written.values():
-                    draft.discard()
-            sync(folder)
-            _journal(folder, shard, records[shard])
+            records[shard] = {split: written[split].record() for split in SPLITS}
+            line = {"shard": shard} | {split: asdict(records[shard][split]) for split in SPLITS}
+            storage.append_json(folder / "shards.jsonl", line, sync=True)
     parts = [
         (split, _map(_file(folder, split, shard), records[shard][split], encoder.dtype))
         for split in SPLITS
@@ -181,17 +182,15 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         "fingerprint": _fingerprint(parts),
         "shards": [{split: asdict(records[shard][split]) for split in SPLITS} for shard in range(count)],
     }
-    write(folder / "index.json", json.dumps(index, indent=1).encode())
+    storage.write(folder / "index.json", json.dumps(index, indent=1).encode())
     return damage
 
 
 def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, Record]], dict[Path, str]]:
     """The shards that are whole, by number; and the files that are not."""
-    journal = folder / "shards.jsonl"
     records: dict[int, dict[str, Record]] = {}
-    for line in journal.read_text(errors="replace").splitlines() if journal.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):  # torn by a crash
-            entry = json.loads(line)
+    for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
+        with suppress(KeyError, TypeError):
             records[entry["shard"]] = {split: Record(**entry[split]) for split in SPLITS}
     damage = {}
     for shard, record in list(records.items()):
@@ -206,10 +205,8 @@ def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, R
 class _Draft:
     """One file of a shard while it is written."""
 
-    def __init__(self, folder: Path, split: str, shard: int) -> None:
-        self._final = _file(folder, split, shard)
-        self._path = self._final.with_name(f".{self._final.name}.tmp")
-        self._file = self._path.open("wb")
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._hash = blake2b(digest_size=16)
         self._tokens = self._documents = self._bytes = 0
 
@@ -221,17 +218,8 @@ class _Draft:
         self._documents += encoded.documents
         self._bytes += encoded.bytes
 
-    def finish(self) -> Record:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._path.rename(self._final)
+    def record(self) -> Record:
         return Record(self._tokens, self._documents, self._bytes, self._hash.hexdigest())
-
-    def discard(self) -> None:
-        """Close the file; delete it if it was not finished."""
-        with suppress(OSError):  # what could not be flushed
-            self._file.close()
-        self._path.unlink(missing_ok=True)
 
 
 def _batches(corpus: Corpus) -> Iterator[Batch]:
@@ -247,15 +235,6 @@ def _batches(corpus: Corpus) -> Iterator[Batch]:
                 batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _journal(folder: Path, shard: int, record: dict[str, Record]) -> None:
-    line = {"shard": shard, **{split: asdict(record[split]) for split in SPLITS}}
-    with (folder / "shards.jsonl").open("a") as journal:
-        # A line torn by a crash ends here.
-        journal.write(f"\n{json.dumps(line)}")
-        journal.flush()
-        os.fsync(journal.fileno())
 
 
 def _file(folder: Path, split: str, shard: int) -> Path:

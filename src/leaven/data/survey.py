@@ -8,8 +8,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from leaven.data.disk import write
 from leaven.data.readers import Fault, Part
+from leaven.storage import write
 
 FORMAT = 1
 """Raised whenever the same content would be surveyed otherwise."""

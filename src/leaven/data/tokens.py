@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven import storage
 from leaven.data.corpus import Corpus, Meter, Progress, open_corpora
-from leaven.data.disk import locked, write
 from leaven.data.mixture import Mixture
 from leaven.data.shards import ShardedTokens, Shards, shards
 from leaven.data.stream import Stream, validation_windows
@@ -160,11 +160,12 @@ def _tokenizer(
     name = folder / f"bpe-{_hash(f'{FORMAT} {text} {vocab_size}'.encode())}"
     if (found := _kept(folder, name)) is not None:
         return found
-    with locked(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    with storage.lock(folder / ".lock"):
         if (found := _kept(folder, name)) is not None:
             return found
         path, encoder = _keep(folder, train_tokenizer(corpora, vocab_size, progress))
-        write(name, path.parent.name.encode())
+        storage.write(name, path.parent.name.encode())
     return path, encoder
 
 
@@ -174,7 +175,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
     path = folder / _hash(raw) / "tokenizer.json"
     if not path.exists() or path.read_bytes() != raw:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, raw)
+        storage.write(path, raw)
     return path, Encoder(tokenizer)
 
 

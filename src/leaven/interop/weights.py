@@ -5,7 +5,6 @@ on either side of this file it is the same function.
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from leaven.recipe.files import make_folder
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.folding import folding
 from leaven.scaling.table import ParameterTable
+from leaven.storage import new_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
@@ -78,24 +78,19 @@ def write_huggingface(
             "metadata": {"total_size": size * numbers.itemsize},
             "weight_map": {each.name: file for file, shard in shards.items() for each in shard},
         }
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    texts = {name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()}
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        texts = {name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()}
-        for name, text in (texts | {"tokenizer.json": tokenizer}).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        mode = (temporary / "config.json").stat().st_mode  # safetensors' own lets nobody else read
-        for file, shard in shards.items():
-            tensors = {each.name: _folded(each, weights, factors).to(numbers).contiguous() for each in shard}
-            save_file(tensors, temporary / file, metadata={"format": "pt"})
-            (temporary / file).chmod(mode)
-        temporary.rename(folder)
+        with new_folder(folder) as temporary:
+            for name, text in (texts | {"tokenizer.json": tokenizer}).items():
+                (temporary / name).write_text(text, encoding="utf-8")
+            mode = (temporary / "config.json").stat().st_mode  # safetensors' own lets nobody else read
+            for file, shard in shards.items():
+                tensors = {each.name: _folded(each, weights, factors).to(numbers).contiguous() for each in shard}
+                save_file(tensors, temporary / file, metadata={"format": "pt"})
+                (temporary / file).chmod(mode)
     except (OSError, SafetensorError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or error
         raise InputError(f"{folder}: cannot be written: {said}; nothing is left of it") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return architecture
 
 

@@ -1,13 +1,10 @@
 """What runs and measurements on this machine took, a line each, beside what the planner had said.
 
 The history lies in leaven's cache (``LEAVEN_CACHE``) and is for every run of the user. It is written at the end of a
-run, which it must never harm: a line is one write to the end of the file, so that runs side by side do not mix
-theirs, and a disk without room or a folder that is read-only costs the line. Whatever is no line of this version of
-leaven (torn, foreign, of another format) is passed over.
+run, which it must never harm: a disk without room or a folder that is read-only costs the line. Lines that are not of
+this version of leaven are passed over.
 """
 
-import fcntl
-import os
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from leaven import storage
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.asked import in_precision
 from leaven.planning.hardware import parse_cluster
@@ -28,6 +26,9 @@ from leaven.recipe.shape import ModelShape
 
 LIMIT_BYTES = 512 * 1024
 """Of a file of the history, about 400 lines. A full one takes the place of the one before it, which is given up."""
+
+LOCK_SECONDS = 5.0
+"""A line that has to wait for longer is given up."""
 
 
 class Cost(BaseModel):
@@ -88,32 +89,16 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
 def remember(record: Record, folder: Path | None = None) -> bool:
     """Add a line to the history; whether that could be done."""
     folder = folder or cache_folder()
-    path, line = folder / "history.jsonl", record.model_dump_json(exclude_defaults=True).encode() + b"\n"
+    path = folder / "history.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        with storage.lock(folder / ".history.lock", seconds=LOCK_SECONDS):
+            storage.append(path, record.model_dump_json(exclude_defaults=True).encode() + b"\n")
+            if path.stat().st_size > LIMIT_BYTES:
+                path.replace(_before(path))
     except OSError:
         return False
-    try:
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":  # one was torn
-            line = b"\n" + line
-        whole = os.write(file, line) == len(line)
-        if size + len(line) > LIMIT_BYTES:
-            _turn(path, file)
-    except OSError:
-        return False
-    finally:
-        os.close(file)
-    return whole
-
-
-def _turn(path: Path, file: int) -> None:
-    """Put a full file aside. Whoever waited for the lock meanwhile finds another one in its place."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-    with suppress(FileNotFoundError):
-        if os.path.samestat(path.stat(), os.fstat(file)):
-            path.replace(_before(path))
+    return True
 
 
 def _before(path: Path) -> Path:
@@ -127,13 +112,10 @@ def history(folder: Path | None = None) -> list[Record]:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with suppress(ValidationError):
-            yield Record.model_validate_json(line)
+    with suppress(OSError):
+        for line in storage.read_json_lines(path).documents:
+            with suppress(ValidationError):
+                yield Record.model_validate(line)
 
 
 def processor() -> str:

@@ -4,7 +4,6 @@ import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +11,7 @@ from typing import Any, get_args
 import tomlkit
 from pydantic import BaseModel, ValidationError
 
+from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten, set_path, split_path
 from leaven.recipe.units import parse_quantity
@@ -213,16 +213,9 @@ def write_text(path: Path | str, text: str) -> None:
     path = Path(path)
     if path.is_dir() or not path.name:
         raise InputError(f"{path}: a folder; give the name of a file")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        storage.write(path, text.encode())
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 

@@ -7,7 +7,6 @@ that these are whole tensors and does the rest.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +22,7 @@ from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.world import ALONE, World
 from leaven.recipe.errors import InputError
+from leaven.storage import place_folder, sync_file
 from leaven.training.rewind import Rewind, undone
 from leaven.training.saved_tensors import Block, SavedTensor, Tensors, dtype_name, merged
 
@@ -129,7 +129,8 @@ def _write_part(folder: Path, checkpoint: Checkpoint, world: World) -> dict[str,
         if world.size > 1:
             file = f"{kind}-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / file)
-        part["files"][file] = _synced(folder / file)
+        sync_file(folder / file)
+        part["files"][file] = _fingerprint(folder / file)
         part[kind] = {}
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
@@ -181,12 +182,10 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
     with (temporary / "state.json").open("w", encoding="utf-8") as file:
         # A line a number is for people, and slow: not for a table of every block.
         json.dump(state | {"blake2b": _digest_of(state)}, file, indent=1 if len(parts) == 1 else None)
-    _synced(temporary / "state.json")
-    _sync_folder(temporary)
+    sync_file(temporary / "state.json")
     if final.exists():  # undone since, or damaged: a run does not come twice to a whole one
         shutil.rmtree(final)
-    temporary.rename(final)
-    _sync_folder(final.parent)
+    place_folder(temporary, final)
 
 
 def read_checkpoint(
@@ -260,24 +259,9 @@ def _digest_of(state: Mapping[str, Any]) -> str:
     return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _synced(path: Path) -> dict[str, Any]:
-    """Sync a file; its length and digest."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return _fingerprint(path)
-
-
 def _fingerprint(path: Path) -> dict[str, Any]:
     digest = blake2b(digest_size=16)
     with path.open("rb") as file:
         while piece := file.read(2**22):
             digest.update(piece)
     return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

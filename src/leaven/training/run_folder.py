@@ -1,17 +1,17 @@
 """A run's folder: its resolved recipe, one line a step, one line an event, its checkpoints."""
 
-import fcntl
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
@@ -35,10 +35,10 @@ def held(folder: Path, what: str) -> Iterator[None]:
         InputError: if another process holds it, or it cannot be made.
     """
     make_folder(folder)
-    with (folder / LOCK).open("w") as lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            held.enter_context(storage.lock(folder / LOCK, seconds=0))
+        except TimeoutError:
             raise InputError(f"{what} {folder} is in use by another process; wait for it or use another") from None
         yield
 
@@ -59,7 +59,7 @@ class RunFolder:
         self.unwritten: str | None = None
         self._metrics = path / "metrics.jsonl"
         self._events = path / "events.jsonl"
-        self._waiting: deque[tuple[Path, str]] = deque()
+        self._waiting: deque[tuple[Path, dict[str, Any]]] = deque()
 
     def recipe(self) -> Recipe:
         """The recipe in force: a return by hand may have changed it, and been killed before it wrote the file."""
@@ -149,14 +149,14 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl by step; of a step that was done again after a resume, the later line."""
         lines: list[dict[str, Any]] = []
-        for line in _whole_lines(self._metrics, "step"):
+        for line in _documents(self._metrics, "step"):
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
             lines.append(line)
         return lines
 
     def events(self) -> list[dict[str, Any]]:
-        return list(_whole_lines(self._events, "event"))
+        return _documents(self._events, "event")
 
     def rewinds(self) -> tuple[Rewind, ...]:
         """The returns of the run, by itself and by hand, in order."""
@@ -191,7 +191,8 @@ class RunFolder:
         """One line of events.jsonl, with the time in seconds since 1970."""
         self._append(self._events, {"event": event, **values, "time": round(time.time(), 3)})
         if self.writes and event in RETURNS and self.unwritten is None:
-            _sync(self._events)  # before anything is done about it
+            with suppress(OSError):
+                storage.sync_file(self._events)  # before anything is done about it
 
     def written(self) -> None:
         """That nothing is waiting for room.
@@ -209,23 +210,17 @@ class RunFolder:
     def _append(self, path: Path, line: dict[str, Any]) -> None:
         if not self.writes:
             return
-        self._waiting.append((path, json.dumps(finite(line))))
+        self._waiting.append((path, finite(line)))
         self._write()
 
     def _write(self) -> None:
         """Write what is waiting, in order, as far as there is room."""
         while self._waiting:
             path, line = self._waiting[0]
-            before = path.stat().st_size if path.exists() else 0
             try:
-                with path.open("a", encoding="utf-8") as file:
-                    if before and not _ends_with_newline(path):
-                        file.write("\n")
-                    file.write(f"{line}\n")
+                storage.append_json(path, line)
             except OSError as error:
                 self.unwritten = error.strerror or str(error)
-                with suppress(OSError):
-                    os.truncate(path, before)
                 return
             self._waiting.popleft()
         self.unwritten = None
@@ -250,29 +245,12 @@ def listed(changes: list[Difference]) -> str:
     return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
 
 
-def _sync(path: Path) -> None:
-    with suppress(OSError), path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _whole_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects with this key in the lines of a file; any other line, torn by a crash, is passed over."""
+def _documents(path: Path, key: str) -> list[dict[str, Any]]:
+    """The JSON objects with this key in the lines of a file; others are passed over."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
+        return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    for line in text.splitlines():
-        value = _parsed(line, key)
-        if value is not None:
-            yield value
 
 
 def _parsed(line: str, key: str) -> dict[str, Any] | None:

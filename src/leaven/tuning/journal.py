@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from leaven.recipe.errors import InputError
+from leaven.storage import append
 from leaven.tuning import processes
 
 GRACE_SECONDS = (
@@ -75,22 +75,9 @@ class Journal(JournalFileBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        with _locked(Path(f"{self._file_path}.lock")), _appending(self._file_path) as file:
-            _mend(file.fileno())
-            while lines:
-                lines = lines[file.write(lines) :]
-            os.fsync(file.fileno())
-
-
-def _appending(path: str) -> FileIO:
-    return open(path, "r+b", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_APPEND))
-
-
-def _mend(file: int) -> None:
-    """Cut off a torn last line. No reader has taken it: to Optuna a line is one when it has its end."""
-    size = os.fstat(file).st_size
-    if size and os.pread(file, 1, size - 1) != b"\n":
-        os.ftruncate(file, os.pread(file, size, 0).rfind(b"\n") + 1)
+        with _locked(Path(f"{self._file_path}.lock")):
+            # No reader has taken a torn line that is cut off here: to Optuna a line is one when it has its end.
+            append(Path(self._file_path), lines, sync=True, create=False)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.training.outcome import Outcome
@@ -100,7 +102,7 @@ def run_all(
                         died.add(name)
                         queue.append(name)
                         continue
-                    _append(folder / LINES, name, ended[name])
+                    storage.append_json(folder / LINES, {"key": name} | asdict(ended[name]))
                     on_run(len(wanted.keys() & ended.keys()), len(wanted))
     if wanted.keys() - ended.keys():
         raise Stopped(f"{len(wanted.keys() & ended.keys())} of {len(wanted)} runs have ended")
@@ -108,20 +110,10 @@ def run_all(
 
 
 def _read(path: Path) -> dict[str, Outcome]:
-    """The lines of a file; one torn by a crash is passed over."""
+    """The outcomes in a file by the keys of their trials; a line that holds none is passed over."""
     found: dict[str, Outcome] = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-                name = entry.pop("key")
-                found[name] = Outcome.of(entry)
-            except (json.JSONDecodeError, KeyError, TypeError):
-                continue
+    for entry in storage.read_json_lines(path).documents:
+        with suppress(KeyError, TypeError):
+            name = entry.pop("key")
+            found[name] = Outcome.of(entry)
     return found
-
-
-def _append(path: Path, name: str, outcome: Outcome) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        # A line of its own even after one that was torn.
-        file.write(f"\n{json.dumps({'key': name} | asdict(outcome))}\n")

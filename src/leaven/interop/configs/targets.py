@@ -1,6 +1,5 @@
 """The targets by name, and their files on disk."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from leaven.interop.configs.vocabulary import Export
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder, write_text
 from leaven.recipe.recipe import Recipe
+from leaven.storage import new_folder
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,9 @@ def write(export: Export, path: Path) -> None:
     if list(export.files) == [""]:
         write_text(path, export.files[""])
         return
-    temporary = path.absolute().with_name(f".{path.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        make_folder(temporary)
-        for name, text in export.files.items():
-            write_text(temporary / name, text)
-        temporary.rename(path.absolute())
+        with new_folder(path) as folder:
+            for name, text in export.files.items():
+                (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

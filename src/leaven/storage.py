@@ -1,0 +1,214 @@
+"""Writing that survives kills, power cuts and full disks: files, folders, JSON lines and locks.
+
+Whatever leaven keeps on a disk is written here. A function that raises OSError leaves what was there before.
+"""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from glob import escape
+from hashlib import blake2b
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that replaces ``path`` when the block ends: a reader sees the old file or the new one."""
+    _remove_leftovers(path)
+    temporary = _temporary(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace a file, or make it: after a crash it holds the old content or the new."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``path``, whole, when the block ends. An empty folder may be there."""
+    path = path.absolute()
+    _remove_leftovers(path)
+    temporary = _temporary(path)
+    try:
+        temporary.mkdir()
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                sync_file(Path(folder, name))
+            sync_folder(Path(folder))
+        place_folder(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def place_folder(temporary: Path, final: Path) -> None:
+    """Rename a temporary folder, whose files are synced; an empty folder may be in its place."""
+    sync_folder(temporary)
+    if final.is_dir():
+        final.rmdir()
+    temporary.rename(final)
+    sync_folder(final.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Make what was written to a file last through a power cut."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last through a power cut, on systems where that can be asked for."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@cache
+def _machine() -> str:
+    """A short name of this machine and its process namespace: elsewhere a process id means another process."""
+    named = socket.gethostname()
+    with suppress(OSError):
+        named += os.readlink("/proc/self/ns/pid")
+    return blake2b(named.encode(), digest_size=4).hexdigest()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{_machine()}-{os.getpid()}.tmp")
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove temporary files and folders of writes of ``path`` by processes of this machine that were killed."""
+    for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
+        if _is_gone(int(left.name.split("-")[-1].removesuffix(".tmp"))):
+            with suppress(OSError):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _is_gone(pid: int) -> bool:
+    if os.name == "nt":
+        return True  # a file that a process has open cannot be removed there
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return pid == os.getpid()  # a killed process of the same number
+
+
+def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
+    """Append whole lines, each with its end, after repairing a last line that a crash has torn.
+
+    One process at a time: hold a lock. With an error, complete lines may be there; a torn one is cut off.
+    """
+    flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0) | getattr(os, "O_BINARY", 0)
+    with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+        tail = _torn(file)
+        if _object(tail) is not None:  # only its end is missing
+            lines = b"\n" + lines
+        elif tail:
+            file.truncate(_end(file) - len(tail))
+        try:
+            while lines:
+                lines = lines[file.write(lines) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(_end(file) - len(_torn(file)))
+            raise
+        if sync:
+            os.fsync(file.fileno())
+
+
+def append_json(path: Path, document: Mapping[str, Any], *, sync: bool = False) -> None:
+    """Append a JSON object as a line; see :func:`append`."""
+    append(path, json.dumps(document).encode() + b"\n", sync=sync)
+
+
+def _end(file: FileIO) -> int:
+    return file.seek(0, os.SEEK_END)
+
+
+def _torn(file: FileIO) -> bytes:
+    """What is after the last end of a line."""
+    tail, start = b"", _end(file)
+    while start and b"\n" not in tail:
+        size = min(start, 2**16)
+        start = file.seek(start - size)
+        tail = file.read(size) + tail
+        if tail.endswith(b"\n"):
+            return b""
+    return tail.rpartition(b"\n")[2]
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """What is in a file of JSON objects, one a line."""
+
+    documents: list[dict[str, Any]]
+    torn: bool
+    """Whether the last line has no end: a crash in the middle of an append, which the next append repairs."""
+    damaged: list[int]
+    """Numbers, from 1, of the other lines that hold no JSON object."""
+
+
+def read_json_lines(path: Path) -> JsonLines:
+    """The JSON objects in a file of lines, none if there is no file. Blank lines are passed over."""
+    documents: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    try:
+        *lines, tail = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        lines, tail = [], b""
+    for number, line in enumerate(lines, start=1):
+        document = _object(line)
+        if document is not None:
+            documents.append(document)
+        elif line.strip():
+            damaged.append(number)
+    last = _object(tail)  # one that only lacks its end counts
+    return JsonLines(documents if last is None else [*documents, last], bool(tail.strip()) and last is None, damaged)
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@contextmanager
+def lock(path: Path, seconds: float = -1) -> Iterator[None]:
+    """Hold a lock file against other processes and other holders in this one; it ends with the process, however that
+    ends. Waits for ``seconds``, or without end.
+
+    Raises:
+        TimeoutError: if another one holds it for that long.
+    """
+    from filelock import FileLock  # slow to import
+
+    with FileLock(path, timeout=seconds):
+        yield

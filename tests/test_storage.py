@@ -1,0 +1,256 @@
+"""Safe writing: whatever is killed, torn or out of room, a reader finds the old content or the new."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leaven import storage
+
+OLD, NEW = b"old" * 1_000, b"new" * 200_000
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A process that runs code with `storage`, `sys` and `Path` at hand."""
+    head = "import os, resource, signal, sys\nfrom pathlib import Path\nfrom leaven import storage\n"
+    command = [sys.executable, "-c", head + code, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+KILLED = """
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+if moment == "before the sync": os.fsync = die
+if moment == "before the rename": Path.replace = Path.rename = die
+if moment == "after the rename": storage.sync_folder = die
+try:
+    if moment == "in the middle":
+        with storage.replacing(folder / "file") as file: file.write(b"new"); file.flush(); die()
+    storage.write(folder / "file", b"new" * 200_000)
+finally: die()
+"""
+
+
+@pytest.mark.parametrize("moment", ["in the middle", "before the sync", "before the rename", "after the rename"])
+def test_a_killed_write_leaves_the_old_file_or_the_new_one(tmp_path: Path, moment: str) -> None:
+    (tmp_path / "file").write_bytes(OLD)
+    assert python(KILLED, tmp_path, moment).wait() == -signal.SIGKILL
+    assert (tmp_path / "file").read_bytes() == (NEW if moment == "after the rename" else OLD)
+    storage.write(tmp_path / "file", OLD)
+    assert names(tmp_path) == ["file"]
+
+
+FOLDER_KILLED = """
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+if moment == "before the rename": Path.rename = die
+with storage.new_folder(folder / "it") as made:
+    for name in "abc":
+        (made / name).write_text(name)
+        if moment == name: die()
+die()
+"""
+
+
+@pytest.mark.parametrize("moment", ["b", "before the rename", "after"])
+def test_a_killed_folder_is_whole_or_absent(tmp_path: Path, moment: str) -> None:
+    assert python(FOLDER_KILLED, tmp_path, moment).wait() == -signal.SIGKILL
+    if moment == "after":
+        assert names(tmp_path / "it") == ["a", "b", "c"]
+        return
+    assert not (tmp_path / "it").exists()
+    (tmp_path / "it").mkdir()  # an empty one may be there
+    with storage.new_folder(tmp_path / "it") as made:
+        (made / "d").touch()
+    assert names(tmp_path) == ["it"]
+    assert names(tmp_path / "it") == ["d"]
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(OLD)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ZeroDivisionError), storage.replacing(tmp_path / "file") as file:
+        file.write(bytes([1 // 0]))
+    with pytest.raises(ZeroDivisionError), storage.new_folder(tmp_path / "folder"):
+        raise ZeroDivisionError
+    with pytest.raises(OSError, match="not empty"), storage.new_folder(tmp_path / "full"):
+        pass
+    with pytest.raises(FileNotFoundError):
+        storage.write(tmp_path / "not there" / "file", NEW)
+    assert names(tmp_path) == ["file", "full"]
+    assert (tmp_path / "file").read_bytes() == OLD
+
+
+OVER_AND_OVER = """
+path = Path(sys.argv[1])
+for number in range(100_000):
+    storage.write(path, str(number % 10).encode() * 300_000)
+    if number == 0: print("begun", flush=True)
+"""
+
+
+def test_two_writers_of_a_file_and_kills_at_any_moment(tmp_path: Path) -> None:
+    """No reader sees a part, and no writer removes what the other is writing."""
+    chance = random.Random(0)
+    path = tmp_path / "file"
+    lasting = python(OVER_AND_OVER, path)
+    for _ in range(3):
+        writer = python(OVER_AND_OVER, path)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        until = time.monotonic() + chance.uniform(0.05, 0.2)
+        while time.monotonic() < until:
+            content = path.read_bytes()
+            assert content == content[:1] * 300_000
+        writer.kill()
+        writer.communicate()
+    assert lasting.poll() is None
+    lasting.kill()
+    lasting.communicate()
+    storage.write(path, OLD)
+    assert names(tmp_path) == ["file"]
+
+
+FULL = """
+folder = Path(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+for attempt in (
+    lambda: storage.write(folder / "file", b"new" * 200_000),
+    lambda: storage.append_json(folder / "lines", {"long": "x" * 20_000}),
+):
+    try: attempt()
+    except OSError as error: print(error.strerror)
+"""
+
+
+def test_a_full_disk_costs_only_what_is_being_written(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk: the write fails in the same place."""
+    (tmp_path / "file").write_bytes(OLD)
+    storage.append_json(tmp_path / "lines", {"n": 1})
+    output, error = python(FULL, tmp_path).communicate()
+    assert output.splitlines() == ["File too large"] * 2, error
+    assert names(tmp_path) == ["file", "lines"]
+    assert (tmp_path / "file").read_bytes() == OLD
+    assert (tmp_path / "lines").read_text() == '{"n": 1}\n'
+
+
+def test_a_file_system_without_room(tmp_path: Path) -> None:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("mounting a small file system needs root")
+    try:
+        storage.write(tmp_path / "file", OLD)
+        for number in range(10_000):
+            try:
+                storage.append_json(tmp_path / "lines", {"n": number, "long": "x" * 100})
+            except OSError as error:
+                assert error.strerror == "No space left on device"  # noqa: PT017
+                break
+        with pytest.raises(OSError, match="No space left"):
+            storage.write(tmp_path / "file", NEW)
+        assert names(tmp_path) == ["file", "lines"]
+        assert (tmp_path / "file").read_bytes() == OLD
+        lines = storage.read_json_lines(tmp_path / "lines")
+        assert [line["n"] for line in lines.documents] == list(range(number))
+        assert (lines.torn, lines.damaged) == (False, [])
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def read(path: Path) -> tuple[list[Any], bool, list[int]]:
+    found = storage.read_json_lines(path)
+    return [line["n"] for line in found.documents], found.torn, found.damaged
+
+
+def test_a_line_torn_anywhere_is_told_from_damage_and_repaired_by_the_next_append(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    assert read(path) == ([], False, [])
+    lines = [json.dumps({"n": n, "of": "ä 🍞"}, ensure_ascii=False).encode() + b"\n" for n in (1, 2)]
+    for size in range(len(lines[1]) + 1):
+        path.write_bytes(lines[0] + lines[1][:size])
+        whole = [1, 2] if size >= len(lines[1]) - 1 else [1]  # one that only lacks its end is whole
+        assert read(path) == (whole, 0 < size < len(lines[1]) - 1, [])
+        storage.append_json(path, {"n": 3}, sync=True)
+        assert read(path) == ([*whole, 3], False, [])
+        assert path.read_bytes().endswith(b'\n{"n": 3}\n')
+
+
+def test_what_is_no_object_in_the_middle_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"n": 1}\n\n\xff\xfe\n[1]\n{"n": \n' + b"[" * 50_000 + b'\n{"n": 2}\nnull')
+    assert read(path) == ([1, 2], True, [3, 4, 5, 6])
+    storage.append_json(path, {"n": 3})
+    assert read(path) == ([1, 2, 3], False, [3, 4, 5, 6])
+
+
+def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"n": 1}\n{"n": "' + b"x" * 200_000)
+    storage.append_json(path, {"n": 2})
+    assert path.read_text() == '{"n": 1}\n{"n": 2}\n'
+    path.write_bytes(b'{"n": "' + b"x" * 200_000)
+    storage.append_json(path, {"n": 2})
+    assert path.read_text() == '{"n": 2}\n'
+
+
+def test_a_file_that_must_be_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        storage.append(tmp_path / "lines", b"{}\n", create=False)
+    assert names(tmp_path) == []
+
+
+APPENDING = """
+path, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+for number in range(first, last):
+    with storage.lock(path.with_name("lock")):
+        storage.append_json(path, {"n": number})
+"""
+
+
+def test_two_processes_append_under_a_lock_and_lose_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    for writer in [python(APPENDING, path, first, first + 100) for first in (0, 100)]:
+        _, error = writer.communicate()
+        assert writer.returncode == 0, error
+    found, torn, damaged = read(path)
+    assert (sorted(found), torn, damaged) == (list(range(200)), False, [])
+
+
+HOLDING = """
+with storage.lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    signal.pause()
+"""
+
+
+def test_a_lock_excludes_and_ends_with_its_process(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()  # left by an earlier process
+    with storage.lock(lock, seconds=0), pytest.raises(TimeoutError), storage.lock(lock, seconds=0):
+        pass
+    holder = python(HOLDING, lock)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    with pytest.raises(TimeoutError), storage.lock(lock, seconds=0.1):
+        pass
+    holder.kill()
+    holder.communicate()
+    with storage.lock(lock, seconds=0):
+        pass
