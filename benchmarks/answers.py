@@ -1,7 +1,7 @@
 """Is what a search says of its answer true? `python -m benchmarks.answers [--quick] [--seeds 20] [--share 0.5]`.
 
 Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does, then asks
-`leaven.tuning.answer` and compares. Shares
+`leaven.tuning.algorithm.answer` and compares. Shares
 are of all searches or of all multipliers of all searches. ``--share``: of the variance of the noise, what is common
 to all runs of a seed. Landscapes from 1000 on; those below 1000 served to choose constants.
 """
@@ -18,15 +18,15 @@ import numpy as np
 from benchmarks._landscapes import EXCESS, FLOOR, NOISE, REACH, Landscape, landscape
 from optuna.storages import InMemoryStorage
 
-from leaven.training.study_file import Dimension, Trial
 from leaven.tuning import search
-from leaven.tuning.answer import answer
-from leaven.tuning.confirmation import to_confirm
-from leaven.tuning.ledger import runs
-from leaven.tuning.noise import between
-from leaven.tuning.plan import record
-from leaven.tuning.proposal import Proposal
-from leaven.tuning.trust_region import Axes
+from leaven.tuning.algorithm.answer import answer
+from leaven.tuning.algorithm.confirmation import to_confirm
+from leaven.tuning.algorithm.noise import between
+from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.document import Dimension, StudyTrial
+from leaven.tuning.service.interface import Proposal
+from leaven.tuning.service.plan import record
+from leaven.tuning.service.trial_log import runs
 
 SEEDS = 16  # more than one search runs a point with
 IDLE = 6  # values that do nothing
@@ -59,7 +59,7 @@ MEDIANS = {"regret", "noise", "flat width"}
 
 def searched(
     truth: Landscape | None, trials: int, seed: int, share: float
-) -> tuple[list[Trial], tuple[Dimension, ...]]:
+) -> tuple[list[StudyTrial], tuple[Dimension, ...]]:
     """A study of a landscape; without one, of values that do nothing."""
     limits = {f"m{i}": (-REACH, REACH) for i in range(len(truth.optimum) if truth else IDLE)}
     dimensions = tuple(Dimension(name, 1.0, *both) for name, both in limits.items())
@@ -73,7 +73,7 @@ def searched(
 
     search(run, limits, None, trials, seed=seed, stop_at_noise=False, storage=store)
     kept = store.get_all_trials(store.get_study_id_from_name("leaven"), deepcopy=False)
-    return [record(each, Axes.of(limits, {})) for each in runs(kept, len(limits))], dimensions
+    return [record(each, Axes(limits)) for each in runs(kept, len(limits))], dimensions
 
 
 def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:
@@ -89,7 +89,7 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
     tried = np.array([list((trial.octaves or {}).values()) for trial in study if trial.state == "complete"])
     out: dict[str, list[float]] = {key: [] for key in ROWS}
     out["regret"] = [(loss - FLOOR) / EXCESS]
-    out["noise"] = [(found.noise or 0.0) / NOISE]
+    out["noise"] = [(found.noise_floor or 0.0) / NOISE]
     out["beyond"] = [math.isinf(loss)]
     if math.isinf(loss):
         return out

@@ -20,8 +20,8 @@ import tomlkit
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.machine import machine
-from leaven.training.study_file import UNDER_WAY, Trial
-from leaven.tuning.answer import Answer, answer
+from leaven.tuning.algorithm.answer import answer
+from leaven.tuning.document import UNDER_WAY, Answer, StudyTrial
 from leaven.tuning.space import space
 
 HERE = Path(__file__).parent
@@ -44,12 +44,12 @@ def write_log(study: Path) -> None:
     LOG.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def read_log() -> list[Trial]:
+def read_log() -> list[StudyTrial]:
     lines = [json.loads(line) for line in LOG.read_text(encoding="utf-8").splitlines()[1:]]
     recipe = read_recipe(RECIPE)
     points = space(recipe)
     return [
-        Trial(
+        StudyTrial(
             values=points.values(line["octaves"]),
             tokens_per_second=None,
             tokens=recipe.data.tokens,
@@ -59,7 +59,7 @@ def read_log() -> list[Trial]:
     ]
 
 
-def answered(trials: list[Trial]) -> Answer:
+def answered(trials: list[StudyTrial]) -> Answer:
     return answer(trials, space(read_recipe(RECIPE)).dimensions, over=True)
 
 
@@ -79,23 +79,23 @@ def as_good(found: Answer) -> dict[str, list[float]]:
     return {path: sorted(at(path, end) for end in flat[path]) for path in points.paths}
 
 
-def base(trials: list[Trial]) -> Recipe:
+def base(trials: list[StudyTrial]) -> Recipe:
     """The recipe that ``leaven new`` starts from, with what the log says of each searched value."""
     recipe, found = read_recipe(RECIPE), answered(trials)
     why = {
-        path: f"tuned by leaven in {len(trials)} runs; as good within the noise of {found.noise:.2g} nats: "
+        path: f"tuned by leaven in {len(trials)} runs; as good within the noise of {found.noise_floor:.2g} nats: "
         f"{low:g} to {high:g}"
         for path, (low, high) in as_good(found).items()
     }
     return recipe.replace(chosen(found) | {"scaling.base": recipe.base.model_dump(), "tuning": None, "why": why})
 
 
-def entry(trials: list[Trial]) -> dict[str, Any]:
+def entry(trials: list[StudyTrial]) -> dict[str, Any]:
     """What the catalogue has of the base."""
     recipe, found = read_recipe(RECIPE), answered(trials)
     model, best, values = recipe.model, found.best, chosen(found)
     assert best is not None
-    assert found.noise is not None
+    assert found.noise_floor is not None
     hyperparameters = recipe.hyperparameters.model_dump() | {
         path.removeprefix("hyperparameters."): value for path, value in values.items()
     }
@@ -165,7 +165,7 @@ def entry(trials: list[Trial]) -> dict[str, Any]:
         "tuning": {
             "rule": recipe.scaling.rule,
             "trials": len(trials),
-            "noise_nats": rounded("", found.noise),
+            "noise_nats": rounded("", found.noise_floor),
             "loss": round(best.loss, 4),
             "loss_interval": [round(end, 4) for end in best.interval],
             "loss_runs": best.runs,

@@ -34,10 +34,10 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.training.trial import train_trial
 from leaven.training.worker import Pool
-from leaven.tuning.noise import t95
+from leaven.tuning.algorithm.noise import t95
 from leaven.tuning.point import BATCH
+from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
-from leaven.tuning.study import Study
 
 PROXY = Path(__file__).with_name("proxy.toml")
 SEEDS = range(1001, 1006)  # the searches' own are the first few

@@ -11,17 +11,20 @@ from rich.console import Console
 
 from leaven.cli import _screens, tune
 from leaven.cli._tune_screen import TuneScreen, headline
-from leaven.training.study_file import Best, Coordinate, Dimension, StudyState, Trial
-from leaven.tuning.answer import Answer
+from leaven.tuning.document import Best, Coordinate, Dimension, StudyDocument, StudyTrial
 from leaven.views.points import changes
 
 PATHS = tuple(f"hyperparameters.modules.attention.query{n}.lr" for n in range(9))
-NEW = StudyState(
-    "wheat", "trust-region", PATHS, None, None, (), tuple(Dimension(path, 1.0, -3.0, 3.0) for path in PATHS)
+NEW = StudyDocument(
+    name="wheat",
+    method="trust-region",
+    space=PATHS,
+    trials=(),
+    dimensions=tuple(Dimension(path, 1.0, -3.0, 3.0) for path in PATHS),
 )
 
 
-def trial(number: int, octaves: float = 0.0, loss: float | None = None, **changes: object) -> Trial:
+def trial(number: int, octaves: float = 0.0, loss: float | None = None, **changes: object) -> StudyTrial:
     fields = {
         "state": "complete" if loss is not None else "diverged",
         "values": dict.fromkeys(PATHS, 2**octaves),
@@ -32,7 +35,7 @@ def trial(number: int, octaves: float = 0.0, loss: float | None = None, **change
         "worker": f"node:{number % 2}",
         "ended": 1e9 + number,
     }
-    return Trial(number=number, loss=loss, **fields | changes)  # type: ignore[arg-type]
+    return StudyTrial(number=number, loss=loss, **fields | changes)  # type: ignore[arg-type]
 
 
 TRIALS = (
@@ -45,9 +48,10 @@ TRIALS = (
 )
 
 
-def after(count: int) -> StudyState:
+def after(count: int) -> StudyDocument:
     runs = {0: 0, 1: 0, 2: 1}.get(count, 2)
-    return replace(NEW, trials=TRIALS[:count], noise_floor=0.0031 if runs else None, noise_runs=runs)
+    found = {"trials": TRIALS[:count], "noise_floor": 0.0031 if runs else None, "noise_runs": runs}
+    return NEW.model_copy(update=found)
 
 
 @pytest.fixture
@@ -106,7 +110,7 @@ def test_below_the_rows_stands_who_does_what_and_how_long_it_takes(monkeypatch, 
     at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
     screen = TuneScreen(after(0), 8, 2)
     screen.asked(6, "a")
-    screen.ended(replace(after(6), trials=(*TRIALS, at_work), radius=0.42))
+    screen.ended(after(6).model_copy(update={"trials": (*TRIALS, at_work), "radius": 0.42}))
     console.export_text()
     for renderable in screen._progress.get_renderables():
         console.print(renderable)
@@ -127,7 +131,7 @@ def test_without_a_terminal_the_state_is_told_now_and_then(plain: StringIO) -> N
     many = tuple(trial(n, octaves=n / 10, loss=2.5 - n / 1000) for n in range(12))
     with TuneScreen(NEW, 40, 1) as screen:
         for n in range(12):
-            screen.ended(replace(NEW, trials=many[: n + 1]))
+            screen.ended(NEW.model_copy(update={"trials": many[: n + 1]}))
     told = [row for row in plain.getvalue().splitlines() if row.startswith("  best")]
     assert told == ["  best 2.4910 (9) · start 2.5000 · 10 of 40 · 1 worker · 30 min 00 s left"]
 
@@ -135,17 +139,17 @@ def test_without_a_terminal_the_state_is_told_now_and_then(plain: StringIO) -> N
 def test_the_headline_says_what_is_known() -> None:
     begun = ["study wheat", "trust-region, 1 dimension", "trust region 0.50 octave"]
     for count, noise in ((2, "noise not measured yet"), (3, "noise 0.0031 nats (2 repeats)")):
-        assert headline(replace(after(count), radius=0.5, space=PATHS[:1])) == [*begun, noise]
+        assert headline(after(count).model_copy(update={"radius": 0.5, "space": PATHS[:1]})) == [*begun, noise]
 
 
-def left(state: StudyState, workers: int = 2, **limits: Any) -> str:
+def left(state: StudyDocument, workers: int = 2, **limits: Any) -> str:
     """What the foot says of the time that is left, with nothing at work here."""
     return TuneScreen(state, limits.pop("trials", None), workers, **limits)._time_left()
 
 
 def test_the_time_left_is_that_to_the_first_limit() -> None:
     # Six runs of 60 seconds, ended a second apart: 65 seconds in which some were going on.
-    runs = replace(after(6), trials=tuple(replace(trial, flops=1e15) for trial in TRIALS))
+    runs = after(6).model_copy(update={"trials": tuple(replace(trial, flops=1e15) for trial in TRIALS)})
     assert left(runs, trials=10) == "2 min 00 s left"
     assert left(runs, flops=1e16) == "2 min 00 s left"
     assert left(runs, hours=0.1) == "4 min 55 s left"
@@ -180,17 +184,25 @@ VALUE = "hyperparameters.modules.attention.value.weight_decay"
 COORDINATE = Coordinate(VALUE, 1.0, (0.5, 1.5), 0.4, 1.0, True, gain_deviation=0.01, at_end=True, end="the bound, 10")
 SEARCHED = (Dimension(VALUE, 1.0, -4.0, 1.0, 2.0),)
 BEST = Best(5, 3.8601, (3.7096, 4.0107), 2, 2)
-FOUND = Answer(
-    BEST, {VALUE: 1.0}, 0.0495, 2, (COORDINATE,), BEST, {VALUE: 1.0}, 0.0, gain=0.3673, dimensions=SEARCHED
-)
+FOUND = {
+    "best": BEST,
+    "octaves": {VALUE: 1.0},
+    "noise_floor": 0.0495,
+    "noise_runs": 2,
+    "coordinates": (COORDINATE,),
+    "fewest": BEST,
+    "fewest_octaves": {VALUE: 1.0},
+    "gain": 0.3673,
+    "dimensions": SEARCHED,
+}
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, width: int, terminal: bool, stalled: bool = False) -> list[str]:
     written = StringIO()
     console = Console(width=width, file=written, force_terminal=terminal, soft_wrap=True, highlight=False)
     monkeypatch.setattr(tune, "console", console)
-    state = replace(after(6), best=BEST, stalled=stalled)
-    tune._say(FOUND, state, 60, Path("runs/a-study-with-a-name"))
+    state = after(6).model_copy(update={**FOUND, "stalled": stalled})
+    tune._say(state, 60, Path("runs/a-study-with-a-name"))
     return written.getvalue().splitlines()
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Sequence
@@ -12,13 +11,14 @@ import pytest
 from benchmarks._landscapes import landscape
 from benchmarks.answers import judged, searched
 
-from leaven.training.study_file import Best, Coordinate, Dimension, Trial
-from leaven.tuning.answer import Answer, answer, finalists, front
-from leaven.tuning.confirmation import confirm, to_confirm
-from leaven.tuning.importance import ped_anova
-from leaven.tuning.noise import GIVEN, floor
-from leaven.tuning.trust_region import region
-from leaven.tuning.wording import ELSEWHERE, advice_when_all_diverged, lines, stopped, why, why_fewest
+from leaven.tuning.algorithm.advice import ELSEWHERE, advice_when_all_diverged
+from leaven.tuning.algorithm.answer import answer, finalists, front
+from leaven.tuning.algorithm.confirmation import confirm, to_confirm
+from leaven.tuning.algorithm.noise import GIVEN, floor
+from leaven.tuning.algorithm.trust_region import region
+from leaven.tuning.document import Answer, Best, Coordinate, Dimension, StudyTrial
+from leaven.tuning.service.samplers import ped_anova
+from leaven.tuning.wording import lines, stopped, why, why_fewest
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -30,14 +30,14 @@ def excess(x: np.ndarray) -> float:
     return float(((x - OPTIMUM) ** 2 * CURVATURE).sum() / 2)
 
 
-def trial(number: int, x: Sequence[float], loss: float, **changes: object) -> Trial:
+def trial(number: int, x: Sequence[float], loss: float, **changes: object) -> StudyTrial:
     octaves = dict(zip(PATHS, map(float, x), strict=True))
     state = "complete" if math.isfinite(loss) else "diverged"
-    made = Trial(number, state, loss, octaves, 1.0, None, octaves=octaves, ended=float(number))
+    made = StudyTrial(number, state, loss, octaves, 1.0, None, octaves=octaves, ended=float(number))
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
-def study(reruns: Sequence[Sequence[float]] = (), noise: float = 0.0) -> list[Trial]:
+def study(reruns: Sequence[Sequence[float]] = (), noise: float = 0.0) -> list[StudyTrial]:
     """Three seeds at the start, 60 trials around it of a parabola, and two seeds of some points."""
     rng = np.random.default_rng(0)
     points = [np.zeros(4)] * 3 + list(rng.normal(0, 0.7, (60, 4)))
@@ -79,7 +79,7 @@ def test_the_noise_at_the_start_counts_and_that_at_the_edge_of_a_cliff_does_not(
 
 
 def test_flat_regions_gains_and_slices_of_a_parabola_are_its_closed_forms() -> None:
-    found = answer(study([OPTIMUM]), DIMENSIONS, 0.02)
+    found = answer(study([OPTIMUM]), DIMENSIONS, 0.02, optunas=ped_anova)
     np.testing.assert_array_equal([found.octaves[path] for path in PATHS], OPTIMUM)
     by_path = {each.path: each for each in found.coordinates}
     for i, path in enumerate(PATHS):
@@ -99,7 +99,7 @@ def test_flat_regions_gains_and_slices_of_a_parabola_are_its_closed_forms() -> N
     shares = [each.importance for each in found.coordinates]
     assert shares == sorted(shares, reverse=True)
     assert sum(each.optuna_importance for each in found.coordinates) == pytest.approx(1)
-    json.dumps(dataclasses.asdict(found))
+    assert Answer.model_validate_json(found.model_dump_json()).coordinates == found.coordinates
 
 
 def test_importance_is_how_much_the_loss_varies_over_what_was_tried() -> None:
@@ -145,7 +145,7 @@ def test_the_best_is_chosen_by_fresh_seeds_alone_and_compared_with_the_start_see
     refuted = answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02)
     assert set(refuted.octaves.values()) == {0.0}
     assert (refuted.gain, refuted.idle) == (0.0, ())
-    assert found.degrees == GIVEN
+    assert found.noise_runs == GIVEN
     # A seed that raises every loss alike does not change that difference.
     alone = study([OPTIMUM])
     shifted = [dataclasses.replace(run, loss=(run.loss or 0) + run.seed) for run in alone]
@@ -158,10 +158,10 @@ def test_the_best_is_chosen_by_fresh_seeds_alone_and_compared_with_the_start_see
 
 def test_nothing_was_run_again_yet() -> None:
     found = answer([run for run in study() if run.purpose == "search"], DIMENSIONS)
-    assert (found.best, found.noise, found.fewest, found.gain) == (None, None, None, None)
+    assert (found.best, found.noise_floor, found.fewest, found.gain) == (None, None, None, None)
     np.testing.assert_allclose([found.octaves[path] for path in PATHS], OPTIMUM, atol=0.05)
     assert len(found.coordinates) == 4
-    assert answer([], DIMENSIONS).lines == ()
+    assert lines(answer([], DIMENSIONS)) == ()
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.03, 0.1, 0.3, 2.0])
@@ -187,7 +187,7 @@ def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
     assert excess(fewest) <= noise
 
 
-def judged_with(losses: dict[tuple[float, ...], dict[int, float]]) -> list[Trial]:
+def judged_with(losses: dict[tuple[float, ...], dict[int, float]]) -> list[StudyTrial]:
     """Three seeds at the start, and the runs of others: of seeds 1 and 2 to choose, of 3 and 4 to confirm."""
     runs = [(0.0, seed, 3.0) for seed in range(3)] + [
         (x[0], k, loss) for x, of in losses.items() for k, loss in of.items()
@@ -258,7 +258,7 @@ def test_the_fewest_changes_are_measured() -> None:
     assert found.idle == (PATHS[1], PATHS[3])  # the second costs 0.0625, and the two together less than the noise
     assert (
         "fewest     2 of 4 changed, 1.5 octaves in all, equal to the best within noise; expected +0.06"
-        in "\n".join(found.lines)
+        in "\n".join(lines(found))
     )
     # Where its runs say otherwise, they are believed.
     worse = [dataclasses.replace(run, loss=(run.loss or 0) + 0.1) if run.number >= 65 else run for run in trials]
@@ -293,11 +293,11 @@ def test_a_stopped_trial_counts_in_the_bowl_and_not_in_the_noise() -> None:
     expected = [dataclasses.replace(run, state="stopped") if 10 <= run.number < 40 else run for run in trials]
     assert answer(expected, DIMENSIONS, 0.02).coordinates == answer(trials, DIMENSIONS, 0.02).coordinates
     again = trial(200, [0, 0, 0, 0], 99.0, state="stopped", seed=7)
-    assert answer([*trials, again], DIMENSIONS).noise == answer(trials, DIMENSIONS).noise
+    assert answer([*trials, again], DIMENSIONS).noise_floor == answer(trials, DIMENSIONS).noise_floor
 
 
 def test_the_lines_are_aligned_and_say_all() -> None:
-    text = answer(study([OPTIMUM]), DIMENSIONS, 0.02).lines
+    text = lines(answer(study([OPTIMUM]), DIMENSIONS, 0.02))
     assert text[0] == "best       3.0000 nats per token, 95% interval 2.9723 to 3.0277, -0.6300 against the start"
     assert text[1] == "           the mean of 2 runs that had no part in choosing it"
     assert text[2] == "noise      0.0200 nats, standard deviation between seeds (given)"
@@ -321,15 +321,26 @@ def said_of(gains: dict[str, tuple[float, float, bool]], degrees: int = 2) -> An
     )
     octaves = dict.fromkeys(gains, 1.0)
     best = Best(5, 3.5, (3.4, 3.6), 2, 2)
-    return Answer(best, octaves, 0.03, degrees, coordinates, best, octaves, 0.0, gain=0.7, dimensions=DIMENSIONS)
+    return Answer(
+        best=best,
+        octaves=octaves,
+        noise_floor=0.03,
+        noise_runs=degrees,
+        coordinates=coordinates,
+        fewest=best,
+        fewest_octaves=octaves,
+        fewest_cost=0.0,
+        gain=0.7,
+        dimensions=DIMENSIONS,
+    )
 
 
 def test_what_is_not_known_is_not_said_to_be_small() -> None:
     """A gain of five times the noise with a large deviation, and a loss: neither gained less than the noise."""
-    told = "\n".join(said_of({PATHS[0]: (0.1428, 0.1942, False), PATHS[1]: (0.4, 0.1, True)}).lines)
+    told = "\n".join(lines(said_of({PATHS[0]: (0.1428, 0.1942, False), PATHS[1]: (0.4, 0.1, True)})))
     assert told.endswith("\nunsure     1 not known to have gained more than the noise, 0.1428")
     found = said_of({PATHS[0]: (0.1428, 0.194, False), PATHS[1]: (-0.2, 0.02, False), PATHS[3]: (0.4, 0.1, True)})
-    assert found.lines[-1] == "unsure     2 not known to have gained more than the noise, -0.0572 together"
+    assert lines(found)[-1] == "unsure     2 not known to have gained more than the noise, -0.0572 together"
     values = dict.fromkeys(PATHS, 0.008)
     said = {path: why(path, found, "wheat", 64, "grid", values=lambda _: values) for path in found.octaves}
     costs = "0.008 at the start costs "
@@ -341,11 +352,11 @@ def test_what_is_not_known_is_not_said_to_be_small() -> None:
 def test_of_gains_nothing_is_said_where_the_start_is_the_best() -> None:
     at_start = [trial(k, [0, 0, 0, 0], 3.0 + k / 100, seed=k, purpose="noise" if k else "search") for k in range(2)]
     for count in (1, 2):
-        told = "\n".join(answer(at_start[:count], DIMENSIONS, over=True).lines)
+        told = "\n".join(lines(answer(at_start[:count], DIMENSIONS, over=True)))
         assert "the start itself: nothing else was run" in told
         assert "gained" not in told
     worse = [trial(3 + k, x, 3.5, seed=0) for k, x in enumerate(np.eye(4))]
-    told = "\n".join(answer([*at_start, *worse], DIMENSIONS, over=True).lines)
+    told = "\n".join(lines(answer([*at_start, *worse], DIMENSIONS, over=True)))
     assert "the start itself: nothing was found" in told
     assert "gained" not in told
 
@@ -364,7 +375,7 @@ def test_the_table_leaves_out_what_has_no_room() -> None:
         assert head.split() == ["mattered", *" ".join(left).split()]
         assert rows[0].split()[:2] == ["embedding.lr", "x2.00"]
     # Far from 1 two decimals tell no value from another.
-    assert any("x0.0213 to x2.00" in line for line in found.lines)
+    assert any("x0.0213 to x2.00" in line for line in lines(found))
     change = DIMENSIONS[0].change
     assert [change(x) for x in (0.0, 3.32, -2.0, -10.0)] == ["x1.00", "x9.99", "x0.25", "x0.000977"]
     tenths, choice = (
@@ -382,8 +393,8 @@ def test_that_it_stopped_of_itself_is_said() -> None:
 
 def test_one_degree_of_freedom_is_one() -> None:
     gained = {PATHS[0]: (0.4, 0.1, True)}
-    assert "between seeds (1 degree of freedom)" in "\n".join(said_of(gained, 1).lines)
-    assert "between seeds (2 degrees of freedom)" in "\n".join(said_of(gained, 2).lines)
+    assert "between seeds (1 degree of freedom)" in "\n".join(lines(said_of(gained, 1)))
+    assert "between seeds (2 degrees of freedom)" in "\n".join(lines(said_of(gained, 2)))
 
 
 def test_what_is_best_at_the_end_of_its_range_is_named() -> None:
@@ -391,14 +402,14 @@ def test_what_is_best_at_the_end_of_its_range_is_named() -> None:
     narrow = (dataclasses.replace(DIMENSIONS[0], high=1.0), dataclasses.replace(DIMENSIONS[1], low=-0.51))
     found = answer(trials, (*narrow, *DIMENSIONS[2:]), 0.02)
     assert {each.path for each in found.coordinates if each.at_end} == set(PATHS[:2])
-    told = "\n".join(found.lines)
+    told = "\n".join(lines(found))
     assert "lr: the end of the space\n           the optimum may lie beyond; in the recipe: [tuning.octaves]" in told
     assert f'"{PATHS[0]}" = [-3, 3]' in told
     assert f'"{PATHS[1]}" = [-3, 3]' in told
     # Where nothing can lie beyond, nothing is said.
     natural = tuple(dataclasses.replace(d, ends=("", "")) for d in narrow)
     assert not [each for each in answer(trials, (*natural, *DIMENSIONS[2:]), 0.02).coordinates if each.at_end]
-    assert "at the end" not in "\n".join(answer(trials, DIMENSIONS, 0.02).lines)
+    assert "at the end" not in "\n".join(lines(answer(trials, DIMENSIONS, 0.02)))
 
 
 def test_why_says_the_study_the_interval_and_how_far_it_may_be_moved() -> None:
@@ -453,10 +464,12 @@ def test_advice_when_all_diverged_names_what_to_lower() -> None:
     gone = [trial(k, [-0.25 * k, 0, 0, 0], math.inf, tokens=100) for k in range(5)]
     said = "all 5 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.0025 or lower"
     assert advice_when_all_diverged(gone, DIMENSIONS) == said + " (1/2 of it diverged)"
-    assert answer(gone, DIMENSIONS).lines == (said + " (1/2 of it diverged)",)
+    assert lines(answer(gone, DIMENSIONS)) == (said + " (1/2 of it diverged)",)
     modules = tuple(Dimension(f"hyperparameters.modules.{name}.lr", 1.0, -3, 3) for name in ("embedding", "norm"))
     of_modules = [
-        Trial(0, "diverged", None, {}, None, None, octaves={dimension.path: 0.0 for dimension in modules}, tokens=5)
+        StudyTrial(
+            0, "diverged", None, {}, None, None, octaves={dimension.path: 0.0 for dimension in modules}, tokens=5
+        )
     ]
     assert "start from the learning rates at 1/2 of what it was or lower" in advice_when_all_diverged(
         of_modules, modules

@@ -10,9 +10,9 @@ from optuna.distributions import FloatDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from leaven.tuning import ledger
-from leaven.tuning.leases import Leases, gone, node
-from leaven.tuning.stores import StoreGone
+from leaven.tuning.service import trial_log
+from leaven.tuning.service.leases import Leases, gone, node
+from leaven.tuning.service.stores import StoreGone
 
 STRANGER = "elsewhere:another-boot:1:2:0"
 
@@ -135,14 +135,14 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
         elif chosen is None:
             continue
         elif action.startswith("retry"):
-            again = next(run for run in ledger.runs(trials, 1) if run.origin.number == chosen).retry
+            again = next(run for run in trial_log.runs(trials, 1) if run.origin.number == chosen).retry
             assert dict(again.attributes)["retry_of"] == chosen
             number = begin(job=again.name, **dict(again.attributes))
             runs[chosen] |= {"last": number, "state": "running"}
             if action == "retry twice":
                 twin = begin(job=again.name, **dict(again.attributes))
-                assert ledger.void(twin, trials)
-                assert not ledger.void(number, trials)
+                assert trial_log.void(twin, trials)
+                assert not trial_log.void(number, trials)
         elif action in {"end", "stop"}:
             trials[chosen].state = TrialState.COMPLETE if action == "end" else TrialState.PRUNED
             if chosen in of:
@@ -154,7 +154,7 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
             if chosen in of:
                 of[chosen]["deaths"] += action == "die"
                 of[chosen]["state"] = "failed" if of[chosen]["deaths"] == 2 else "lost"
-    counted = ledger.runs(trials, 1)
+    counted = trial_log.runs(trials, 1)
     assert [run.origin.number for run in counted] == sorted(runs)
     for run in counted:
         known = runs[run.origin.number]

@@ -23,14 +23,12 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.arguments import FINEST, HUGE, OCTAVES
-from leaven.tuning.budget import Budget, busy
-from leaven.tuning.found import Found
-from leaven.tuning.ledger import Run, finished
-from leaven.tuning.methods import METHODS
-from leaven.tuning.objective import Lost
-from leaven.tuning.plan import NothingFound
-from leaven.tuning.proposal import Proposal
+from leaven.tuning.service.budget import Budget, busy
+from leaven.tuning.service.interface import Found, Lost, NothingFound, Proposal
+from leaven.tuning.service.loop import HUGE
+from leaven.tuning.service.objective import FINEST, OCTAVES
+from leaven.tuning.service.samplers import METHODS
+from leaven.tuning.service.trial_log import Evaluation, finished
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 SPACE_OF_RATE = {"rate": (-3.0, 3.0), "b": (-2.0, 4.0)}
@@ -460,12 +458,12 @@ def test_a_budget_of_flops_keeps_back_what_judges() -> None:
 
 
 def test_hours_are_those_in_which_something_ran() -> None:
-    def run(began: float, ended: float | None, number: int) -> Run:
+    def run(began: float, ended: float | None, number: int) -> Evaluation:
         trial = create_trial(
             state=TrialState.RUNNING, user_attrs={"began": began} | ({"ended": ended} if ended else {})
         )
         trial.state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
-        return Run(trial, trial, 0)
+        return Evaluation(trial, trial, 0)
 
     at_once = [run(0, 3600, 0), run(1800, 5400, 1)]
     after_a_night = [run(50_000, 51_800, 2), run(51_000, None, 3)]

@@ -19,9 +19,10 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from leaven.recipe.errors import InputError
-from leaven.tuning import search, stores
-from leaven.tuning.ledger import void
-from leaven.tuning.stores import StoreGone, is_made, open_store
+from leaven.tuning import search
+from leaven.tuning.service import stores
+from leaven.tuning.service.stores import StoreGone, is_made, open_store
+from leaven.tuning.service.trial_log import void
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 PROGRAMS = FOUND[-1].parent if FOUND else Path()

@@ -11,12 +11,12 @@ import pytest
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.found import Found
-from leaven.tuning.methods import BEST, LEAST, METHODS, box
+from leaven.tuning.algorithm.boxes import BEST, LEAST, box
+from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.point import values
-from leaven.tuning.proposal import Proposal
+from leaven.tuning.service.interface import Found, Proposal
+from leaven.tuning.service.samplers import METHODS
 from leaven.tuning.space import Space, space
-from leaven.tuning.trust_region import Axes, region
 
 Objective = Callable[[dict[str, float]], float]
 
@@ -75,7 +75,7 @@ def test_other_methods_go_beyond_their_first_box_too(tiny: Recipe, method: str) 
 
 
 def test_the_box_is_extended_where_the_best_lie_at_its_end_and_nowhere_else() -> None:
-    axes = Axes.of({"a": (-8.0, 8.0), "b": (-8.0, 2.5)}, {}, {"a": (-2.0, 2.0), "b": (-2.0, 2.0)})
+    axes = Axes({"a": (-8.0, 8.0), "b": (-8.0, 2.5)}, near={"a": (-2.0, 2.0), "b": (-2.0, 2.0)})
     rng = np.random.default_rng(0)
     points = rng.uniform(-2, 2, (40, 2))
     towards_a = box(points, -points[:, 0], axes)

@@ -13,7 +13,7 @@ from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
-from leaven.training.study_file import Dimension
+from leaven.tuning.document import Dimension
 from leaven.tuning.point import moved
 from leaven.tuning.space import REACH, SETS, space
 from leaven.verification.family import RecipeTrial

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from leaven.recipe.files import read_recipe
-from leaven.training.study_file import Dimension
+from leaven.tuning.document import Dimension
 from leaven.tuning.space import REACH, SETS, Space, space
 
 ROOT = Path(__file__).parents[2]

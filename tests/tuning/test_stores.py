@@ -22,8 +22,8 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard import wsgi
 
 from leaven.recipe.errors import InputError
-from leaven.tuning import journal, processes, stores
-from leaven.tuning.stores import TICKET, StoreGone, open_store
+from leaven.tuning.service import stores
+from leaven.tuning.service.stores import TICKET, StoreGone, open_store
 
 FILES = {"journal": "study.log", "sqlite": "sqlite:///study.db"}
 METHODS = [name for name in vars(BaseStorage) if not name.startswith("_")]
@@ -244,39 +244,23 @@ def test_a_last_line_torn_by_a_kill_is_cut_off_by_the_next_to_write(tmp_path: Pa
     assert len(second.get_all_trials(study)) == len(open_store(path).get_all_trials(study)) == 2
 
 
-def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, lock = tmp_path / "study.log", tmp_path / "study.log.lock"
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
     store, study = begun(str(path))
-    other = subprocess.Popen(["sleep", "60"])
-    try:
-        owner = processes.identity(other.pid)
-        other.kill()  # and nobody has asked yet how it ended
-        lock.write_text(f"{owner} x")
-        store.create_new_trial(study)
-    finally:
-        other.wait()
-    monkeypatch.setattr(journal, "GRACE_SECONDS", 0.05)
-    lock.write_text("a process of another machine")
-    store.create_new_trial(study)
-    assert not lock.exists()
-    assert len(store.get_all_trials(study)) == 2
-
-
-def test_a_lock_that_is_held_is_waited_for(tmp_path: Path) -> None:
-    lock, order = tmp_path / "lock", []
-    with journal._locked(lock):
-        other = threading.Thread(target=lambda: _append(lock, order))
-        other.start()
-        other.join(0.1)
-        order.append("first")
-    other.join()
-    assert order == ["first", "second"]
-    assert not lock.exists()
-
-
-def _append(lock: Path, order: list[str]) -> None:
-    with journal._locked(lock):
-        order.append("second")
+    hold = "from leaven import storage; from pathlib import Path; import sys, time\n"
+    hold += "with storage.lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", hold, f"{path}.flock"], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    waits = threading.Thread(target=store.create_new_trial, args=(study,))
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()
+    other.kill()
+    waits.join(10)
+    other.wait()
+    other.stdout.close()
+    assert len(store.get_all_trials(study)) == 1
 
 
 def test_a_locked_database_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

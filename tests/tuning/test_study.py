@@ -26,28 +26,29 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
-from leaven.training.study_file import StudyState, Trial
-from leaven.tuning import trainer
+from leaven.tuning.document import StudyDocument, StudyTrial
+from leaven.tuning.service import trainer
+from leaven.tuning.service.stores import StoreGone, open_store
+from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
-from leaven.tuning.stores import StoreGone, open_store
-from leaven.tuning.study import Study
+from leaven.tuning.wording import lines
 from leaven.views.folders import read_study
 from leaven.views.page import page
 
 SHORT = {"data.tokens": 2048, "schedule.warmup_tokens": 256}
-LR = "hyperparameters.lr"
+LR, BEST = "hyperparameters.lr", Path("best.toml")
 
 
 class Screen:
     """Sees what a person would."""
 
     def __init__(self, on_asked: Callable[[int], None] = lambda number: None) -> None:
-        self.on_asked, self.seen = on_asked, list[Trial]()
+        self.on_asked, self.seen = on_asked, list[StudyTrial]()
 
     def asked(self, number: int, worker: str) -> None:
         self.on_asked(number)
 
-    def ended(self, state: StudyState) -> None:
+    def ended(self, state: StudyDocument) -> None:
         self.seen = [trial for trial in state.trials if trial.state != "running"]
 
     def note(self, text: str) -> None:
@@ -132,7 +133,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def accounted(trials: tuple[Trial, ...], count: int) -> None:
+def accounted(trials: tuple[StudyTrial, ...], count: int) -> None:
     """That each run is there once: the start with its seeds, the search, and the best few with theirs."""
     assert len(trials) == count
     assert len({trial.number for trial in trials}) == count
@@ -173,7 +174,7 @@ def test_two_commands_on_one_folder_of_which_one_is_killed(
         state = same.run(trials, 1)
         accounted(state.trials, trials)
         # Run again, the command has nothing to do and says the same.
-        assert same.document(same.run(trials, 1)) == same.document(state)
+        assert same.run(trials, 1).summary(BEST) == state.summary(BEST)
     assert state.best is not None
     low, high = state.best.interval
     assert low < state.best.loss < high
@@ -224,7 +225,7 @@ def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
     with study() as opened:
         state = opened.run(4, 1, screen=Screen(kill))
     assert [(trial.number, trial.seed) for trial in state.trials] == [(1, 0), (2, 1), (3, 2), (4, 0)]
-    assert (opened.document(state)["trials"], opened.document(state)["failed"]) == (4, 0)
+    assert (state.summary(BEST).trials, state.summary(BEST).failed) == (4, 0)
 
 
 def test_a_killed_workers_trial_goes_on_from_its_checkpoint(
@@ -383,8 +384,8 @@ def test_divergence_everywhere_ends_without_a_best(study: Callable[..., Study], 
         state = opened.run(4, 1)
     assert [(trial.state, trial.loss) for trial in state.trials] == [("diverged", None)] * 4
     assert state.best is None
-    assert opened.document(state)["failed"] == 4
-    assert "lr" in opened.answer.lines[0]
+    assert state.summary(BEST).failed == 4
+    assert "lr" in lines(opened.answer)[0]
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -618,7 +619,7 @@ def test_results_that_cannot_be_written_wait(
 
     screen = Told()
     with study() as opened, monkeypatch.context() as patched:
-        patched.setattr("leaven.tuning.study.write_text", full)
+        patched.setattr("leaven.tuning.service.study.write_text", full)
         with pytest.raises(StoreGone, match="No space left on device; the trials are in the store"):
             opened.run(4, 1, screen=screen)
     assert "No space left" in screen.notes
@@ -647,7 +648,7 @@ def test_choices_and_dropout_are_searched_written_and_reported(study: Callable[.
     # Its decision is one of several, with all levels in the slice, whatever the answer is.
     decay = next(each for each in state.coordinates if each.path == "schedule.decay")
     assert [point.octaves for point in decay.slice] == [0, 1, 2]
-    assert opened.answer.lines
+    assert lines(opened.answer)
     away = replace(
         kept,
         coordinates=tuple(replace(each, best=1.0, worth=True, gain=0.1) for each in kept.coordinates),

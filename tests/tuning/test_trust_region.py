@@ -7,13 +7,11 @@ import numpy as np
 import optuna
 import pytest
 from benchmarks._landscapes import EXCESS, KINDS, landscape
-from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 
-from leaven.tuning import divergence, surrogate
-from leaven.tuning.ledger import DIVERGED, finished, loss_of
-from leaven.tuning.noise import interval, pooled, t95
-from leaven.tuning.trust_region import (
+from leaven.tuning.algorithm import divergence, surrogate
+from leaven.tuning.algorithm.noise import interval, pooled, t95
+from leaven.tuning.algorithm.trust_region import (
     NARROWEST,
     RISK,
     START,
@@ -21,10 +19,11 @@ from leaven.tuning.trust_region import (
     WIDEST,
     Axes,
     Region,
-    TrustRegionSampler,
     learning_rates,
     region,
 )
+from leaven.tuning.service.samplers import TrustRegionSampler, distributions
+from leaven.tuning.service.trial_log import DIVERGED, finished, loss_of
 
 rng = np.random.default_rng(0)
 OPTIMUM = np.array([1.0, -0.5, 0.3, 0.0])
@@ -226,7 +225,7 @@ def test_stopped_trials_are_what_is_expected_of_them() -> None:
             state=state,
             value=value,
             params={"lr": 0.0, "decay": 0.1},
-            distributions=dict(AXES.distributions),
+            distributions=distributions(AXES),
             user_attrs=attributes,
         )
         trial.datetime_start, trial.datetime_complete = began, began + datetime.timedelta(minutes=minute)
@@ -264,7 +263,7 @@ def test_it_stops_when_rounds_gain_less_than_the_noise_and_no_more_is_promised()
     assert not look(points, falling, 0.01).stalled()
 
 
-AXES = Axes({"lr": -1.0, "decay": 0.5}, {"lr": FloatDistribution(-4, 2), "decay": FloatDistribution(-3, 3)})
+AXES = Axes({"lr": (-4.0, 2.0), "decay": (-3.0, 3.0)}, start={"lr": -1.0, "decay": 0.5})
 
 
 def test_octaves_are_from_the_start_and_values_stay_in_the_space() -> None:
@@ -283,13 +282,13 @@ def proposed(order: list[int], seed: int = 0) -> dict[str, float]:
         trial = optuna.trial.create_trial(
             value=float((x**2).sum()),
             params=AXES.values(x),
-            distributions=dict(AXES.distributions),
+            distributions=distributions(AXES),
             user_attrs={DIVERGED: number == 5},
         )
         trial.datetime_start = began
         trial.datetime_complete = began + datetime.timedelta(seconds=order.index(number))
         study.add_trial(trial)
-    return study.ask(dict(AXES.distributions)).params
+    return study.ask(distributions(AXES)).params
 
 
 def test_a_proposal_is_a_function_of_the_seed_and_the_results_in_their_order() -> None:
@@ -306,7 +305,7 @@ def test_a_proposal_is_a_function_of_the_seed_and_the_results_in_their_order() -
 def test_the_region_is_worked_out_once_for_the_same_results() -> None:
     sampler = TrustRegionSampler(AXES, 0)
     study = optuna.create_study(sampler=sampler)
-    limits = dict(AXES.distributions)
+    limits = distributions(AXES)
     study.add_trial(optuna.trial.create_trial(value=1.0, params=dict(AXES.start), distributions=limits))
     before = sampler.region(study)
     asked = study.ask(limits)
@@ -319,16 +318,16 @@ def test_the_region_is_worked_out_once_for_the_same_results() -> None:
 def test_any_order_of_results_leads_down(shuffle: int) -> None:
     """Six workers, whose trials end in whatever order."""
     chance = np.random.default_rng(shuffle)
-    axes = Axes(dict.fromkeys("abcd", 0.0), {name: FloatDistribution(-3, 3) for name in "abcd"})
+    axes = Axes(dict.fromkeys("abcd", (-3.0, 3.0)))
     study = optuna.create_study(sampler=TrustRegionSampler(axes, shuffle, 0.01))
-    running, best = [study.ask(dict(axes.distributions)) for _ in range(6)], np.inf
+    running, best = [study.ask(distributions(axes)) for _ in range(6)], np.inf
     assert len({tuple(trial.params.values()) for trial in running}) == 6
     for _ in range(40):
         trial = running.pop(chance.integers(len(running)))
         loss = float(valley(axes.octaves(trial.params)))
         best = min(best, loss)
         study.tell(trial, loss + chance.normal(0, 0.01))
-        running.append(study.ask(dict(axes.distributions)))
+        running.append(study.ask(distributions(axes)))
     assert best - 3.0 < (valley(np.zeros(4)) - 3.0) / 10
 
 

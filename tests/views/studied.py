@@ -1,24 +1,24 @@
 """Studies as a search leaves them: a trust region over a landscape that is known, so that its slices are."""
 
-import json
+import dataclasses
 import math
 import random
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from written import proxy
 
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS
-from leaven.training.study_file import (
+from leaven.tuning.document import (
     Best,
     Coordinate,
     Dimension,
     Front,
     SlicePoint,
-    StudyState,
-    Trial,
+    StudyDocument,
+    StudyTrial,
 )
 
 NOISE = 0.0031
@@ -26,6 +26,12 @@ TOKENS = 1_000_000
 FLOOR = 2.405
 GLOBAL = {"lr": 3.0, "init_std": 2.0, "weight_decay": 3.0, "residual": 1.5}
 DEPTH_POINTS = 4
+
+
+def replace(value: Any, **changes: object) -> Any:
+    """A copy of a dataclass or a document with other values."""
+    copied = dataclasses.replace if dataclasses.is_dataclass(value) else lambda old, **new: old.model_copy(update=new)
+    return copied(value, **changes)
 
 
 def recipe() -> Recipe:
@@ -81,15 +87,15 @@ def _curve(loss: float, draw: random.Random, upto: float = 1.0, points: int = 80
     return tuple((int(s * TOKENS), loss + 0.55 * (s**-0.42 - 1) + draw.gauss(0, 0.004)) for s in shares)
 
 
-def study(count: int = 31, trials: int = 64, seed: int = 0, workers: int = 2) -> StudyState:
+def study(count: int = 31, trials: int = 64, seed: int = 0, workers: int = 2) -> StudyDocument:
     """A per-module study with noise runs, early stops, divergences and reruns."""
     start = recipe()
     searched = dimensions(start, count)
     land, draw = Landscape(searched, seed), random.Random(seed)
-    made: list[Trial] = []
+    made: list[StudyTrial] = []
     clock = [1_760_000_000.0 + 3 * i for i in range(workers)]
 
-    def run(octaves: dict[str, float], purpose: str = "search", seed_: int = 0) -> Trial:
+    def run(octaves: dict[str, float], purpose: str = "search", seed_: int = 0) -> StudyTrial:
         number = len(made)
         octaves = {path: round(o, 4) for path, o in octaves.items()}
         loss = FLOOR + land.excess(octaves) + draw.gauss(0, NOISE)
@@ -102,7 +108,7 @@ def study(count: int = 31, trials: int = 64, seed: int = 0, workers: int = 2) ->
         worker = number % workers
         seconds = draw.uniform(195, 225) * share
         clock[worker] += seconds + 0.4
-        trial = Trial(
+        trial = StudyTrial(
             number=number,
             state=state,
             loss=None if state == "diverged" else loss,
@@ -153,7 +159,7 @@ def study(count: int = 31, trials: int = 64, seed: int = 0, workers: int = 2) ->
         left -= abs(coordinate.gain)
         if left > 0:
             idle.append(coordinate.path)
-    return StudyState(
+    return StudyDocument(
         name="wheat-proxy",
         method="trust-region",
         space=tuple(d.path for d in searched),
@@ -196,7 +202,7 @@ def _coordinates(searched: tuple[Dimension, ...], land: Landscape, best: dict[st
     return tuple(sorted(found, key=lambda c: -c.importance))
 
 
-def durations(state: StudyState) -> StudyState:
+def durations(state: StudyDocument) -> StudyDocument:
     """The same with trials of three durations each, and the front of loss against cost."""
     trials = []
     for t in state.trials:
@@ -212,14 +218,14 @@ def durations(state: StudyState) -> StudyState:
     return replace(state, trials=tuple(trials), front=tuple(front), durations=lengths)
 
 
-def all_diverged(state: StudyState) -> StudyState:
+def all_diverged(state: StudyDocument) -> StudyDocument:
     lost = tuple(replace(t, state="diverged", loss=None, tokens=t.tokens // 3) for t in state.trials[:9])
     none = dict.fromkeys(("best", "noise_floor", "fewest", "fewest_octaves", "gain"))
     advice = "all 9 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.001 or lower"
     return replace(state, trials=lost, coordinates=(), idle=(), noise_runs=0, advice=advice, **none)
 
 
-def unjudged(state: StudyState) -> StudyState:
+def unjudged(state: StudyDocument) -> StudyDocument:
     """The lowest of the search is the answer: no run was left for fresh seeds."""
     trials = tuple(t for t in state.trials if t.purpose == "search")
     lowest = min((t for t in trials if t.state == "complete"), key=lambda t: t.loss or math.inf)
@@ -227,7 +233,7 @@ def unjudged(state: StudyState) -> StudyState:
     return replace(state, trials=trials, best=best, noise_floor=None, noise_runs=0, fewest=None, fewest_octaves=None)
 
 
-def at_first(state: StudyState) -> StudyState:
+def at_first(state: StudyDocument) -> StudyDocument:
     """One trial at work, none ended."""
     one = replace(
         state.trials[0],
@@ -242,17 +248,17 @@ def at_first(state: StudyState) -> StudyState:
     return replace(all_diverged(state), trials=(one,))
 
 
-def write(folder: Path, state: StudyState) -> Path:
+def write(folder: Path, state: StudyDocument) -> Path:
     folder.mkdir(parents=True)
     start = recipe()
     write_recipe(start, folder / "centre.toml")
     if state.best is not None:
         write_recipe(moved(start, state), folder / "best.toml")
-    (folder / "study.json").write_text(json.dumps(asdict(state)))
+    (folder / "study.json").write_text(state.model_dump_json())
     return folder
 
 
-def moved(start: Recipe, state: StudyState) -> Recipe:
+def moved(start: Recipe, state: StudyDocument) -> Recipe:
     assert state.best is not None
     best = next(t for t in state.trials if t.number == state.best.number)
     low, high = state.best.interval

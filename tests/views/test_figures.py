@@ -1,8 +1,8 @@
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from studied import replace
 
 from leaven.views import figures, numbers, searches
 from leaven.views.curves import corners, smooth, thin

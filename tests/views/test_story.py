@@ -1,6 +1,5 @@
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from written import write_losses_check
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
-from leaven.training.study_file import StudyState
+from leaven.tuning.document import StudyDocument
 from leaven.views.folders import CheckFile, read_demo, read_run, read_story, read_study
 from leaven.views.page import write_page
 from leaven.views.story import Demo, Run, Study
@@ -131,7 +130,8 @@ def test_a_loss_that_is_no_number_is_a_gap(folder):
         (lambda folder: (folder / "proxy/study.json").write_text('{"name": "x"}'), "study.json: method is missing"),
         (
             lambda folder: write_text(
-                folder / "proxy/study.json", json.dumps(asdict(StudyState("x", "tpe", (), None, None, (), ())))
+                folder / "proxy/study.json",
+                StudyDocument(name="x", method="tpe", space=(), trials=()).model_dump_json(),
             ),
             "study.json: no trials yet",
         ),

@@ -4,18 +4,18 @@ import json
 import math
 import shlex
 from collections import Counter
-from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import studied
+from studied import replace
 from test_page import Reader
 
 from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
-from leaven.training.study_file import Dimension
+from leaven.tuning.document import Dimension
 from leaven.tuning.space import space
 from leaven.views import chapters, multipliers, points, searches, slices, study_tables, trial_marks
 from leaven.views.folders import read_study
@@ -360,5 +360,5 @@ def test_a_loss_that_is_no_number_is_none_however_it_is_written(tmp_path):
 def test_a_long_search_of_many_dimensions_stays_a_page_one_can_send(tmp_path):
     large = studied.study(90, 500, 3, 8)
     assert len(large.space) > 80
-    assert len(json.dumps(asdict(large))) > 2_000_000
+    assert len(large.model_dump_json()) > 2_000_000
     assert write_page(studied.write(tmp_path / "study", large), tmp_path / "study.html").stat().st_size < 4_000_000

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from leaven.cli._screens import Screen
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.training.study_file import UNDER_WAY, StudyState, Trial
+from leaven.tuning.document import UNDER_WAY, StudyDocument, StudyTrial
 from leaven.views import points
 from leaven.views.terminal import cut, joined
 
@@ -39,7 +39,7 @@ class TuneScreen(Screen):
 
     def __init__(
         self,
-        state: StudyState,
+        state: StudyDocument,
         trials: int | None,
         workers: int,
         *,
@@ -72,7 +72,7 @@ class TuneScreen(Screen):
         with self._rows:
             self._running[number] = _Running(number, self._name(worker), time.monotonic())
 
-    def ended(self, state: StudyState) -> None:
+    def ended(self, state: StudyDocument) -> None:
         """Trials have ended; ``state`` is the study with them, and with what other commands have done meanwhile."""
         with self._rows:
             unknown, self._state = _noise(self._state) is None, state
@@ -90,7 +90,7 @@ class TuneScreen(Screen):
     def note(self, text: str) -> None:
         self.row(f"  {text}")
 
-    def _say(self, trial: Trial) -> None:
+    def _say(self, trial: StudyTrial) -> None:
         if not self._headed:
             self.row(Text(cut(self.HEADER, self._width), style="dim"))
             self._headed = True
@@ -105,7 +105,7 @@ class TuneScreen(Screen):
         if _leads(trial, self._best):
             self._best = trial
 
-    def _verdict(self, trial: Trial) -> Text:
+    def _verdict(self, trial: StudyTrial) -> Text:
         if trial.state != "complete" or trial.loss is None:
             style = "yellow" if trial.state == "stopped" else "red"
             return Text(f"{trial.state} {points.share(trial, self._state)}".strip().ljust(22), style=style)
@@ -187,7 +187,9 @@ class TuneScreen(Screen):
 
     def _busy(self) -> float:
         """The seconds so far in which at least one trial was going on."""
-        from leaven.tuning.budget import covered  # with optuna, which a command that only starts does not wait for
+        from leaven.tuning.service.budget import (
+            covered,  # with optuna, which a command that only starts does not wait for
+        )
 
         now, here = time.time(), time.monotonic()
         spans = [(now - (here - job.since), now) for job in self._running.copy().values()]
@@ -211,7 +213,7 @@ class TuneScreen(Screen):
         return [*parts, left] if (left := self._time_left()) else parts
 
 
-def headline(state: StudyState) -> list[str]:
+def headline(state: StudyDocument) -> list[str]:
     """What is searched, and how: ``study wheat-proxy``, ``trust-region, 31 dimensions``, radius and noise."""
     count = len(state.space)
     parts = [f"study {state.name}", f"{state.method}, {count} dimension{'s' if count != 1 else ''}"]
@@ -220,32 +222,32 @@ def headline(state: StudyState) -> list[str]:
     return [*parts, _noise(state) or "noise not measured yet"]
 
 
-def _noise(state: StudyState) -> str | None:
+def _noise(state: StudyDocument) -> str | None:
     """What is known of the noise; None before it is measured, as it is by three runs of the start."""
     if state.noise_floor is None or state.noise_runs < 2:
         return None
     return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeats)"
 
 
-def _ended(state: StudyState) -> list[Trial]:
+def _ended(state: StudyDocument) -> list[StudyTrial]:
     trials = [trial for trial in state.trials if trial.state not in UNDER_WAY]
     return sorted(trials, key=lambda trial: (trial.ended or 0.0, trial.number))
 
 
-def _lost(state: StudyState) -> list[str]:
+def _lost(state: StudyDocument) -> list[str]:
     """How many trials did not reach their end, by why."""
     states = [trial.state for trial in state.trials]
     return [f"{states.count(kind)} {kind}" for kind in ("diverged", "stopped", "failed") if kind in states]
 
 
-def _leads(trial: Trial, best: Trial | None) -> bool:
+def _leads(trial: StudyTrial, best: StudyTrial | None) -> bool:
     if trial.state != "complete" or trial.purpose != "search" or trial.loss is None:
         return False
     return best is None or best.loss is None or trial.loss < best.loss
 
 
-def _best(state: StudyState) -> Trial | None:
-    best: Trial | None = None
+def _best(state: StudyDocument) -> StudyTrial | None:
+    best: StudyTrial | None = None
     for trial in state.trials:
         best = trial if _leads(trial, best) else best
     return best

@@ -20,10 +20,9 @@ from leaven.cli._common import (
 from leaven.cli._screens import TextScreen
 from leaven.cli._tune_screen import TuneScreen
 from leaven.recipe.errors import InputError
-from leaven.training.study_file import StudyState
+from leaven.tuning.document import StudyDocument
 
 if TYPE_CHECKING:
-    from leaven.tuning.answer import Answer
     from leaven.tuning.space import Space
 
 TRIALS = 32  # without any budget
@@ -80,12 +79,12 @@ def tune(
     from leaven.planning.flops import flops_per_token
     from leaven.recipe.units import parse_quantity
     from leaven.training.machine import cores
-    from leaven.tuning.budget import Budget
-    from leaven.tuning.plan import first
+    from leaven.tuning.algorithm.trust_region import Axes
+    from leaven.tuning.service.budget import Budget
+    from leaven.tuning.service.plan import first
+    from leaven.tuning.service.stores import StoreGone
+    from leaven.tuning.service.study import Study
     from leaven.tuning.space import space as space_of
-    from leaven.tuning.stores import StoreGone
-    from leaven.tuning.study import Study
-    from leaven.tuning.trust_region import Axes
 
     searched = space_of(loaded, space)
     url, folder = _place(study, out, loaded.name)
@@ -94,7 +93,7 @@ def tune(
         trials = TRIALS
     one = flops_per_token(loaded.model) * max(lengths, default=loaded.data.tokens)
     # Refused before anything is written.
-    first(Axes.of(searched.limits, {}, searched.near), method, Budget(trials, flops, hours, one))
+    first(Axes.of(searched.dimensions), method, Budget(trials, flops, hours, one))
     if flops is not None and flops < one:
         raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")
     workers = workers or (1 if torch.cuda.is_available() else cores())
@@ -112,15 +111,14 @@ def tune(
     except StoreGone as gone:
         errors.print(str(gone))
         raise typer.Exit(75) from None
-    document = opened.document(state)
     following = _next.after_tune(recipe, folder) if state.best is not None and not interrupted else []
     if json_output:
-        emit_json(document | {"next": following})
+        emit_json(state.summary(folder / "best.toml").model_dump() | {"next": following})
     elif not interrupted and state.best is not None:
-        _say(opened.answer, state, trials, folder)
+        _say(state, trials, folder)
         _next.say(following)
     if interrupted:
-        errors.print(f"stopped after {document['trials']} trials; the same command goes on from there")
+        errors.print(f"stopped after {state.ended} trials; the same command goes on from there")
         raise typer.Exit(75)
     if state.best is None:
         errors.print(opened.nothing)
@@ -134,16 +132,16 @@ def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
     return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
 
 
-def _say(answer: "Answer", state: StudyState, trials: int | None, folder: Path) -> None:
+def _say(state: StudyDocument, trials: int | None, folder: Path) -> None:
     """The answer, folded under its labels in a terminal; what reads a pipe gets a line each."""
     from leaven.tuning.wording import lines, stopped
 
     width = console.width if console.is_terminal else None
-    said = [*lines(answer, width)]
+    said = [*lines(state, width)]
     if state.stalled:
         said += [stopped(state.ended, trials)]
     said += [f"recipe     {folder / 'best.toml'} (each value with its reason under [why])"]
-    if answer.fewer is not None:
+    if state.fewer is not None:
         said += [f"{'':11}{folder / 'fewest.toml'} (the fewest changes)"]
     for line in said:
         console.print("\n".join(folded(line, width)) if width else line)

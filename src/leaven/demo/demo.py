@@ -26,8 +26,8 @@ from leaven.training.engine import Training
 from leaven.training.machine import machine
 from leaven.training.run_folder import LOCK, held
 from leaven.training.worker import Pool, run_in
+from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
-from leaven.tuning.study import Study
 from leaven.views.page import write_page
 
 PARTS = ("text", "tune", "transfer", "train", "report")

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from leaven.tuning.objective import search
+    from leaven.tuning.service.objective import search
 
 __all__ = ["search"]
 
@@ -12,6 +12,6 @@ def __getattr__(name: str) -> Any:
     """``search``, when first asked for: `import leaven.tuning` does not wait for Optuna."""
     if name != "search":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from leaven.tuning.objective import search
+    from leaven.tuning.service.objective import search
 
     return search

@@ -29,8 +29,9 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
-from leaven.training.study_file import Dimension
 from leaven.tuning import point
+from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.document import Dimension
 from leaven.tuning.point import (
     BATCH,
     CHOICES,
@@ -111,18 +112,18 @@ class Space:
         return {dimension.path: dimension.centre for dimension in self.dimensions}
 
     @property
-    def limits(self) -> dict[str, tuple[float, float] | range]:
+    def limits(self) -> Mapping[str, tuple[float, float] | range]:
         """How far each value may go, or the numbers of its levels: what ``leaven.tuning.search`` takes."""
-        return {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in self.dimensions}
+        return Axes.of(self.dimensions).limits
 
     @property
-    def scales(self) -> dict[str, float]:
-        return {dimension.path: dimension.scale for dimension in self.dimensions}
+    def scales(self) -> Mapping[str, float]:
+        return Axes.of(self.dimensions).scales
 
     @property
-    def near(self) -> dict[str, tuple[float, float]]:
+    def near(self) -> Mapping[str, tuple[float, float]]:
         """The box in which a search begins, which it extends while the best lies at an end."""
-        return {dimension.path: dimension.near for dimension in self.dimensions if dimension.near}
+        return Axes.of(self.dimensions).near
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """The recipe's values at a point."""

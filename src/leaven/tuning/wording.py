@@ -1,27 +1,19 @@
-"""An answer in words: for a terminal, for [why], and for a study in which everything diverged."""
+"""An answer in words: for a terminal and for [why]."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
-from leaven.training.study_file import Best, Coordinate, Dimension, Trial
-from leaven.tuning import divergence
-from leaven.tuning.noise import GIVEN
-from leaven.tuning.trust_region import DOWN, learning_rates
-
-if TYPE_CHECKING:
-    from leaven.tuning.answer import Answer
+from leaven.tuning.algorithm.noise import GIVEN
+from leaven.tuning.document import Answer, Best, Coordinate, Dimension
 
 ROWS, NAMED = 8, 6  # values in the table, names in a sentence
 
 Values = Callable[[Mapping[str, float]], Mapping[str, float | str]]  # of a recipe, at octaves from the start
 
 
-def lines(answer: "Answer", width: int | None = None) -> tuple[str, ...]:
+def lines(answer: Answer, width: int | None = None) -> tuple[str, ...]:
     """What a search found out, in aligned lines; before anything was run with fresh seeds, what is expected.
 
     The table has as many of its columns as ``width`` characters have room for; sentences are for others to fold.
@@ -38,10 +30,10 @@ def lines(answer: "Answer", width: int | None = None) -> tuple[str, ...]:
             tried = any(each.importance for each in answer.coordinates)
             found = "nothing was found that is known to be better" if tried else "nothing else was run"
             said += [f"{'':11}the start itself: {found}"]
-    if answer.noise is not None:
-        freedom = "1 degree" if answer.degrees == 1 else f"{answer.degrees} degrees"
-        of = "given" if answer.degrees == GIVEN else f"{freedom} of freedom"
-        said += [f"noise      {answer.noise:.4f} nats, standard deviation between seeds ({of})"]
+    if answer.noise_floor is not None:
+        freedom = "1 degree" if answer.noise_runs == 1 else f"{answer.noise_runs} degrees"
+        of = "given" if answer.noise_runs == GIVEN else f"{freedom} of freedom"
+        said += [f"noise      {answer.noise_floor:.4f} nats, standard deviation between seeds ({of})"]
     if worth := [each for each in answer.coordinates if each.worth]:
         said += _mattered(answer, worth[:ROWS], width)
         said += [f"{'':11}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
@@ -73,7 +65,7 @@ def farther(dimension: Dimension, best: float) -> str:
     return f'in the recipe: [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
 
 
-def _mattered(answer: "Answer", worth: Sequence[Coordinate], width: int | None) -> list[str]:
+def _mattered(answer: Answer, worth: Sequence[Coordinate], width: int | None) -> list[str]:
     """The table of what mattered; columns that do not fit are left out, those first that say least."""
     names = [short_path(each.path) for each in worth]
     columns = {
@@ -105,7 +97,7 @@ def stopped(ended: int, trials: int | None) -> str:
     return f"stopped    after {of} trials: the last rounds gained less than the noise"
 
 
-def _fewest(answer: "Answer") -> list[str]:
+def _fewest(answer: Answer) -> list[str]:
     assert answer.fewest_octaves is not None
     if not _moved(answer):
         return []
@@ -137,7 +129,7 @@ def _sure(best: Best) -> str:
     return f"95% interval {low:.4f} to {high:.4f}"
 
 
-def _moved(answer: "Answer") -> bool:
+def _moved(answer: Answer) -> bool:
     return any(answer.octaves.values())
 
 
@@ -145,7 +137,7 @@ def _signed(loss: float) -> str:
     return f"{round(loss, 4) + 0.0:+.4f}"  # -0.0 + 0.0 is 0.0
 
 
-def why(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
+def why(path: str, answer: Answer, study: str, trials: int, method: str, *, values: Values) -> str:
     """The reason for a value of the best recipe; ``values`` are those of a recipe at octaves from the start."""
     each = next(coordinate for coordinate in answer.coordinates if coordinate.path == path)
     said = _measured(answer.best, study, trials, method)
@@ -165,7 +157,7 @@ def _written(value: float | str) -> str:
     return value if isinstance(value, str) else format_number(value)
 
 
-def why_fewest(path: str, answer: "Answer", study: str, trials: int, method: str, *, values: Values) -> str:
+def why_fewest(path: str, answer: Answer, study: str, trials: int, method: str, *, values: Values) -> str:
     """Likewise of the recipe of the fewest changes."""
     assert answer.fewer is not None
     said = [*_measured(answer.fewest, study, trials, method), "the fewest changes that are as good within the noise"]
@@ -182,49 +174,6 @@ def _measured(point: Best | None, study: str, trials: int, method: str) -> list[
         f"study {study}, trial {point.number} ({method}, {trials} trials)",
         f"validation loss {point.loss:.4f}, {_sure(point)}{runs}",
     ]
-
-
-ELSEWHERE = "lower the learning rate of the recipe, which this study leaves alone, to half or a quarter"
-
-
-def advice_when_all_diverged(
-    trials: Sequence[Trial], dimensions: Sequence[Dimension], elsewhere: str = ELSEWHERE
-) -> str:
-    """Which value to lower after trials that all diverged, in one line; ``elsewhere``, where no learning rate is
-    searched. A dimension around 0 is known by its multipliers alone.
-
-    Where nothing ends, nothing tells the bad values from the good but how long a run lasted: a divergence model of
-    the trials that lasted less than half as long as the longest blames what these have and the others have not. That
-    aside the learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an
-    octave more.
-    """
-    gone = [trial for trial in trials if trial.state == "diverged"]
-    points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in gone])
-    rates = learning_rates([d.path for d in dimensions])
-    start = "the start's too" if (~points.any(1)).any() else "but none was of the start"
-    said = f"all {len(gone)} trials diverged, {start}: " if len(gone) > 1 else "the only trial diverged: "
-    if not rates.any():
-        said += elsewhere
-    else:
-        tried = -points[:, rates].max(1).min()
-        rate = next(d for d, is_rate in zip(dimensions, rates, strict=True) if is_rate)
-        names = short_path(rate.path) if rates.sum() == 1 else "the learning rates"
-        factor = 2.0 ** (max(tried, 0.0) + 1)
-        value = (
-            f", {format_number(rate.centre / factor)}"
-            if rates.sum() == 1 and isinstance(rate.centre, float) and rate.centre
-            else ""
-        )
-        lowered = f" (1/{2**tried:.3g} of it diverged)" if tried >= DOWN else ""
-        said += f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{lowered}"
-    lasted = np.array([trial.tokens for trial in gone])
-    blamed = divergence.fit(points, lasted < lasted.max() / 2)
-    if blamed.slopes.any():
-        down, i = divmod(int(np.argmax(blamed.slopes)), len(dimensions))
-        if not rates[i]:
-            moved = "another" if dimensions[i].levels else "lowered" if down else "raised"
-            said += f"; runs diverged soonest where {short_path(dimensions[i].path)} was {moved}"
-    return said
 
 
 def some(names: Sequence[str]) -> str:

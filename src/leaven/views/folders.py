@@ -1,19 +1,18 @@
 """From a folder of a run, a study, a check or a demo to a story. Errors name the file and say what to do."""
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import finite, read_recipe
+from leaven.recipe.files import read_recipe
 from leaven.training.run_folder import RETURNS, RunFolder
-from leaven.training.study_file import StudyState
+from leaven.tuning.document import StudyDocument
 from leaven.views.story import Arm, Corpus, Demo, Entry, Machine, Number, Part, Return, Run, Step, Story, Study
 
 Kind = TypeVar("Kind")
@@ -112,9 +111,7 @@ def _elapsed(events: list[_Event]) -> float | None:
 
 
 def read_study(folder: Path) -> Study:
-    state = _document(
-        folder / "study.json", lambda document: TypeAdapter(StudyState).validate_python(_known(document))
-    )
+    state = _document(folder / "study.json", StudyDocument.model_validate)
     if not state.trials:
         raise InputError(f"{folder / 'study.json'}: no trials yet; run leaven tune first")
     best = folder / "best.toml"
@@ -124,18 +121,6 @@ def read_study(folder: Path) -> Study:
         centre=read_recipe(folder / "centre.toml"),
         best_recipe=read_recipe(best) if best.exists() else None,
     )
-
-
-def _known(study: Any) -> Any:
-    """What diverged has no loss, written as null or as Infinity; in a curve such a point is none."""
-    for trial in study.get("trials", ()) if isinstance(study, dict) else ():
-        if isinstance(trial, dict):
-            trial["loss"] = finite(trial.get("loss"))
-            trial["curve"] = [point for point in trial.get("curve", ()) if finite(point[-1]) is not None]
-    for name in ("best", "fewest") if isinstance(study, dict) else ():
-        if isinstance(study.get(name), dict) and None in (study[name].get("interval") or (None,)):
-            study[name]["interval"] = (-math.inf, math.inf)  # as JSON without infinities has it
-    return study
 
 
 class _CheckRow(Entry):

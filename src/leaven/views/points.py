@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from leaven.recipe.recipe import short_path
-from leaven.training.study_file import Dimension, StudyState, Trial
+from leaven.tuning.document import Dimension, StudyDocument, StudyTrial
 from leaven.views import numbers
 from leaven.views.terminal import cut
 
@@ -47,7 +47,7 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
     return cut(said, room)
 
 
-def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) -> str:
+def told(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
     """What a trial is, in one line: what it changes against ``best`` or the start, or which point it runs again."""
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
@@ -60,17 +60,17 @@ def told(trial: Trial, state: StudyState, room: int, best: Trial | None = None) 
     return (told or f"nothing: {'the best' if best is not None else 'the start'}") + seed
 
 
-def at_start(trial: Trial) -> bool:
+def at_start(trial: StudyTrial) -> bool:
     return trial.octaves is not None and not any(trial.octaves.values())
 
 
-def share(trial: Trial, state: StudyState) -> str:
+def share(trial: StudyTrial, state: StudyDocument) -> str:
     """Where a trial broke off: ``at 18%`` of a whole run, or nothing while no run has been whole."""
     whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
 
 
-def workers(state: StudyState) -> dict[str, str]:
+def workers(state: StudyDocument) -> dict[str, str]:
     """w1, w2 and so on, by host:pid, in the order in which they first ended a trial."""
     ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
     found = dict.fromkeys(trial.worker or "" for trial in ended)

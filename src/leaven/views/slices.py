@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leaven.training.study_file import Coordinate, Dimension
+from leaven.tuning.document import Coordinate, Dimension
 from leaven.views import numbers, points
 from leaven.views.figures import MUTED, PAPER, plotly
 from leaven.views.html import Html, element

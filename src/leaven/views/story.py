@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from leaven.recipe.recipe import Recipe
-from leaven.training.study_file import UNDER_WAY, StudyState, Trial
+from leaven.tuning.document import UNDER_WAY, StudyDocument, StudyTrial
 
 
 def _finite(value: Any) -> Any:
@@ -104,8 +104,7 @@ class Run:
         return speeds[len(speeds) // 2] if speeds else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Study(StudyState):
+class Study(StudyDocument):
     """A search, with the recipe it began from and the best one."""
 
     centre: Recipe
@@ -128,7 +127,7 @@ class Study(StudyState):
         return any(coordinate.best for coordinate in self.coordinates)
 
     @property
-    def best_trial(self) -> Trial | None:
+    def best_trial(self) -> StudyTrial | None:
         return next((trial for trial in self.trials if self.best and trial.number == self.best.number), None)
 
     @property

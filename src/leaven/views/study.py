@@ -1,7 +1,7 @@
 """The page of a study: what came out, the search, what mattered, the network it found, every trial, the cost."""
 
 from leaven.recipe.recipe import short_path
-from leaven.training.study_file import UNDER_WAY
+from leaven.tuning.document import UNDER_WAY
 from leaven.views import chapters, multipliers, numbers, points, searches, slices, study_tables, tables, trial_marks
 from leaven.views.html import Html, element, join
 from leaven.views.story import Study

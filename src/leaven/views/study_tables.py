@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from leaven.recipe.recipe import short_path
-from leaven.training.study_file import Coordinate, Dimension, Trial
+from leaven.tuning.document import Coordinate, Dimension, StudyTrial
 from leaven.views import numbers, points
 from leaven.views.html import Html, element, join
 from leaven.views.slices import strip
@@ -193,7 +193,7 @@ def trials(study: Study) -> Html:
         study.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss, t.number)
     )
 
-    def line(trial: Trial) -> Html:
+    def line(trial: StudyTrial) -> Html:
         behind = trial.loss - lowest if trial.loss is not None and lowest is not None else None
         state = "ended" if trial.state == "complete" else f"{trial.state} {points.share(trial, study)}".strip()
         return element(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from leaven.training.study_file import Trial
+from leaven.tuning.document import StudyTrial
 from leaven.views import numbers, points
 from leaven.views.figures import MUTED, PAPER, plotly, text
 from leaven.views.html import Html, element
@@ -82,9 +82,9 @@ MARKS = {
 }
 
 
-def by_kind(study: Study) -> dict[str, list[Trial]]:
+def by_kind(study: Study) -> dict[str, list[StudyTrial]]:
     """Trials by their mark, in the order in which they are drawn; those that still run have none."""
-    found: dict[str, list[Trial]] = {name: [] for name in MARKS}
+    found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     top = edge(study)
     for trial in study.trials:
         name = _kind(trial, study, top)
@@ -93,7 +93,7 @@ def by_kind(study: Study) -> dict[str, list[Trial]]:
     return {name: trials for name, trials in found.items() if trials}
 
 
-def _kind(trial: Trial, study: Study, top: float) -> str | None:
+def _kind(trial: StudyTrial, study: Study, top: float) -> str | None:
     if trial.state in {"diverged", "failed"}:
         return "diverged"
     if trial.loss is None:
@@ -142,7 +142,7 @@ def edge(study: Study) -> float:
     return high + 0.10 * (high - low)
 
 
-def hover(trial: Trial, study: Study) -> str:
+def hover(trial: StudyTrial, study: Study) -> str:
     """What a trial says of itself: its loss, and what it changes."""
     lines = [f"<b>trial {trial.number}</b>"]
     if trial.loss is not None:

@@ -15,9 +15,8 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
 from leaven.training.trial import branches_of, train_trial
 from leaven.training.worker import Pool
-from leaven.tuning.objective import Lost, Released
 from leaven.tuning.point import moved
-from leaven.tuning.proposal import Proposal
+from leaven.tuning.service.interface import Lost, Proposal, Released
 
 Train = Callable[[Proposal], Outcome]
 

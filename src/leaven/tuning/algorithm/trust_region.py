@@ -32,21 +32,16 @@ least noise that the surrogate assumes, and the least gain that moves the incumb
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.samplers import BaseSampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial
 
-from leaven.tuning.divergence import DivergenceModel
-from leaven.tuning.divergence import fit as fit_divergence
-from leaven.tuning.ledger import finished, loss_of, seed, turn
-from leaven.tuning.noise import floor
-from leaven.tuning.surrogate import Surrogate
-from leaven.tuning.surrogate import fit as fit_surrogate
+from leaven.tuning.algorithm.divergence import DivergenceModel
+from leaven.tuning.algorithm.divergence import fit as fit_divergence
+from leaven.tuning.algorithm.noise import floor
+from leaven.tuning.algorithm.surrogate import Surrogate
+from leaven.tuning.algorithm.surrogate import fit as fit_surrogate
+from leaven.tuning.document import Dimension
 
 Array = NDArray[np.float64]
 
@@ -64,73 +59,56 @@ ROUNDS = 3  # without a gain beyond the noise, and it stops
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched values by name: where a search starts, how far it may go, and in which steps.
+    """The searched values by name: how far each may go, in which steps, and where the search starts.
 
     Stores and objectives have log2 multipliers, and the numbers of levels where a value is a choice (``values``). The
     models have what these are away from the start (``octaves``, an array (D,) in the order of the names); of a choice
     the start's level is 0 and the others follow in a circle.
-
-    ``scales``: how many octaves from the start an optimum typically is, by name; 1 where not given. ``near``: the box
-    in which a search begins, by name, in octaves from the start; the whole space where not given.
     """
 
-    start: Mapping[str, float]
-    distributions: Mapping[str, FloatDistribution | CategoricalDistribution]
-    scales: Mapping[str, float] = field(default_factory=dict)
-    near: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2 multiplier, or the levels of a choice
+    scales: Mapping[str, float] = field(default_factory=dict)  # octaves to a typical optimum; 1 where not given
+    near: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # octaves: the box to begin in
+    start: Mapping[str, float] = field(default_factory=dict)  # of all names, in the order of ``limits``
 
     @classmethod
-    def of(
-        cls,
-        limits: Mapping[str, tuple[float, float] | range],
-        scales: Mapping[str, float],
-        near: Mapping[str, tuple[float, float]] | None = None,
-        start: Mapping[str, float] | None = None,
-    ) -> "Axes":
-        """Around a start, at 0 where it is not given."""
-        distributions = {
-            name: CategoricalDistribution([float(level) for level in both])
-            if isinstance(both, range)
-            else FloatDistribution(*both)
-            for name, both in limits.items()
-        }
-        return cls(dict.fromkeys(limits, 0.0) | dict(start or {}), distributions, scales, near or {})
-
-    @property
-    def low(self) -> Array:
-        return np.array(
-            [0.0 if isinstance(d, CategoricalDistribution) else d.low - self.start[n] for n, d in self._named]
+    def of(cls, dimensions: Sequence[Dimension]) -> "Axes":
+        """Of a space around a recipe, which has its start at 0."""
+        return cls(
+            {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in dimensions},
+            {d.path: d.scale for d in dimensions},
+            {d.path: d.near for d in dimensions if d.near},
         )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", dict.fromkeys(self.limits, 0.0) | dict(self.start))
+
     @property
-    def high(self) -> Array:
-        return np.array(
-            [
-                len(d.choices) - 1.0 if isinstance(d, CategoricalDistribution) else d.high - self.start[n]
-                for n, d in self._named
-            ]
-        )
+    def ends(self) -> tuple[Array, Array]:
+        """How far the values may go: the lowest and the highest octaves from the start, (D,) each."""
+        both = [
+            (0.0, len(limits) - 1.0) if isinstance(limits, range) else (limits[0] - at, limits[1] - at)
+            for limits, at in zip(self.limits.values(), self.start.values(), strict=True)
+        ]
+        low, high = np.array(both, float).reshape(-1, 2).T
+        return low, high
 
     @property
     def box(self) -> tuple[Array, Array]:
         """Where a search begins: the lowest and the highest octaves, (D,) each."""
-        low, high = self.low, self.high
-        ends = zip(self.start, low, high, strict=True)
-        near_low, near_high = np.array([self.near.get(name, both) for name, *both in ends], float).reshape(-1, 2).T
+        low, high = self.ends
+        given = [self.near.get(name, ends) for name, *ends in zip(self.start, low, high, strict=True)]
+        near_low, near_high = np.array(given, float).reshape(-1, 2).T
         return np.maximum(low, near_low), np.minimum(high, near_high)
 
     @property
     def levels(self) -> NDArray[np.int_]:
-        """How many levels a choice has; 0 of a number."""
-        return np.array([len(d.choices) if isinstance(d, CategoricalDistribution) else 0 for _, d in self._named])
+        """How many levels a choice has, (D,); 0 of a number."""
+        return np.array([len(limits) if isinstance(limits, range) else 0 for limits in self.limits.values()])
 
     @property
     def scale(self) -> Array:
-        return np.array([self.scales.get(name, 1.0) for name in self.start], float)
-
-    @property
-    def _named(self) -> list[tuple[str, FloatDistribution | CategoricalDistribution]]:
-        return list(self.distributions.items())
+        return np.array([self.scales.get(name, 1.0) for name in self.limits], float)
 
     def octaves(self, values: Mapping[str, float]) -> Array:
         away = np.array([values[name] - start for name, start in self.start.items()])
@@ -138,13 +116,28 @@ class Axes:
 
     def values(self, octaves: Array) -> dict[str, float]:
         found = {}
-        for (name, d), x in zip(self._named, octaves, strict=True):
+        for (name, limits), x in zip(self.limits.items(), octaves, strict=True):
             at = self.start[name] + float(x)
-            if isinstance(d, CategoricalDistribution):
-                found[name] = float(round(at) % len(d.choices))
-            else:
-                found[name] = float(np.clip(at, d.low, d.high))
+            found[name] = float(round(at) % len(limits)) if isinstance(limits, range) else float(np.clip(at, *limits))
         return found
+
+    def region(
+        self, points: Array, losses: Array, noise: float | None = None, seeds: NDArray[np.int64] | None = None
+    ) -> "Region":
+        """The trust region after trials; see :func:`region`."""
+        low, high = self.ends
+        return region(
+            points,
+            losses,
+            low,
+            high,
+            noise,
+            seeds=seeds,
+            scale=self.scale,
+            levels=self.levels,
+            near=self.box,
+            rates=learning_rates(list(self.limits)),
+        )
 
 
 @dataclass(frozen=True)
@@ -358,54 +351,3 @@ def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])
-
-
-def region_of(trials: Sequence[FrozenTrial], axes: Axes, noise: float | None = None) -> Region:
-    """The region after the finished trials of a study, in the order of their results."""
-    points = np.array([axes.octaves(trial.params) for trial in trials]).reshape(-1, len(axes.start))
-    return region(
-        points,
-        np.array([loss_of(trial) for trial in trials]),
-        axes.low,
-        axes.high,
-        noise,
-        seeds=np.array([seed(trial) for trial in trials], np.int64),
-        scale=axes.scale,
-        levels=axes.levels,
-        near=axes.box,
-        rates=learning_rates(list(axes.start)),
-    )
-
-
-class TrustRegionSampler(BaseSampler):
-    """The search as an Optuna sampler, so that any Optuna store and dashboard takes its studies."""
-
-    def __init__(self, axes: Axes, seed: int, noise: float | None = None) -> None:
-        self._axes, self._seed, self._noise = axes, seed, noise
-        self._known: tuple[list[object], Region] | None = None
-
-    def region(self, study: Study) -> Region:
-        """The region of a study as it stands.
-
-        Kept for as long as no other trial ends: all workers that are free ask for it, and whether to stop. After
-        2,000 trials of 90 values it takes seconds.
-        """
-        trials = finished(study)
-        results = [study.study_name, *(trial.number for trial in trials)]
-        if self._known is None or self._known[0] != results:
-            self._known = results, region_of(trials, self._axes, self._noise)
-        return self._known[1]
-
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return dict(self._axes.distributions)
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        rng = np.random.default_rng([self._seed, turn(trial)])
-        return self._axes.values(self.region(study).proposal(rng))
-
-    def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        raise AssertionError(f"{param_name} is not in the search space")

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.confirmation import CONFIRMATIONS, RERUNS
-from leaven.tuning.ledger import BEGAN, ENDED, FINALIST, Run
+from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS
+from leaven.tuning.service.trial_log import BEGAN, ENDED, FINALIST, Evaluation
 
 FINALISTS = 3  # are judged by runs of their own (confirmation.py)
 KEPT = 1 / 4  # of the budget, at most
@@ -44,12 +44,12 @@ class Budget:
         given = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
         return ", ".join(f"{limit:g} {name}" for name, limit in given.items() if limit is not None)
 
-    def finalists(self, runs: Sequence[Run], now: float) -> int:
+    def finalists(self, runs: Sequence[Evaluation], now: float) -> int:
         """How many of the best can be judged with what is kept back, and with what is left."""
         affordable = min(min(KEPT * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(few for few in range(FINALISTS + 1) if runs_to_confirm(few) <= affordable or few == 0)
 
-    def kept(self, runs: Sequence[Run] = (), now: float = 0.0) -> int:
+    def kept(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
         """How many runs are kept back."""
         affordable = min(KEPT * limit / cost for limit, _, cost in self._limits(runs, now))
         costs = {runs_to_confirm(few) for few in range(FINALISTS + 1)}
@@ -57,17 +57,17 @@ class Budget:
             costs.add(runs_to_confirm(1) + 2 * CONFIRMATIONS)  # beside those that a smaller budget has judged
         return max(cost for cost in costs if cost <= affordable)
 
-    def room(self, runs: Sequence[Run], now: float) -> bool:
+    def room(self, runs: Sequence[Evaluation], now: float) -> bool:
         """Whether there is room for one more run of the search. Where all diverge there is nothing to judge."""
         nothing = any(run.finished for run in runs) and not any(run.complete for run in runs)
         kept = 0 if nothing else self.kept(runs, now)
         return self.left(runs, now) >= 1 + kept
 
-    def left(self, runs: Sequence[Run], now: float) -> float:
+    def left(self, runs: Sequence[Evaluation], now: float) -> float:
         """How many more runs there may be."""
         return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
 
-    def _limits(self, runs: Sequence[Run], now: float) -> Iterator[tuple[float, float, float]]:
+    def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
         """Of each limit: it, what is used of it, and what a run costs."""
         if self.trials is not None:
             yield self.trials, len(runs), 1
@@ -89,7 +89,7 @@ def runs_to_confirm(few: int) -> int:
     return few * RERUNS + (2 * CONFIRMATIONS if few > 1 else 0)  # of the chosen point and of the start
 
 
-def busy(runs: Sequence[Run], now: float) -> float:
+def busy(runs: Sequence[Evaluation], now: float) -> float:
     """The seconds in which at least one run was going on."""
     return covered((run.last.user_attrs[BEGAN], _end(run, now)) for run in runs if BEGAN in run.last.user_attrs)
 
@@ -103,7 +103,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _end(run: Run, now: float) -> float:
+def _end(run: Evaluation, now: float) -> float:
     """When its last attempt ended, or now; of one that died, as Optuna has it, in the local time of this machine."""
     ended, died = run.last.user_attrs.get(ENDED), run.last.datetime_complete
     if ended is None:

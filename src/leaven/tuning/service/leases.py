@@ -1,6 +1,6 @@
 """Which of the commands that work on a study are alive, as far as another of them can tell.
 
-A command's id is its host, its process (``processes.py``) and a number, for a process may make several. On its own
+A command's id is its host, its process (see :func:`process`) and a number, for a process may make several. On its own
 boot of its own machine the kernel says whether it lives. From elsewhere it is judged by a counter that it keeps
 raising in the store: when that stood still for ``lease_seconds`` of the observer's own clock, it is taken for dead.
 Times of two machines are never compared. One that was taken for dead wrongly, because it was cut off or asleep,
@@ -14,11 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 from optuna.storages import BaseStorage
-
-from leaven.tuning import processes
 
 BEATS = 4  # in a lease
 LEAVING = 2.0  # seconds that a last beat is waited for
@@ -30,15 +29,15 @@ _here: set[str] = set()  # ids of this process that are alive
 
 def node(pid: int, number: int = 0) -> str:
     """An id of a process of this machine."""
-    return f"{socket.gethostname()}:{processes.identity(pid)}:{number}"
+    return f"{socket.gethostname()}:{process(pid)}:{number}"
 
 
 def gone(owner: str) -> bool:
     """Whether the owner of a trial is known to be gone: it was of this boot of this machine, and is not there."""
     identity = ":".join(owner.split(":")[-4:-1])
-    if identity == processes.identity(os.getpid()):
+    if identity == process(os.getpid()):
         return owner not in _here
-    return processes.gone(identity)
+    return _ended(identity)
 
 
 class Leases:
@@ -90,3 +89,34 @@ class Leases:
             with suppress(Exception):
                 self._store.set_study_system_attr(self._study, _BEAT + self.node, count)
             self._done.wait(self._seconds / BEATS)
+
+
+def process(pid: int) -> str:
+    """A process among those of all machines and times: ``boot/namespace:pid:start``, the first two of one container
+    on one boot of one machine. Where there is no /proc only the number is known, and nothing follows from it."""
+    return f"{_boot()}:{pid}:{_started(pid)}"
+
+
+def _ended(identity: str) -> bool:
+    """Whether a process is known to be gone: it was of this boot of this machine, and is not there, or is a corpse
+    that its parent has not looked at."""
+    boot, pid, start = identity.split(":") if identity.count(":") == 2 else ("", "", "")
+    return boot != "" and boot == _boot() and _started(int(pid)) != start
+
+
+def _boot() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks since the boot: its number alone may be of a later one. Empty if it is gone."""
+    try:
+        # Fields 3 and 22 of stat (man 5 proc), after the name, which may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in {"Z", "X"} else fields[19]

@@ -20,7 +20,7 @@ from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.journal import open_journal
+from leaven.tuning.service.journal import open_journal
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection

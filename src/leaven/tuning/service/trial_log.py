@@ -26,7 +26,7 @@ LIVES = 2  # attempts of a run that may die
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialRequest:
     """A run to be done, at a point in octaves; without one the sampler is asked."""
 
     purpose: str  # search | noise | rerun
@@ -37,7 +37,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Run:
+class Evaluation:
     """A run, in one attempt or more."""
 
     origin: FrozenTrial
@@ -69,23 +69,23 @@ class Run:
         return self.last.state is TrialState.FAIL and self.deaths < LIVES
 
     @property
-    def retry(self) -> Job:
+    def retry(self) -> TrialRequest:
         assert self.lost
         kept = [(key, self.origin.user_attrs[key]) for key in (FINALIST, CONFIRMS) if key in self.origin.user_attrs]
-        return Job(
-            purpose=purpose(self.origin),
+        return TrialRequest(
+            purpose=purpose_of(self.origin),
             name=f"retry:{self.last.number}",
-            seed=seed(self.origin),
+            seed=seed_of(self.origin),
             point=dict(self.origin.params),
             attributes=((RETRY_OF, self.origin.number), *kept),
         )
 
 
-def purpose(trial: FrozenTrial) -> str:
+def purpose_of(trial: FrozenTrial) -> str:
     return str(trial.user_attrs.get(PURPOSE, "search"))
 
 
-def seed(trial: FrozenTrial) -> int:
+def seed_of(trial: FrozenTrial) -> int:
     return int(trial.user_attrs.get(SEED, 0))
 
 
@@ -95,7 +95,7 @@ def turn(trial: FrozenTrial) -> int:
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
 
-def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Run]:
+def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
     """The runs that trials of a space of so many ``dimensions`` amount to, in the order of their first numbers.
 
     A trial that lost its process before all its values were drawn is none, nor is one without an owner.
@@ -131,7 +131,7 @@ def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
     return jobs
 
 
-def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Run:
+def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Evaluation:
     last, deaths = origin, 0
     while last.state is TrialState.FAIL:
         deaths += not last.user_attrs.get(RELEASED, False)
@@ -139,7 +139,7 @@ def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Run:
         if following is None:
             break
         last = following
-    return Run(origin, last, deaths)
+    return Evaluation(origin, last, deaths)
 
 
 def finished(study: Study) -> list[FrozenTrial]:

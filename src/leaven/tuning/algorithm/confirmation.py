@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from leaven.training.study_file import Trial
+from leaven.tuning.document import StudyTrial
 
 RERUNS = 2  # that choose, of each of the best few
 CONFIRMATIONS = 2  # of the one that was chosen among several, and of the start
@@ -42,7 +42,7 @@ class Confirmation:
         return statistics.fmean(self.losses)
 
 
-def confirm(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Confirmation | None:
+def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Confirmation | None:
     """The answer after ``trials``, in nats per token as ``noise`` is; None if none of them ended with a loss."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise)
@@ -65,7 +65,7 @@ def confirm(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Conf
     return Confirmation(chosen, tuple(losses.values()), len(losses), better)
 
 
-def to_confirm(trials: Sequence[Trial], paths: Sequence[str], noise: float) -> Point | None:
+def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Point | None:
     """What was chosen among several, to be run again beside the start; None if that is the start, or nothing."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise)
@@ -84,7 +84,7 @@ class _Runs:
     candidates: Mapping[Point, Losses]  # to choose from; none of their runs diverged
 
     @classmethod
-    def of(cls, trials: Sequence[Trial], paths: Sequence[str]) -> "_Runs":
+    def of(cls, trials: Sequence[StudyTrial], paths: Sequence[str]) -> "_Runs":
         searched: dict[Point, dict[int, float]] = {}
         choosing: dict[Point, dict[int, float]] = {}
         confirming: dict[Point, dict[int, float]] = {}

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Hashable, Iterable, Sequence
 
-from leaven.training.study_file import Trial
+from leaven.tuning.document import StudyTrial
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
@@ -48,7 +48,9 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
     return noise, min(degrees, len(seeds) - 1) if len(seeds) > 1 else degrees
 
 
-def between(trials: Iterable[Trial], paths: Sequence[str], given: float | None = None) -> tuple[float | None, int]:
+def between(
+    trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
+) -> tuple[float | None, int]:
     """The noise of trials at points in ``paths``, unless it is given, and its degrees of freedom.
 
     The search's own run of a point that was run again is left out: it was run again because it was low. Those of the

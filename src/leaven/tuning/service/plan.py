@@ -10,59 +10,61 @@
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import optuna
+from optuna.trial import FrozenTrial
 
 from leaven.recipe.errors import InputError
-from leaven.training.outcome import curve_of
-from leaven.training.study_file import Dimension, Trial
-from leaven.tuning import noise
-from leaven.tuning.answer import finalists
-from leaven.tuning.budget import Budget
-from leaven.tuning.confirmation import CONFIRMATIONS, RERUNS, Confirmation, confirm, to_confirm
-from leaven.tuning.ledger import (
+from leaven.training.outcome import Rival, curve_of
+from leaven.tuning.algorithm import noise
+from leaven.tuning.algorithm.advice import advice_when_all_diverged
+from leaven.tuning.algorithm.answer import finalists
+from leaven.tuning.algorithm.boxes import grid
+from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS, Confirmation, confirm, to_confirm
+from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.document import Dimension, StudyTrial
+from leaven.tuning.service.budget import Budget
+from leaven.tuning.service.interface import Found, NothingFound, SearchTrial
+from leaven.tuning.service.samplers import TrustRegionSampler
+from leaven.tuning.service.trial_log import (
     CONFIRMS,
     DIVERGED,
     ENDED,
     FINALIST,
     FINALISTS,
     JOB,
-    Job,
-    Run,
+    Evaluation,
+    TrialRequest,
+    finished,
     loss_of,
-    purpose,
-    seed,
+    purpose_of,
+    seed_of,
 )
-from leaven.tuning.methods import grid
-from leaven.tuning.trust_region import Axes, TrustRegionSampler
-from leaven.tuning.wording import advice_when_all_diverged
 
 REPEATS = 3  # runs of the start, where the noise is not given
+SURE = 2  # degrees of freedom of the noise from which on runs are pruned
 DEATHS, DIVERGENCES = 8, 100  # after so many and nothing else it ends, whatever is left of the budget
 
 Point = dict[str, float]
 
 
-class NothingFound(InputError):
-    """No run came to an end with a loss."""
-
-
-def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[Job]:
+def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
     """The runs whose points are known beforehand.
 
     Raises:
         InputError: if they are a grid, which is finer than there are trials for, or there is no number of trials.
     """
     repeats = REPEATS if noise is None else 1
-    jobs = [Job("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
+    jobs = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
     if method == "grid":
         if budget.trials is None:
             raise InputError("method grid: how fine it is follows from the number of trials; give it")
         points = grid(axes, budget.trials - budget.kept() - repeats)
-        jobs += [Job("search", f"grid:{list(x.values())}", 0, x) for x in points if x != axes.start]
+        jobs += [TrialRequest("search", f"grid:{list(x.values())}", 0, x) for x in points if x != axes.start]
     return jobs
 
 
@@ -77,7 +79,7 @@ class Plan:
     noise: float | None  # if it is given
     stop_at_noise: bool
 
-    def next(self, runs: Sequence[Run], now: float) -> Job | None:
+    def next(self, runs: Sequence[Evaluation], now: float) -> TrialRequest | None:
         """What to do after ``runs``; None if that is nothing, as long as some are running or for good.
 
         Raises:
@@ -98,7 +100,7 @@ class Plan:
         points = self.chosen(runs)
         if points is None:
             if self.budget.room(runs, now) and not self.stalled():
-                return Job("search")
+                return TrialRequest("search")
             if any(run.running for run in runs):
                 return None
             points = self._best(runs)[: self.budget.finalists(runs, now)]
@@ -113,25 +115,25 @@ class Plan:
         sampler = self.study.sampler
         return self.stop_at_noise and isinstance(sampler, TrustRegionSampler) and sampler.region(self.study).stalled()
 
-    def is_rerun(self, run: Run) -> bool:
+    def is_rerun(self, run: Evaluation) -> bool:
         """Whether a run is one of those that decide between the best few of this budget."""
         return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
 
-    def chosen(self, runs: Sequence[Run]) -> list[Point] | None:
+    def chosen(self, runs: Sequence[Evaluation]) -> list[Point] | None:
         """The best few, once they are chosen."""
         lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self.is_rerun(run))
         return next((points for points in lists if points is not None), None)
 
-    def _reruns(self, runs: Sequence[Run], points: Sequence[Point]) -> Iterator[Job]:
+    def _reruns(self, runs: Sequence[Evaluation], points: Sequence[Point]) -> Iterator[TrialRequest]:
         for which, point in enumerate(points):
             others = [run for run in runs if not self.is_rerun(run) or run.origin.user_attrs.get(CONFIRMS)]
             for k, other in enumerate(_fresh(others, point, RERUNS)):
                 attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, which]),)
                 if which == k == 0:
                     attributes += ((FINALISTS, list(points)),)
-                yield Job("rerun", f"rerun:{self.budget.label}:{which}:{k}", other, point, attributes)
+                yield TrialRequest("rerun", f"rerun:{self.budget.label}:{which}:{k}", other, point, attributes)
 
-    def _confirming(self, runs: Sequence[Run], now: float) -> Iterator[Job]:
+    def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
         """The chosen point and the start in turn, with the same seeds."""
         point = to_confirm(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
         if point is None or self.budget.left(runs, now) < 1:
@@ -140,26 +142,26 @@ class Plan:
         others = [run for run in runs if not run.origin.user_attrs.get(CONFIRMS)]
         at, start = self.params(runs, point), dict(self.axes.start)
         for other in _fresh(others, at, CONFIRMATIONS):
-            yield Job("rerun", f"confirm:{list(point)}:{other}", other, at, attributes)
+            yield TrialRequest("rerun", f"confirm:{list(point)}:{other}", other, at, attributes)
             if other not in _seeds(others, start):
-                yield Job("rerun", f"confirm:start:{other}", other, start, attributes)
+                yield TrialRequest("rerun", f"confirm:start:{other}", other, start, attributes)
 
-    def confirmation(self, runs: Sequence[Run]) -> Confirmation | None:
+    def confirmation(self, runs: Sequence[Evaluation]) -> Confirmation | None:
         """The answer so far."""
         return confirm(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
 
-    def between(self, runs: Sequence[Run]) -> tuple[float | None, int]:
+    def between(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
         """The noise between runs of one point, and its degrees of freedom."""
         return noise.between(self._records(runs), self._paths, self.noise)
 
-    def _records(self, runs: Sequence[Run]) -> list[Trial]:
+    def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
         return [record(run, self.axes) for run in runs]
 
     @property
     def _paths(self) -> list[str]:
         return list(self.axes.start)
 
-    def params(self, runs: Sequence[Run], point: tuple[float, ...]) -> Point:
+    def params(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Point:
         """The log2 multipliers of a point in octaves, as they were run."""
         return next(
             dict(run.last.params)
@@ -167,7 +169,7 @@ class Plan:
             if run.finished and tuple(self.axes.octaves(run.last.params).tolist()) == point
         )
 
-    def _best(self, runs: Sequence[Run]) -> list[Point]:
+    def _best(self, runs: Sequence[Evaluation]) -> list[Point]:
         """Points to choose the answer from, the likeliest first.
 
         What was stopped is none of them, nor is the start, which has runs with other seeds already.
@@ -179,7 +181,53 @@ class Plan:
             raise NothingFound(self.nothing(runs))
         return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
 
-    def nothing(self, runs: Sequence[Run]) -> str:
+    def found(self, runs: Sequence[Evaluation], now: float, stopped: bool) -> Found:
+        """What the runs come to.
+
+        Raises:
+            NothingFound: if no point ended with a loss.
+        """
+        chosen = self.confirmation(runs)
+        if chosen is None:
+            raise NothingFound(self.nothing(runs))
+        between, degrees = self.between(runs)
+        around = (-math.inf, math.inf)
+        if between is not None and chosen.fresh:
+            around = noise.interval(chosen.losses, between, degrees)
+        searched = [run for run in runs if not self.is_rerun(run)]
+        return Found(
+            params=self.params(runs, chosen.point),
+            loss=chosen.loss,
+            interval=around,
+            fresh=chosen.fresh,
+            noise=between,
+            stalled=not stopped and self.budget.room(searched, now),
+            trials=tuple(map(self._result, finished(self.study))),
+        )
+
+    def _result(self, ended: FrozenTrial) -> SearchTrial:
+        label, which = ended.user_attrs.get(FINALIST, ("", None))
+        finalist = which if label == self.budget.label else None
+        return SearchTrial(
+            ended.number, dict(ended.params), loss_of(ended), finalist, purpose_of(ended), seed_of(ended)
+        )
+
+    def rival(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Rival | None:
+        """The best run of the search, to prune a run at a point by; None until it is known how far seeds lie apart.
+
+        Curves of other choices (of a schedule, say) have another shape, and say nothing of it.
+        """
+        choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
+        between, degrees = self.between(runs)
+        alike = (run for run in runs if all(run.origin.params.get(name) == point[name] for name in choices))
+        ended = [run.last for run in alike if run.complete and seed_of(run.origin) == 0]
+        curves = [trial for trial in ended if "curve" in trial.user_attrs]
+        if between is None or degrees < SURE or not curves:
+            return None
+        best = min(curves, key=loss_of)
+        return Rival(curve_of(best.user_attrs["curve"]), loss_of(best), between)
+
+    def nothing(self, runs: Sequence[Evaluation]) -> str:
         """Why there is no answer."""
         trials = self._records(runs)
         if stopped := sum(trial.state == "stopped" for trial in trials):
@@ -195,28 +243,29 @@ class Plan:
 
     @property
     def dimensions(self) -> list[Dimension]:
-        axes = self.axes
-        ends = zip(axes.start, axes.low.tolist(), axes.high.tolist(), axes.scale.tolist(), axes.levels, strict=True)
+        ends = zip(*(array.tolist() for array in self.axes.ends), strict=True)
         return [
             Dimension(name, 0.0, low, high, scale, "choice", tuple(map(str, range(levels))))
             if levels
-            else Dimension(name, 0.0, low, high, scale, near=axes.near.get(name))
-            for name, low, high, scale, levels in ends
+            else Dimension(name, 0.0, low, high, scale, near=self.axes.near.get(name))
+            for name, (low, high), scale, levels in zip(
+                self.axes.limits, ends, self.axes.scale.tolist(), self.axes.levels, strict=True
+            )
         ]
 
 
-def _fresh(others: Sequence[Run], point: Point, count: int) -> list[int]:
+def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
     """The first seeds that a point has not had in other runs. The search saw seed 0 alone, also where it promises a
     point that was never run."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 
 
-def _seeds(runs: Sequence[Run], point: Point) -> set[int]:
-    return {seed(run.origin) for run in runs if run.origin.params == point}
+def _seeds(runs: Sequence[Evaluation], point: Point) -> set[int]:
+    return {seed_of(run.origin) for run in runs if run.origin.params == point}
 
 
-def record(run: Run, axes: Axes) -> Trial:
+def record(run: Evaluation, axes: Axes) -> StudyTrial:
     """A run as answers and reports take it; its values are the log2 multipliers."""
     last, ran = run.last, run.last.user_attrs
     state = "failed" if run.failed else "waiting" if run.lost else "running"
@@ -224,7 +273,7 @@ def record(run: Run, axes: Axes) -> Trial:
         state = "diverged" if ran.get(DIVERGED) else "stopped" if ran.get("stopped") else "complete"
     seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
     drawn = len(last.params) == len(axes.start)
-    return Trial(
+    return StudyTrial(
         number=last.number,
         state=state,
         loss=loss_of(last) if state in {"complete", "stopped"} else None,
@@ -232,9 +281,9 @@ def record(run: Run, axes: Axes) -> Trial:
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
         octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
-        purpose=purpose(last),
+        purpose=purpose_of(last),
         confirms=bool(run.origin.user_attrs.get(CONFIRMS)),
-        seed=seed(last),
+        seed=seed_of(last),
         tokens=tokens,
         flops=ran.get("flops", 0.0),
         curve=curve_of(ran.get("curve", ())),

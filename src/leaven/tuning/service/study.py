@@ -8,35 +8,34 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import optuna
 
 from leaven.data.tokens import TokenSet
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import finite, make_folder, read_recipe, write_recipe, write_text
+from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
 from leaven.training.run_folder import listed
-from leaven.training.study_file import UNDER_WAY, StudyState, Trial
 from leaven.training.trial import branches_of, cooldown_start
-from leaven.tuning import ledger
-from leaven.tuning.agreement import agree, begin, check_name
-from leaven.tuning.answer import Answer, answer, front
-from leaven.tuning.found import Found
-from leaven.tuning.methods import check_method
-from leaven.tuning.objective import about, search
-from leaven.tuning.plan import NothingFound, record
+from leaven.tuning.algorithm.answer import answer, front
+from leaven.tuning.algorithm.trust_region import START, Axes
+from leaven.tuning.document import UNDER_WAY, Answer, StudyDocument, StudyTrial
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, moved
-from leaven.tuning.proposal import Proposal
+from leaven.tuning.service import trial_log
+from leaven.tuning.service.agreement import agree, begin, check_name
+from leaven.tuning.service.interface import Found, NothingFound, Proposal
+from leaven.tuning.service.objective import about, search
+from leaven.tuning.service.plan import record
+from leaven.tuning.service.samplers import check_method, ped_anova, region_of
+from leaven.tuning.service.stores import StoreGone, is_made, open_store
+from leaven.tuning.service.trainer import Trainer, forget
 from leaven.tuning.space import Space
-from leaven.tuning.stores import StoreGone, is_made, open_store
-from leaven.tuning.trainer import Trainer, forget
-from leaven.tuning.trust_region import START, Axes, region_of
 from leaven.tuning.wording import why, why_fewest
 
 CHECKPOINTS = "checkpoints"
@@ -50,7 +49,7 @@ class Screen(Protocol):
     """What a person watches."""
 
     def asked(self, number: int, worker: str, /) -> None: ...
-    def ended(self, state: StudyState, /) -> None: ...
+    def ended(self, state: StudyDocument, /) -> None: ...
     def note(self, text: str, /) -> None: ...
 
 
@@ -192,11 +191,11 @@ class Study:
         stop_at_noise: bool = True,
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
-    ) -> StudyState:
+    ) -> StudyDocument:
         """Run until the budget is used and the best few are confirmed, here and elsewhere, or until ``stop`` says so.
 
         Args:
-            trials, flops, hours: see :class:`leaven.tuning.budget.Budget`.
+            trials, flops, hours: see :class:`leaven.tuning.service.budget.Budget`.
             workers: processes of one thread each.
             checkpoint_seconds: how often a trial writes its state.
 
@@ -275,37 +274,28 @@ class Study:
         now = time.monotonic()
         self._rests_until = now + (now - began) * (1 / SAVING - 1)
 
-    def state(self) -> StudyState:
+    def state(self) -> StudyDocument:
         """The study as it stands; it has a ``best`` once a command has seen it to its end, be it of less."""
         return self._state(self.answer)
 
-    def _state(self, found: Answer) -> StudyState:
+    def _state(self, found: Answer) -> StudyDocument:
         trials = tuple(replace(each, values=self.space.values(each.octaves or {})) for each in self._trials)
-        return StudyState(
+        return StudyDocument(
+            **vars(found)
+            | {"best": found.best if self._over else None, "dimensions": self.space.dimensions, "trials": trials},
             name=self.recipe.name,
             method=self.method,
             space=self.space.paths,
-            noise_floor=found.noise,
-            best=found.best if self._over else None,
-            trials=trials,
-            dimensions=self.space.dimensions,
-            noise_runs=found.degrees,
             radius=self._radius(),
             stalled=self._found is not None and self._found.stalled,
-            fewest=found.fewest,
-            fewest_octaves=found.fewest_octaves,
-            gain=found.gain,
-            idle=found.idle,
             durations=self._durations,
-            coordinates=found.coordinates,
             front=front(trials),
-            advice=found.advice,
         )
 
     @property
     def answer(self) -> Answer:
         """What the trials say."""
-        return answer(self._trials, self.space.dimensions, over=self._over)
+        return answer(self._trials, self.space.dimensions, over=self._over, optunas=ped_anova)
 
     @property
     def _over(self) -> bool:
@@ -314,14 +304,14 @@ class Study:
 
     @property
     def _axes(self) -> Axes:
-        return Axes.of(self.space.limits, self.space.scales, self.space.near)
+        return Axes.of(self.space.dimensions)
 
     @property
-    def _runs(self) -> list[ledger.Run]:
-        return ledger.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
+    def _runs(self) -> list[trial_log.Evaluation]:
+        return trial_log.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
 
     @property
-    def _trials(self) -> list[Trial]:
+    def _trials(self) -> list[StudyTrial]:
         """All runs; their values are still log2 multipliers."""
         axes = self._axes
         return [record(run, axes) for run in self._runs]
@@ -329,14 +319,14 @@ class Study:
     def _radius(self) -> float | None:
         if self.method != "trust-region":
             return None
-        trials = ledger.finished(self._study)
+        trials = trial_log.finished(self._study)
         return region_of(trials, self._axes).radius if trials else START
 
-    def save(self) -> StudyState:
+    def save(self) -> StudyDocument:
         """Write study.json, and once there is a best, best.toml and, where that is another point, fewest.toml."""
         found = self.answer
         state = self._state(found)
-        write_text(self.out / "study.json", json.dumps(finite(asdict(state)), indent=2) + "\n")
+        write_text(self.out / "study.json", state.model_dump_json(indent=2) + "\n")
         if state.best is not None:
             write_recipe(self._recipe_at(found.octaves, found, why), self.out / "best.toml")
             if (fewer := found.fewer) is not None:
@@ -344,17 +334,6 @@ class Study:
             else:  # of an answer before this one
                 (self.out / "fewest.toml").unlink(missing_ok=True)
         return state
-
-    def document(self, state: StudyState) -> dict[str, Any]:
-        """The document of ``leaven tune --json``."""
-        best = state.best
-        return {
-            "best": best
-            and {"loss": best.loss, "interval": list(best.interval), "recipe": str(self.out / "best.toml")},
-            "trials": state.ended,
-            "failed": sum(trial.state in {"diverged", "failed"} for trial in state.trials),
-            "noise_floor": state.noise_floor,
-        }
 
     def _recipe_at(self, octaves: Mapping[str, float], found: Answer, why: Callable[..., str]) -> Recipe:
         """A point as a recipe, with its base pinned at this scale and a reason for every searched value."""

@@ -11,19 +11,17 @@ the noise floor; one that was, if both its runs and the surrogate have it so.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.training.study_file import Best, Coordinate, Dimension, Front, SlicePoint, Trial
-from leaven.tuning import wording
-from leaven.tuning.confirmation import RERUNS, Losses, Point, changes, confirm, gain
-from leaven.tuning.importance import ped_anova
-from leaven.tuning.noise import between, interval
-from leaven.tuning.trust_region import RISK, Region, learning_rates, region, without_outliers
-from leaven.tuning.wording import advice_when_all_diverged
+from leaven.tuning.algorithm.advice import advice_when_all_diverged
+from leaven.tuning.algorithm.confirmation import RERUNS, Losses, Point, changes, confirm, gain
+from leaven.tuning.algorithm.noise import between, interval
+from leaven.tuning.algorithm.trust_region import RISK, Axes, Region, without_outliers
+from leaven.tuning.document import Answer, Best, Coordinate, Dimension, Front, SlicePoint, StudyTrial
 
 Array = NDArray[np.float64]
 
@@ -34,41 +32,13 @@ WIDE, FINE = 2.0, 1 / 32  # steps to either side of the best: how far a flat reg
 BEYOND = 0.5  # steps of a slice beyond what was tried
 
 
-@dataclass(frozen=True)
-class Answer:
-    """All that the trials say. Points and distances are in octaves from the start, by path."""
-
-    best: Best | None  # of the points that were run with fresh seeds; None where there are none
-    octaves: dict[str, float]  # that point; without it, the one that all trials together hold to be best
-    noise: float | None  # floor, nats per token, standard deviation between runs of one point
-    degrees: int  # of freedom of the noise: runs less points; 10^6 where it was given
-    coordinates: tuple[Coordinate, ...]  # the most important first
-    fewest: Best | None  # of the points equal to the best within noise, the nearest to the start, if it was run again
-    fewest_octaves: dict[str, float] | None  # and where it is, or would be
-    fewest_cost: float | None  # its expected loss less that of the best, nats per token
-    # Paths that were not worth tuning: all at the start, they cost less than the noise together. Where that would be
-    # all there are, the best is the start or the trials are too few to tell, and nothing is said.
-    idle: tuple[str, ...] = ()
-    gain: float | None = None  # how far the best is below the start, by runs that did not choose it (confirmation.py)
-    advice: str = ""  # where everything diverged: what to lower
-    dimensions: tuple[Dimension, ...] = ()  # what was searched
-
-    @property
-    def fewer(self) -> dict[str, float] | None:
-        """The point of the fewest changes, if it was measured and is not the best itself."""
-        return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
-
-    def dimension(self, path: str) -> Dimension:
-        return next(dimension for dimension in self.dimensions if dimension.path == path)
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """What to say in a terminal."""
-        return wording.lines(self)
-
-
 def answer(
-    trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None = None, *, over: bool = False
+    trials: Sequence[StudyTrial],
+    dimensions: Sequence[Dimension],
+    noise: float | None = None,
+    *,
+    over: bool = False,
+    optunas: Callable[[Array, Array], Array] = lambda points, losses: np.zeros(points.shape[1]),
 ) -> Answer:
     """What the finished ones of ``trials`` say; ``noise`` if it is known, for otherwise they measure it.
 
@@ -76,14 +46,14 @@ def answer(
 
     Importance is the standard deviation of the loss along the slice through the best point, over the values that the
     trials tried, as a share of all values': fANOVA's first order, on the surrogate in the place of a forest. Optuna's
-    own (PED-ANOVA) is given beside it and not mixed in: with as many values as trials it follows the truth hardly at
-    all (docs/search.md).
+    own (PED-ANOVA), ``optunas`` of points (n, D) and losses (n,), is given beside it and not mixed in: with as many
+    values as trials it follows the truth hardly at all (docs/search.md).
     """
     seen = _look(trials, dimensions, noise)
     paths = [d.path for d in dimensions]
     if not np.isfinite(seen.losses).any():
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
-        return Answer(None, {}, seen.noise, seen.degrees, (), None, None, None, advice=advice)
+        return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice)
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
     said = confirm(seen.trials, paths, seen.noise or 0.0) if over else None
     point = seen.region.predicted if said is None else np.array(said.point)
@@ -93,16 +63,16 @@ def answer(
         best = _best(seen, said.point, said.losses, said.fresh)
         fewest, near = _fewest_measured(seen, said.point, best)
     return Answer(
-        best,
-        dict(zip(paths, point.tolist(), strict=True)),
-        seen.noise,
-        seen.degrees,
-        _coordinates(seen, dimensions, point),
-        fewest,
-        dict(zip(paths, near.tolist(), strict=True)),
-        _cost(seen, near, point)[0],
-        tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
-        said.gain if said is not None else None,
+        best=best,
+        octaves=dict(zip(paths, point.tolist(), strict=True)),
+        noise_floor=seen.noise,
+        noise_runs=seen.degrees,
+        coordinates=_coordinates(seen, dimensions, point, optunas(seen.points, seen.losses)),
+        fewest=fewest,
+        fewest_octaves=dict(zip(paths, near.tolist(), strict=True)),
+        fewest_cost=_cost(seen, near, point)[0],
+        idle=tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
+        gain=said.gain if said is not None else None,
         dimensions=tuple(dimensions),
     )
 
@@ -111,7 +81,7 @@ def answer(
 class _Seen:
     """The trials with a result, in the order of their results."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[StudyTrial, ...]
     points: Array  # (n, D), octaves
     losses: Array  # (n,), infinite for a divergence
     region: Region
@@ -124,26 +94,15 @@ class _Seen:
         return self.region.surrogate.noise if self.noise is None else self.noise
 
 
-def _look(trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None) -> _Seen:
+def _look(trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], noise: float | None) -> _Seen:
     ended = [trial for trial in trials if trial.state in {"complete", "diverged", "stopped"} and trial.octaves]
     ended.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     losses = [math.inf if trial.state == "diverged" or trial.loss is None else trial.loss for trial in ended]
-    points = [[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in ended]
     measured, degrees = between(ended, [d.path for d in dimensions], noise)
-    now = region(
-        np.array(points).reshape(-1, len(dimensions)),
-        np.array(losses),
-        np.array([d.low for d in dimensions]),
-        np.array([d.high for d in dimensions]),
-        measured or 0.0,
-        scale=np.array([d.scale for d in dimensions]),
-        levels=np.array([len(d.levels) for d in dimensions]),
-        near=(np.array([d.box[0] for d in dimensions]), np.array([d.box[1] for d in dimensions])),
-        rates=learning_rates([d.path for d in dimensions]),
-    )
-    return _Seen(
-        tuple(ended), np.array(points).reshape(-1, len(dimensions)), np.array(losses), now, measured, degrees
-    )
+    points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in ended])
+    points, results = points.reshape(-1, len(dimensions)), np.array(losses)
+    now = Axes.of(dimensions).region(points, results, measured or 0.0)
+    return _Seen(tuple(ended), points, results, now, measured, degrees)
 
 
 def _rerun(seen: _Seen) -> dict[Point, Losses]:
@@ -180,11 +139,10 @@ def _best(seen: _Seen, point: Point, losses: Sequence[float], fresh: int) -> Bes
     return Best(number, statistics.fmean(losses), around, fresh, len(losses))
 
 
-def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array) -> tuple[Coordinate, ...]:
+def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array, theirs: Array) -> tuple[Coordinate, ...]:
     tried = seen.points[np.isfinite(seen.losses)].T
     spread = seen.region.along(best, tried)[0].std(1)
     shares = spread / (spread.sum() or 1.0)
-    theirs = ped_anova(seen.points, seen.losses)
     gains, doubts = (part[:, 0] for part in seen.region.along(best, np.zeros((len(best), 1))))
     scale, low, high = seen.region.features.scale[:, None], seen.region.low[:, None], seen.region.high[:, None]
     around = best[:, None] + scale * np.arange(-WIDE, WIDE + FINE / 2, FINE)
@@ -246,7 +204,7 @@ def _risks(seen: _Seen, best: Array, x: Array) -> Array:
 
 
 def finalists(
-    trials: Sequence[Trial], dimensions: Sequence[Dimension], noise: float | None, *, by_surrogate: bool = True
+    trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], noise: float | None, *, by_surrogate: bool = True
 ) -> list[dict[str, float]]:
     """The points to be run again with fresh seeds, in octaves by path, the likeliest first; as many as one can pay.
 
@@ -302,7 +260,7 @@ def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
     return float(here - there), float(seen.region.deviation(x[None], best)[0])
 
 
-def front(trials: Sequence[Trial]) -> tuple[Front, ...]:
+def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Loss against cost: the points and durations at which nothing cheaper has a lower loss, the cheapest first.
 
     A branch at ``tokens`` of a run costs its share of the run's FLOPs by tokens, as if it had been trained alone: a

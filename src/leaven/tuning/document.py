@@ -1,0 +1,216 @@
+"""The document of a study: what study.json holds, and what screens and reports are made of. No torch, no optuna.
+
+An :class:`Answer` is what the trials say; a :class:`StudyDocument` is that with the trials themselves. Losses and
+noise are in nats per token. Points of a search are numbers by path, 0 at the start, in the unit of their dimension.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from leaven.training.outcome import Curve
+
+UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One searched value: where the search starts, how far it may go, and in which unit.
+
+    In the unit ``octave`` a value doubles from one whole number to the next, in ``tenth`` it grows by 0.1, and a
+    ``choice`` has the number of one of its ``levels``.
+    """
+
+    path: str  # of the recipe, dotted; a point of a depth profile is hyperparameters.depth.lr[2]
+    centre: float | str  # the value in the recipe that the search started from
+    low: float  # how far it may go, at most 0
+    high: float
+    scale: float = 1.0  # how far away an optimum typically is
+    unit: str = "octave"  # octave | tenth | choice
+    levels: tuple[str, ...] = ()  # of a choice, the recipe's own first
+    near: tuple[float, float] | None = None  # the box in which a search begins; low and high if None
+    ends: tuple[str, str] = ("the end of the space",) * 2  # what low and high are; empty where nothing lies beyond
+
+    @property
+    def box(self) -> tuple[float, float]:
+        return self.near or (self.low, self.high)
+
+    def change(self, to: float, origin: float = 0.0) -> str:
+        """What moving from ``origin`` to ``to`` does: ``x0.29``, ``+0.05``, or the level that it is then."""
+        if self.unit == "choice":
+            return self.levels[round(to)] if self.levels else f"{to:g}"
+        if self.unit == "tenth":
+            return f"{(to - origin) / 10:+.3g}"
+        times = 2.0 ** (to - origin)
+        return f"x{times:.2f}" if times >= 0.1 else f"x{times:.3g}"
+
+
+@dataclass(frozen=True)
+class StudyTrial:
+    """One run of a study."""
+
+    number: int
+    state: str  # complete | diverged | stopped | failed | running | waiting (given back or lost, to be run again)
+    loss: float | None  # of a stopped trial, the expected loss
+    values: dict[str, int | float | str]  # by path, as the recipe has them
+    seconds: float | None
+    tokens_per_second: float | None
+    octaves: dict[str, float] | None = None  # by path, from the start
+    purpose: str = "search"  # search | noise (other seeds of the start) | rerun (fresh seeds of the best few)
+    confirms: bool = False  # a rerun of what reruns chose, which had no part in choosing it
+    seed: int = 0  # offset from the recipe's; all trials of a search share one, and with it init and data order
+    tokens: int = 0
+    flops: float = 0.0
+    curve: Curve = ()  # training loss
+    branches: Curve = ()  # validation loss at the end of each duration, where durations are compared
+    worker: str | None = None  # host:pid
+    ended: float | None = None  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Best:
+    """A point that was measured: its mean loss with a 95% interval."""
+
+    number: int  # of the first trial at this point
+    loss: float
+    interval: tuple[float, float]
+    fresh: int = 0  # how many of its runs did not choose it; 0: all did, and the loss is too low
+    runs: int = 1  # that the loss is the mean of
+
+
+@dataclass(frozen=True)
+class SlicePoint:
+    """The surrogate along one value through the best point."""
+
+    octaves: float
+    loss: float  # difference from the best point
+    deviation: float  # standard deviation of that
+    risk: float  # chance of divergence
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """What a search found out about one value."""
+
+    path: str
+    best: float  # octaves from the start
+    flat: tuple[float, float]  # octaves between which the loss stays within the noise of the best
+    gain: float  # that moving it from the start to the best brought, all else at the best
+    importance: float  # share, of 1, of how much the loss varies along the slice over the values that were tried
+    worth: bool  # whether tuning it paid: the gain is above the noise
+    slice: tuple[SlicePoint, ...] = ()
+    gain_deviation: float = 0.0  # standard deviation of the gain
+    at_end: bool = False  # the best is as far as the search may go: the optimum may lie beyond
+    end: str = ""  # what is there: a bound with its reason, or the recipe's [tuning.octaves]
+    optuna_importance: float = 0.0  # share, of 1, by PED-ANOVA: what the best tenth of the trials have in common
+
+
+@dataclass(frozen=True)
+class Front:
+    """Loss against cost: a duration at which no cheaper trial has a lower loss."""
+
+    number: int  # of the trial
+    tokens: int
+    flops: float
+    loss: float
+
+
+class Answer(BaseModel):
+    """What the trials of a search say."""
+
+    model_config = ConfigDict(frozen=True)
+
+    best: Best | None = None  # of the points run with fresh seeds; None as long as there are none
+    octaves: dict[str, float] = {}  # that point; without it, the one that all trials together predict to be best
+    noise_floor: float | None = None  # standard deviation between runs of one point
+    noise_runs: int = 0  # degrees of freedom of the noise: runs less points; 10^6 where the noise was given
+    coordinates: tuple[Coordinate, ...] = ()  # the most important first
+    fewest: Best | None = None  # of the points equal to the best within noise, the nearest to the start, if run again
+    fewest_octaves: dict[str, float] | None = None  # where it is, or would be
+    fewest_cost: float | None = None  # its expected loss less that of the best
+    # Paths that were not worth tuning: all at the start, they cost less than the noise together. Where that would be
+    # all there are, the best is the start or the trials are too few to tell, and it is empty.
+    idle: tuple[str, ...] = ()
+    gain: float | None = None  # how far the best is below the start, by runs that did not choose it
+    advice: str = ""  # where everything diverged: what to lower
+    dimensions: tuple[Dimension, ...] = ()  # what was searched
+
+    @property
+    def fewer(self) -> dict[str, float] | None:
+        """The point with the fewest changes, if it was measured and is not the best itself."""
+        return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
+
+    def dimension(self, path: str) -> Dimension:
+        return next(dimension for dimension in self.dimensions if dimension.path == path)
+
+
+class TuneSummary(BaseModel):
+    """What ``leaven tune --json`` prints."""
+
+    class Winner(BaseModel):
+        loss: float
+        interval: tuple[float, float]  # of 95%
+        recipe: str  # path of best.toml
+
+    best: Winner | None
+    trials: int  # that have ended
+    failed: int  # of these, diverged or failed
+    noise_floor: float | None
+    next: list[str] = []  # commands to go on with
+
+
+class StudyDocument(Answer):
+    """A study as it stands. It has a ``best`` once a command has seen the search to its end."""
+
+    version: int = 1
+    name: str
+    method: str
+    space: tuple[str, ...]  # recipe paths that vary
+    trials: tuple[StudyTrial, ...]
+    radius: float | None = None  # octaves, of the trust region
+    stalled: bool = False  # the search stopped before its budget was used: rounds had gained less than the noise
+    durations: tuple[int, ...] = ()  # in tokens, that each trial compared
+    front: tuple[Front, ...] = ()
+
+    @property
+    def ended(self) -> int:
+        """The trials that ``leaven tune --trials`` counts."""
+        return sum(trial.state not in UNDER_WAY for trial in self.trials)
+
+    def summary(self, recipe: Path) -> TuneSummary:
+        """What ``leaven tune --json`` prints; the best recipe is in the file ``recipe``."""
+        best = self.best
+        return TuneSummary(
+            best=best and TuneSummary.Winner(loss=best.loss, interval=best.interval, recipe=str(recipe)),
+            trials=self.ended,
+            failed=sum(trial.state in {"diverged", "failed"} for trial in self.trials),
+            noise_floor=self.noise_floor,
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, document: Any) -> Any:
+        """JSON has no infinities: a trial that diverged has no loss, and such a point of a curve is left out."""
+        if not isinstance(document, dict):
+            return document
+        found = dict(document)
+        for name in ("best", "fewest"):
+            if isinstance(found.get(name), dict) and None in (found[name].get("interval") or (None,)):
+                found[name] = found[name] | {"interval": (-math.inf, math.inf)}
+        if isinstance(found.get("trials"), list):
+            found["trials"] = [_without_infinities(trial) for trial in found["trials"]]
+        return found
+
+
+def _without_infinities(trial: Any) -> Any:
+    if not isinstance(trial, dict):
+        return trial
+
+    def known(loss: Any) -> bool:
+        return not isinstance(loss, float) or math.isfinite(loss)
+
+    curve = [point for point in trial.get("curve", ()) if point[-1] is not None and known(point[-1])]
+    return trial | {"loss": trial.get("loss") if known(trial.get("loss")) else None, "curve": curve}

@@ -1,0 +1,232 @@
+"""A search over any Python function: `from leaven.tuning import search`. Needs no torch.
+
+All runs are trials of one Optuna study: those that measure the noise, the search, and those that confirm the best
+few. What to do next follows from the trials in the store (``plan.py``), each run is counted once (``trial_log.py``),
+and what a dead command left is taken over (``leases.py``). So any number of commands on any machines work on one
+study, and to resume is the same as to start.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optuna
+from optuna.storages import BaseStorage
+
+from leaven.recipe.errors import InputError
+from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.service.agreement import agree, begin, check_name
+from leaven.tuning.service.budget import Budget
+from leaven.tuning.service.interface import Found, Watch
+from leaven.tuning.service.leases import Leases
+from leaven.tuning.service.loop import HUGE, Objective, SearchLoop
+from leaven.tuning.service.plan import Plan, first
+from leaven.tuning.service.samplers import check_method, sampler
+from leaven.tuning.service.stores import open_store
+
+
+def search(  # noqa: PLR0917 - in the order in which one thinks of them
+    objective: Objective,
+    space: Mapping[str, tuple[float, float] | range],
+    start: Mapping[str, float] | None = None,
+    trials: int | None = 100,
+    method: str = "trust-region",
+    seed: int = 0,
+    workers: int = 1,
+    *,
+    scales: Mapping[str, float] | None = None,
+    near: Mapping[str, tuple[float, float]] | None = None,
+    flops: float | None = None,
+    hours: float | None = None,
+    run_flops: float | None = None,
+    noise: float | None = None,
+    stop_at_noise: bool = True,
+    storage: BaseStorage | Path | str | None = None,
+    name: str = "leaven",
+    stop: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
+    lease_seconds: float = 60.0,
+) -> Found:
+    """Search for the lowest value of ``objective`` in ``trials`` runs of it, reruns included.
+
+        found = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
+        found.params["lr"], found.interval
+
+    The first runs are at the start, three of them to measure the noise where it is not given. The last are reruns
+    of the best few, which alone decide between them. Optuna's dashboard sees an ordinary study.
+
+    Args:
+        objective: takes log2 multipliers by name (a :class:`leaven.tuning.service.interface.Proposal`) and gives a
+            loss, or an :class:`leaven.training.outcome.Outcome`; infinite, nan or beyond +-1e50 is a divergence. With
+            ``workers`` it is called from so many threads.
+        space: the lowest and the highest log2 multiplier by name, within -1000 and 1000; ``range(n)`` for a choice of
+            n levels, which the objective gets by its number. As long as every run diverges, those that are called
+            ``lr``, or end in ``.lr``, are lowered.
+        start: log2 multipliers that are right as far as one knows; 0 for those that are not given.
+        trials: None where ``flops`` or ``hours`` are the budget, of which, as of ``run_flops``, see
+            :class:`leaven.tuning.service.budget.Budget`.
+        method: one of ``leaven.tuning.service.samplers.METHODS``.
+        scales: how many octaves from the start an optimum typically is; 1 for those that are not given.
+        near: the box in which a search begins, in octaves from the start; the whole space for those that are not
+            given. All methods but ``grid`` extend it while the best lie at its end.
+        noise: the standard deviation of the loss between runs of one point, if it is known.
+        stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
+        storage: an Optuna storage, its URL, or the file of a journal; in memory without. The same call goes on with
+            what is there, also while others of it run.
+        name: of the study in its storage.
+        stop: asked now and then; once it says so, nothing new is begun, and the answer is of what there is.
+        watch: is told of runs as this call begins and ends them, from its own thread.
+        lease_seconds: for how long another machine's process may be silent before its runs are taken over.
+
+    Raises:
+        InputError: if an argument is not what it should be, or the stored study is of another space, method, seed or
+            noise; or if the objective gives no loss.
+        NothingFound: if every run diverged, or none ended.
+        StoreGone: if the storage went away and did not come back.
+    """
+    check_method(method)
+    check_name(name)
+    check(objective=objective, space=space, start=start, scales=scales, near=near)
+    check(trials=trials, flops=flops, hours=hours)
+    check(run_flops=run_flops, noise=noise, seed=seed, workers=workers, lease_seconds=lease_seconds)
+    axes = _axes(space, start or {}, scales or {}, near or {})
+    budget = Budget(trials, flops, hours, run_flops)
+    first(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    store, here, what = open_store(storage), about(method, axes, seed, noise), f"the stored study {name}"
+    study, there = begin(store, name, sampler(method, axes, seed, noise), here, what)
+    agree(there, here, what, "give it another name")
+    plan = Plan(study, axes, method, budget, noise, stop_at_noise)
+    with Leases(store, store.get_study_id_from_name(name), lease_seconds) as leases:
+        loop = SearchLoop(plan, store, leases, objective, workers, stop, watch)
+        return plan.found(loop.run(), time.time(), stop())
+
+
+def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
+    """What a search is of, for all commands to agree on."""
+
+    space = {
+        name: ["choice", len(limits), axes.start[name]] if isinstance(limits, range) else [*limits, axes.start[name]]
+        for name, limits in axes.limits.items()
+    }
+    near = {"near": {name: list(both) for name, both in axes.near.items()}} if axes.near else {}
+    return {
+        "method": method,
+        "space": space,
+        "scales": dict(zip(axes.limits, axes.scale.tolist(), strict=True)),
+        "seed": int(seed),
+        "noise": None if noise is None else float(noise),
+        **near,
+    }
+
+
+OCTAVES = 1000  # to either side: 2 to the power of 1024 is no number any more
+FINEST = 1e-9  # octaves of a step, of which there are then 2e12 at most
+
+
+class _Wanted(NamedTuple):
+    kind: Any
+    fits: Callable[[Any], bool]
+    said: str
+
+
+def _whole(least: int) -> _Wanted:
+    return _Wanted(Integral, lambda n: least <= n <= sys.float_info.max, f"give a whole number, at least {least}")
+
+
+def _number(low: float, high: float) -> _Wanted:
+    return _Wanted(Real, lambda x: low <= x <= high, f"give a number from {low:g} to {high:g}")
+
+
+# An int may be beyond all floats, and is not infinite.
+_ABOVE_0 = _Wanted(Real, lambda x: 0 < x <= sys.float_info.max, "give a number above 0, and finite")
+_BY_NAME = _Wanted(Mapping, lambda given: True, "give a number by name, as in {'lr': 0.5}")
+_LIMITS = f"the lowest and the highest log2 multiplier, within {-OCTAVES} and {OCTAVES}"
+_CHOICE = "a range(n) for a choice of n"
+
+ARGUMENTS = {
+    "objective": _Wanted(Callable, lambda given: True, "give a function, which takes log2 multipliers by name"),
+    "space": _Wanted(Mapping, bool, f"give names, each with {_LIMITS}, as in {{'lr': (-3, 3)}}, or {_CHOICE}"),
+    "start": _BY_NAME,
+    "scales": _BY_NAME,
+    "near": _BY_NAME,
+    "trials": _whole(1),
+    "seed": _whole(0),
+    "workers": _whole(1),
+    "flops": _ABOVE_0,
+    "hours": _ABOVE_0,
+    "run_flops": _ABOVE_0,
+    "noise": _Wanted(Real, lambda x: x == 0 or 1 / HUGE <= x <= HUGE, f"give 0, or from {1 / HUGE:g} to {HUGE:g}"),
+    "lease_seconds": _ABOVE_0,
+}
+OPTIONAL = {"start", "scales", "near", "trials", "flops", "hours", "run_flops", "noise"}  # may be None
+
+
+def check(**given: object) -> None:
+    """Refuse arguments that are not what ``ARGUMENTS`` says.
+
+    Raises:
+        InputError: ``trials = '8': give a whole number, at least 1``.
+    """
+    for name, value in given.items():
+        if value is not None or name not in OPTIONAL:
+            _check(name, value, ARGUMENTS[name])
+
+
+def _check(what: str, value: object, wanted: _Wanted) -> None:
+    if not (isinstance(value, wanted.kind) and wanted.fits(value)):
+        raise InputError(f"{what} = {value!r:.60}: {wanted.said}")
+
+
+def _axes(
+    space: Mapping[str, Any], start: Mapping[str, Any], scales: Mapping[str, Any], near: Mapping[str, Any]
+) -> Axes:
+    """The axes of a search.
+
+    Raises:
+        InputError: if limits, a start or a scale are wrong, or of a name that is not in the space.
+    """
+    limits = {name: _limits(name, both) for name, both in space.items()}
+    for what, named in (("start", start), ("scale", scales), ("near", near)):
+        for name in named:
+            if name not in limits:
+                raise InputError(f"{what} of {name}: it is not in the space, which has {', '.join(limits)}")
+    for name in near:
+        if isinstance(limits[name], range):
+            raise InputError(f"near of {name}: a choice has no box; leave it out")
+    begin = {name: start.get(name, 0.0) for name in limits}
+    for name, at in begin.items():
+        both = limits[name]
+        _check(f"start of {name}", at, _level(both) if isinstance(both, range) else _number(*both))
+    for name, scale in scales.items():
+        _check(f"scale of {name}", scale, _number(FINEST, OCTAVES))
+    return Axes(
+        limits,
+        {name: float(scale) for name, scale in scales.items()},
+        {name: _limits(name, both, "near") for name, both in near.items()},
+        {name: float(at) for name, at in begin.items()},
+    )
+
+
+def _level(levels: range) -> _Wanted:
+    return _Wanted(Real, lambda x: x in levels, f"give one of its levels, 0 to {len(levels) - 1}")
+
+
+def _limits(name: object, both: Any, what: str = "space") -> Any:
+    if not isinstance(name, str):
+        raise InputError(f"space of {name!r}: its name is text")
+    if isinstance(both, range):
+        if both.start or both.step != 1 or len(both) < 2:
+            raise InputError(f"{what} of {name} = {both}: give range(n) with at least 2 levels")
+        return both
+    try:
+        low, high = both
+    except (TypeError, ValueError):  # not two of anything
+        low = high = math.nan
+    if not (all(isinstance(end, Real) for end in (low, high)) and -OCTAVES <= low < high <= OCTAVES):
+        raise InputError(f"{what} of {name} = {both!r:.60}: give {_LIMITS}, as in (-3, 3), or {_CHOICE}")
+    return float(low), float(high)
