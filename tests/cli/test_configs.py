@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.interop.configs.recipes import LLAMA
 
-from leaven.interop.configs.targets import TARGETS
+from leaven.interop.configs.export import TARGETS
 from leaven.recipe.files import read_recipe
 
 Verb = Callable[..., tuple[int, str, str]]

@@ -94,13 +94,14 @@ def config(
 
     What the target cannot express is listed, and nothing written, unless --lossy.
     """
-    from leaven.interop.configs.targets import require_free, target, write
+    from leaven.interop.configs.export import default_path, require_free, target, write
+    from leaven.interop.configs.export import export as export_recipe
 
-    chosen = target(to)
+    target(to)  # refuse an unknown one before anything is read
     read = load(recipe, overrides)
-    path = output or Path(chosen.path(read.name))
+    path = output or Path(default_path(to, read.name))
     require_free(path)
-    export = chosen.export(read)
+    export = export_recipe(to, read)
     if export.losses and not lossy:
         for loss in export.losses:
             errors.print(Text.assemble(("lost: ", "bold yellow"), loss.text))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.conftest import TINY
 from tests.interop.configs.recipes import FAMILIES, megatron_like
 
-from leaven.interop.configs import from_megatron, from_transformers, megatron, targets, transformers
+from leaven.interop.configs import from_megatron, from_transformers
+from leaven.interop.configs.export import export, write
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
@@ -237,7 +238,7 @@ def test_out_to_megatron_and_back(values: dict[str, Any], family: str, decay: st
     steps = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 1_000}
     more = {"schedule.decay": decay} | ({"batch.ramp": steps} if ramp else {})
     recipe = megatron_like(base().replace(FAMILIES[family] | values | more))
-    exported = megatron.export(recipe)
+    exported = export("megatron", recipe)
     assert exported.losses == ()
     found = from_megatron.read(exported.files[""], "args.sh", "tiny").recipe
     assert_same(recipe, found, {"batch.ramp", "batch.stages"})
@@ -259,10 +260,10 @@ def test_out_to_transformers_and_back(tmp_path_factory: Any, values: dict[str, A
         more["schedule.min_lr_ratio"] = 0.0
         more["data.tokens"] = 40 * 256
     recipe = base().replace(FAMILIES[family] | values | more)
-    exported = transformers.export(recipe)
+    exported = export("transformers", recipe)
     assert exported.losses == ()
     folder = tmp_path_factory.mktemp("hf") / "out"
-    targets.write(exported, folder)
+    write(exported, folder)
     found = from_transformers.read(folder, "tiny")
     skip = {"schedule.min_lr_ratio"} if decay == "constant" else set()
     assert_same(recipe, found.recipe, skip)
@@ -281,8 +282,8 @@ LAYOUTS = [
 def test_no_layout_changes_batch_or_tokens_on_the_way_back(tmp_path: Path, layout: dict[str, Any]) -> None:
     recipe = base().replace(layout | {"data.tokens": 300 * 256, "data.seed": 1})
     alike = megatron_like(recipe)
-    targets.write(transformers.export(recipe), tmp_path / "hf")
-    script = megatron.export(alike).files[""]
+    write(export("transformers", recipe), tmp_path / "hf")
+    script = export("megatron", alike).files[""]
     imported = from_transformers.read(tmp_path / "hf", "tiny").recipe
     scripted = from_megatron.read(script, "args.sh", "tiny", recipe.layout.ranks).recipe
     for found, ours in ((imported, recipe), (scripted, alike)):

@@ -8,8 +8,8 @@ import pytest
 from tests.interop.configs.recipes import FAMILIES, NEOX, PER_MODULE, megatron_like, transferred
 
 from leaven.interop.configs import flags as f
-from leaven.interop.configs.megatron import export
-from leaven.interop.configs.vocabulary import Loss
+from leaven.interop.configs.compare import Loss
+from leaven.interop.configs.export import export
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
@@ -41,7 +41,7 @@ FLAGS: dict[str, Any] = {
 def flags_of(recipe: Recipe) -> dict[str, Any]:
     """As argparse would read them, by the table above."""
     read = {}
-    for name, words in f.parse(export(recipe).files[""], "args").values.items():
+    for name, words in f.parse(export("megatron", recipe).files[""], "args").values.items():
         kind = FLAGS[name]
         if kind is None:
             assert words == []
@@ -77,7 +77,7 @@ def test_every_flag_is_one_of_megatrons(tiny: Recipe, family: str, more: dict[st
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "neox"])
 def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) -> None:
     recipe = megatron_like(tiny.replace(FAMILIES[family]))
-    assert export(recipe).losses == ()
+    assert export("megatron", recipe).losses == ()
     flags = flags_of(recipe)
     shape = recipe.model
     assert (flags["lr"], flags["init-method-std"], flags["weight-decay"]) == (0.01, 0.1, 0.1)
@@ -89,12 +89,12 @@ def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) ->
 
 
 def test_what_is_lost_has_key_value_and_reason(tiny: Recipe) -> None:
-    losses = export(tiny.replace(PER_MODULE)).losses
+    losses = export("megatron", tiny.replace(PER_MODULE)).losses
     texts = "\n".join(loss.text for loss in losses)
     assert "lr of attention.query = 0.005 .. 0.0075: would be" in texts
     assert "one --adam-beta2" in texts
     assert all(loss.key and loss.why for loss in losses)
-    by_name = {name: export(tiny.replace(change)).losses for name, change in LOST.items()}
+    by_name = {name: export("megatron", tiny.replace(change)).losses for name, change in LOST.items()}
     for name, found in by_name.items():
         assert name in keys(found), name
 
@@ -117,17 +117,17 @@ def test_embedding_and_output_together_may_have_an_lr_of_their_own(tiny: Recipe)
     recipe = megatron_like(tiny)
     modules = {name: each.model_dump() for name, each in recipe.hyperparameters.modules.items()}
     recipe = recipe.replace({"hyperparameters.modules": modules | both})
-    assert export(recipe).losses == ()
+    assert export("megatron", recipe).losses == ()
     flags = flags_of(recipe)
     assert (flags["decoupled-lr"], flags["decoupled-min-lr"], flags["lr"]) == (0.04, 0.004, 0.01)
     one = recipe.replace({"hyperparameters.modules": modules | {"embedding": {"lr": 4.0}}})
-    assert keys(export(one).losses) == ["lr of embedding"]
+    assert keys(export("megatron", one).losses) == ["lr of embedding"]
 
 
 def test_a_ramp_is_what_a_current_megatron_reads(tiny: Recipe) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
     recipe = megatron_like(tiny.replace({"batch.ramp": ramp}))
-    exported = export(recipe)
+    exported = export("megatron", recipe)
     assert exported.losses == ()
     assert any("ignores it" in note and "pull request 4411" in note for note in exported.notes)
     stages = [tuple(map(int, each.split(":"))) for each in flags_of(recipe)["step-batch-size-schedule"].split()]
@@ -145,9 +145,9 @@ def test_a_ramp_is_what_a_current_megatron_reads(tiny: Recipe) -> None:
 def test_a_ramp_that_moves_the_values_loses_that(tiny: Recipe) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
     recipe = megatron_like(tiny.replace({"batch.ramp": ramp, "scaling.rule": "complete-d-p"}))
-    assert "batch.ramp.rule" not in keys(export(recipe).losses)
+    assert "batch.ramp.rule" not in keys(export("megatron", recipe).losses)
     scaled = recipe.replace({"batch.ramp.rule": "scaled", "scaling.rule": "complete-d-p"})
-    assert "batch.ramp.rule" in keys(export(scaled).losses)
+    assert "batch.ramp.rule" in keys(export("megatron", scaled).losses)
 
 
 def test_mup_is_written_where_it_loses_less(tiny: Recipe) -> None:
@@ -161,7 +161,7 @@ def test_mup_is_written_where_it_loses_less(tiny: Recipe) -> None:
     assert flags["init-method-std"] == pytest.approx(0.1)
     table = resolve(recipe)
     assert table["layers.0.mlp.in.weight"].lr == pytest.approx(0.01 / 4)
-    assert {key.split(" of ")[0] for key in keys(export(recipe).losses)} <= {
+    assert {key.split(" of ")[0] for key in keys(export("megatron", recipe).losses)} <= {
         "eps",
         "weight_decay",
         "hyperparameters.grad_clip",  # the readout has a multiplier there
@@ -170,7 +170,7 @@ def test_mup_is_written_where_it_loses_less(tiny: Recipe) -> None:
 
 def test_gelu_is_the_tanh_form_only_with_biases(tiny: Recipe) -> None:
     without = tiny.replace(NEOX | {"model.bias": False})
-    assert "model.activation" in keys(export(without).losses)
+    assert "model.activation" in keys(export("megatron", without).losses)
     assert "no-bias-gelu-fusion" in flags_of(without)
 
 
@@ -185,7 +185,7 @@ def test_the_schema_is_of_the_installed_megatron_core_where_there_is_one() -> No
 
 
 def test_seed_0_is_one_that_megatron_takes(tiny: Recipe) -> None:
-    exported = export(tiny)
+    exported = export("megatron", tiny)
     assert flags_of(tiny)["seed"] == 1234
     assert any("--seed 1234 is data.seed = 0" in note for note in exported.notes)
     assert flags_of(tiny.replace({"data.seed": 7}))["seed"] == 7
@@ -196,13 +196,13 @@ def test_a_start_in_four_digits_is_the_same_and_what_differs_looks_different(tin
         ends = {"init_std": relative / (2 * tiny.model.n_layers) ** 0.5}
         return tiny.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
 
-    near = export(starting(1.0003))
+    near = export("megatron", starting(1.0003))
     assert near.losses == ()
     assert "init_std of attention.out, mlp.out is the recipe's within 0.1%" in near.notes
-    assert not any("within 0.1%" in note for note in export(starting(1)).notes)
-    (loss,) = export(starting(1.002)).losses
+    assert not any("within 0.1%" in note for note in export("megatron", starting(1)).notes)
+    (loss,) = export("megatron", starting(1.002)).losses
     assert loss.text.startswith("init_std of attention.out, mlp.out = 0.0501: would be 0.05:")
     # Values that agree in four digits are told with more.
-    (lr,) = [loss for loss in export(tiny.replace({"hyperparameters.modules": {"mlp.in": {"lr": 1.00001}}})).losses
-             if loss.key.startswith("lr of")]  # fmt: skip
+    near = tiny.replace({"hyperparameters.modules": {"mlp.in": {"lr": 1.00001}}})
+    (lr,) = (loss for loss in export("megatron", near).losses if loss.key.startswith("lr of"))
     assert lr.text.startswith("lr of mlp.in = 0.0100001: would be 0.01:")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 
-from leaven.interop.configs import deepspeed, litgpt, megatron, targets, torchtitan, transformers
+from leaven.interop.configs.export import export, write
+from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
@@ -22,7 +23,7 @@ def test_training_arguments_are_made(tiny: Recipe, tmp_path: Path, decay: str) -
     pytest.importorskip("accelerate")
     from transformers import HfArgumentParser, TrainingArguments
 
-    targets.write(transformers.export(tiny.replace({"schedule.decay": decay})), tmp_path / "out")
+    write(export("transformers", tiny.replace({"schedule.decay": decay})), tmp_path / "out")
     said = json.loads((tmp_path / "out" / "training_args.json").read_text())
     (arguments,) = HfArgumentParser(TrainingArguments).parse_dict(said | {"use_cpu": True})  # type: ignore[arg-type]
     assert arguments.max_steps == tiny.steps
@@ -36,7 +37,7 @@ def test_training_arguments_are_made(tiny: Recipe, tmp_path: Path, decay: str) -
 )
 def test_deepspeed_reads_it(tiny: Recipe, changes: dict[str, Any]) -> None:
     config = pytest.importorskip("deepspeed.runtime.config")
-    read = config.DeepSpeedConfig(json.loads(deepspeed.export(tiny.replace(changes)).files[""]))
+    read = config.DeepSpeedConfig(json.loads(export("deepspeed", tiny.replace(changes)).files[""]))
     assert (read.train_batch_size, read.gradient_accumulation_steps) == (8, 8)
     assert read.optimizer_name == "adamw"
     assert read.optimizer_params["weight_decay"] == 0.1
@@ -49,7 +50,7 @@ def test_deepspeed_reads_it(tiny: Recipe, changes: dict[str, Any]) -> None:
 def test_deepspeeds_schedule_multiplies_each_groups_lr(tiny: Recipe, decay: str) -> None:
     schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
     recipe = tiny.replace({"schedule.decay": decay})
-    said = json.loads(deepspeed.export(recipe).files[""])["scheduler"]
+    said = json.loads(export("deepspeed", recipe).files[""])["scheduler"]
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (3.0, 0.5)]
     optimizer = torch.optim.AdamW(groups)
     scheduler = getattr(schedules, said["type"])(optimizer, **said["params"])
@@ -67,7 +68,7 @@ def test_litgpt_reads_it_and_has_our_parameters(tiny: Recipe, tmp_path: Path, fa
     from jsonargparse import ArgumentParser
 
     recipe = tiny.replace(FAMILIES[family] | {"model.dropout": 0.0})
-    (tmp_path / "x.yaml").write_text(litgpt.export(recipe).files[""])
+    (tmp_path / "x.yaml").write_text(export("litgpt", recipe).files[""])
     parser = ArgumentParser()
     parser.add_argument("--config", action="config")
     parser.add_function_arguments(pretrain.setup)
@@ -82,7 +83,7 @@ def test_litgpt_reads_it_and_has_our_parameters(tiny: Recipe, tmp_path: Path, fa
 
 
 def module_of(recipe: Recipe, folder: Path, name: str) -> Any:
-    (folder / f"{name}.py").write_text(torchtitan.export(recipe).files[""])
+    (folder / f"{name}.py").write_text(export("torchtitan", recipe).files[""])
     sys.path.insert(0, str(folder))
     try:
         return importlib.import_module(name)
@@ -104,7 +105,7 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
     pytest.importorskip("torchtitan.trainer")
     wide = {"model.vocab_size": 640, "model.d_head": 16, "model.d_model": 32, "model.d_ff": 128}
     recipe = tiny.replace(TITAN[name] | wide | {"data.documents": "isolated"})
-    assert torchtitan.export(recipe).losses == ()
+    assert export("torchtitan", recipe).losses == ()
     module = module_of(recipe, tmp_path, f"titan_{name}")
     config = module.tiny()
     torch.manual_seed(0)
@@ -116,7 +117,7 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
     groups = {id(each): group for one in optimizers for group in one.param_groups for each in group["params"]}
     named = dict(model.named_parameters())
     for row in resolve(recipe).rows:
-        place = torchtitan.NAMES[row.module]
+        place = TORCHTITAN_NAMES[row.module]
         parameter = named[f"{place}.weight" if row.layer is None else f"layers.{row.layer}.{place}.weight"]
         group = groups[id(parameter)]
         found = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
@@ -136,7 +137,7 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
 def test_torchtitan_starts_a_transferred_recipe_folded(tiny: Recipe, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.trainer")
     recipe = transferred(tiny.replace({"hyperparameters.grad_clip": 0.0, "data.documents": "isolated"}))
-    assert torchtitan.export(recipe).losses == ()
+    assert export("torchtitan", recipe).losses == ()
     torch.manual_seed(0)
     model = module_of(recipe, tmp_path, "titan_folded").tiny().model_spec.model.build()
     model.init_states()
@@ -184,4 +185,4 @@ def test_megatrons_init_is_what_is_compared_with(tiny: Recipe) -> None:
     made.embedding_init_method(tensors[2])
     stds = [float(tensor.std()) for tensor in tensors]
     assert stds == pytest.approx([0.1, 0.05, 0.1], rel=0.01)
-    assert [loss.value for loss in megatron.export(tiny).losses] == ["0.1"]  # and would be 0.05
+    assert [loss.value for loss in export("megatron", tiny).losses] == ["0.1"]  # and would be 0.05

@@ -13,8 +13,7 @@ import transformers
 from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, get_scheduler
 
-from leaven.interop.configs import targets
-from leaven.interop.configs.transformers import export, nearest
+from leaven.interop.configs.export import export, nearest_architecture, write
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
@@ -28,7 +27,7 @@ NAMES = {  # where a Llama or Qwen3 has our modules
 
 
 def written(recipe: Recipe, folder: Path) -> Path:
-    targets.write(export(recipe), folder)
+    write(export("transformers", recipe), folder)
     return folder
 
 
@@ -49,7 +48,7 @@ def test_the_model_has_our_parameters(tiny: Recipe, tmp_path: Path, family: str)
     recipe = tiny.replace(FAMILIES[family] | {"model.dropout": 0.0})
     model, _ = prepared(written(recipe, tmp_path / "out"))
     assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
-    assert export(recipe).losses == ()
+    assert export("transformers", recipe).losses == ()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -78,13 +77,13 @@ def test_groups_and_starts_are_the_tables(tiny: Recipe, tmp_path: Path, family: 
         assert parameter.shape == row.shape
         assert float(parameter.detach().std(unbiased=False)) == pytest.approx(row.init_std, rel=0.1), row.name
         assert float(parameter.detach().mean()) == pytest.approx(row.init_mean, abs=0.3 * row.init_std + 1e-9)
-    assert export(recipe).losses == ()
+    assert export("transformers", recipe).losses == ()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_multipliers_are_folded_into_start_lr_eps_and_decay(tiny: Recipe, tmp_path: Path, family: str) -> None:
     recipe = transferred(tiny.replace(FAMILIES[family] | {"hyperparameters.grad_clip": 0.0, "model.dropout": 0.0}))
-    table, exported = resolve(recipe), export(recipe)
+    table, exported = resolve(recipe), export("transformers", recipe)
     assert exported.losses == ()
     out = table["layers.3.attention.out.weight"]
     assert out.multiplier == pytest.approx(1 / 3)
@@ -94,7 +93,7 @@ def test_multipliers_are_folded_into_start_lr_eps_and_decay(tiny: Recipe, tmp_pa
     assert found["eps"] == pytest.approx(out.eps * 3)
     assert found["init_std"] == pytest.approx(out.init_std / 3)
     assert found["weight_decay"] * found["lr"] == pytest.approx(out.lr * out.weight_decay)
-    clipped = export(recipe.replace({"hyperparameters.grad_clip": 1.0}))
+    clipped = export("transformers", recipe.replace({"hyperparameters.grad_clip": 1.0}))
     assert [loss.key for loss in clipped.losses] == ["hyperparameters.grad_clip"]
     model, _ = prepared(written(recipe, tmp_path / "out"))
     assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
@@ -105,7 +104,9 @@ def test_parts_of_one_tensor_start_apart_and_lose_their_own_lr(tiny: Recipe, tmp
     query = {"hyperparameters.modules": {"attention.query": {"init_std": 20.0, "lr": 2.0}}}
     for family in ("gpt2", "neox"):
         recipe = tiny.replace(FAMILIES[family] | query | {"model.dropout": 0.0})
-        assert [loss.key for loss in export(recipe).losses] == ["lr of attention.key, attention.value"]
+        assert [loss.key for loss in export("transformers", recipe).losses] == [
+            "lr of attention.key, attention.value"
+        ]
         model, _ = prepared(written(recipe, tmp_path / family))
         if family == "gpt2":
             parts = model.transformer.h[0].attn.c_attn.weight.T.reshape(3, 16, 16)
@@ -129,7 +130,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_group_follows_the_recipes_schedule(tiny: Recipe, name: str) -> None:
     recipe = tiny.replace(PER_MODULE | SCHEDULES[name])
-    arguments = json.loads(export(recipe).files["training_args.json"])
+    arguments = json.loads(export("transformers", recipe).files["training_args.json"])
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [parameters[0]], "lr": 3.0}, {"params": [parameters[1]], "lr": 0.5}]
     optimizer = torch.optim.AdamW(groups, lr=arguments["learning_rate"])
@@ -152,7 +153,7 @@ def test_every_group_follows_the_recipes_schedule(tiny: Recipe, name: str) -> No
 @pytest.mark.parametrize("more", [{}, *SCHEDULES.values(), {"precision.compute": "bf16", "layout.recompute": "full"}])
 def test_training_arguments_are_those_of_the_class(tiny: Recipe, more: dict[str, Any]) -> None:
     """Names and types without making one, which needs accelerate; tests of targets make one."""
-    arguments = json.loads(export(tiny.replace(more)).files["training_args.json"])
+    arguments = json.loads(export("transformers", tiny.replace(more)).files["training_args.json"])
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     assert arguments.keys() <= fields.keys()
     scheduler = transformers.trainer_utils.SchedulerType(arguments["lr_scheduler_type"])
@@ -165,7 +166,7 @@ def test_training_arguments_are_those_of_the_class(tiny: Recipe, more: dict[str,
 
 def test_config_json_holds_what_is_lost_and_is_loaded(tiny: Recipe, tmp_path: Path) -> None:
     recipe = tiny.replace({"model.activation": "relu", "model.dropout": 0.1, "data.documents": "isolated"})
-    exported = export(recipe)
+    exported = export("transformers", recipe)
     keys = [loss.key for loss in exported.losses]
     assert {"model.activation", "data.documents"} <= set(keys)
     config = AutoConfig.from_pretrained(written(recipe, tmp_path / "out"))
@@ -175,7 +176,7 @@ def test_config_json_holds_what_is_lost_and_is_loaded(tiny: Recipe, tmp_path: Pa
 def test_biases_that_an_architecture_always_has_are_a_loss(tiny: Recipe, tmp_path: Path) -> None:
     """They could be zero in a checkpoint; a training moves them."""
     shape = tiny.replace(FAMILIES["gpt2"] | {"model.bias": False, "model.dropout": 0.0}).model
-    architecture, made, losses = nearest(shape)
+    architecture, made, losses = nearest_architecture(shape)
     assert (architecture.name, made.bias, [loss.key for loss in losses]) == ("GPT2LMHeadModel", True, ["model.bias"])
 
 

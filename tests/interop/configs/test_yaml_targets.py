@@ -10,8 +10,8 @@ import pytest
 import yaml
 from tests.interop.configs.recipes import FAMILIES, LLAMA, PER_MODULE, transferred
 
-from leaven.interop.configs import deepspeed, litgpt, nanotron, torchtitan
-from leaven.interop.configs.targets import TARGETS
+from leaven.interop.configs.export import TARGETS, export
+from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
@@ -99,17 +99,17 @@ MORE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("more", MORE)
 def test_keys_and_types_are_the_targets(tiny: Recipe, family: str, more: dict[str, Any]) -> None:
     recipe = tiny.replace(FAMILIES[family] | more)
-    fits(yaml.safe_load(nanotron.export(recipe).files[""]), NANOTRON)
-    fits(yaml.safe_load(litgpt.export(recipe).files[""]), LITGPT)
-    json.loads(deepspeed.export(recipe).files[""])
-    ast.parse(torchtitan.export(recipe).files[""])
+    fits(yaml.safe_load(export("nanotron", recipe).files[""]), NANOTRON)
+    fits(yaml.safe_load(export("litgpt", recipe).files[""]), LITGPT)
+    json.loads(export("deepspeed", recipe).files[""])
+    ast.parse(export("torchtitan", recipe).files[""])
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_is_lost_stands_in_the_file(tiny: Recipe, name: str) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
     lossy = PER_MODULE | {"batch.ramp": ramp, "hyperparameters.grad_clip": {"mode": "running", "limit": 1.0}}
-    exported = TARGETS[name].export(transferred(tiny.replace(lossy)))
+    exported = export(name, transferred(tiny.replace(lossy)))
     assert exported.losses
     everything = json.dumps(list(exported.files.values()))
     for loss in exported.losses:
@@ -121,25 +121,27 @@ def test_a_clip_is_lost_where_multipliers_are_folded_away(tiny: Recipe, name: st
     """Three times as deep as its base: a branch is multiplied by a third, and the gradient of its weights with it."""
     plain, deep = (tiny.replace(LLAMA), transferred(tiny.replace(LLAMA)))
     for recipe, lost in ((plain, False), (deep, True), (deep.replace({"hyperparameters.grad_clip": 0.0}), False)):
-        keys = {loss.key for loss in TARGETS[name].export(recipe).losses}
+        keys = {loss.key for loss in export(name, recipe).losses}
         assert ("hyperparameters.grad_clip" in keys) is lost
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_weights_to_start_from_are_lost_and_said(tiny: Recipe, name: str) -> None:
-    (loss,) = (each for each in TARGETS[name].export(tiny.replace({"start.weights": "wheat"})).losses
+    (loss,) = (each for each in export(name, tiny.replace({"start.weights": "wheat"})).losses
                if each.key == "start.weights")  # fmt: skip
     assert loss.value == "wheat"
 
 
 def test_nanotron_loses_nothing_of_a_plain_llama(tiny: Recipe) -> None:
     plain = tiny.replace(LLAMA)
-    assert nanotron.export(plain).losses == ()
+    assert export("nanotron", plain).losses == ()
     ends = {"init_std": 1 / math.sqrt(2 * plain.model.n_layers)}
     scaled = plain.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
     for recipe, method in ((plain, "NONE"), (scaled, "NUM_LAYERS")):
-        assert nanotron.export(recipe).losses == ()
-        assert yaml.safe_load(nanotron.export(recipe).files[""])["model"]["init_method"]["scaling_method"] == method
+        assert export("nanotron", recipe).losses == ()
+        assert (
+            yaml.safe_load(export("nanotron", recipe).files[""])["model"]["init_method"]["scaling_method"] == method
+        )
     for more, lost in (
         ({"model.qk_norm": True}, "model.qk_norm"),
         ({"hyperparameters.modules": {"embedding": {"lr": 2.0}}}, "lr of embedding"),
@@ -147,14 +149,14 @@ def test_nanotron_loses_nothing_of_a_plain_llama(tiny: Recipe) -> None:
         ({"precision.compute": "fp16"}, "precision.compute"),
         ({"hyperparameters.optimizer": "adam"}, "hyperparameters.optimizer"),
     ):
-        assert [loss.key for loss in nanotron.export(plain.replace(more)).losses] == [lost]
+        assert [loss.key for loss in export("nanotron", plain.replace(more)).losses] == [lost]
 
 
 def test_nanotrons_floor_and_phases_are_the_schedules(tiny: Recipe) -> None:
     """Its three phases (helpers.py), at the steps where they meet."""
     for decay in ("cosine", "linear", "wsd"):
         recipe = tiny.replace(LLAMA | {"schedule.decay": decay})
-        said = yaml.safe_load(nanotron.export(recipe).files[""])["optimizer"]["learning_rate_scheduler"]
+        said = yaml.safe_load(export("nanotron", recipe).files[""])["optimizer"]["learning_rate_scheduler"]
         assert said["lr_decay_starting_step"] + said["lr_decay_steps"] == recipe.steps
         half = said["lr_decay_starting_step"] + said["lr_decay_steps"] // 2
         progress = (half - said["lr_decay_starting_step"]) / said["lr_decay_steps"]
@@ -176,13 +178,13 @@ def test_litgpts_own_start_is_no_loss_where_it_is_the_recipes(tiny: Recipe) -> N
         "hyperparameters.modules": {"attention.out": ends, "mlp.out": ends},
         "hyperparameters.decay_norm_and_bias": True,
     }
-    assert litgpt.export(tiny.replace(start)).losses == ()
-    keys = [loss.key for loss in litgpt.export(tiny).losses]
+    assert export("litgpt", tiny.replace(start)).losses == ()
+    keys = [loss.key for loss in export("litgpt", tiny).losses]
     assert [key.split(" of ")[0] for key in keys] == ["init_std", "init_std", "weight_decay"]
 
 
 def test_deepspeed_is_told_what_it_would_guess_otherwise(tiny: Recipe) -> None:
-    exported = deepspeed.export(tiny.replace({"hyperparameters.optimizer": "adam", "layout.dp": 2}))
+    exported = export("deepspeed", tiny.replace({"hyperparameters.optimizer": "adam", "layout.dp": 2}))
     document = json.loads(exported.files[""])
     assert document["optimizer"] == {
         "type": "Adam",
@@ -197,13 +199,13 @@ def test_deepspeed_is_told_what_it_would_guess_otherwise(tiny: Recipe) -> None:
 def test_torchtitans_groups_claim_every_parameter_once(tiny: Recipe) -> None:
     """First match wins, as in its optimizer: by the patterns in the file, on the names of its models."""
     recipe = tiny.replace(PER_MODULE | {"model.n_layers": 3})
-    tree = ast.parse(torchtitan.export(recipe).files[""])
+    tree = ast.parse(export("torchtitan", recipe).files[""])
     assigned = [
         node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS"
     ]
     groups = eval(ast.unparse(assigned[0].value))
     for row in resolve(recipe).rows:
-        place = torchtitan.NAMES[row.module]
+        place = TORCHTITAN_NAMES[row.module]
         name = f"{place}.weight" if row.layer is None else f"layers.{row.layer}.{place}.weight"
         settings = next(settings for pattern, settings in groups if re.search(pattern, name))
         assert settings["lr"] == pytest.approx(row.lr)

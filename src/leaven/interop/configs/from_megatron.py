@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from leaven.interop.configs import flags as f
 from leaven.interop.configs.draft import Draft, Imported
+from leaven.interop.configs.export import target
 from leaven.interop.configs.from_megatron_shape import read_shape
-from leaven.interop.configs.megatron import DECAYS
 from leaven.interop.configs.megatron_flags import MegatronFlags, as_number, known_flags
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.errors import InputError
@@ -137,7 +137,7 @@ def _ramp(given: MegatronFlags, length: int, draft: Draft) -> None:
 
 def _schedule(given: MegatronFlags, shape: ModelShape, draft: Draft) -> None:
     style = given.word("lr-decay-style")
-    ours = {theirs: ours for ours, theirs in DECAYS.items()}
+    ours = {theirs: ours for ours, theirs in target("megatron").decays.items()}
     if style not in ours:
         raise InputError(f"{given.origin}: --lr-decay-style {style}: leaven reads {', '.join(ours)}")
     draft.set("schedule.decay", ours[style], given.why("lr-decay-style"))

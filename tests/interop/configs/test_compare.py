@@ -1,6 +1,7 @@
 """What counts as the same training, and how a difference is said."""
 
-import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from hypothesis import given as sampled
 from hypothesis import strategies as st
 from tests.interop.configs.recipes import PER_MODULE, transferred
 
-from leaven.interop.configs import formats
-from leaven.interop.configs import vocabulary as v
-from leaven.interop.configs.vocabulary import Given, Wanted
+from leaven.interop.configs.compare import SAME_START, Loss, ParameterSettings, ResolvedRecipe, compare
+from leaven.interop.configs.export import export
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 
-REASONS = dict.fromkeys(v.QUANTITIES, "why")
+
+def losses_of(run: ResolvedRecipe, given: dict[str, ParameterSettings], *, plain: bool = False) -> list[Loss]:
+    return compare(run, given, None, {"*": "why"}, plain=plain)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -24,7 +26,7 @@ def test_a_matrix_with_its_multiplier_folded_in_trains_the_same(decoupled: bool)
     torch.manual_seed(0)
     x, y, start = torch.randn(32, 8).double(), torch.randn(32, 4).double(), torch.randn(4, 8).double()
     outputs = []
-    plain = Given(0.0, 1.0, lr=0.01, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=0.1)
+    plain = ParameterSettings(0.0, 1.0, lr=0.01, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=0.1)
     for factor, given in ((3.0, plain), (1.0, plain.folded(3.0, decoupled))):
         weight = (start * given.init_std).requires_grad_()
         algorithm = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -42,20 +44,20 @@ def test_a_matrix_with_its_multiplier_folded_in_trains_the_same(decoupled: bool)
 @pytest.mark.parametrize("optimizer", ["adamw", "adam"])
 def test_a_table_is_itself_and_its_plain_form_is_no_other(tiny: Recipe, tied: bool, optimizer: str) -> None:
     changed = {"model.tied_embeddings": tied, "hyperparameters.optimizer": optimizer}
-    wanted = Wanted.of(transferred(tiny.replace(PER_MODULE | changed)))
-    assert wanted.rescaled
-    assert v.compare(wanted, wanted.rows, REASONS) == []
-    assert v.compare(wanted, wanted.plain, REASONS, plain=True) == []
-    assert tied == bool(v.compare(wanted, wanted.plain, REASONS))  # what is folded into a norm is another parameter
-    assert {given.multiplier for given in wanted.plain.values()} == {1.0}
+    run = ResolvedRecipe(transferred(tiny.replace(PER_MODULE | changed)))
+    assert run.folding
+    assert losses_of(run, run.rows) == []
+    assert losses_of(run, run.plain, plain=True) == []
+    assert tied == bool(losses_of(run, run.plain))  # what is folded into a norm is another parameter
+    assert {given.multiplier for given in run.plain.values()} == {1.0}
 
 
 def test_a_difference_is_said_once_for_all_modules_that_have_it(tiny: Recipe) -> None:
-    wanted = Wanted.of(tiny)
-    given = {name: each for name, each in wanted.rows.items()}
+    run = ResolvedRecipe(tiny)
+    given = {name: each for name, each in run.rows.items()}
     for name in ("layers.0.attention.key.weight", "layers.1.attention.key.weight", "layers.1.mlp.in.weight"):
-        given[name] = Given(0.0, 0.1, lr=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
-    losses = v.compare(wanted, given, REASONS)
+        given[name] = ParameterSettings(0.0, 0.1, lr=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+    losses = losses_of(run, given)
     assert [loss.text for loss in losses] == [
         "lr of attention.key = 0.01: would be 0.02: why",
         "lr of mlp.in = 0.01: would be 0.01 .. 0.02: why",
@@ -69,39 +71,35 @@ def test_no_difference_is_too_small_to_be_lost(factor: float, name: str) -> None
     from leaven.recipe.files import parse_recipe
 
     if name == "init_std":
-        factor = max(factor, 1 + 2 * v.SAME_START)
-    wanted = Wanted.of(parse_recipe(TINY, "tiny"))
-    rows = wanted.rows
+        factor = max(factor, 1 + 2 * SAME_START)
+    run = ResolvedRecipe(parse_recipe(TINY, "tiny"))
+    rows = run.rows
     changed = rows["embedding.weight"].__dict__ | {name: getattr(rows["embedding.weight"], name) * factor}
-    assert len(v.compare(wanted, rows | {"embedding.weight": Given(**changed)}, REASONS)) == 1
+    assert len(losses_of(run, rows | {"embedding.weight": ParameterSettings(**changed)})) == 1
 
 
 def test_batches_that_no_rank_gets_a_share_of(tiny: Recipe) -> None:
     recipe = tiny.replace({"layout.dp": 3})
     with pytest.raises(InputError, match="8 sequences does not divide over 3"):
-        _ = Wanted.of(recipe).micro_batch
+        _ = ResolvedRecipe(recipe).micro_batch
     ramp = {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 2048}
     recipe = tiny.replace({"batch.ramp": ramp, "batch.micro_batch": 4})  # 4, 6, 8 sequences
-    assert (Wanted.of(recipe).micro_batch, Wanted.of(recipe).accumulate) == (2, 4)
+    assert (ResolvedRecipe(recipe).micro_batch, ResolvedRecipe(recipe).accumulate) == (2, 4)
 
 
-def test_yaml_is_read_as_it_is_meant() -> None:
+def test_numbers_are_read_as_they_are_meant(tiny: Recipe) -> None:
     """``1e-08`` is a word for YAML 1.1, and 2.9999999999999997e-05 is not what was meant."""
-    document = {
-        "a": {
-            "eps": 1e-8,
-            "lr": 0.1 * 3e-4,
-            "tiny": 1.5e-12,
-            "n": 3,
-            "nothing": None,
-            "yes_": True,
-            "words": ["x", "y"],
-        },
-        "empty": {},
-        "rows": [{"a": 1, "b": {"c": 2.0}}, {"a": 2}],
-    }
-    found = reader.safe_load(formats.yaml(document))
-    assert found == formats.digits(document)
-    assert found["a"]["lr"] == 3e-5
-    assert isinstance(found["a"]["eps"], float)
-    assert math.isclose(found["a"]["tiny"], 1.5e-12)
+    recipe = tiny.replace({"hyperparameters.eps": 1e-8, "hyperparameters.lr": 0.1 * 3e-4, "model.norm_eps": 1.5e-12})
+    for name in ("nanotron", "litgpt"):
+        document = reader.safe_load(export(name, recipe).files[""])
+        text = export(name, recipe).files[""]
+        assert {1e-8, 3e-5, 1.5e-12} <= set(numbers(document))
+        assert "2.99" not in text
+
+
+def numbers(document: Any) -> Iterator[float]:
+    for value in document.values():
+        if isinstance(value, dict):
+            yield from numbers(value)
+        elif isinstance(value, float):
+            yield value

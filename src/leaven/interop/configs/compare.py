@@ -1,0 +1,221 @@
+"""A recipe in the terms of another trainer, and what of its parameter table that trainer would change.
+
+A target says what it would give every parameter (:class:`ParameterSettings`); what differs from the recipe's table is
+a loss, so nobody keeps a list of losses by hand. Two forms of the same training are no difference: a matrix whose
+output is multiplied by c trains as one that is c times as large does, at c times the lr, eps / c and decay / c (the
+decay of ``adam``, which joins the gradient, by c squared). So both sides are compared with multipliers folded in.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape, Role
+from leaven.scaling.folding import folding
+from leaven.scaling.table import resolve
+
+SAME = 1e-6
+"""Relative difference up to which two numbers are one, as written in seven digits or computed in another order."""
+SAME_START = 1e-3
+"""The same for standard deviations of initial values: recipes write factors such as 1 / sqrt(2 L) in four digits, and
+the values that a matrix of a million numbers is drawn as spread by 0.07% themselves."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A value of the recipe that a target does not take over."""
+
+    key: str  # of the recipe, or "QUANTITY of MODULES"
+    value: Any  # the recipe's
+    why: str  # what happens instead
+    modules: int = 1  # how many modules lose it
+
+    @property
+    def text(self) -> str:
+        value = f"{self.value:.12g}" if isinstance(self.value, float) else f"{self.value}"
+        return f"{self.key} = {value}: {self.why}"
+
+
+@dataclass(frozen=True)
+class ParameterSettings:
+    """What a parameter starts from and is trained with."""
+
+    init_mean: float
+    init_std: float
+    lr: float  # at the peak
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    multiplier: float = 1.0  # on the output of the matrix
+
+    def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
+        """The settings that train the same with ``factor`` in the parameter itself."""
+        return replace(
+            self,
+            init_mean=self.init_mean * factor,
+            init_std=self.init_std * factor,
+            lr=self.lr * factor,
+            eps=self.eps / factor,
+            weight_decay=self.weight_decay / (factor if decoupled else factor**2),
+        )
+
+
+QUANTITIES = tuple(field.name for field in fields(ParameterSettings))
+
+
+class ResolvedRecipe:
+    """A recipe with its parameter table, in sequences, optimiser steps and micro-batches."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.table = resolve(recipe)
+        self.decoupled = recipe.hyperparameters.optimizer == "adamw"
+        self.rows = {
+            row.name: ParameterSettings(**{quantity: getattr(row, quantity) for quantity in QUANTITIES})
+            for row in self.table.rows
+        }
+        self.folding = folding(recipe.model, self.table)
+        self.sequences = recipe.batch.tokens // recipe.model.seq_len
+        # Of the full batch: what a target without a ramp takes.
+        self.steps = -(-recipe.data.tokens // recipe.batch.tokens)
+
+    @cached_property
+    def plain(self) -> dict[str, ParameterSettings]:
+        """The table of a model without multipliers that trains the same, but for a clip of the gradients."""
+        return {
+            name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
+            for name, settings in self.rows.items()
+        }
+
+    @cached_property
+    def hidden(self) -> ParameterSettings:
+        """What most matrices inside the blocks get: the values for a target that has one of each."""
+        counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
+        return counts.most_common(1)[0][0]
+
+    def in_steps(self, tokens: float) -> int:
+        return round(tokens / self.recipe.batch.tokens)
+
+    @property
+    def cooldown_tokens(self) -> int:
+        """The last tokens of ``wsd``."""
+        recipe = self.recipe
+        left = recipe.data.tokens - recipe.schedule.warmup_tokens
+        return min(round(recipe.schedule.decay_ratio * recipe.data.tokens), left)
+
+    @cached_property
+    def micro_batch(self) -> int:
+        """Sequences of one forward pass of a rank: at most the recipe's, such that it divides every batch.
+
+        Raises:
+            InputError: if a batch does not divide over the data-parallel ranks.
+        """
+        recipe = self.recipe
+        dp, wanted = recipe.layout.dp, recipe.batch.micro_batch
+        share = 0
+        for _, tokens in recipe.batch.sizes:
+            sequences = tokens // recipe.model.seq_len
+            if sequences % dp:
+                raise InputError(
+                    f"a batch of {sequences} sequences does not divide over {dp} data-parallel ranks, as every "
+                    "target requires; set layout.dp to a divisor"
+                )
+            share = math.gcd(share, sequences // dp)
+        return max(size for size in range(1, 1 + (1 if wanted == "auto" else wanted)) if share % size == 0)
+
+    @property
+    def accumulate(self) -> int:
+        return self.sequences // self.recipe.layout.dp // self.micro_batch
+
+
+def compare(
+    run: ResolvedRecipe,
+    given: Mapping[str, ParameterSettings],
+    attention_scale: float | None,
+    reasons: Mapping[str, str],
+    *,
+    plain: bool,
+) -> list[Loss]:
+    """What a target changes of the parameter table: one loss for each quantity and value.
+
+    ``reasons`` says for each quantity what the target has of it. With ``plain`` it is compared with the table of a
+    model without multipliers. A parameter that is not in ``given`` is not in the target's model; its shape says so.
+    ``attention_scale`` is the target's factor on query . key, None where it is folded into the weights.
+    """
+    ours = run.plain if plain else run.rows
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for quantity in QUANTITIES:
+        modules: dict[str, list[tuple[float, float]]] = {}
+        for row in run.table.rows:
+            if row.name not in given:
+                continue
+            pair = [ours[row.name], given[row.name]]
+            if row.role is not Role.TIED_EMBEDDING:
+                pair = [replace(side.folded(side.multiplier, run.decoupled), multiplier=1.0) for side in pair]
+            left, right = (getattr(side, quantity) for side in pair)
+            modules.setdefault(row.module, []).append((left, right))
+        same = SAME_START if quantity == "init_std" else SAME
+        for module, values in modules.items():
+            if any(not math.isclose(left, right, rel_tol=same, abs_tol=1e-300) for left, right in values):
+                found.setdefault((quantity, *told_apart(*zip(*values, strict=True))), []).append(module)
+    losses = [
+        Loss(
+            f"{quantity} of {', '.join(modules)}",
+            mine,
+            f"would be {theirs}: {reasons.get(quantity, reasons.get('*'))}",
+            len(modules),
+        )
+        for (quantity, mine, theirs), modules in found.items()
+    ]
+    scale = run.table.attention_scale
+    if attention_scale is not None and not math.isclose(attention_scale, scale, rel_tol=SAME):
+        mine, theirs = told_apart([scale], [attention_scale])
+        losses.append(Loss("attention scale", mine, f"would be {theirs}: {reasons['attention_scale']}"))
+    return losses
+
+
+def told_apart(ours: Iterable[float], theirs: Iterable[float]) -> tuple[str, str]:
+    """Two ranges of values in as many digits, from four on, as it takes to see that they differ."""
+    ours, theirs = list(ours), list(theirs)
+    for digits in (4, 6, 8, 12, 17):
+        texts = _range(ours, digits), _range(theirs, digits)
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    low, high = (f"{value:.{digits}g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} .. {high}"
+
+
+def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[Loss]]:
+    """The nearest shape that a target's model has, and what is lost on the way.
+
+    ``holds`` lists the values that a key may have; the first replaces any other. "d_model" is the default of
+    ``d_attention``.
+    """
+    losses, changes = [], {}
+    for key, held in holds.items():
+        value = getattr(shape, key)
+        if value is None:
+            value = "d_model"
+        if value not in held:
+            changes[key] = None if held[0] == "d_model" else held[0]
+            names = [json.dumps(each) if isinstance(each, bool) else f"{each}" for each in held]
+            losses.append(Loss(f"model.{key}", value, f"would be {names[0]}: {target} has {' or '.join(names)} only"))
+    if "d_attention" in changes:
+        if shape.d_model % shape.n_heads:
+            raise InputError(
+                f"{target} has heads of d_model / n_heads = {shape.d_model} / {shape.n_heads} only, no whole number; "
+                "choose another target"
+            )
+        changes["d_head"] = shape.d_model // shape.n_heads
+    return (ModelShape.model_validate(shape.model_dump() | changes) if changes else shape), losses

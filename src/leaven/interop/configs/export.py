@@ -1,0 +1,257 @@
+"""Recipes as other trainers' configurations.
+
+A target is a table and its templates: ``targets/NAME.toml`` says which shapes it holds, how it names schedules, what
+it loses besides parameters' settings and what else to know; losses and notes of all targets are in
+``targets/common.toml``. What a target would give each parameter is computed in :mod:`.per_parameter` and compared
+with the recipe's table. Templates are Jinja; what they print is written as the format writes numbers and strings.
+"""
+
+import json
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from leaven.interop.architectures import Architecture
+from leaven.interop.configs.compare import SAME, SAME_START, Loss, ResolvedRecipe, compare, fitted
+from leaven.interop.configs.per_parameter import CANDIDATES, Candidate, identifier
+from leaven.interop.families import ARCHITECTURES
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import make_folder, write_text
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
+from leaven.storage import new_folder
+
+HERE = Path(__file__).parent
+TARGETS = tuple(CANDIDATES)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A table of ``targets/``."""
+
+    title: str  # its name in sentences
+    sources: str  # what its flags, keys, defaults and behaviour were read from
+    path: str  # where it is written by default, with {name} or {identifier} of the recipe
+    files: Mapping[str, str]  # templates by file name; "" is the only file of a target that takes one
+    decays: Mapping[str, str]  # its names of our decays; cosine's replaces those that it does not have
+    reasons: Mapping[str, str] = field(default_factory=dict)  # what it has of a quantity; "*" of all others
+    holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # values of keys of [model]
+    plain: bool = False  # whether multipliers are folded into the weights
+    ramp: bool = False  # whether its batch may grow
+    samples: bool = False  # whether it counts samples, not steps
+    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # its words for ours, for the templates
+    lost: Sequence[Mapping[str, str]] = ()  # rows as in common.toml
+    notes: Sequence[Mapping[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is written for a target."""
+
+    files: Mapping[str, str]  # text by name, one under "" where the target takes a single file
+    losses: tuple[Loss, ...]
+    notes: tuple[str, ...]  # what else to know
+
+
+@cache
+def target(name: str) -> Target:
+    """The table of a target.
+
+    Raises:
+        InputError: naming the targets that there are.
+    """
+    if name not in TARGETS:
+        raise InputError(f"--to {name}: there are {', '.join(TARGETS)}")
+    return Target(**tomllib.loads((HERE / f"targets/{name}.toml").read_text(encoding="utf-8")))
+
+
+def default_path(name: str, recipe_name: str) -> str:
+    """The file or folder that a recipe of this name is written to."""
+    return target(name).path.format(name=recipe_name, identifier=identifier(recipe_name))
+
+
+def export(name: str, recipe: Recipe) -> Export:
+    """A recipe as the configuration of a target, with what the target does not take over."""
+    to, run = target(name), ResolvedRecipe(recipe)
+    if name == "transformers":
+        architecture, shape, losses = nearest_architecture(recipe.model)
+    else:
+        architecture, (shape, losses) = None, fitted(recipe.model, to.holds, to.title)
+    compared = [
+        (compare(run, each.given, each.attention_scale, to.reasons, plain=to.plain), each)
+        for each in CANDIDATES[name](run, shape, architecture)
+    ]
+    unlike, chosen = min(compared, key=lambda each: sum(loss.modules for loss in each[0]))
+    known: dict[str, Any] = _context(to, run, shape, chosen)
+    common = tomllib.loads((HERE / "targets/common.toml").read_text(encoding="utf-8"))
+    losses += unlike + [_loss(row, known) for row in (*common["lost"], *to.lost) if _holds(row, known)]
+    notes = [_text(row["text"], known) for row in (*common["notes"], *to.notes) if _holds(row, known)]
+    known["lost"], known["notes"] = [loss.text for loss in losses], notes
+    comments = [f"# lost: {line}" for line in known["lost"]] + [f"# note: {line}" for line in notes]
+    known["comments"] = Verbatim("\n".join(comments))
+    files = {}
+    for file, template in to.files.items():
+        kind = Path(file or to.path).suffix
+        text = _environment(kind).from_string(template).render(known)
+        files[file] = json.dumps(json.loads(text), indent=2) + "\n" if kind == ".json" else text
+    return Export(files, tuple(losses), tuple(notes))
+
+
+def nearest_architecture(shape: ModelShape) -> tuple[Architecture, ModelShape, list[Loss]]:
+    """The architecture of transformers that loses least of a shape, and the shape that it makes of it.
+
+    Weights without biases can go into an architecture that has them, as zeros; a training would move them.
+    """
+    tried = []
+    for architecture in ARCHITECTURES:
+        changes = architecture.misfits(shape)
+        if architecture.holds.get("bias") == (True, False) and not shape.bias:
+            changes["bias"] = True
+        tried.append((len(changes), changes, architecture))
+    _, changes, architecture = min(tried, key=lambda each: each[0])
+    losses = [
+        Loss(f"model.{key}", getattr(shape, key), f"would be {json.dumps(value)}: all that {architecture.name} has")
+        for key, value in changes.items()
+    ]
+    return architecture, ModelShape.model_validate(shape.model_dump() | changes), losses
+
+
+def write(export: Export, path: Path) -> None:
+    """Write the file, or the folder, whole or not at all.
+
+    Raises:
+        InputError: if there is something already, or it cannot be written.
+    """
+    require_free(path)
+    make_folder(path.absolute().parent)
+    if list(export.files) == [""]:
+        write_text(path, export.files[""])
+        return
+    try:
+        with new_folder(path) as folder:
+            for name, text in export.files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def require_free(path: Path) -> None:
+    """Refuse to overwrite.
+
+    Raises:
+        InputError: if there is something at the path.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path}: there is something already; give another name with -o")
+
+
+# Templates --------------------------------------------------------------------------------------------------------
+
+
+class Verbatim(str):
+    """Text that a template prints as it is."""
+
+
+def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candidate) -> dict[str, Any]:
+    """What templates and expressions may name."""
+    recipe = run.recipe
+    unlike = any(
+        abs(row.multiplier / chosen.given[row.name].multiplier - 1) > SAME
+        for row in run.table.rows
+        if row.name in chosen.given
+    )
+    # Only where a target draws initial values by itself are they within a tolerance, not the recipe's own.
+    close = {
+        row.module
+        for row in ([] if to.plain else run.table.rows)
+        if row.name in chosen.given
+        and SAME < abs(row.init_std / (chosen.given[row.name].init_std or 1) - 1) < SAME_START
+    }
+    return {
+        "target": to,
+        "recipe": recipe,
+        "run": run,
+        "hidden": run.hidden,
+        "model": shape,
+        "hyper": recipe.hyperparameters,
+        "clip": recipe.hyperparameters.grad_clip,
+        "schedule": recipe.schedule,
+        "batch": recipe.batch,
+        "data": recipe.data,
+        "layout": recipe.layout,
+        "precision": recipe.precision.compute,
+        "decay": to.decays.get(recipe.schedule.decay, to.decays["cosine"]),
+        "warmup_steps": run.in_steps(recipe.schedule.warmup_tokens),
+        "rescaled": bool(run.folding) if to.plain else unlike,
+        "close": sorted(close),
+        "same_start": SAME_START,
+        "max": max,
+        "min": min,
+        "round": round,
+        **chosen.values,
+    }
+
+
+def _holds(row: Mapping[str, str], known: Mapping[str, Any]) -> bool:
+    return bool(_environment("").compile_expression(row.get("when", "true"))(**known))
+
+
+def _text(template: str, known: Mapping[str, Any]) -> str:
+    return _environment("").from_string(template).render(known)
+
+
+def _loss(row: Mapping[str, str], known: Mapping[str, Any]) -> Loss:
+    key = _text(row["key"], known)
+    value = _environment("").compile_expression(row.get("value", f"recipe.{key}"))(**known)
+    return Loss(key, value, _text(row["why"], known))
+
+
+@cache
+def _environment(kind: str) -> Environment:
+    """Jinja for files that end so: what an expression prints is a number or string of that format."""
+    scalars: Mapping[str, Callable[[Any], str]] = {".json": _json, ".yaml": _yaml, ".py": _python, ".sh": _shell}
+    scalar = scalars.get(kind, str)
+    environment = Environment(
+        loader=FileSystemLoader([HERE / "targets", HERE]),
+        finalize=lambda value: value if isinstance(value, Verbatim) else scalar(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters |= {"text": Verbatim, "g": "{:g}".format, "commas": "{:,}".format, "repr": repr}
+    return environment
+
+
+def _digits(value: Any) -> Any:
+    """Floats to twelve digits, at any depth: 2.9999999999999997e-05 is written as it is meant."""
+    if isinstance(value, float):
+        return float(f"{value:.12g}")
+    if isinstance(value, Mapping):
+        return {key: _digits(inner) for key, inner in value.items()}
+    return [_digits(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_digits(value))
+
+
+def _yaml(value: Any) -> str:
+    """JSON, which is YAML, but for numbers like 1e-08: for YAML 1.1 they are words without a dot."""
+    text = _json(value)
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
+
+
+def _python(value: Any) -> str:
+    return value if isinstance(value, str) else repr(_digits(value))
+
+
+def _shell(value: Any) -> str:
+    return shlex.quote(value) if isinstance(value, str) else repr(_digits(value))

@@ -1,0 +1,250 @@
+"""What each target would give every parameter: its groups and its initial values, as its code makes them.
+
+The sources of each are named at the head of its table, ``targets/NAME.toml``.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from leaven.interop.architectures import Architecture
+from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
+from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
+from leaven.scaling.table import Row, optimiser_groups
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to configure a target; the one that loses least is written."""
+
+    given: Mapping[str, ParameterSettings]  # by the name of our parameter
+    attention_scale: float | None = None  # the factor on query . key; None where it is folded into the weights
+    values: Mapping[str, Any] = field(default_factory=dict)  # what the templates need besides
+
+
+Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterator[Candidate]]
+
+
+def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
+    """One --lr with --decoupled-lr for both ends; and --use-mup, Table 8 of Yang et al. 2022, on a wider model."""
+    recipe, hidden, rows = run.recipe, run.hidden, run.rows
+    d_head = recipe.model.d_head
+    ends = {row.name: rows[row.name] for row in run.table.rows if row.module in {"embedding", "unembedding"}}
+    lrs = {settings.lr for settings in ends.values()}
+    end_lr = lrs.pop() if len(lrs) == 1 else hidden.lr
+    embedding_std = next(iter(ends.values())).init_std
+
+    def start(row: Row, settings: ParameterSettings) -> ParameterSettings:
+        if not row.role.is_matrix:
+            gain = row.module.startswith("norm.") and not row.role.endswith("bias")
+            return replace(settings, init_mean=float(gain), init_std=0.0, weight_decay=0.0)
+        if row.role in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
+            return replace(settings, init_std=embedding_std)
+        if row.module in BRANCH_ENDS:
+            return replace(settings, init_std=settings.init_std / math.sqrt(2 * recipe.model.n_layers))
+        return settings
+
+    base = replace(hidden, init_mean=0.0, multiplier=1.0)
+    stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
+    # The vocabulary is padded to this, times tp, such that it stays what it is if tp allows.
+    multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
+    counts = {
+        "batch_stages": " ".join(stages),  # where the recipe's own steps change their size
+        "vocabulary_multiple": multiple,
+        "samples": -(-recipe.data.tokens // shape.seq_len),
+    }
+    yield Candidate(
+        {row.name: start(row, replace(base, lr=end_lr) if row.name in ends else base) for row in run.table.rows},
+        1 / math.sqrt(d_head),
+        {
+            **counts,
+            "mup_base": None,
+            "lr": hidden.lr,
+            "decoupled_lr": end_lr if end_lr != hidden.lr else None,
+            "init_std": hidden.init_std,
+            "embedding_std": embedding_std if embedding_std != hidden.init_std else None,
+            "eps": hidden.eps,
+        },
+    )
+    if recipe.base.width >= shape.d_model:
+        return
+    # The flags are the values of what does not move with width, the embedding's.
+    m = recipe.model.d_model / recipe.base_shape.d_model
+    vector = replace(base, lr=rows["embedding.weight"].lr, eps=hidden.eps * m)
+    matrix = replace(vector, lr=vector.lr / m, eps=hidden.eps)
+    readout = replace(vector, multiplier=1 / m, init_std=embedding_std)
+    yield Candidate(
+        {
+            row.name: readout
+            if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING}
+            else start(row, matrix if row.role is Role.HIDDEN_WEIGHT else vector)
+            for row in run.table.rows
+        },
+        math.sqrt(recipe.base_shape.d_head) / d_head,
+        {
+            **counts,
+            "mup_base": recipe.base_shape,
+            "lr": vector.lr,
+            "decoupled_lr": None,
+            "init_std": hidden.init_std * math.sqrt(m),
+            "embedding_std": embedding_std,
+            "eps": vector.eps,
+        },
+    )
+
+
+def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
+    """One group; with NUM_LAYERS its row-parallel layers start at std / sqrt(2 L), with NONE as the rest."""
+    recipe = run.recipe
+    base = replace(run.hidden, multiplier=1.0)
+    vector = replace(base, init_std=0.0)
+    if not recipe.hyperparameters.decay_norm_and_bias:
+        vector = replace(vector, weight_decay=0.0)
+    for method, ratio in (("NUM_LAYERS", 1 / math.sqrt(2 * recipe.model.n_layers)), ("NONE", 1.0)):
+        end = replace(base, init_std=base.init_std * ratio)
+        given = {
+            row.name: replace(vector, init_mean=row.init_mean)
+            if not row.role.is_matrix
+            else (end if row.module in BRANCH_ENDS else base)
+            for row in run.table.rows
+        }
+        yield Candidate(given, 1 / math.sqrt(recipe.model.d_head), {"scaling_method": method})
+
+
+def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
+    """One group, gains and biases decayed with the rest; the start and a whole number under the root are its own."""
+    base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
+    given = {}
+    for row in run.table.rows:
+        std = math.sqrt(2 / 5 / width)
+        if row.module in BRANCH_ENDS:
+            std = 1 / math.sqrt(width) / run.recipe.model.n_layers
+        given[row.name] = replace(base, init_std=std)
+        if not row.role.is_matrix:
+            given[row.name] = replace(base, init_mean=row.init_mean, init_std=0.0)
+    scalar = round(1 / run.table.attention_scale**2)
+    yield Candidate(given, 1 / math.sqrt(scalar), {"attention_scores_scalar": scalar})
+
+
+def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
+    """Model, initial values and groups are the client's."""
+    yield Candidate({}, None, {"client_groups": len(optimiser_groups(run.table.rows))})
+
+
+# torchtitan: a start for each module, and groups by regular expressions ------------------------------------------
+
+TORCHTITAN_NAMES = {
+    "embedding": "tok_embeddings",
+    "norm.attention": "attention_norm",
+    "norm.mlp": "ffn_norm",
+    "norm.query": "attention.q_norm",
+    "norm.key": "attention.k_norm",
+    "norm.final": "norm",
+    "attention.query": "attention.qkv_linear.wq",
+    "attention.key": "attention.qkv_linear.wk",
+    "attention.value": "attention.qkv_linear.wv",
+    "attention.out": "attention.wo",
+    "mlp.gate": "feed_forward.w1",
+    "mlp.in": "feed_forward.w3",
+    "mlp.out": "feed_forward.w2",
+    "unembedding": "lm_head",
+}
+TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm.query"}
+
+
+def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
+    """Every parameter's own settings, but for the start that two modules share."""
+    given: dict[str, ParameterSettings] = {}
+    starts: dict[str, list[float]] = {}
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for row in run.table.rows:
+        if row.module not in TORCHTITAN_NAMES:
+            continue
+        settings = run.plain[row.name]
+        if row.module in TORCHTITAN_SHARED_START:
+            other = run.plain[row.name.replace(row.module, TORCHTITAN_SHARED_START[row.module])]
+            settings = replace(settings, init_mean=other.init_mean, init_std=other.init_std)
+        given[row.name] = settings
+        place = TORCHTITAN_NAMES[row.module]
+        start = settings.init_std if settings.init_std or "norm" not in row.module else settings.init_mean
+        starts.setdefault(place, []).append(float(f"{start:.12g}"))
+        values = (settings.lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay)
+        group = groups.setdefault(tuple(float(f"{value:.12g}") for value in values), [])
+        group.append(place if row.layer is None else f"layers.{row.layer}.{place}")
+    most = max(groups, key=lambda values: len(groups[values]))
+    patterns = [(_pattern(places, shape.n_layers), values) for values, places in groups.items() if values != most]
+    yield Candidate(
+        given,
+        None,
+        {
+            "starts": {place: stds[0] if len(set(stds)) == 1 else stds for place, stds in starts.items()},
+            "groups": [*patterns, (".*", most)],  # the first match wins, so what most get comes last
+            "identifier": identifier(run.recipe.name),
+        },
+    )
+
+
+def _pattern(places: Iterable[str], n_layers: int) -> str:
+    """A regular expression for these modules and no others."""
+    layers: dict[str, list[str]] = {}
+    alternatives = []
+    for place in places:
+        if place.startswith("layers."):
+            _, layer, inner = place.split(".", 2)
+            layers.setdefault(inner, []).append(layer)
+        else:
+            alternatives.append(place.replace(".", r"\."))
+    within: dict[str, list[str]] = {}
+    for inner, numbers in layers.items():
+        which = r"\d+" if len(numbers) == n_layers else "|".join(numbers)
+        within.setdefault(which, []).append(inner.replace(".", r"\."))
+    alternatives += [rf"layers\.({which})\.({'|'.join(inner)})" for which, inner in within.items()]
+    return rf"^({'|'.join(alternatives)})\.weight$"
+
+
+def identifier(name: str) -> str:
+    """A Python name from a recipe's."""
+    word = "".join(each if each.isalnum() and each.isascii() else "_" for each in name)
+    return word if word[0].isalpha() else f"recipe_{word}"
+
+
+# transformers: values for each tensor of an architecture ---------------------------------------------------------
+
+
+def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
+    """A group for each tensor; query, key and value in one start at their own std, with the query's lr."""
+    assert architecture is not None
+    # Biases that only the architecture has start at 0.
+    fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)
+    parameters: dict[str, dict[str, Any]] = {}
+    given = {}
+    for stored in architecture.tensors(shape):
+        parts = [run.plain.get(name, fallback) for name in stored.parts]
+        first = parts[0]
+        parameters[stored.name] = {
+            "init_mean": first.init_mean,
+            "init_std": [part.init_std for part in parts] if len(parts) > 1 else first.init_std,
+            "lr": first.lr,
+            "betas": [first.beta1, first.beta2],
+            "eps": first.eps,
+            "weight_decay": first.weight_decay,
+        }
+        if len(parts) > 1:
+            rows = [each[0] for each in stored.shapes]
+            parameters[stored.name] |= {"rows": rows, "heads": stored.heads, "transposed": stored.transposed}
+        for name, part in zip(stored.parts, parts, strict=True):
+            if name in run.plain:
+                given[name] = replace(first, init_std=part.init_std)
+    values = {"architecture": architecture, "config": architecture.config(shape), "parameters": parameters}
+    yield Candidate(given, None, values)
+
+
+CANDIDATES: Mapping[str, Candidates] = {
+    "megatron": megatron,
+    "torchtitan": torchtitan,
+    "deepspeed": deepspeed,
+    "nanotron": nanotron,
+    "transformers": transformers,
+    "litgpt": litgpt,
+}
