@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from leaven.interop.folded import fold, save_folded
+    from leaven.interop.multipliers import fold, save_folded
     from leaven.interop.torch_models import parametrize
     from leaven.recipe.files import read_recipe
     from leaven.recipe.hyperparameters import Hyperparameters
@@ -23,11 +23,11 @@ __all__ = ["Hyperparameters", "Ratios", "fold", "load", "parametrize", "read_rec
 _WHERE = {
     "Hyperparameters": ("leaven.recipe.hyperparameters", "Hyperparameters"),
     "Ratios": ("leaven.scaling.cells", "Ratios"),
-    "fold": ("leaven.interop.folded", "fold"),
+    "fold": ("leaven.interop.multipliers", "fold"),
     "load": ("leaven.training.load", "load"),
     "parametrize": ("leaven.interop.torch_models", "parametrize"),
     "read_recipe": ("leaven.recipe.files", "read_recipe"),
-    "save_folded": ("leaven.interop.folded", "save_folded"),
+    "save_folded": ("leaven.interop.multipliers", "save_folded"),
     "train": ("leaven.training.trainer", "train"),
 }
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
 from leaven.distributed.pieces import whole
-from leaven.interop.adopt import adopt
-from leaven.interop.weights import SHARD_BYTES, read_plain, start_from, write_huggingface
+from leaven.interop.weights import SHARD_BYTES, read_huggingface, recipe_from, start_from, write_huggingface
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
@@ -100,7 +99,7 @@ def test_transformers_loads_what_goes_out_and_it_comes_back(
     assert getattr(loaded.config, "max_position_embeddings", 32) == 32  # BLOOM has no such limit
     assert_same_function(model, loaded)
 
-    plain = read_plain(folder)
+    plain = read_huggingface(folder)
     mine = recipe.model.model_copy(update={"rope_theta": 10_000.0} if recipe.model.positions != "rope" else {})
     always_biased = theirs.startswith(("GPT", "Bloom"))
     assert plain.shape == mine.model_copy(update={"bias": True} if always_biased else {})
@@ -183,7 +182,7 @@ def test_a_model_of_theirs_is_the_same_function_here(tiny: Recipe, tmp_path: Pat
     """Plain, and under a rule whose multipliers are divided out."""
     theirs = foreign(name, tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    shape = read_plain(tmp_path).shape
+    shape = read_huggingface(tmp_path).shape
     smaller = {
         "width": 24,
         "depth": 1,
@@ -207,7 +206,7 @@ def test_what_older_versions_wrote(tiny: Recipe, tmp_path: Path) -> None:
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "model.safetensors")
-    recipe = tiny.replace({"model": read_plain(tmp_path).shape.model_dump()})
+    recipe = tiny.replace({"model": read_huggingface(tmp_path).shape.model_dump()})
     model = random_model(recipe, resolve(recipe))
     start_from(whole(model), recipe.model, resolve(recipe), tmp_path)
     assert_same_function(model, theirs)
@@ -216,9 +215,9 @@ def test_what_older_versions_wrote(tiny: Recipe, tmp_path: Path) -> None:
     config.pop("head_dim", None)
     (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"k_proj.weight is \(16, 48\), not the \(48, 48\) of config.json"):
-        read_plain(tmp_path / "llama")
+        read_huggingface(tmp_path / "llama")
     (tmp_path / "llama" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
-    assert read_plain(tmp_path / "llama").shape.rope_theta == 500.0
+    assert read_huggingface(tmp_path / "llama").shape.rope_theta == 500.0
 
 
 def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
@@ -274,7 +273,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 def test_what_leaven_is_not_is_refused_by_name(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
     change(tmp_path, name, **changes)
     with pytest.raises(InputError) as refused:
-        read_plain(tmp_path)
+        read_huggingface(tmp_path)
     assert says in str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
@@ -283,7 +282,7 @@ def test_of_two_spellings_of_rotary_positions_the_one_that_transformers_takes(tm
     for folder, scaling in (("theta", ROPE | {"rope_theta": 90.0}), ("none", {"rope_type": "default"})):
         change(tmp_path / folder, "llama", rope_parameters=ROPE, rope_scaling=scaling)
         theirs = transformers.AutoConfig.from_pretrained(tmp_path / folder).rope_parameters["rope_theta"]
-        assert read_plain(tmp_path / folder).shape.rope_theta == theirs != ROPE["rope_theta"]
+        assert read_huggingface(tmp_path / folder).shape.rope_theta == theirs != ROPE["rope_theta"]
 
 
 @pytest.mark.parametrize("index", ['{"weight_map": [1, 2]}', '{"weight_map": {"a": 5}}', "{}", "[]"])
@@ -291,7 +290,7 @@ def test_an_index_that_is_none(tmp_path: Path, index: str) -> None:
     foreign("llama", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(InputError, match=r"index.json: (weight_map is no table|no JSON object)"):
-        read_plain(tmp_path)
+        read_huggingface(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -303,20 +302,24 @@ def test_an_index_that_is_none(tmp_path: Path, index: str) -> None:
 )
 def test_a_tokenizer_that_is_none_makes_no_recipe(tmp_path: Path, tokenizer_file: Path, text: str, says: str) -> None:
     foreign("llama", tmp_path, tokenizer_file)
-    adopt(read_plain(tmp_path), "own", source="python-stdlib")
+    recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(InputError, match=says):
-        adopt(read_plain(tmp_path), "own", source="python-stdlib")
+        recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
 
 
 def test_what_config_json_says_and_what_it_leaves_to_a_default(tmp_path: Path, tokenizer_file: Path) -> None:
     config = change(tmp_path, "llama", rms_norm_eps=None, rope_parameters=None, rope_theta=None)
-    assert (read_plain(tmp_path).shape.norm_eps, read_plain(tmp_path).shape.rope_theta) == (1e-6, 10_000.0)
+    shape = read_huggingface(tmp_path).shape
+    assert (shape.norm_eps, shape.rope_theta) == (
+        1e-6,
+        10_000.0,
+    )
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
     reasons = []
     for stated in ({"initializer_range": 0.3}, {"initializer_range": None}):
         (tmp_path / "config.json").write_text(json.dumps(config | stated))
-        recipe = adopt(read_plain(tmp_path), "own", source="python-stdlib")
+        recipe = recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
         reasons.append((recipe.hyperparameters.init_std, recipe.why["hyperparameters.init_std"].partition(";")[0]))
     path = f"{tmp_path}/config.json"
     assert reasons == [
@@ -325,24 +328,24 @@ def test_what_config_json_says_and_what_it_leaves_to_a_default(tmp_path: Path, t
     ]
     (tmp_path / "config.json").write_text(json.dumps(config | {"initializer_range": -1}))
     with pytest.raises(InputError, match=r"no recipe of leaven's: \[hyperparameters\] init_std"):
-        adopt(read_plain(tmp_path), "own", source="python-stdlib")
+        recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
 
 
 def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"config.json: no such file"):
-        read_plain(tmp_path)
+        read_huggingface(tmp_path)
     foreign("llama", tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match=r"model.safetensors: damaged"):
-        read_plain(tmp_path)
+        read_huggingface(tmp_path)
     file.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"no model.safetensors; save the model there with save_pretrained"):
-        read_plain(tmp_path)
+        read_huggingface(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config.json: cannot be read"):
-        read_plain(tmp_path)
+        read_huggingface(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +397,7 @@ def test_a_folder_is_whole_or_not_there(
 
 def test_weights_of_another_shape_are_refused_as_a_start(tiny: Recipe, tmp_path: Path) -> None:
     foreign("gpt2", tmp_path)
-    shape = read_plain(tmp_path).shape
+    shape = read_huggingface(tmp_path).shape
     for changes, says in (
         ({"n_layers": 2}, r"has n_layers 3, \[model\] says 2"),
         ({"seq_len": 16}, r"has seq_len 32, \[model\] says 16"),
@@ -404,6 +407,11 @@ def test_weights_of_another_shape_are_refused_as_a_start(tiny: Recipe, tmp_path:
         with pytest.raises(InputError, match=says):
             start_from(whole(random_model(recipe, resolve(recipe))), recipe.model, resolve(recipe), tmp_path)
     foreign("llama", tmp_path / "rope")
-    longer = read_plain(tmp_path / "rope").shape.model_dump() | {"seq_len": 64, "rope_theta": 1e6, "dropout": 0.1}
+    longer = read_huggingface(tmp_path / "rope").shape.model_dump()
+    longer |= {
+        "seq_len": 64,
+        "rope_theta": 1e6,
+        "dropout": 0.1,
+    }
     recipe = tiny.replace({"model": longer})
     start_from(whole(random_model(recipe, resolve(recipe))), recipe.model, resolve(recipe), tmp_path / "rope")

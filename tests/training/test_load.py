@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from leaven.interop.adopt import adopt
 from tests.distributed.in_threads import together
 
 import leaven
@@ -12,7 +13,6 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.world import World
-from leaven.interop.adopt import adopt
 from leaven.interop.weights import read_plain, write_huggingface
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe

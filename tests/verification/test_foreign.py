@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from leaven.cli import main
 from leaven.data.stream import Stream
-from leaven.interop.hooks import ScaleOutput
+from leaven.interop.multipliers import ScaleOutput
 from leaven.recipe.errors import InputError
 from leaven.scaling.cells import Ratios
 from leaven.training.outcome import Outcome

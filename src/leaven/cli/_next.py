@@ -101,7 +101,7 @@ def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
     """After a finished run: look at it, export it, try it."""
-    from leaven.interop.families import ARCHITECTURES
+    from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
     if any(not architecture.misfits(recipe.model) for architecture in ARCHITECTURES):

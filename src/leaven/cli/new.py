@@ -142,11 +142,10 @@ def _proxy_params(text: str | None) -> int | None:
 
 
 def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source: str, json_output: bool) -> None:
-    from leaven.interop.adopt import adopt
-    from leaven.interop.weights import read_plain
+    from leaven.interop.weights import read_huggingface, recipe_from
 
-    plain = read_plain(weights)
-    recipe = adopt(plain, name, source=source, tokens=tokens)
+    plain = read_huggingface(weights)
+    recipe = recipe_from(plain, name, source=source, tokens=tokens)
     write_recipe(recipe, output)
     shape, found = recipe.model, plain.architecture.name
     if json_output:

@@ -1,9 +1,14 @@
-"""An architecture of Hugging Face: which shapes it holds, what its config.json says, where each weight is."""
+"""Architectures of Hugging Face: which shapes they hold, what their config.json says, where each weight is.
+
+The architectures themselves are data, ``architectures.toml``; so are the names that their modules go by.
+"""
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -47,30 +52,21 @@ class Stored:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of theirs.
-
-    ``holds`` says what a key of a shape has to be (the first is what is read), ``keys`` which of their keys say the
-    same as ours, ``words`` how they spell ours (the first is what is written), ``says`` what else has to be in
-    their config, and ``defaults`` what a key means that is not there. ``ends`` and ``block`` are the places of our
-    modules, those of a block behind ``blocks`` and its number.
-    """
+    """A model class of transformers."""
 
     name: str
     model_type: str
-    holds: Mapping[str, tuple[Any, ...]]
-    keys: Mapping[str, tuple[str, ...]]
-    words: Mapping[str, tuple[str, ...]]
-    says: Config
-    defaults: Config
-    blocks: str
-    ends: Mapping[str, str]
-    block: Mapping[str, str]
-    heads_together: bool = False
-    """Query, key and value of a head lie together, not all queries, all keys, all values."""
-    conv1d: bool = False
-    """Matrices of a block are (fan in, fan out)."""
-    buffers: tuple[str, ...] = field(default=("rotary_emb.inv_freq",))
-    """Ends of the names of what older versions saved besides weights."""
+    blocks: str  # the path of the list of blocks
+    holds: Mapping[str, list[Any]]  # values that a key of a shape may have; the first is what is read
+    keys: Mapping[str, list[str]]  # their keys that say the same as a key of a shape; none if the others imply it
+    defaults: Config  # what a key means that is not in config.json
+    ends: Mapping[str, str]  # the paths of our modules outside the blocks
+    block: Mapping[str, str]  # and inside a block
+    words: Mapping[str, list[str]] = field(default_factory=dict)  # their names of activations; the first is written
+    says: Config = field(default_factory=dict)  # what else config.json has to say
+    heads_together: bool = False  # query, key and value of a head lie together, not all queries, all keys, ...
+    conv1d: bool = False  # matrices of a block are (fan in, fan out)
+    buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # ends of names that older versions saved besides weights
 
     def whole_name(self, name: str) -> str:
         """A tensor's name, given that in a whole model or, in checkpoints of older versions, in the bare one."""
@@ -166,7 +162,7 @@ class Architecture:
         raise InputError(f"config.json: activation {theirs!r}: leaven reads {self.name} with {known}")
 
     def _theta(self, given: Config) -> dict[str, float]:
-        if self.holds["positions"] != ("rope",):
+        if self.holds["positions"] != ["rope"]:
             return {}
         both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
         for stated in both:
@@ -210,3 +206,56 @@ def _require(key: str, value: Any, kind: Any) -> None:
     wanted, fits = _KINDS.get(kind, _KINDS[str])  # what is chosen from is a word
     if not fits(value):
         raise InputError(f"config.json: {key} = {value!r}: has to be {wanted}")
+
+
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
+LLAMA, QWEN3, GPT2, GPT_NEOX, BLOOM = ARCHITECTURES
+
+
+def module_names() -> Mapping[str, set[str]]:
+    """The last part of the names that modules go by, by what they are; "attention.query_key_value" is all three."""
+    names = {module: set(several) for module, several in _TABLE["names"].items()}
+    for architecture in ARCHITECTURES:
+        for module, path in (architecture.block | architecture.ends).items():
+            fused = architecture.block.get("attention.query") == architecture.block.get("attention.key") == path
+            names.setdefault("attention.query_key_value" if fused else module, set()).add(path.rpartition(".")[2])
+    return names
+
+
+def holding(shape: ModelShape) -> Architecture:
+    """The architecture that holds a shape.
+
+    Raises:
+        InputError: naming the keys that stand in the way of the nearest.
+    """
+    misfits = {architecture.name: architecture.misfits(shape) for architecture in ARCHITECTURES}
+    name, wanted = min(misfits.items(), key=lambda item: len(item[1]))
+    if wanted:
+        changes = ", ".join(f"{key} = {_toml(value)}" for key, value in wanted.items())
+        raise InputError(
+            f"no Hugging Face architecture that leaven writes holds this model; for the nearest, {name}, "
+            f"set [model] {changes}"
+        )
+    return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
+
+
+def named(config: Config) -> Architecture:
+    """The architecture that a config.json names.
+
+    Raises:
+        InputError: if it is none of those that leaven reads.
+    """
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"config.json: architectures = {names!r}: has to be a list of names")
+    for architecture in ARCHITECTURES:
+        if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
+            return architecture
+    stated = ", ".join(names) or config.get("model_type", "none")
+    known = ", ".join(architecture.name for architecture in ARCHITECTURES)
+    raise InputError(f"config.json: architecture {stated}: leaven reads {known}")
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"

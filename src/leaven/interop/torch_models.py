@@ -1,7 +1,6 @@
 """Any torch model under a rule: AdamW groups, forward multipliers and, where an init is given, initial values."""
 
 import math
-import sys
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -11,10 +10,16 @@ from pydantic import ValidationError
 from torch import nn
 
 from leaven.distributed.pieces import piece_of
-from leaven.interop.anatomy import Anatomy, Site, counterparts, depth_ratio, dissect, unwrapped
-from leaven.interop.folded import LOGIT_SCALES, ROWS, guard
-from leaven.interop.hooks import multipliers, rescale_attention
-from leaven.interop.roles import Claim, Classifier
+from leaven.interop.multipliers import ROWS, install, multipliers, rescale_attention
+from leaven.interop.roles import Classification, Classifier
+from leaven.interop.structure import (
+    ModelStructure,
+    ParameterSite,
+    counterparts,
+    depth_ratio,
+    inspect_model,
+    unwrapped,
+)
 from leaven.model.initialise import fill
 from leaven.model.transformer import Transformer
 from leaven.recipe.errors import InputError
@@ -136,10 +141,10 @@ def parametrize(
     Raises:
         InputError: in one line that names the parameter or value at fault. The model is then unchanged.
     """
-    target, likeness = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
+    target, base_model = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
     _refuse_a_second_time(target)
     _refuse_multipliers_of_its_own(target)
-    anatomy, small = dissect(target), dissect(likeness)
+    structure, base_structure = inspect_model(target), inspect_model(base_model)
     initialise = _initialises(hyperparameters, initialise)
     scaling, tuned = _validated(
         hyperparameters,
@@ -149,46 +154,42 @@ def parametrize(
         token_exponent=token_exponent,
         scale_decay_with_depth=scale_decay_with_depth,
     )
-    at = _ratios(ratios, anatomy, small)
-    likes = counterparts(anatomy, small)
-    claims = Classifier(anatomy, small, likes, _tied_by_hand(target) | dict(roles or {}), modules or {}).claims()
-    head = _head_ratio(anatomy, small, claims) if head_ratio is None else _positive("head_ratio", head_ratio)
-    _require_a_readout(anatomy, {name: claim.role for name, claim in claims.items()})
+    ratios_at = _ratios(ratios, structure, base_structure)
+    counterpart_of = counterparts(structure, base_structure)
+    classified = Classifier(
+        structure, base_structure, counterpart_of, _tied_by_hand(target) | dict(roles or {}), modules or {}
+    ).classify()
+    head = (
+        _head_ratio(structure, base_structure, classified)
+        if head_ratio is None
+        else _positive("head_ratio", head_ratio)
+    )
+    _require_a_readout(structure, {name: kind.role for name, kind in classified.items()})
 
     chosen, free = RULES[scaling.rule], exponents(scaling)
-    gated = any(claim.module == "mlp.gate" for claim in claims.values())
+    gated = any(kind.module == "mlp.gate" for kind in classified.values())
     rows: list[Row] = []
-    for site in anatomy.sites:
-        claim = claims[site.name]
-        parameter = Parameter(site.name, site.shape, claim.role, claim.module, site.layer)
-        scales = tensor_ratios(claim.role, site.shape, likes[site.name].shape, at, head)
-        n_layers = 1 if site.layer is None else anatomy.stacks[site.stack]
+    for site in structure.sites:
+        kind = classified[site.name]
+        parameter = Parameter(site.name, site.shape, kind.role, kind.module, site.layer)
+        scales = tensor_ratios(kind.role, site.shape, counterpart_of[site.name].shape, ratios_at, head)
+        n_layers = 1 if site.layer is None else structure.stacks[site.stack]
         rows.append(
             resolve_row(parameter, scales, rule=chosen, free=free, base=tuned, n_layers=n_layers, gated=gated)
         )
     try:
         if initialise:
-            wider = any(site.shape != likes[site.name].shape for site in anatomy.sites)
-            require_one_rule(tuned.init, scaling.rule, wider=wider, deeper=at.depth != 1)
+            wider = any(site.shape != counterpart_of[site.name].shape for site in structure.sites)
+            require_one_rule(tuned.init, scaling.rule, wider=wider, deeper=ratios_at.depth != 1)
         tuned.require_modules({row.module: row.role for row in rows})
     except ValueError as error:
         raise InputError(str(error)) from None
     attention = factors(chosen, Role.HIDDEN_WEIGHT, TensorRatios(head=head), free).attention
-    hooks, scales_of_attention = multipliers(target, anatomy, rows), rescale_attention(target, anatomy, attention)
+    hooks, scales_of_attention = multipliers(target, structure, rows), rescale_attention(target, structure, attention)
     if initialise:
-        _initialise(anatomy, rows, seed)
-    for hook in hooks:
-        hook.install()
-    paths = {module: path for path, module in target.named_modules()}
-    before = tuple((paths[module], name, getattr(module, name)) for module, name, _ in scales_of_attention)
-    for module, name, value in scales_of_attention:
-        setattr(module, name, value)
-    if hooks or scales_of_attention:
-        guard(target, len(hooks) + len(scales_of_attention))
-    if (hooks or scales_of_attention) and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # what was compiled has no hooks and does not look for new ones
+        _initialise(structure, rows, seed)
+    install(target, hooks, scales_of_attention)
     setattr(target, ROWS, tuple(rows))
-    setattr(target, LOGIT_SCALES, before)
     return groups(target)
 
 
@@ -202,7 +203,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     rows: tuple[Row, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"this {type(target).__name__} has no groups yet; call leaven.parametrize on it")
-    parameters = {site.name: site.parameter for site in dissect(target).sites}
+    parameters = {site.name: site.parameter for site in inspect_model(target).sites}
     odd = sorted(parameters.keys() ^ {row.name for row in rows})
     if odd:
         raise InputError(
@@ -289,25 +290,25 @@ def _positive(name: str, value: Any) -> float:
     return number
 
 
-def _ratios(given: Ratios, model: Anatomy, base: Anatomy) -> Ratios:
+def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
-    said = {axis: _positive(f"ratios.{axis}", value) for axis, value in vars(given).items()}
-    read = Ratios(model.width / base.width, depth_ratio(model, base), said["batch"], said["tokens"])
+    stated = {axis: _positive(f"ratios.{axis}", value) for axis, value in vars(given).items()}
+    read = Ratios(model.width / base.width, depth_ratio(model, base), stated["batch"], stated["tokens"])
     for axis in ("width", "depth"):
         found = getattr(read, axis)
-        if said[axis] not in {1.0, found}:
-            raise InputError(f"ratios: {axis} is {said[axis]:g}, but the two models say {found:g}; leave it out")
+        if stated[axis] not in {1.0, found}:
+            raise InputError(f"ratios: {axis} is {stated[axis]:g}, but the two models say {found:g}; leave it out")
     return read
 
 
-def _head_ratio(model: Anatomy, base: Anatomy, claims: Mapping[str, Claim]) -> float:
+def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Classification]) -> float:
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")
     if model.head_dims and base.head_dims:
         return next(iter(model.head_dims)) / next(iter(base.head_dims))
-    attention = next((name for name, claim in claims.items() if claim.module.startswith("attention.")), None)
+    attention = next((name for name, kind in classified.items() if kind.module.startswith("attention.")), None)
     if attention is not None:
         raise InputError(
             f"{attention} is of an attention that does not keep its head dimension (as head_dim), and the rule moves "
@@ -322,9 +323,9 @@ def _tied_by_hand(model: nn.Module) -> dict[str, str]:
     return {"embedding.weight": Role.TIED_EMBEDDING} if tied else {}
 
 
-def _require_a_readout(anatomy: Anatomy, roles: Mapping[str, Role]) -> None:
+def _require_a_readout(structure: ModelStructure, roles: Mapping[str, Role]) -> None:
     if not {Role.UNEMBEDDING, Role.TIED_EMBEDDING} & set(roles.values()):
-        first = next(site.name for site in anatomy.sites if roles[site.name] is Role.EMBEDDING)
+        first = next(site.name for site in structure.sites if roles[site.name] is Role.EMBEDDING)
         raise InputError(
             f"nothing makes the logits; if they are read off {first}, pass roles={{{first!r}: 'tied_embedding'}}, "
             "else parametrize the model together with its head"
@@ -332,8 +333,8 @@ def _require_a_readout(anatomy: Anatomy, roles: Mapping[str, Role]) -> None:
 
 
 @torch.no_grad()
-def _initialise(anatomy: Anatomy, rows: list[Row], seed: int) -> None:
-    sites = {site.name: site for site in anatomy.sites}
+def _initialise(structure: ModelStructure, rows: list[Row], seed: int) -> None:
+    sites = {site.name: site for site in structure.sites}
     trained = [row for row in rows if sites[row.name].parameter.requires_grad]
     for row in trained:
         if sites[row.name].parameter.is_meta:
@@ -342,6 +343,6 @@ def _initialise(anatomy: Anatomy, rows: list[Row], seed: int) -> None:
         _fill(sites[row.name], row, seed)
 
 
-def _fill(site: Site, row: Row, seed: int) -> None:
+def _fill(site: ParameterSite, row: Row, seed: int) -> None:
     piece = piece_of(row.name, site.parameter)
     fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
-from leaven.interop.architectures import Architecture, Stored
-from leaven.interop.families import holding, named
+from leaven.interop.architectures import Architecture, Stored, holding, named
+from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder
+from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.folding import folding
 from leaven.scaling.table import ParameterTable
@@ -33,7 +35,7 @@ _FREE = {"seq_len", "dropout", "rope_theta"}
 
 
 @dataclass(frozen=True)
-class Plain:
+class HuggingFaceModel:
     """A model as others have it: the architecture, its config.json, and the shape that this is in leaven's terms."""
 
     folder: Path
@@ -89,8 +91,8 @@ def write_huggingface(
                 save_file(tensors, temporary / file, metadata={"format": "pt"})
                 (temporary / file).chmod(mode)
     except (OSError, SafetensorError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or error
-        raise InputError(f"{folder}: cannot be written: {said}; nothing is left of it") from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise InputError(f"{folder}: cannot be written: {reason}; nothing is left of it") from None
     return architecture
 
 
@@ -157,7 +159,7 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 # In ----------------------------------------------------------------------------------------------------------------
 
 
-def read_plain(folder: Path) -> Plain:
+def read_huggingface(folder: Path) -> HuggingFaceModel:
     """What model a folder holds; its weights are looked at, not read.
 
     Raises:
@@ -168,7 +170,7 @@ def read_plain(folder: Path) -> Plain:
     config = _json(folder / "config.json")
     try:
         architecture = named(config)
-        plain = Plain(folder, architecture, config, architecture.shape(config))
+        plain = HuggingFaceModel(folder, architecture, config, architecture.shape(config))
     except InputError as error:
         raise InputError(f"{folder}/{error}") from None
     with _opened(plain) as tensors:
@@ -180,19 +182,19 @@ def read_plain(folder: Path) -> Plain:
             raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged, or of another model")
     if plain.shape.tied_embeddings:  # some save the same matrix twice
         shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
-    spare = [name for name in shapes if not name.endswith(architecture.buffers)]
+    spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]
     if spare:
         raise InputError(f"{folder}: holds {spare[0]}, which a {architecture.name} of its config.json has not")
     return plain
 
 
-def require_start(shape: ModelShape, folder: Path) -> Plain:
+def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     """The model in a folder, if a run of this shape can start from it.
 
     Raises:
         InputError: if it is not all there, or of another shape.
     """
-    plain = read_plain(folder)
+    plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
     there, here = (each.model_dump(exclude=free) for each in (plain.shape, shape))
     if there != here:
@@ -202,6 +204,41 @@ def require_start(shape: ModelShape, folder: Path) -> Plain:
             "make [model] that of the weights, or leave [start] out"
         )
     return plain
+
+
+def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
+    """The recipe that starts from a model's weights, with a reason for every value that is not a default.
+
+    It is its own base: no multiplier is anything but 1, whatever the rule, until it is transferred.
+
+    Raises:
+        InputError: if the model has no tokenizer.json that fits it, without which its weights say nothing.
+    """
+    tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
+    if not tokenizer.is_file():
+        raise InputError(
+            f"{plain.folder}: no tokenizer.json; save the model's tokenizer there with transformers' save_pretrained"
+        )
+    given_tokenizer(str(tokenizer), shape.vocab_size)
+    draft = Draft(f"{plain.folder}/config.json")
+    draft.set_architecture(plain.architecture, plain.config, shape, draft.origin)
+    draft.why["hyperparameters.init_std"] += "; with [start] weights nothing is drawn"
+    draft.set("start.weights", str(plain.folder), f"a {plain.architecture.name}; multipliers are divided out of it")
+    draft.values["data.source"] = source
+    draft.set("data.tokenizer", str(tokenizer), "the model's own: to these weights another one's ids mean nothing")
+    duration = tokens or TOKENS_PER_PARAMETER * shape.params
+    guess = f"{TOKENS_PER_PARAMETER} a parameter, as a run from scratch takes (Chinchilla); less may do here"
+    draft.set("data.tokens", duration, "--tokens" if tokens else guess)
+    draft.set("schedule.warmup_tokens", duration // 100, "1% of the run: the moments of Adam start anew")
+    draft.set("batch.tokens", *likely_batch(shape, duration))
+    lr, why = likely_lr(shape, duration)
+    draft.set(
+        "hyperparameters.lr",
+        lr,
+        f"{why}, for config.json has none: trained weights are best raised again to about the peak of their "
+        "pre-training (Ibrahim et al. 2024, arXiv 2403.08763); tune it",
+    )
+    return draft.recipe(name)
 
 
 @torch.no_grad()
@@ -244,7 +281,7 @@ class _Tensor:
 
 
 @contextmanager
-def _opened(plain: Plain) -> Iterator[dict[str, _Tensor]]:
+def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, _Tensor]]:
     """The tensors of a folder by the name they have in a whole model, while its files are open."""
     index = plain.folder / "model.safetensors.index.json"
     files = _files(index) if index.exists() else ["model.safetensors"]

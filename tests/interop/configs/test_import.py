@@ -84,7 +84,7 @@ def test_one_flag_a_line_and_what_it_does_not_tell() -> None:
     assert re.findall(r"^[\w.]+", told, re.MULTILINE) == [
         "model.vocab_size", "layout.dp", "data.tokens", "batch.tokens", "hyperparameters.lr", "data.source",
     ]  # fmt: skip
-    assert recipe.why["hyperparameters.lr"].startswith("not told by args.txt: the peak of ")
+    assert recipe.why["hyperparameters.lr"].startswith("not in args.txt: the peak of ")
 
 
 def test_steps_and_fractions_are_tokens() -> None:
@@ -114,6 +114,8 @@ def test_steps_and_fractions_are_tokens() -> None:
         ("--rotary-percent 0.5", "--rotary-percent: leaven rotates whole heads"),
         ("--position-embedding-type none", "--position-embedding-type none: leaven reads rope, learned_absolute"),
         ("--lr nan", "--lr nan: has to be a finite number"),
+        ("--lr 0", "--lr 0: has to be above 0"),
+        ("--init-method-std 0 --embedding-init-method-std 1", "--init-method-std 0: has to be above 0"),
         ("--lr many", "--lr many: has to be a number"),
         ("--lr", "--lr has no value"),
         ("--num-layers 2.5", "--num-layers 2.5: has to be a whole number"),

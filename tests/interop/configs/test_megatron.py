@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.interop.configs.recipes import FAMILIES, NEOX, PER_MODULE, megatron_like, transferred
 
-from leaven.interop.configs import flags as f
+from leaven.interop.configs import shell
 from leaven.interop.configs.compare import Loss
 from leaven.interop.configs.export import export
 from leaven.recipe.recipe import Recipe
@@ -41,7 +41,7 @@ FLAGS: dict[str, Any] = {
 def flags_of(recipe: Recipe) -> dict[str, Any]:
     """As argparse would read them, by the table above."""
     read = {}
-    for name, words in f.parse(export("megatron", recipe).files[""], "args").values.items():
+    for name, words in shell.parse(export("megatron", recipe).files[""], "args").values.items():
         kind = FLAGS[name]
         if kind is None:
             assert words == []

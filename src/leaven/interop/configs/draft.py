@@ -1,32 +1,37 @@
-"""A recipe as it is read from another trainer's configuration: values, each with the key it stands under there."""
+"""A recipe out of somebody else's files: values, each with the key that it has there, and guesses for the rest."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.interop.likely import TOKENS_PER_PARAMETER, likely_batch, likely_lr
+from leaven.catalogue.law_table import STEP_LAW
+from leaven.catalogue.laws import evaluate
+from leaven.catalogue.runs import nearest
+from leaven.interop.architectures import Architecture
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import format_quantity
+
+TOKENS_PER_PARAMETER = 20
 
 
 @dataclass(frozen=True)
 class Imported:
-    """``unknown`` is what the file does not tell, and what stands for it; ``unread`` what it says that no recipe
-    holds."""
+    """A recipe, and how far the files say it."""
 
     recipe: Recipe
-    unknown: tuple[str, ...]
-    unread: tuple[str, ...]
+    unknown: tuple[str, ...]  # what the files do not say, and what stands there instead
+    unread: tuple[str, ...]  # what they say that no recipe holds
 
 
 @dataclass
 class Draft:
-    """Values by dotted path with their reasons, filled key by key."""
+    """Values by dotted path, filled key by key."""
 
-    origin: str
+    origin: str  # the file or folder, for messages
     values: dict[str, Any] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
@@ -36,15 +41,43 @@ class Draft:
         self.values[path] = value
         self.why[path] = why
 
-    def set_shape(self, shape: ModelShape, reasons: dict[str, str]) -> None:
+    def set_architecture(
+        self, architecture: Architecture, config: dict[str, Any], shape: ModelShape, file: str
+    ) -> None:
+        """The shape and std of a config.json, which ``file`` names in the reasons."""
+
+        def origin(*keys: str) -> str:
+            there = [key for key in keys if config.get(key) is not None]
+            return (
+                f"{' and '.join(there)} of {file}" if there else f"what a {architecture.name} has: {file} is silent"
+            )
+
         for key, value in shape.model_dump(exclude_none=True).items():
             self.values[f"model.{key}"] = value
-            if key in reasons:
-                self.why[f"model.{key}"] = reasons[key]
+        for key, theirs in architecture.keys.items():
+            if theirs:
+                more = ("rope_scaling", "rope_parameters") if key == "rope_theta" else ()
+                self.why[f"model.{key}"] = origin(*theirs, *more)
+        self.why |= {f"model.{key}": f"what a {architecture.name} is" for key in architecture.holds}
+        std = float(architecture.given(config)["initializer_range"])
+        self.set("hyperparameters.init_std", std, origin("initializer_range"))
+
+    def shape(self) -> ModelShape:
+        """The shape that the values of ``model`` make.
+
+        Raises:
+            InputError: if they make none.
+        """
+        values = {path.removeprefix("model."): value for path, value in self.values.items() if path[:6] == "model."}
+        try:
+            shape = ModelShape.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"{self.origin}: no shape of leaven's: {explain(error)}") from None
+        return shape
 
     def guess(self, path: str, value: Any, why: str) -> None:
-        """A value that the file does not tell and a recipe has to have."""
-        self.set(path, value, f"not told by {self.origin}: {why}")
+        """Set a value that the files do not say and a recipe has to have."""
+        self.set(path, value, f"not in {self.origin}: {why}")
         self.unknown.append(f"{path}: {why}")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
@@ -62,13 +95,39 @@ class Draft:
         if "hyperparameters.lr" not in self.values:
             self.guess("hyperparameters.lr", *likely_lr(shape, tokens))
         self.unknown.append("data.source: any text of your own; the default stands there")
+        # What a configuration writes in seven digits makes a plain model: no rule moves anything at its own scale.
+        self.values.setdefault("scaling.rule", "standard")
+        return Imported(self.recipe(name), tuple(self.unknown), tuple(self.unread))
+
+    def recipe(self, name: str) -> Recipe:
+        """The values as they are.
+
+        Raises:
+            InputError: if they make no recipe.
+        """
         document: dict[str, Any] = {"name": name, "why": self.why}
         for path, value in self.values.items():
             set_path(document, path, value)
-        # What a configuration writes in seven digits makes a plain model: no rule moves anything at its own scale.
-        document.setdefault("scaling", {"rule": "standard"})
         try:
-            recipe = Recipe.model_validate(document)
+            return Recipe.model_validate(document)
         except ValidationError as error:
             raise InputError(f"{self.origin}: no recipe of leaven's: {explain(error)}") from None
-        return Imported(recipe, tuple(self.unknown), tuple(self.unread))
+
+
+def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
+    """The batch in tokens, in whole sequences, by the step law; and the reason."""
+    laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
+    step_law = next(law for law in laws if law.law == STEP_LAW.name)
+    assert step_law.batch_tokens is not None
+    scale = f"{format_quantity(shape.params)} parameters, {format_quantity(tokens)} tokens"
+    outside = "" if step_law.in_range else f"; a factor of {step_law.extrapolation:.3g} outside its range"
+    batch = max(round(step_law.batch_tokens / shape.seq_len), 1) * shape.seq_len
+    return batch, f"{step_law.law} at {scale}, in whole sequences{outside}"
+
+
+def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
+    """The peak of the published run that is nearest in size; and the reason."""
+    for neighbour, _ in nearest(shape.params, tokens, limit=99):
+        if neighbour.peak_lr is not None:
+            return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
+    raise AssertionError("no published run tells its lr")

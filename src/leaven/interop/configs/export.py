@@ -17,10 +17,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from leaven.interop.architectures import Architecture
+from leaven.interop.architectures import ARCHITECTURES, Architecture
 from leaven.interop.configs.compare import SAME, SAME_START, Loss, ResolvedRecipe, compare, fitted
 from leaven.interop.configs.per_parameter import CANDIDATES, Candidate, identifier
-from leaven.interop.families import ARCHITECTURES
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder, write_text
 from leaven.recipe.recipe import Recipe

@@ -1,15 +1,17 @@
-"""The multipliers of a parametrized model, folded into its weights: a plain model that computes the same.
+"""Forward multipliers on a foreign model: put on as hooks, or folded into the weights.
 
-:func:`leaven.interop.torch_models.parametrize` puts them on as hooks, which no state dict holds. A branch's
-multiplier goes into the matrix that ends it (and its bias), that of the logits into gain and bias of the final norm,
-or into the readout where there is no final norm, and a moved scale of the attention logits into the queries: into
-their norm's gain, if they have one, for it would undo a change of the matrix.
+As forward hooks they change no name in the state dict. torch.compile traces hooks that are there at the first
+forward, and FSDP2 runs them as they are. No state dict holds them, so a model that is saved for others is folded: a
+branch's multiplier goes into the matrix that ends it (and its bias), that of the logits into gain and bias of the
+final norm, or into the readout where there is no final norm, and a moved scale of the attention logits into the
+queries: into their norm's gain, if they have one, for it would undo a change of the matrix.
 """
 
 import copy
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,16 +21,100 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from leaven.distributed.pieces import cut, piece_of
-from leaven.interop.anatomy import dissect, is_a, unwrapped
-from leaven.interop.hooks import ScaleInput, ScaleOutput
 from leaven.interop.roles import is_linear
+from leaven.interop.structure import ModelStructure, ParameterSite, inspect_model, is_a, logit_scales, unwrapped
 from leaven.recipe.errors import InputError
+from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import Row
 
 ROWS = "leaven_rows"  # on a parametrized model: what each of its parameters gets
 LOGIT_SCALES = "leaven_logit_scales"  # and where attention scales were moved: (module's name, attribute, before)
 
 Factors = dict[nn.Parameter, float | Tensor]
+LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute, the value to set
+
+
+# Putting them on --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScaleOutput:
+    """A forward hook. A class, not a closure, so that the model can still be pickled."""
+
+    factor: float
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output * self.factor
+
+
+@dataclass(frozen=True)
+class ScaleInput:
+    """A forward pre-hook: scales what a readout reads, hence its logits, but not its bias."""
+
+    factor: float
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0] * self.factor, *inputs[1:])
+
+
+Hook = tuple[nn.Module, ScaleOutput | ScaleInput]
+
+
+def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Row]) -> list[Hook]:
+    """The hooks for all multipliers of the rows that are not 1; nothing is installed yet.
+
+    Raises:
+        InputError: naming the parameter whose module's forward is never called, so that no hook can act.
+    """
+    sites = {site.name: site for site in structure.sites}
+    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    found = []
+    for row in rows:
+        if row.multiplier == 1.0:
+            continue
+        site = sites[row.name]
+        if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING}:
+            found.append(_logits(site, row, sites, rows))
+        elif row.module in BRANCH_ENDS:
+            if not is_linear(site.owner) or any(site.owner is module.out_proj for module in attention):
+                raise InputError(
+                    f"{row.name} ends a branch, but its {type(site.owner).__name__} is never called as a module, so "
+                    f"no hook can multiply the branch by {row.multiplier:g}; use an attention made of linears"
+                )
+            found.append((site.owner, ScaleOutput(row.multiplier)))
+    return found
+
+
+def _logits(site: ParameterSite, row: Row, sites: dict[str, ParameterSite], rows: Sequence[Row]) -> Hook:
+    """On the final norm's output, which every way to the logits reads: losses that never form them (and leaven's own
+    model) take the readout's weight without calling its module. Without a final norm, on what that module reads."""
+    final = [other for other in rows if other.role is Role.FINAL_NORM]
+    if len(final) == 1:
+        return (sites[final[0].name].owner, ScaleOutput(row.multiplier))
+    linear = next((owner for owner in site.owners if is_linear(owner)), None)
+    if linear is None:
+        raise InputError(
+            f"{row.name} makes the logits without a module, and there is no one final norm ahead of it to carry "
+            f"their multiplier {row.multiplier:g}; make the logits with an nn.Linear that shares the weight"
+        )
+    return (linear, ScaleInput(row.multiplier))
+
+
+def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
+    """The new value of each attention module's scale of query . key: module, attribute, value.
+
+    Raises:
+        InputError: if the rule moves the scale and the modules keep no number for it.
+    """
+    if factor == 1.0:
+        return []
+    found, blocks = logit_scales(model), sum(structure.stacks.values())
+    if len(found) != blocks:
+        raise InputError(
+            f"the head dimension grows, and {len(found)} of {blocks} blocks keep their logit scale as `scaling` or "
+            f"`scale`; multiply it by {factor:g} yourself and pass head_ratio=1.0"
+        )
+    return [(module, name, getattr(module, name) * factor) for module, name in found]
 
 
 class WarnOfMultipliers:
@@ -36,11 +122,11 @@ class WarnOfMultipliers:
 
     def __init__(self, multipliers: int) -> None:
         self.multipliers = multipliers
-        self.said = False
+        self.warned = False
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if not self.said:
-            self.said = True
+        if not self.warned:
+            self.warned = True
             warnings.warn(
                 f"this state dict lacks the {self.multipliers} multipliers that leaven.parametrize put on the "
                 f"{type(module).__name__}: loaded into a model without them it computes something else; "
@@ -49,9 +135,24 @@ class WarnOfMultipliers:
             )
 
 
-def guard(model: nn.Module, multipliers: int) -> None:
-    """Let the model warn when its state dict is first taken."""
-    model.register_state_dict_post_hook(WarnOfMultipliers(multipliers))  # type: ignore[no-untyped-call]
+def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
+    """Put hooks and attention scales on a model, which warns from then on when its state dict is first taken."""
+    for module, hook in hooks:
+        if isinstance(hook, ScaleInput):
+            module.register_forward_pre_hook(hook)
+        else:
+            module.register_forward_hook(hook)
+    paths = {module: path for path, module in model.named_modules()}
+    setattr(model, LOGIT_SCALES, tuple((paths[module], name, getattr(module, name)) for module, name, _ in scales))
+    for module, name, value in scales:
+        setattr(module, name, value)
+    if count := len(hooks) + len(scales):
+        model.register_state_dict_post_hook(WarnOfMultipliers(count))  # type: ignore[no-untyped-call]
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # what was compiled has no hooks and does not look for new ones
+
+
+# Folding them into the weights --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -112,12 +213,12 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
             "the model is sharded over processes; call leaven.fold on it and save it as you save sharded models"
         )
     factors = _factors(target)
-    guards = {hook: hook.said for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
+    guards = {hook: hook.warned for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
     for hook in guards:
-        hook.said = True  # of this state dict, which gets them
+        hook.warned = True  # of this state dict, which gets them
     state = target.state_dict()
-    for hook, said in guards.items():
-        hook.said = said
+    for hook, warned in guards.items():
+        hook.warned = warned
     for name, parameter in target.named_parameters(remove_duplicate=False):
         if parameter in factors:
             state[name] = parameter * factors[parameter]
@@ -129,7 +230,7 @@ def _factors(target: nn.Module) -> Factors:
     rows: tuple[Row, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
-    sites = {site.name: site for site in dissect(target).sites}
+    sites = {site.name: site for site in inspect_model(target).sites}
     modules = {sites[row.name].parameter: row.module for row in rows}
     owners = {site.parameter: site.owners for site in sites.values()}
     names = {site.parameter: site.name for site in sites.values()}

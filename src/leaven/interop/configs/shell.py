@@ -19,18 +19,18 @@ _ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
 
 
 @dataclass
-class Flags:
+class ShellFlags:
     """``values`` are the words behind each flag, the last time it stands there; those with a ``$`` are open."""
 
     values: dict[str, list[str]] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def parse(text: str, origin: str) -> Flags:
+def parse(text: str, origin: str) -> ShellFlags:
     """Raises:
     InputError: if a quote is not closed, or there is no flag.
     """
-    flags = Flags()
+    flags = ShellFlags()
     joined = re.sub(r"\\\r?\n", " ", text)
     try:
         words = _words(_COMMANDS.sub(_COMMAND, joined))

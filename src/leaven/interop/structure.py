@@ -1,4 +1,4 @@
-"""The anatomy of a torch model: each parameter with its module and block, and its like in a smaller model."""
+"""The structure of a torch model: each parameter with its module and block, and its like in a smaller model."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class ParameterSite:
     """A parameter and where it stands. ``label`` is its name without the number of its block; ``owners`` are the
     modules that hold it, more than one where it is tied."""
 
@@ -53,10 +53,10 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """``stacks`` are the lists of blocks: path and number of blocks."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[ParameterSite, ...]
     stacks: Mapping[str, int]
     width: int
     vocabularies: frozenset[int]
@@ -76,7 +76,7 @@ def unwrapped(model: nn.Module, argument: str) -> nn.Module:
     return inner
 
 
-def dissect(model: nn.Module) -> Anatomy:
+def inspect_model(model: nn.Module) -> ModelStructure:
     """Walks the model once.
 
     Raises:
@@ -87,23 +87,23 @@ def dissect(model: nn.Module) -> Anatomy:
     for path, module in model.named_modules(remove_duplicate=False):
         for kind, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found[id(parameter)].append((_plain(f"{path}.{kind}" if path else kind), module, parameter))
-    sites: list[Site] = []
-    for claims in found.values():
-        name, _, parameter = claims[0]
+    sites: list[ParameterSite] = []
+    for places in found.values():
+        name, _, parameter = places[0]
         label, layer = _label(name, stacks)
-        for other, _, _ in claims:
+        for other, _, _ in places:
             if _block(other, stacks) != _block(name, stacks):
                 raise InputError(
                     f"{name} and {other} are one parameter, and the rules take each block to have its own: "
                     "what moves with depth is counted in blocks; give every block its own weights"
                 )
         after = layer is None and any(site.layer is not None for site in sites)
-        sites.append(Site(name, label, layer, parameter, tuple(owner for _, owner, _ in claims), after))
+        sites.append(ParameterSite(name, label, layer, parameter, tuple(owner for _, owner, _ in places), after))
     embeddings = [s.owner for s in sites if s.layer is None and isinstance(s.owner, nn.Embedding)]
     if not embeddings:
         raise InputError(f"{type(model).__name__} has no nn.Embedding outside its blocks to read the width from")
     heads = (_first(module, _HEAD_DIM, int) for module in model.modules())
-    return Anatomy(
+    return ModelStructure(
         sites=tuple(sites),
         stacks={path: size for path, (size, _) in stacks.items()},
         width=embeddings[0].embedding_dim,
@@ -112,13 +112,13 @@ def dissect(model: nn.Module) -> Anatomy:
     )
 
 
-def counterparts(model: Anatomy, base: Anatomy) -> dict[str, Site]:
+def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, ParameterSite]:
     """The like of each parameter in the base: the same label, in the block nearest in relative depth.
 
     Raises:
         InputError: naming the parameter that only one of the two has.
     """
-    by_label: dict[str, list[Site]] = defaultdict(list)
+    by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
         by_label[site.label].append(site)
     known = {site.label for site in model.sites}
@@ -127,7 +127,7 @@ def counterparts(model: Anatomy, base: Anatomy) -> dict[str, Site]:
             raise InputError(
                 f"{site.name} is in the base and not in the model; give a base of the same family (tied weights tied)"
             )
-    likes = {}
+    counterpart_of = {}
     for site in model.sites:
         if site.label not in by_label:
             raise InputError(
@@ -136,11 +136,11 @@ def counterparts(model: Anatomy, base: Anatomy) -> dict[str, Site]:
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:
             raise InputError(f"{site.name} has shape {site.shape}, but {like.shape} in the base")
-        likes[site.name] = like
-    return likes
+        counterpart_of[site.name] = like
+    return counterpart_of
 
 
-def depth_ratio(model: Anatomy, base: Anatomy) -> float:
+def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
     """Blocks over blocks of the base; 1 if neither model has any."""
     found = {path: size / base.stacks[path] for path, size in model.stacks.items() if path in base.stacks}
     if len(set(found.values())) > 1:
@@ -193,7 +193,7 @@ def _block(name: str, stacks: Mapping[str, tuple[int, list[str]]]) -> tuple[str,
     return None if layer is None else (label.partition(".*.")[0], layer)
 
 
-def _depth(site: Site, model: Anatomy) -> float:
+def _depth(site: ParameterSite, model: ModelStructure) -> float:
     if site.layer is None:
         return 0.0
     return site.layer / max(model.stacks[site.stack] - 1, 1)
