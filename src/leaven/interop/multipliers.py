@@ -68,7 +68,7 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Row]
     """
     sites = {site.name: site for site in structure.sites}
     attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-    found = []
+    found: list[Hook] = []
     for row in rows:
         if row.multiplier == 1.0:
             continue
