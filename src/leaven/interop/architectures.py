@@ -217,7 +217,7 @@ def module_names() -> Mapping[str, set[str]]:
     """The last part of the names that modules go by, by what they are; "attention.query_key_value" is all three."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
-        for module, path in (architecture.block | architecture.ends).items():
+        for module, path in [*architecture.block.items(), *architecture.ends.items()]:
             fused = architecture.block.get("attention.query") == architecture.block.get("attention.key") == path
             names.setdefault("attention.query_key_value" if fused else module, set()).add(path.rpartition(".")[2])
     return names

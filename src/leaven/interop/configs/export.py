@@ -110,7 +110,7 @@ def nearest_architecture(shape: ModelShape) -> tuple[Architecture, ModelShape, l
     tried = []
     for architecture in ARCHITECTURES:
         changes = architecture.misfits(shape)
-        if architecture.holds.get("bias") == (True, False) and not shape.bias:
+        if architecture.holds.get("bias") == [True, False] and not shape.bias:
             changes["bias"] = True
         tried.append((len(changes), changes, architecture))
     _, changes, architecture = min(tried, key=lambda each: each[0])
