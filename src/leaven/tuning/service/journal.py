@@ -3,16 +3,18 @@
 import errno
 import json
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from leaven import storage
 from leaven.recipe.errors import InputError
 
 LOCK_SECONDS = 30  # for which a lock is waited for; who holds it for so long was suspended, or has lost its disk
+GRACE_SECONDS = 3  # after which Optuna's lock is that of a process that was killed while it wrote
 RECORD, SQLITE = b'{"op_code":', b"SQLite format 3"  # how a journal and a database begin
 
 
@@ -64,7 +66,13 @@ class Journal(JournalFileBackend):
         path = Path(self._file_path)
         path.stat()  # with its disk away there is nothing to lock
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        # Not the name of Optuna's lock, which is a file that must not be there while nobody holds it.
+        # The first lock is free at once when its holder dies; the second, Optuna's own, is for a dashboard that writes.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
-            # No reader has taken a torn line that is cut off here: to Optuna a line is one when it has its end.
-            storage.append(path, lines, sync=True, create=False)
+            optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
+            optunas.acquire()
+            try:
+                # No reader has taken a torn line that is cut off here: to Optuna a line is one when it has its end.
+                storage.append(path, lines, sync=True, create=False)
+            finally:
+                with suppress(RuntimeError):  # another took this process, asleep perhaps, for dead
+                    optunas.release()
