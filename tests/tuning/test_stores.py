@@ -58,9 +58,9 @@ def a_bit_of_everything(store: BaseStorage, queued: bool = True) -> list[Any]:
             raise ArithmeticError
         return x * x
 
-    study.optimize(objective, n_trials=8, catch=ArithmeticError)
+    study.optimize(objective, n_trials=6, catch=ArithmeticError)
     number = store.get_study_id_from_name("s")
-    last = store.get_trial_id_from_study_id_trial_number(number, 7)
+    last = store.get_trial_id_from_study_id_trial_number(number, 5)
     with pytest.raises(UpdateFinishedTrialError):
         store.set_trial_state_values(last, TrialState.COMPLETE, [0.5])
     with pytest.raises(UpdateFinishedTrialError):
@@ -129,7 +129,7 @@ def test_a_line_that_breaks_at_every_call_loses_nothing_and_does_nothing_twice(b
     store = open_store(breaking(Existing(), before), waited=seen.append)
     # One taken off Optuna's queue without word of it is nobody's: leaven queues none.
     assert a_bit_of_everything(store, queued=before) == a_bit_of_everything(InMemoryStorage(), queued=before)
-    assert len(seen) > 90
+    assert len(seen) > 70
 
 
 def test_what_another_has_ended_is_not_taken_for_ones_own() -> None:
@@ -154,7 +154,7 @@ def test_many_commands_at_once(where: str) -> None:
         try:
             start.wait()
             study = optuna.create_study(storage=open_store(where), study_name="s", load_if_exists=True)
-            for _ in range(4):
+            for _ in range(2):
                 study.tell(study.ask({"x": FloatDistribution(0, 1)}), 1.0)
             start.wait()
             study.enqueue_trial({"x": which / 4})
@@ -172,7 +172,7 @@ def test_many_commands_at_once(where: str) -> None:
         thread.join()
     assert errors == []
     study = optuna.load_study(study_name="s", storage=open_store(where))
-    assert [trial.number for trial in study.trials] == list(range(20))
+    assert [trial.number for trial in study.trials] == list(range(12))
     assert len(popped) == len(set(popped)) == 4
 
 
@@ -208,7 +208,7 @@ def test_a_disk_that_stays_away(tmp_path: Path) -> None:
     store, study = begun(str(tmp_path / "disk" / "study.log"), patience_seconds=0.05)
     (tmp_path / "disk").rename(tmp_path / "away")
     with pytest.raises(
-        StoreGone, match="study.log has been away for 0 seconds .*No such file.*; the same command goes on"
+        StoreGone, match="study.log has been away for 0 seconds .*No such file.*; run it again to resume"
     ):
         store.get_all_trials(study)
 
@@ -377,7 +377,7 @@ def test_the_dashboard_opens_a_study_unchanged(where: str, tmp_path: Path) -> No
     (study,) = get(app, "/api/studies")["study_summaries"]
     assert study["study_name"] == "s"
     trials = get(app, f"/api/studies/{study['study_id']}")["trials"]
-    assert [trial["state"] for trial in trials] == ["Complete"] * 3 + ["Pruned", "Fail"] + ["Complete"] * 3
+    assert [trial["state"] for trial in trials] == ["Complete"] * 3 + ["Pruned", "Fail", "Complete"]
     assert trials[0]["params"][0]["name"] == "x"
     assert {attribute["key"] for attribute in trials[0]["user_attrs"]} == {"purpose", "curve"}
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

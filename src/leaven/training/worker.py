@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def start(parent: int) -> None:
-    """What a worker process does before its first trial: one thread, and gone when its parent is."""
+    """Initialise a worker process: one thread, and an end when its parent ends."""
     import torch
 
     torch.set_num_threads(1)

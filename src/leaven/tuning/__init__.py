@@ -9,7 +9,7 @@ __all__ = ["search"]
 
 
 def __getattr__(name: str) -> Any:
-    """``search``, when first asked for: `import leaven.tuning` does not wait for Optuna."""
+    """Imports ``search`` on first use, so that `import leaven.tuning` does not wait for Optuna."""
     if name != "search":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from leaven.tuning.service.objective import search

@@ -1,6 +1,6 @@
-"""A point of a space as a recipe: every value so far from where the recipe has it.
+"""A point of a space as a recipe: how far each value is moved from where the recipe has it.
 
-What a distance is. In the unit ``octave`` a value doubles from one whole number to the next, but for
+Distances: In the unit ``octave`` a value doubles from one whole number to the next, but for
 
 - ``beta1`` and ``beta2``: ``beta ** 2^x``, half the half-life of the moment, so that beta stays within (0, 1); to
   first order it doubles 1 - beta. The multipliers of modules and depth do the same to the rest of the table.

@@ -24,11 +24,11 @@ def advice_when_all_diverged(
     aside the learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an
     octave more.
     """
-    gone = [trial for trial in trials if trial.state == "diverged"]
-    points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in gone])
+    diverged = [trial for trial in trials if trial.state == "diverged"]
+    points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])
     rates = learning_rates([d.path for d in dimensions])
     start = "the start's too" if (~points.any(1)).any() else "but none was of the start"
-    said = f"all {len(gone)} trials diverged, {start}: " if len(gone) > 1 else "the only trial diverged: "
+    said = f"all {len(diverged)} trials diverged, {start}: " if len(diverged) > 1 else "the only trial diverged: "
     if not rates.any():
         said += elsewhere
     else:
@@ -43,7 +43,7 @@ def advice_when_all_diverged(
         )
         lowered = f" (1/{2**tried:.3g} of it diverged)" if tried >= DOWN else ""
         said += f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{lowered}"
-    lasted = np.array([trial.tokens for trial in gone])
+    lasted = np.array([trial.tokens for trial in diverged])
     blamed = divergence.fit(points, lasted < lasted.max() / 2)
     if blamed.slopes.any():
         down, i = divmod(int(np.argmax(blamed.slopes)), len(dimensions))

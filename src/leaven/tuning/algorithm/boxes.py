@@ -9,7 +9,7 @@ from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.trust_region import Array, Axes
 
 BEST, EDGE = 4, 1 / 4  # where so many of the best trials lie in this part of the box at one end, it is extended
-LEAST = 3 * BEST  # trials: of fewer the best are anybody
+LEAST = 3 * BEST  # trials, before which the best few say nothing
 FURTHER = 1 / 2  # of its first width, by which an end moves
 
 

@@ -1,13 +1,13 @@
 """Which point is the answer of a search.
 
 1. The best few are run with fresh seeds: the lowest of many noisy losses was lucky. The lowest mean of these runs is
-   chosen. A point that diverges with any seed is none.
+   chosen. A point that diverges with any seed is not chosen.
 2. It must be better than the start by more than the noise, compared by the seeds that both were run with. Otherwise
    the start is the answer: nothing was found. What is not confirmed (3.) must be better by more than two and a half
    times the noise: once the noise is about one standard deviation of what is compared there.
 3. The lowest of several means is lucky too, if less (of three equal ones, by 0.6 standard deviations of a run where
    each is of two). So what was chosen among several is run again, with seeds that chose nothing, and so is the start.
-   These runs have the last word: by them, too, it must be better than the start by more than the noise, and they are
+   These runs decide: by them, too, it must be better than the start by more than the noise, and they are
    its loss and its gain. What was run with fresh seeds alone needs no more.
 """
 

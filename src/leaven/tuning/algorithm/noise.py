@@ -69,10 +69,12 @@ def between(
 
 
 def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, float]]]:
-    """Without the points whose runs lie much further apart than at others: they are at the edge of a cliff, where it
-    is not seeds that make the noise. Of one noise for all, one in 150 would be left out (of three points with two
-    runs and one with three). What was run most, the start, stays: it was run to know the noise, and where seeds make
-    less of it at better points, a noise of few runs there would promise too much."""
+    """The points without those whose runs lie much further apart than at others.
+
+    Those are at the divergence boundary, where it is not seeds that make the noise. Of one noise for all, one in 150
+    would be left out (of three points with two runs and one with three). The point with most runs, the start, stays:
+    it was run to know the noise, and where seeds make less of it at better points, that of few runs would be too low.
+    """
     spreads = [statistics.stdev(loss for _, loss in ran) for ran in repeated]
     most = WILD * statistics.median(spreads) if len(spreads) > 2 else math.inf
     runs = max(map(len, repeated), default=0)

@@ -125,9 +125,9 @@ def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
     # at most 2 D directions of it are more than noise, however many trials there are.
     features = np.hstack([_FAR * points, squares / 2])
     vectors, roots, _ = np.linalg.svd(features - features.mean(0), full_matrices=False)
-    told = centred - curvatures * half  # (curvatures, n): what slopes and bends are to explain
-    along = told @ vectors
-    beyond = told - along @ vectors.T
+    rest = centred - curvatures * half  # (curvatures, n): what slopes and bends are to explain
+    along = rest @ vectors
+    beyond = rest - along @ vectors.T
     scales = ((curvatures * roots) ** 2)[:, None] + noises[:, None] ** 2  # (curvatures, noises, at most 2 D)
     # The constant vector is projected out of everything: it adds log(noise^2) to the sum, and no more.
     evidence = (len(roots) - n + 1) * np.log(noises) - 0.5 * (beyond**2).sum(1)[:, None] / noises**2

@@ -16,7 +16,7 @@ ends at its floor. So:
 4. Multipliers that bring the proposal over the divergence boundary are shortened, and choices that do are undone.
 5. The radius grows when a trial is the best yet by the surrogate and shrinks when not: it stands still at one in
    four.
-6. Until a trial ends without divergence there is no surrogate and no boundary, for nothing is on this side of it.
+6. Until a trial ends without divergence there is no surrogate, and no boundary is known.
    Each divergence brings the learning rates a quarter of an octave down and the proposals closer together; without
    learning rates it looks ever farther. The first trial that ends takes the place of the start.
 
@@ -210,7 +210,7 @@ class Region:
         return self._within(moves[self.features.owner] * steps, levels)
 
     def stalled(self) -> bool:
-        """Whether ``ROUNDS`` rounds gained less than the noise, and the surrogate does not promise more.
+        """Whether ``ROUNDS`` rounds gained less than the noise, and the surrogate predicts no more.
 
         A round is half as many trials as multipliers, which is what it takes to look along them all.
         """
@@ -263,7 +263,7 @@ class Region:
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(trusted + step, low, high), self.features.of(levels))
         safe = self.divergence.shorten(wanted, here, RISK)
-        # Half of a choice is none: it stays.
+        # Part of the way to another level is no level: the choice stays.
         refused = ~number & (safe != wanted)
         keeps = np.isin(self.features.owner, self.features.owner[refused])
         found = self.features.point(np.where(keeps, here, safe))
@@ -300,7 +300,7 @@ def region(
     ended = np.isfinite(without_outliers(losses))
     if not ended.any():
         lowered = np.zeros(d, bool) if rates is None else rates
-        return _without_ground(len(points), low, high, scale, levels, lowered)
+        return _while_all_diverge(len(points), low, high, scale, levels, lowered)
     at_start = ~points.any(1)
     left = at_start.any() and not (at_start & ended).any()
     features = Features(points[np.argmax(ended)] if left else np.zeros(d), scale, levels)
@@ -325,7 +325,7 @@ def region(
     return Region(best, radius, surrogate, divergence, since, low, high, features, np.asarray(~seen.any(0)))
 
 
-def _without_ground(  # noqa: PLR0917 - the arguments of region
+def _while_all_diverge(  # noqa: PLR0917 - the arguments of region
     tried: int, low: Array, high: Array, scale: Array, levels: NDArray[np.int_], rates: NDArray[np.bool_]
 ) -> Region:
     """The region after so many trials, all of which diverged: point 6 above."""

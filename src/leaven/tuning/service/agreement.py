@@ -1,4 +1,4 @@
-"""What a stored study is of: written by whoever makes it, and the same for all who work on it."""
+"""What a stored study searches: written by the command that creates it, and the same for all that join it."""
 
 import time
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from optuna.storages import BaseStorage
 
 from leaven.recipe.errors import InputError
 
-ABOUT = "leaven:about"  # an attribute of a study: all that it is of, by name
+ABOUT = "leaven:about"  # an attribute of a study: recipe, space, method and so on, by name
 LONGEST = 512  # characters of a study's name, in Optuna's tables
-PATIENCE, LOOK = 5.0, 0.02  # seconds for which one who finds a study waits for word of it, and between looks
+PATIENCE, LOOK = 5.0, 0.02  # seconds to wait for that attribute of a new study, and between looks
 
 About = Mapping[str, Any]
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no store takes."""
+    """Check a name that all stores have to take."""
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
         raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
 
@@ -28,14 +28,14 @@ def check_name(name: str) -> None:
 def begin(
     store: BaseStorage, name: str, sampler: BaseSampler, here: About, what: str
 ) -> tuple[optuna.Study, dict[str, Any]]:
-    """The study of that name, which is made to be of what is ``here`` if there is none, and what it is of.
+    """The study of that name, and its attributes; created with the attributes ``here`` if there is none.
 
-    It is looked for first: in a journal the attempt to make one that is there is a line more, also of a command that
-    is then refused. Of commands that start at once the one that makes the study says what it is of, for a store makes
-    it once. Should it die between the two, another does, and reads what is there in the end.
+    It is looked up first, because in a journal even a failed attempt to create it adds a line. Of commands that start
+    at once one creates the study and writes its attributes. If that one dies between the two, another writes them;
+    all of them go by what is stored in the end.
 
     Raises:
-        InputError: if the study is none of ours.
+        InputError: if the study was created by something else.
     """
     one: dict[str, Any] = {"study_name": name, "storage": store, "sampler": sampler}
     try:
@@ -59,14 +59,14 @@ def _begun(study: optuna.Study) -> bool:
 
 
 def agree(there: About, here: About, what: str, instead: str) -> None:
-    """Refuse a study of something else.
+    """Check that a stored study searches the same.
 
     Raises:
-        InputError: if it is; the line says how they differ.
+        InputError: if not; it says how they differ.
     """
     for key, value in here.items():
         if key not in there:
-            raise InputError(f"{what} is of no {key}, and so of something else; {instead}")
+            raise InputError(f"{what} was created by another program: it has no {key}; {instead}")
         if there[key] != value:
             raise InputError(f"{what} is of another {key}: {_difference(there[key], value)}; {instead}")
 

@@ -1,4 +1,4 @@
-"""What a search may cost, and how much of it is kept back to judge the best few."""
+"""What a search may cost, and how much of it is reserved to confirm the best few."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,7 +8,7 @@ from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS
 from leaven.tuning.service.trial_log import BEGAN, ENDED, FINALIST, Evaluation
 
-FINALISTS = 3  # are judged by runs of their own (confirmation.py)
+FINALISTS = 3  # points that are confirmed by runs of their own (confirmation.py)
 KEPT = 1 / 4  # of the budget, at most
 
 
@@ -19,7 +19,7 @@ class Budget:
     Attributes:
         trials: runs, whatever for.
         flops: of all runs.
-        hours: in which at least one run was going on. Of a study that was interrupted the time between does not
+        hours: in which at least one run was under way. Of a study that was interrupted the time between does not
             count, and of several machines at once the time counts once.
         run_flops: of a run, if that is known before one has ended. Without, the first is taken to cost all there is,
             so that no other begins beside it.
@@ -45,20 +45,20 @@ class Budget:
         return ", ".join(f"{limit:g} {name}" for name, limit in given.items() if limit is not None)
 
     def finalists(self, runs: Sequence[Evaluation], now: float) -> int:
-        """How many of the best can be judged with what is kept back, and with what is left."""
+        """How many of the best can be confirmed with what is reserved, and with what is left."""
         affordable = min(min(KEPT * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(few for few in range(FINALISTS + 1) if runs_to_confirm(few) <= affordable or few == 0)
 
     def kept(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
-        """How many runs are kept back."""
+        """How many runs are reserved for confirmation."""
         affordable = min(KEPT * limit / cost for limit, _, cost in self._limits(runs, now))
         costs = {runs_to_confirm(few) for few in range(FINALISTS + 1)}
         if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
-            costs.add(runs_to_confirm(1) + 2 * CONFIRMATIONS)  # beside those that a smaller budget has judged
+            costs.add(runs_to_confirm(1) + 2 * CONFIRMATIONS)  # beside those that a smaller budget has confirmed
         return max(cost for cost in costs if cost <= affordable)
 
     def room(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Whether there is room for one more run of the search. Where all diverge there is nothing to judge."""
+        """Whether there is room for one more run of the search. Where all diverge there is nothing to confirm."""
         nothing = any(run.finished for run in runs) and not any(run.complete for run in runs)
         kept = 0 if nothing else self.kept(runs, now)
         return self.left(runs, now) >= 1 + kept
@@ -85,12 +85,12 @@ class Budget:
 
 
 def runs_to_confirm(few: int) -> int:
-    """How many runs it takes to judge so many."""
+    """How many runs it takes to confirm so many points."""
     return few * RERUNS + (2 * CONFIRMATIONS if few > 1 else 0)  # of the chosen point and of the start
 
 
 def busy(runs: Sequence[Evaluation], now: float) -> float:
-    """The seconds in which at least one run was going on."""
+    """The seconds in which at least one run was under way."""
     return covered((run.last.user_attrs[BEGAN], _end(run, now)) for run in runs if BEGAN in run.last.user_attrs)
 
 

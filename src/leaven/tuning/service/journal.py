@@ -66,7 +66,7 @@ class Journal(JournalFileBackend):
         path = Path(self._file_path)
         path.stat()  # with its disk away there is nothing to lock
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        # The first lock is free at once when its holder dies; the second, Optuna's own, is for a dashboard that writes.
+        # The first lock is free at once when its holder dies; Optuna's own is for a dashboard that writes.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
             optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
             optunas.acquire()

@@ -1,10 +1,10 @@
-"""Which of the commands that work on a study are alive, as far as another of them can tell.
+"""Which of the commands that work on a study are alive, as seen by another of them.
 
-A command's id is its host, its process (see :func:`process`) and a number, for a process may make several. On its own
-boot of its own machine the kernel says whether it lives. From elsewhere it is judged by a counter that it keeps
-raising in the store: when that stood still for ``lease_seconds`` of the observer's own clock, it is taken for dead.
-Times of two machines are never compared. One that was taken for dead wrongly, because it was cut off or asleep,
-finds its trials closed, and lets go of them.
+A command's id is its host, its process (see :func:`process`) and a number, because a process may run several
+searches. On the same boot of the same machine the kernel says whether it lives. On another machine a heartbeat does:
+a counter in the store that the command keeps raising. When it stood still for ``lease_seconds`` of the observer's own
+clock, the command is taken for dead; times of two machines are never compared. One that was taken for dead wrongly,
+because it was cut off or asleep, finds its trials closed, and drops them.
 """
 
 import itertools
@@ -70,10 +70,10 @@ class Leases:
         # A pause of this process, or of the store, is not held against the others.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
-        strangers = {owner for owner in owners if owner != self.node and not gone(owner)}
-        beats = self._store.get_study_system_attrs(self._study) if strangers else {}
+        elsewhere = {owner for owner in owners if owner != self.node and not gone(owner)}
+        beats = self._store.get_study_system_attrs(self._study) if elsewhere else {}
         seen = {}
-        for owner in strangers:
+        for owner in elsewhere:
             count = int(beats.get(_BEAT + owner, 0))
             before, still = self._seen.get(owner, (count, -passed))
             seen[owner] = (count, still + passed if count == before else 0.0)
@@ -98,8 +98,8 @@ def process(pid: int) -> str:
 
 
 def _ended(identity: str) -> bool:
-    """Whether a process is known to be gone: it was of this boot of this machine, and is not there, or is a corpse
-    that its parent has not looked at."""
+    """Whether a process is known to have ended: it ran since this boot of this machine, and is not there, or is a
+    zombie."""
     boot, pid, start = identity.split(":") if identity.count(":") == 2 else ("", "", "")
     return boot != "" and boot == _boot() and _started(int(pid)) != start
 

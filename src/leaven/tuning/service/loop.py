@@ -48,11 +48,11 @@ class SearchLoop:
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
         self._pending: dict[Future[float | Outcome], Proposal] = {}
         self._error: Exception | None = None  # of the objective
-        self._ended: list[int] = []  # that the watch has not been told of
+        self._ended: list[int] = []  # trials that the watch has not heard of yet
         self._begun = 0  # jobs, here and elsewhere, at the last look
 
     def run(self) -> list[Evaluation]:
-        """Until there is nothing to do any more, here or elsewhere, or until asked to stop."""
+        """Run until nothing is left to do, here or elsewhere, or until ``stop``. Returns all runs."""
         try:
             while True:
                 runs = self._look()
@@ -60,7 +60,7 @@ class SearchLoop:
                 job = self._plan.next(runs, time.time()) if self._free and not stopping else None
                 if job is not None:
                     self._begin(job, runs)
-                elif self._ended:  # once all workers are at work again, for to tell may take its time
+                elif self._ended:  # once all workers are busy again, for the watch may take its time
                     if self._watch is not None:
                         self._watch.ended(self._ended)
                     self._ended = []
@@ -70,7 +70,7 @@ class SearchLoop:
                 elif stopping or not any(run.running for run in runs):
                     break
                 else:
-                    time.sleep(LOOK)  # others are at work
+                    time.sleep(LOOK)  # other commands are running trials
         except BaseException as error:
             self._pool.shutdown(wait=False, cancel_futures=True)
             if not isinstance(error, StoreGone):
@@ -83,7 +83,7 @@ class SearchLoop:
         return runs
 
     def _look(self) -> list[Evaluation]:
-        """All runs, those of dead processes taken from them."""
+        """All runs, after closing the trials of dead processes."""
         trials = self._study.get_trials(deepcopy=False)
         running = {t.number: t.user_attrs.get(trial_log.OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})

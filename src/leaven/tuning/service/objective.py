@@ -66,20 +66,20 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
         space: the lowest and the highest log2 multiplier by name, within -1000 and 1000; ``range(n)`` for a choice of
             n levels, which the objective gets by its number. As long as every run diverges, those that are called
             ``lr``, or end in ``.lr``, are lowered.
-        start: log2 multipliers that are right as far as one knows; 0 for those that are not given.
+        start: the log2 multipliers to start from; 0 for those that are not given.
         trials: None where ``flops`` or ``hours`` are the budget, of which, as of ``run_flops``, see
             :class:`leaven.tuning.service.budget.Budget`.
         method: one of ``leaven.tuning.service.samplers.METHODS``.
-        scales: how many octaves from the start an optimum typically is; 1 for those that are not given.
+        scales: octaves from the start to a typical optimum; 1 for those that are not given.
         near: the box in which a search begins, in octaves from the start; the whole space for those that are not
             given. All methods but ``grid`` extend it while the best lie at its end.
         noise: the standard deviation of the loss between runs of one point, if it is known.
         stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
-        storage: an Optuna storage, its URL, or the file of a journal; in memory without. The same call goes on with
-            what is there, also while others of it run.
+        storage: an Optuna storage, its URL, or the file of a journal; in memory without. The same call resumes
+            what is there, also while other commands work on it.
         name: of the study in its storage.
-        stop: asked now and then; once it says so, nothing new is begun, and the answer is of what there is.
-        watch: is told of runs as this call begins and ends them, from its own thread.
+        stop: polled; once it is true no run is begun, and the answer is of those that have ended.
+        watch: is called when this call begins and ends runs, from its own thread.
         lease_seconds: for how long another machine's process may be silent before its runs are taken over.
 
     Raises:

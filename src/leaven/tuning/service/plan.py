@@ -1,11 +1,11 @@
 """What a search does next: a function of the runs so far.
 
-1. What a dead process left is done again.
+1. Runs whose process died are retried.
 2. The noise is measured by runs of the start with other seeds. The points of a grid follow, if it is one.
-3. The search goes on until only what is kept back of the budget is left, or until some rounds gained less than the
+3. The search continues until only the reserved part of the budget is left, or until some rounds gained less than the
    noise.
 4. When nothing is running any more, the best few are run with seeds that they have not had. The first of these runs
-   has the list of them, for all commands to go by.
+   has the list of them, which all commands follow.
 5. What is best by these is run again, and so is the start (confirmation.py).
 """
 
@@ -70,7 +70,7 @@ def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search is of, and what follows from that and from the runs so far. It remembers nothing itself."""
+    """What a search is of, and what follows from that and from the runs so far. It has no state of its own."""
 
     study: optuna.Study
     axes: Axes
@@ -172,7 +172,7 @@ class Plan:
     def _best(self, runs: Sequence[Evaluation]) -> list[Point]:
         """Points to choose the answer from, the likeliest first.
 
-        What was stopped is none of them, nor is the start, which has runs with other seeds already.
+        Stopped trials are left out, and the start, which has runs with other seeds already.
         """
         trials, by_surrogate = self._records(runs), self.method == "trust-region"
         none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
@@ -231,15 +231,15 @@ class Plan:
         """Why there is no answer."""
         trials = self._records(runs)
         if stopped := sum(trial.state == "stopped" for trial in trials):
-            gone = sum(trial.state == "diverged" for trial in trials)
-            return f"no run came to its end: {stopped} were stopped, {gone} diverged"
+            diverged = sum(trial.state == "diverged" for trial in trials)
+            return f"no run came to its end: {stopped} were stopped, {diverged} diverged"
         if any(run.finished for run in runs):
             return advice_when_all_diverged(
                 trials, self.dimensions, "give it a start at which the objective is finite"
             )
         if failed := sum(run.failed for run in runs):
-            return f"no run ended: {failed} died, each of them twice; memory may be short, for one"
-        return "stopped before any run ended; the same again goes on"
+            return f"no run ended: {failed} died, each of them twice; possible cause: out of memory"
+        return "stopped before any run ended; run it again to resume"
 
     @property
     def dimensions(self) -> list[Dimension]:
@@ -255,7 +255,7 @@ class Plan:
 
 
 def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
-    """The first seeds that a point has not had in other runs. The search saw seed 0 alone, also where it promises a
+    """The first seeds that a point has not had in other runs. The search saw seed 0 alone, also where it predicts a
     point that was never run."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))

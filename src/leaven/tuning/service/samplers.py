@@ -20,7 +20,7 @@ from leaven.tuning.service.trial_log import finished, loss_of, seed_of, turn
 Array = NDArray[np.float64]
 Distributions = dict[str, BaseDistribution]
 
-FEWEST = 10  # trials for PED-ANOVA: the best tenth of fewer is nobody
+FEWEST = 10  # trials for PED-ANOVA, whose best tenth has to be one trial at least
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 
 
@@ -61,7 +61,7 @@ def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> B
             case _:
                 return optuna.samplers.RandomSampler(seed=seed)
 
-    return _SeededAnew(optunas, seed, axes, everywhere=method == "cma")
+    return SeededSampler(optunas, seed, axes, everywhere=method == "cma")
 
 
 def distributions(axes: Axes) -> Distributions:
@@ -116,14 +116,13 @@ class TrustRegionSampler(BaseSampler):
         raise AssertionError(f"{param_name} is not in the search space")
 
 
-class _SeededAnew(BaseSampler):
-    """One of Optuna's samplers, seeded anew for each proposal, in a box that grows while the best lie at its end.
+class SeededSampler(BaseSampler):
+    """One of Optuna's samplers, seeded for each proposal by its place in the search, in a box that grows.
 
-    They draw from a stream of their own: two commands with one seed, or one that goes on, would propose the same.
-    The store has the whole space, and the sampler is given the box, a function of the trials that have ended. With
-    ``everywhere`` it is as wide as the whole space from the beginning, as many steps to every side, for a method that
-    stays near the start by itself, and knows no choices: these are the best trial's in one of two proposals, and else
-    random.
+    From one stream two commands with the same seed, or one that resumes, would propose the same. The store has the
+    whole space, and the sampler is given the box, a function of the trials that have ended. With ``everywhere`` it is
+    as wide as the whole space from the beginning, as many steps to every side, for a method (CMA-ES) that stays near
+    the start by itself. That one knows no choices: these are the best trial's in one of two proposals, else random.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, axes: Axes, *, everywhere: bool) -> None:

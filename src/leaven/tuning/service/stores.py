@@ -1,8 +1,8 @@
 """Where studies are kept: an Optuna storage, on a file or a server, that waits while either is away.
 
-What was in fact done before a connection broke is not done again: a trial is created under a ticket, by which it is
-found, and one that has already ended as it was to end is right as it is. Other calls can be repeated as they are, but
-for taking a trial off Optuna's queue: who did that is not on record. Leaven queues none.
+What was done before a connection broke is not done twice: a trial is created under a ticket, by which it is found,
+and one that has already ended in the wanted state is accepted. All other calls can be repeated, except for taking a
+trial off Optuna's queue, which leaven does not use.
 """
 
 import json
@@ -45,16 +45,16 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """The store stayed away for longer than one waits. The same command goes on from it later."""
+    """The store was unreachable for longer than the patience. The same command resumes from it later."""
 
 
-def _nobody(seconds: float) -> None:
-    """Told of waiting, where nobody wants to know."""
+def _ignore(seconds: float) -> None:
+    """The default of ``waited``."""
 
 
 def open_store(
     where: str | Path | BaseStorage | None,
-    waited: Callable[[float], None] = _nobody,
+    waited: Callable[[float], None] = _ignore,
     patience_seconds: float = 300,
 ) -> BaseStorage:
     """The storage at ``where``, each call of which waits while it is away.
@@ -62,8 +62,8 @@ def open_store(
     Args:
         where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage (one
             of ours keeps its own patience), or None for one in memory.
-        waited: told after each failed attempt for how many seconds the store has been away; what it raises ends the
-            waiting.
+        waited: called after each failed attempt with the seconds for which the store has been away; what it raises
+            ends the waiting.
         patience_seconds: after so many, a call raises StoreGone.
 
     Raises:
@@ -154,7 +154,7 @@ def _reached(url: "URL", call: "Callable[[URL], T]") -> T:
             raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
             if not (raced and left):
                 raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
-        except RuntimeError as error:  # Optuna's word on another version's tables
+        except RuntimeError as error:  # of tables of another version
             raise InputError(f"{_name(url)}: {error}") from None
         time.sleep(random.uniform(0.05, 0.5))
     raise AssertionError("the last attempt returns or raises")
@@ -242,7 +242,7 @@ class _Waiting:
         return self._until_done(lambda again: call(*args, **kwargs))
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """What ``call`` returns once the store is there; it is told whether it has been tried before."""
+        """What ``call`` returns once the store is there; its argument says whether it has been tried before."""
         since, pause, again = None, FIRST_PAUSE, False
         while True:
             try:
@@ -255,7 +255,7 @@ class _Waiting:
                 if now - since >= self._patience:
                     raise StoreGone(
                         f"{self._name} has been away for {now - since:.0f} seconds ({_reason(error)}); "
-                        "the same command goes on when it is back"
+                        "run it again to resume when it is back"
                     ) from error
                 self._waited(now - since)
             # At random, for all who wait for one server not to come back at once.

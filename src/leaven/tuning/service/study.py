@@ -1,7 +1,7 @@
 """A study: a search over short runs of a recipe, each in a process of its own, from which the best recipe is written.
 
-What is known is in the store (``objective.py``). The folder has what is read off it: study.json, best.toml,
-fewest.toml and centre.toml, written whole by whoever ends a trial, and checkpoints of the trials that are running.
+What is known is in the store (``objective.py``). The folder has what follows from it: study.json, best.toml,
+fewest.toml and centre.toml, replaced whenever a trial ends, and checkpoints of the trials that are running.
 """
 
 import json
@@ -39,14 +39,14 @@ from leaven.tuning.space import Space
 from leaven.tuning.wording import why, why_fewest
 
 CHECKPOINTS = "checkpoints"
-OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # what a study that was killed as it began leaves
-ANSWERED = "leaven:answered"  # an attribute of the study: a command has seen one to its end
+OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was killed as it began
+ANSWERED = "leaven:answered"  # an attribute of the study: a command has run it to its end
 SAID_AFTER = 5.0  # seconds for which a store is away
 SAVING = 0.1  # of the time, at most, goes into study.json; of thousands of trials it takes seconds each time
 
 
 class Screen(Protocol):
-    """What a person watches."""
+    """The screen of a running study."""
 
     def asked(self, number: int, worker: str, /) -> None: ...
     def ended(self, state: StudyDocument, /) -> None: ...
@@ -148,7 +148,7 @@ class Study:
         return self
 
     def _check_results(self, stored: Callable[[], bool]) -> None:
-        """Refuse to write over the results of a study whose store is not there, or is empty.
+        """Check that results are not written over: those of a study whose store is missing or empty.
 
         Raises:
             InputError: if it is.
@@ -245,7 +245,7 @@ class Study:
         try:
             state = self.save()
         except InputError as error:
-            raise StoreGone(f"{error}; the trials are in the store, and the same command writes it") from None
+            raise StoreGone(f"{error}; the trials are in the store: run it again to write it") from None
         if screen is not None:
             screen.ended(state)
         return state
@@ -275,7 +275,7 @@ class Study:
         self._rests_until = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """The study as it stands; it has a ``best`` once a command has seen it to its end, be it of less."""
+        """The study as it stands; it has a ``best`` once a command has run it to the end of some budget."""
         return self._state(self.answer)
 
     def _state(self, found: Answer) -> StudyDocument:
@@ -299,7 +299,7 @@ class Study:
 
     @property
     def _over(self) -> bool:
-        """Whether a command has seen it to its end, be it of less than is asked for now."""
+        """Whether a command has run it to its end, be it with a smaller budget than now."""
         return self._found is not None or bool(self._study.user_attrs.get(ANSWERED))
 
     @property

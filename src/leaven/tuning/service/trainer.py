@@ -33,7 +33,7 @@ class Trainer:
     checkpoints: Path
     stop: Callable[[], bool]
     checkpoint_seconds: float = 60
-    gives_up: bool = True  # on trials out of reach of the best; curves of other cooldowns are not to be compared
+    gives_up: bool = True  # on hopeless trials (prune); curves of other cooldowns cannot be compared
 
     @contextmanager
     def in_processes(self, workers: int) -> Iterator[Train]:
@@ -83,13 +83,13 @@ class Trainer:
         live half a second longer, and must not write between."""
         folder = self.checkpoints / f"{proposal.origin:06d}-{proposal.number:06d}"
         for left in _attempts(self.checkpoints, proposal.origin)[-1:]:
-            with suppress(OSError):  # another's by now, or gone: then it begins anew
+            with suppress(OSError):  # another attempt has it by now, or it is gone: start again
                 left.rename(folder)
         return folder
 
 
 def forget(checkpoints: Path, origin: int) -> None:
-    """Remove what the attempts of a run that is over have left."""
+    """Remove the checkpoints of all attempts of a run."""
     for left in _attempts(checkpoints, origin):
         shutil.rmtree(left, ignore_errors=True)
 

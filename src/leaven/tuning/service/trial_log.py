@@ -1,8 +1,8 @@
-"""What the trials in a store amount to: each run counted once, whatever was killed.
+"""The trial log: what the trials in a store amount to, each run counted once whatever was killed.
 
 A run begins with a trial that is created with all that is known of it: its owner, and its ``job``, a name for what
 it does. Nothing is ever queued: what is to be done next follows from the trials that are there, so no crash can lose
-it. Two commands may create the same job at once. The trial with the lowest number is the job, and the other one is
+it. Two commands may create the same job at once. The trial with the lowest number does it, and the other one is
 void: numbers are given out in order by every Optuna store.
 
 A run whose process died is done once more, by a trial with the job ``retry:`` and the number of the one that was
@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def lost(self) -> bool:
-        """To be done again."""
+        """To be retried."""
         return self.last.state is TrialState.FAIL and self.deaths < LIVES
 
     @property
@@ -98,7 +98,7 @@ def turn(trial: FrozenTrial) -> int:
 def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
     """The runs that trials of a space of so many ``dimensions`` amount to, in the order of their first numbers.
 
-    A trial that lost its process before all its values were drawn is none, nor is one without an owner.
+    A trial that lost its process before all its values were drawn is left out, as is one without an owner.
     """
     jobs = _jobs(trials)
     found = []
@@ -153,8 +153,8 @@ def finished(study: Study) -> list[FrozenTrial]:
     if any(OWNER in trial.user_attrs for trial in trials):
         trials = [trial for trial in trials if OWNER in trial.user_attrs]
     stopped = [t for t in trials if t.state is TrialState.PRUNED and EXPECTED in t.user_attrs]
-    told = stopped + [trial for trial in trials if trial.state is TrialState.COMPLETE]
-    return sorted(told, key=lambda trial: (_ended(trial), trial.number))
+    ended = stopped + [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    return sorted(ended, key=lambda trial: (_ended(trial), trial.number))
 
 
 def _ended(trial: FrozenTrial) -> float:
