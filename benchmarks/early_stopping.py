@@ -22,8 +22,8 @@ import numpy as np
 
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training import rival as rule
-from leaven.training.outcome import Outcome, Rival
+from leaven.training import early_stopping as rule
+from leaven.training.outcome import Baseline, Outcome
 from leaven.training.trial import train_trial
 
 RECIPE = """
@@ -111,10 +111,10 @@ def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int,
     from what they came to, and how far that is from the best then, both in nats."""
     best, stopped = trials[order[0]], {}
     for number in order[1:]:
-        trial, against = trials[number], Rival(best.curve, best.loss, noise)
+        trial, against = trials[number], Baseline(best.curve, best.loss, noise)
         for points in range(1, len(trial.curve)):
             curve = trial.curve[:points]
-            if rule.hopeless_against(curve, against):
+            if rule.out_of_reach(curve, against):
                 share, off = curve[-1][0] / best.curve[-1][0], rule.expected(curve, against) - trial.loss
                 stopped[number] = (share, off, trial.loss - best.loss)
                 break

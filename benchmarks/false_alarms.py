@@ -14,7 +14,7 @@ from leaven.data.tokens import prepare
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.training.spikes import FLOORS, LEVEL, LIMIT, Guard
+from leaven.training.spikes import FLOORS, LEVEL, LIMIT, SpikeDetector
 
 RECIPE = """
 name = "quiet"
@@ -73,11 +73,11 @@ def main() -> None:
     for seed in range(options.first, options.first + options.runs):
         recipe = quiet(seed, options.lr, options.batch)
         training = Training(recipe, prepare(recipe.data, recipe.model.vocab_size))
-        guard, furthest, found, loss = Guard(), dict.fromkeys(FLOORS, 0.0), 0, math.nan
+        guard, furthest, found, loss = SpikeDetector(), dict.fromkeys(FLOORS, 0.0), 0, math.nan
         while not training.finished:
             step = training.issue().result()
             if guard.observe(step) is not None:
-                found, guard = found + 1, Guard()
+                found, guard = found + 1, SpikeDetector()
             furthest = {name: max(furthest[name], watch.total) for name, watch in guard.watches.items()}
             loss = step.loss
         verdicts, steps = verdicts + found, steps + recipe.steps

@@ -17,7 +17,7 @@ from leaven.training.checkpoint import (
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.keeper import Keeper, Saved
+from leaven.training.checkpoint_manager import CheckpointManager, Saved
 from leaven.training.rewind import Rewind
 
 
@@ -42,7 +42,7 @@ def write_all(folder: Path, step: int, size: int, rewinds: tuple[Rewind, ...] = 
     return together(size, body)[0]
 
 
-def saved(keeper: Keeper, checkpoint: Checkpoint) -> Saved:
+def saved(keeper: CheckpointManager, checkpoint: Checkpoint) -> Saved:
     keeper.save(checkpoint, checkpoint.progress.tokens)
     outcome = keeper.outcome(wait=True)
     assert outcome is not None

@@ -18,9 +18,9 @@ import torch
 import torch._dynamo  # Adam's first step does, for a second in every child
 from tests.training.planted import in_order, recipe, text
 
-from leaven.training import session
+from leaven.training.checkpoint import read_checkpoint
+from leaven.training.checkpoint_manager import CheckpointManager
 from leaven.training.engine import Training
-from leaven.training.keeper import Keeper
 from leaven.training.run_folder import RunFolder
 from leaven.training.step import Step
 from leaven.training.trainer import train
@@ -75,7 +75,7 @@ def killed_at_random(folder: Path) -> dict[str, int]:
 
 def lost(run: RunFolder) -> int:
     """Steps that a resume has to do again: those since the last whole checkpoint."""
-    found, damaged = session.read_checkpoint(run.checkpoints, run.rewinds())
+    found, damaged = read_checkpoint(run.checkpoints, run.rewinds())
     assert not damaged
     lines = run.metrics()
     return (lines[-1]["step"] if lines else 0) - (found.progress.step if found else 0)
@@ -106,7 +106,7 @@ def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
 
         RunFolder.event = written  # type: ignore[method-assign]
         owners = {
-            "clear": Keeper,
+            "clear": CheckpointManager,
             "restore": Training,
             "follow": Training,
             "rewind": RunFolder,

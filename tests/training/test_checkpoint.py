@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import leaven.training.checkpoint as checkpoint_module
-import leaven.training.keeper as module
+import leaven.training.checkpoint_manager as module
 from leaven.recipe.errors import InputError
 from leaven.training.checkpoint import (
     Checkpoint,
@@ -27,7 +27,7 @@ from leaven.training.checkpoint import (
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.keeper import Keeper
+from leaven.training.checkpoint_manager import CheckpointManager
 from leaven.training.rewind import Rewind
 
 
@@ -125,20 +125,20 @@ def test_one_of_an_undone_past_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[Keeper]:
-    made = Keeper(tmp_path, every_tokens=256, keep=2, keep_every_tokens=None)
+def keeper(tmp_path: Path) -> Iterator[CheckpointManager]:
+    made = CheckpointManager(tmp_path, every_tokens=256, keep=2, keep_every_tokens=None)
     yield made
     made.close()
 
 
-def save(keeper: Keeper, step: int, good: int | None = None) -> None:
+def save(keeper: CheckpointManager, step: int, good: int | None = None) -> None:
     keeper.save(checkpoint(step), 256 * (step if good is None else good))
     saved = keeper.outcome(wait=True)
     assert saved is not None
     assert saved.error is None
 
 
-def test_the_newest_stay_and_the_last_good_one(tmp_path: Path, keeper: Keeper) -> None:
+def test_the_newest_stay_and_the_last_good_one(tmp_path: Path, keeper: CheckpointManager) -> None:
     for step in (1, 2, 3):
         save(keeper, step)
     assert steps(tmp_path) == [2, 3]
@@ -150,7 +150,7 @@ def test_the_newest_stay_and_the_last_good_one(tmp_path: Path, keeper: Keeper) -
 
 
 def test_the_first_one_in_every_so_many_tokens_stays_for_good(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path, every_tokens=256, keep=1, keep_every_tokens=3 * 256)
+    keeper = CheckpointManager(tmp_path, every_tokens=256, keep=1, keep_every_tokens=3 * 256)
     for step in (1, 2, 4, 5, 6, 7, 8, 11, 12):
         save(keeper, step)
     keeper.close()
@@ -159,7 +159,7 @@ def test_the_first_one_in_every_so_many_tokens_stays_for_good(tmp_path: Path) ->
 
 def test_one_that_was_not_due_displaces_none(tmp_path: Path) -> None:
     """As a stop writes it: steps 3 and 5 with one due every second step."""
-    keeper, there = Keeper(tmp_path, every_tokens=512, keep=2, keep_every_tokens=None), []
+    keeper, there = CheckpointManager(tmp_path, every_tokens=512, keep=2, keep_every_tokens=None), []
     for step in (0, 2, 3, 4, 5, 6):
         save(keeper, step)
         there.append(steps(tmp_path))
@@ -169,14 +169,14 @@ def test_one_that_was_not_due_displaces_none(tmp_path: Path) -> None:
 
 def test_one_that_was_not_due_does_not_stand_in_for_the_last_good_one(tmp_path: Path) -> None:
     """Stopped at step 3, suspicious since step 4: without the stop there would be steps 2 and 4."""
-    keeper = Keeper(tmp_path, every_tokens=512, keep=1, keep_every_tokens=None)
+    keeper = CheckpointManager(tmp_path, every_tokens=512, keep=1, keep_every_tokens=None)
     for step, good in ((2, 2), (3, 3), (4, 3)):
         save(keeper, step, good)
     keeper.close()
     assert steps(tmp_path) == [2, 4]
 
 
-def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: Keeper) -> None:
+def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: CheckpointManager) -> None:
     """The training goes on at once, and changes its tensors in place while a thread writes."""
     go, write = threading.Event(), module.write_checkpoint
 
@@ -199,7 +199,7 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: Keeper
     assert torch.equal(found.model["w"], checkpoint(1).model["w"])
 
 
-def test_damaged_ones_are_moved_aside_and_undone_ones_dropped(tmp_path: Path, keeper: Keeper) -> None:
+def test_damaged_ones_are_moved_aside_and_undone_ones_dropped(tmp_path: Path, keeper: CheckpointManager) -> None:
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
     (tmp_path / ".tokens-000000000000999.0badcafe-1.tmp").mkdir()  # of a run that was killed
@@ -214,13 +214,13 @@ FULL_DISK = """
 import resource, signal
 from pathlib import Path
 from leaven.training.checkpoint import write_checkpoint
-from leaven.training.keeper import Keeper
+from leaven.training.checkpoint_manager import CheckpointManager
 from tests.training.test_checkpoint import checkpoint
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path({folder!r})
 write_checkpoint(folder, checkpoint(1))
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # less than the 40 kB of a file
-keeper = Keeper(folder, 256, 2, None)
+keeper = CheckpointManager(folder, 256, 2, None)
 keeper.save(checkpoint(2), 512)
 print(keeper.outcome(wait=True).error)
 keeper.close()

@@ -10,7 +10,8 @@ import torch
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.recipe import Recipe
 from leaven.training import precision
-from leaven.training.engine import Diverged, Training
+from leaven.training.engine import Training
+from leaven.training.loop import Diverged
 from leaven.training.precision import GROW_AFTER, LossScale
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train

@@ -18,10 +18,10 @@ from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import checkpoints, tokens_of
-from leaven.training.engine import Diverged, Training
+from leaven.training.engine import Training
+from leaven.training.loop import Diverged
 from leaven.training.run_folder import RunFolder
-from leaven.training.spikes import Limits
-from leaven.training.step import Issued, Step
+from leaven.training.step import PendingStep, Step
 from leaven.training.trainer import Summary, train
 
 NOISE = 0.01  # nats
@@ -132,13 +132,13 @@ def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]
     """Let the lr of a step be multiplied, behind the back of the schedule."""
     issue = Training.issue
 
-    def jumping(self: Training, limits: Limits | None = None) -> Issued:
+    def jumping(self: Training) -> PendingStep:
         by, step = factor(self), self.optimiser.step
         monkeypatch.setattr(
             self.optimiser, "step", lambda multiplier, *rest, **more: step(multiplier * by, *rest, **more)
         )
         try:
-            return issue(self, limits)
+            return issue(self)
         finally:
             monkeypatch.setattr(self.optimiser, "step", step)
 
@@ -193,11 +193,11 @@ def test_a_weight_that_breaks_is_mended(tmp_path: Path, calm: float, monkeypatch
     broken = once(101, 1, 2.0)
     issue = Training.issue
 
-    def breaking(self: Training, limits: Limits | None = None) -> Issued:
+    def breaking(self: Training) -> PendingStep:
         if broken(self) > 1:
             with torch.no_grad():
                 next(iter(self.model.parameters()))[0] = torch.nan
-        return issue(self, limits)
+        return issue(self)
 
     monkeypatch.setattr(Training, "issue", breaking)
     _, loss, run = ended(recipe(), text(), tmp_path / "run")

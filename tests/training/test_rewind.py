@@ -8,7 +8,7 @@ from leaven.data.stream import Stream
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
 from leaven.training.rewind import Rewind, lr_factor, oldest_checkpoint, position, rollback, skipped, undone
-from leaven.training.spikes import WINDOW, Trouble
+from leaven.training.spikes import WINDOW, Anomaly
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=5)
 
@@ -35,8 +35,8 @@ def test_the_stream_passes_over_what_is_left_out(stretches: list[tuple[int, int]
     assert np.array_equal(shorter.batch(0, 70), whole[[position(rewinds, n) for n in range(70)]])
 
 
-def trouble(onset: int, step: int) -> Trouble:
-    return Trouble(onset, step, "", {})
+def trouble(onset: int, step: int) -> Anomaly:
+    return Anomaly(onset, step, "", {})
 
 
 STEADY = BatchSchedule(((0, 10),))
@@ -86,7 +86,7 @@ def test_the_oldest_checkpoint_follows_from_the_schedule_alone() -> None:
     """Steps of ten tokens, a checkpoint every 40, two kept: 80 and 120 when step 13 is read."""
     two = Stability(keep=2)
 
-    def oldest(found: Trouble, *before: Rewind, stability: Stability = two) -> int:
+    def oldest(found: Anomaly, *before: Rewind, stability: Stability = two) -> int:
         return oldest_checkpoint(before, found, STEADY, stability, 40)
 
     assert oldest(trouble(3, 3)) == 0

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from leaven.training.spikes import ALLOWANCE, LEVEL, LIMIT, PATIENCE, Guard, Limits, Trouble, Watch
+from leaven.training.spikes import ALLOWANCE, LEVEL, LIMIT, PATIENCE, Anomaly, Limits, SpikeDetector, Watch
 from leaven.training.step import Step
 
 CALM = 2 * LEVEL
@@ -48,12 +48,12 @@ def noisy(count: int, seed: int = 0) -> Iterable[Step]:
         )
 
 
-def told(guard: Guard, steps: Iterable[Step]) -> Trouble | None:
+def told(guard: SpikeDetector, steps: Iterable[Step]) -> Anomaly | None:
     return next((trouble for trouble in map(guard.observe, steps) if trouble), None)
 
 
 def test_noise_is_no_trouble() -> None:
-    assert not any(told(Guard(), noisy(1_000, seed)) for seed in range(8))
+    assert not any(told(SpikeDetector(), noisy(1_000, seed)) for seed in range(8))
 
 
 def test_deviations_are_those_of_an_independent_computation() -> None:
@@ -75,7 +75,7 @@ def test_deviations_are_those_of_an_independent_computation() -> None:
 
 
 def test_one_odd_batch_is_no_trouble_and_a_few_are() -> None:
-    guard = Guard()
+    guard = SpikeDetector()
     assert not told(guard, noisy(200))
     assert not told(guard, [step(201, loss=9.0, grad=50.0, lr=1e-3, update=2.0)])
     assert guard.since == 201
@@ -90,7 +90,7 @@ def test_one_odd_batch_is_no_trouble_and_a_few_are() -> None:
 
 
 def test_an_update_norm_that_doubles_is_trouble_before_loss_and_gradient_move() -> None:
-    guard = Guard()
+    guard = SpikeDetector()
     assert not told(guard, (step(n, lr=n * 1e-5) for n in range(1, CALM + 60)))  # it grows with the lr alone
     trouble = told(guard, (step(n, update=0.4, lr=n * 1e-5) for n in range(CALM + 60, CALM + 100)))
     assert trouble is not None
@@ -103,10 +103,10 @@ def test_an_update_norm_that_doubles_is_trouble_before_loss_and_gradient_move() 
 
 @pytest.mark.parametrize("odd", [{"loss": math.nan}, {"grad": math.inf}, {"loss": math.inf}])
 def test_what_is_no_number_is_trouble_at_once_even_in_the_first_step(odd: dict[str, float]) -> None:
-    trouble = Guard().observe(step(1, **odd, skipped=True))
+    trouble = SpikeDetector().observe(step(1, **odd, skipped=True))
     assert trouble is not None
     assert (trouble.onset, trouble.step) == (1, 1)
-    guard = Guard()
+    guard = SpikeDetector()
     assert not told(guard, noisy(200))
     guard.observe(step(201, loss=30.0))
     trouble = guard.observe(step(202, **odd, skipped=True))
@@ -118,7 +118,7 @@ def test_what_is_no_number_is_trouble_at_once_even_in_the_first_step(odd: dict[s
 @pytest.mark.parametrize("skipping", [False, True])
 def test_an_update_that_is_no_number_is_trouble_at_once(odd: float, skipping: bool) -> None:
     for calm in (0, 200):
-        guard = Guard(skipping)
+        guard = SpikeDetector(skipping)
         assert not told(guard, noisy(calm))
         trouble = guard.observe(step(calm + 1, update=odd, lr=1e-3))
         assert trouble is not None
@@ -130,10 +130,10 @@ def test_an_update_that_is_no_number_is_trouble_at_once(odd: float, skipping: bo
 def test_a_guard_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
     steps = [*noisy(150), *(step(n, loss=4.5, grad=0.6, update=2.0, lr=1e-3) for n in range(151, 190))]
     for skipping in (False, True):
-        one, other = Guard(skipping), Guard(skipping)
+        one, other = SpikeDetector(skipping), SpikeDetector(skipping)
         for at, each in enumerate(steps):
             if at % 7 == 0:
-                saved, other = json.loads(json.dumps(other.state_dict())), Guard(skipping)
+                saved, other = json.loads(json.dumps(other.state_dict())), SpikeDetector(skipping)
                 other.load_state_dict(saved)
             assert one.observe(each) == other.observe(each)
             assert (one.since, one.limits(each.step + 1)) == (other.since, other.limits(each.step + 1))
@@ -142,7 +142,7 @@ def test_a_guard_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
 def test_the_limits_of_a_step_are_known_two_steps_before_it() -> None:
     """So that a loop decides alike whether it has read the last step or is one behind."""
     steps = list(noisy(150))
-    prompt, behind = Guard(skipping=True), Guard(skipping=True)
+    prompt, behind = SpikeDetector(skipping=True), SpikeDetector(skipping=True)
     for before, last in pairwise(steps):
         behind.observe(before)
         if last.step == 2:
@@ -154,11 +154,11 @@ def test_the_limits_of_a_step_are_known_two_steps_before_it() -> None:
         watch.add(each.step, each.loss)
     middle, spread = watch.usual()
     assert prompt.limits(151).loss == middle + 6 * spread
-    assert Guard(skipping=True).limits(1) == Limits(math.inf, math.inf)
+    assert SpikeDetector(skipping=True).limits(1) == Limits(math.inf, math.inf)
 
 
 def test_skipping_gives_up_on_a_run_that_does_not_come_back() -> None:
-    guard = Guard(skipping=True)
+    guard = SpikeDetector(skipping=True)
     assert not told(guard, noisy(150))
     gone = (step(n, loss=9.0, skipped=True) for n in range(151, 300))
     trouble = told(guard, gone)

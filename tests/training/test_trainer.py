@@ -25,7 +25,8 @@ from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.checkpoint import read_checkpoint
-from leaven.training.engine import Diverged, Training
+from leaven.training.engine import Training
+from leaven.training.loop import Diverged
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 

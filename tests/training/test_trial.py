@@ -17,9 +17,9 @@ from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import checkpoints
+from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
-from leaven.training.outcome import Outcome, Rival
-from leaven.training.rival import expected
+from leaven.training.outcome import Baseline, Outcome
 from leaven.training.trial import cooldown_start, train_trial
 from leaven.training.worker import Pool
 
@@ -92,23 +92,25 @@ def test_a_trial_that_diverges_ends_there(tiny: Recipe) -> None:
 
 def test_a_trial_out_of_reach_is_given_up(tiny: Recipe) -> None:
     whole = train_trial(tiny)
-    better = Rival(tuple((tokens, loss - 2) for tokens, loss in whole.curve), whole.loss - 2, 0.01)
-    outcome = train_trial(tiny, rival=better)
+    better = Baseline(tuple((tokens, loss - 2) for tokens, loss in whole.curve), whole.loss - 2, 0.01)
+    outcome = train_trial(tiny, baseline=better)
     assert outcome.stopped
     assert outcome.tokens < tiny.data.tokens / 2
     assert outcome.curve == whole.curve[: len(outcome.curve)]
     assert outcome.loss == expected(outcome.curve, better) > better.loss
     assert outcome.flops == outcome.tokens * flops_per_token(tiny.model)
-    # One that is as good goes on to its end, and so does one without a rival of its own duration.
-    assert told(train_trial(tiny, rival=Rival(whole.curve, whole.loss, 0.01))) == told(whole)
-    longer = Rival(tuple((tokens * 2, loss) for tokens, loss in better.curve), better.loss, 0.01)
-    assert told(train_trial(tiny, rival=longer)) == told(whole)
+    # One that is as good goes on to its end, and so does one without a baseline of its own duration.
+    assert told(train_trial(tiny, baseline=Baseline(whole.curve, whole.loss, 0.01))) == told(whole)
+    longer = Baseline(tuple((tokens * 2, loss) for tokens, loss in better.curve), better.loss, 0.01)
+    assert told(train_trial(tiny, baseline=longer)) == told(whole)
 
 
 def test_nothing_is_given_up_while_the_lr_still_rises(tiny: Recipe) -> None:
     recipe = tiny.replace({"schedule.warmup_tokens": 20 * STEP})
     whole = train_trial(recipe)
-    outcome = train_trial(recipe, rival=Rival(tuple((t, loss - 2) for t, loss in whole.curve), whole.loss - 2, 0.01))
+    outcome = train_trial(
+        recipe, baseline=Baseline(tuple((t, loss - 2) for t, loss in whole.curve), whole.loss - 2, 0.01)
+    )
     assert outcome.stopped
     assert outcome.tokens > 20 * STEP
 

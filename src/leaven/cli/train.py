@@ -80,8 +80,9 @@ def train_(
     from leaven.distributed.exchange import first_alone
     from leaven.distributed.world import joined, rank, world_size
     from leaven.interop.weights import require_start
-    from leaven.training.by_hand import Back
-    from leaven.training.engine import Diverged, default_device
+    from leaven.training.engine import default_device
+    from leaven.training.loop import Diverged
+    from leaven.training.manual_rewind import ManualRewind
     from leaven.training.metrics import writers
     from leaven.training.run_folder import RunFolder
     from leaven.training.trainer import check, train
@@ -95,7 +96,7 @@ def train_(
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         _leave_if_decided(RunFolder(folder))
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
-    back = Back(rewind_to, skip_tokens or 0) if rewind_to is not None else None
+    back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
     warn([*warnings(loaded), *layout_cautions(loaded)])
     with joined(loaded.layout, default_device()) as world:

@@ -23,8 +23,8 @@ from leaven.distributed.pieces import Place
 from leaven.distributed.world import ALONE, World
 from leaven.recipe.errors import InputError
 from leaven.storage import place_folder, sync_file
+from leaven.training.checkpoint_tensors import Block, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.rewind import Rewind, undone
-from leaven.training.saved_tensors import Block, SavedTensor, Tensors, dtype_name, merged
 
 FORMAT, FORMAT_OF_MANY = 2, 3
 """Of what one process writes, and of what several do: there ``state.json`` says which part of a tensor is where."""

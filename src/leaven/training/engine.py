@@ -1,9 +1,8 @@
 """One device's share of a run: a step is a function of the recipe, the tokens and the state."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -19,37 +18,40 @@ from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.world import ALONE, World
 from leaven.interop.weights import require_start, start_from
 from leaven.model.initialise import name_seed
-from leaven.model.kernels import subtract_
 from leaven.model.loss import IGNORED
 from leaven.model.transformer import Transformer
-from leaven.planning.flops import flops_per_token
-from leaven.planning.memory import GIB
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.checkpoint import Checkpoint, Progress
+from leaven.training.checkpoint_tensors import part
 from leaven.training.clipping import Clipper
+from leaven.training.loop import Diverged
 from leaven.training.machine import keep_freed_memory
 from leaven.training.micro_batch import even, rule_of_thumb
-from leaven.training.noise import FirstPart, NoiseScale
+from leaven.training.noise import NoiseMeasurement, NoiseScale
 from leaven.training.optimiser import MOMENTS, Optimiser
 from leaven.training.precision import DTYPES, LossScale
 from leaven.training.rewind import Rewind, lr_factor, skipped
-from leaven.training.saved_tensors import part
 from leaven.training.spikes import Limits
-from leaven.training.step import Issued, Step
-from leaven.training.throughput import known_peak, peak_memory
+from leaven.training.step import PendingStep, Step, Telemetry
+from leaven.training.throughput import known_peak
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 
-class Diverged(RuntimeError):
-    """The loss is no longer a number."""
-
-
 class Interrupted(Exception):
     """Asked to stop in the middle of a step or an evaluation, which is given up."""
+
+
+@dataclass
+class Batch:
+    """What this process feeds to the model of a batch."""
+
+    tokens: int  # of the whole batch
+    targets: int  # those of the whole batch that count in the loss
+    micro_batches: Iterator[MicroBatch]  # of this process
 
 
 class Training:
@@ -89,16 +91,23 @@ class Training:
         self.micro_batch = rule_of_thumb(recipe, self.device.type)
         self.stop: Callable[[], bool] = lambda: False
         self.peak = known_peak(self.device, recipe.precision.compute)
-        self._flops_per_token = flops_per_token(recipe.model)
-        self._shown_lr = table["layers.0.mlp.out.weight"].lr
-        self._modules = list(dict.fromkeys(row.module for row in table.rows))
-        owners = [self._modules.index(row.module) for row in table.rows]
-        self._owners = torch.tensor(owners, device=self.device)
+        self.telemetry = Telemetry(recipe, table, self.sharded)
+        self.limits = Limits()  # of the spike guard, for the next step
 
     @property
     def model(self) -> Transformer:
         """Of one device."""
         return self.sharded.stages[0].model
+
+    @property
+    def tokens(self) -> int:
+        """Trained so far."""
+        return self.progress.tokens
+
+    @property
+    def next_batch_tokens(self) -> int:
+        """Of the next step."""
+        return self.recipe.batches.batch_at(self.progress.tokens)
 
     @property
     def finished(self) -> bool:
@@ -116,7 +125,7 @@ class Training:
         self.sharded.train(True)
 
     def step(self) -> Step:
-        """One optimiser step.
+        """Take one optimiser step and wait for it.
 
         Raises:
             Diverged: if the loss or the gradient is not finite, and not for a loss scale that was too large; the
@@ -127,116 +136,85 @@ class Training:
             raise Diverged(f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}")
         return step
 
-    def issue(self, limits: Limits | None = None) -> Issued:
-        """Hand one optimiser step to the device without waiting for it. A step whose loss or gradient is not finite,
-        or not below the limits, is skipped by the device itself: parameters and moments stay as they were."""
-        began, started = time.perf_counter(), self._mark()
-        recipe, done = self.recipe, self.progress
-        seq_len = recipe.model.seq_len
-        batch_tokens = recipe.batches.batch_at(done.tokens)
-        tokens = done.tokens + batch_tokens
-        micro_batches, counted = self._of_batch(done.tokens // seq_len, batch_tokens // seq_len)
-        if recipe.model.dropout:
-            # Masks are a function of (seed, step): a resumed run draws the same ones. No two processes share one.
-            torch.manual_seed(name_seed(recipe.data.seed, "dropout", done.step, *self.world.distinct))
-        scale = None if self.loss_scale is None else self.loss_scale.value
-        share = 1 / counted if scale is None else scale / counted
-        first, measured = None, self.noise
-        if measured is not None and measured.due(done.tokens, tokens):
-            first, micro_batches = self._first_of(micro_batches)
-        loss = self.sharded.total(self.sharded.forward_backward(micro_batches, share, first.look if first else None))
-        if scale is not None:
-            loss /= scale
-        ramp, longer = ramp_factors(recipe, done.step)
-        if longer != 1:  # here and not earlier: a step that is given up leaves the state as it was
-            self.clipper.recount(longer)
-            self.optimiser.recount(longer)
-        grad_norm = self.clipper(scale, ramp)
-        noise_scale = torch.full_like(loss, torch.nan)
-        if measured is not None and first is not None:
-            noise_scale = measured.add(first.targets, first.mean_norm(share), counted, grad_norm)
+    def issue(self) -> PendingStep:
+        """Hand one optimiser step to the device without waiting for it. A step whose loss or gradient norm is not
+        finite, or not below the limits, is skipped by the device itself: parameters and moments stay as they were."""
+        self.telemetry.begin()
+        recipe, start = self.recipe, self.progress
+        batch = self._batch_at(start.tokens)
+        tokens = start.tokens + batch.tokens
+        noise = self._noise_measurement(batch, start.tokens)
+        self._seed_dropout()
+
+        loss = self._forward_backward(batch, noise)
+        ramp, longer = ramp_factors(recipe, start.step)
+        self._recount(longer)
+        grad_norm = self.clipper(self._scale, ramp)
         finite = loss.isfinite() & grad_norm.isfinite()
-        limits = limits or Limits()
-        applied = (loss < limits.loss) & (grad_norm < limits.grad_norm)  # false of what is no number
-        before = [leaf.detach().clone() for leaf in self.sharded.leaves]
+        applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # false of what is no number
+        noise_scale = noise.result(grad_norm) if noise else torch.full_like(loss, torch.nan)
+
+        self.telemetry.before_update()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
         self.optimiser.step(multiplier, ~applied, ramp)
+        shown_scale = torch.ones_like(loss) if self._scale is None else self._scale
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
-        with torch.no_grad():
-            subtract_(before, self.sharded.leaves)
-            updates, sizes = map(self._per_module, self.sharded.norms(before, self.sharded.leaves))
-        shown_scale = torch.ones_like(loss) if scale is None else scale
-        told = (loss, grad_norm, updates.norm(), applied, shown_scale, noise_scale)
-        head = torch.stack([value.double() for value in told])
-        self.progress = Progress(done.step + 1, tokens, done.seconds)
-        values, ready = self._to_host(torch.cat((head, updates.double(), sizes.double())))
-        return Issued(
-            step=done.step + 1,
-            tokens=tokens,
-            lr=self._shown_lr * multiplier * ramp.lr,
-            batch_tokens=batch_tokens,
-            seconds=time.perf_counter() - began,
-            values=values,
-            started=started,
-            ready=ready,
-            read=self._read,
-        )
 
-    def _read(self, issued: Issued) -> Step:
-        seconds = issued.seconds
-        if issued.started is not None and issued.ready is not None:
-            seconds = issued.started.elapsed_time(issued.ready) / 1000
-        self.progress = replace(self.progress, seconds=self.progress.seconds + seconds)
-        loss, grad_norm, update_norm, applied, scale, noise_scale, *by_module = issued.values.tolist()
-        speed = issued.batch_tokens / seconds
-        flops = speed * self._flops_per_token / self.world.size  # of one device
-        norms_by_module = zip(by_module[: len(self._modules)], by_module[len(self._modules) :], strict=True)
-        return Step(
-            step=issued.step,
-            tokens=issued.tokens,
-            loss=loss,
-            lr=issued.lr,
-            grad_norm=grad_norm,
-            update_norm=update_norm,
-            batch_tokens=issued.batch_tokens,
-            tokens_per_second=speed,
-            tflops=flops / 1e12,
-            mfu=flops / self.peak.flops if self.peak else None,
-            memory_gib=peak_memory(self.device) / GIB,
-            skipped=not applied,
-            loss_scale=scale if self.loss_scale is not None else None,
-            modules=dict(zip(self._modules, norms_by_module, strict=True)),
-            noise_scale=noise_scale if math.isfinite(noise_scale) else None,
-        )
+        self.progress = Progress(start.step + 1, tokens, start.seconds)
+        measured = (loss, grad_norm, applied, shown_scale, noise_scale)
+        lr = multiplier * ramp.lr
+        return self.telemetry.end(start.step + 1, tokens, batch.tokens, lr, measured, read=self._read)
 
-    def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy that is complete once the event has passed: a plain read would wait for all that is issued since."""
-        if not values.is_cuda:
-            return values, None
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        return host, self._mark()
+    @property
+    def _scale(self) -> Tensor | None:
+        """What the loss is multiplied by, (), in half precision."""
+        return None if self.loss_scale is None else self.loss_scale.value
 
-    def _mark(self) -> torch.cuda.Event | None:
-        """A place in the queue of the device."""
-        if self.device.type != "cuda":
+    def _forward_backward(self, batch: Batch, noise: NoiseMeasurement | None) -> Tensor:
+        """Compute the gradients of a batch, times the loss scale; returns its mean loss, ()."""
+        share = (1 if self._scale is None else self._scale) / batch.targets
+        after_first = noise.after_first if noise else None
+        loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, share, after_first))
+        return loss if self._scale is None else loss / self._scale
+
+    def _seed_dropout(self) -> None:
+        """Masks are a function of (seed, step): a resumed run draws the same ones. No two processes share one."""
+        if self.recipe.model.dropout:
+            torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *self.world.distinct))
+
+    def _recount(self, longer: float) -> None:
+        """Convert step counts when the batch changes. Called after the gradients are there: a step that is given up
+        before leaves the state as it was."""
+        if longer != 1:
+            self.clipper.recount(longer)
+            self.optimiser.recount(longer)
+
+    def _noise_measurement(self, batch: Batch, before: int) -> NoiseMeasurement | None:
+        """What measures the noise scale in the step of a batch, where that is due."""
+        if self.noise is None or not self.noise.due(before, before + batch.tokens):
             return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        first = next(batch.micro_batches)
+        batch.micro_batches = chain([first], batch.micro_batches)
+        targets = (first[1] != IGNORED).sum().double()
+        if self.world is not ALONE:
+            targets = self.world.sum_(targets if self.world.reads_first else torch.zeros_like(targets))
+        return NoiseMeasurement(self.noise, self.sharded, targets, batch.targets, self._scale)
 
-    def _per_module(self, sizes: Tensor) -> Tensor:
-        """2-norms by module from those by parameter."""
-        return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
+    def _read(self, pending: PendingStep) -> Step:
+        step, seconds = self.telemetry.read(pending, self.peak, self.loss_scale is not None)
+        self.progress = replace(self.progress, seconds=self.progress.seconds + seconds)
+        return step
 
     def evaluate(self) -> float:
         """Mean validation loss in nats per token, over the same windows at every call."""
         began = time.perf_counter()
-        micro_batches, counted = self._of_windows(torch.from_numpy(self.validation))
-        loss = self.sharded.total(self.sharded.forward(micro_batches))
+        windows = torch.from_numpy(self.validation)
+        start, count = self._slice(len(windows))
+        batch = self._batch(windows[start : start + max(count, 1)] if count else windows[:1], count, len(windows))
+        loss = self.sharded.total(self.sharded.forward(batch.micro_batches))
         self.progress = replace(self.progress, seconds=self.progress.seconds + time.perf_counter() - began)
-        return float(loss) / counted
+        return float(loss) / batch.targets
 
     def validation_targets(self) -> NDArray[np.int64]:
         """The tokens that the validation loss is the mean over, (targets,)."""
@@ -251,26 +229,18 @@ class Training:
         mine = int((windows[:, :-1] != self._end_of_text).sum())
         return int(self.world.sum_(torch.tensor(float(mine if self.world.reads_first else 0), dtype=torch.float64)))
 
-    def _of_batch(self, first: int, sequences: int) -> tuple[Iterator[MicroBatch], int]:
-        """What this process feeds to the model of samples ``first`` to ``first + sequences - 1``, and how many
-        targets count in the whole batch. It reads no others."""
+    def _batch_at(self, tokens: int) -> Batch:
+        """What this process feeds to the model in the step after so many tokens. It reads no others' samples."""
+        seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
+        sequences = batch_tokens // seq_len
         start, count = self._slice(sequences)
-        windows = torch.from_numpy(self.stream.batch(first + start, max(count, 1)))
-        return self._micro_batches(windows, count, sequences), self._counted(windows[:count], sequences)
+        windows = torch.from_numpy(self.stream.batch(tokens // seq_len + start, max(count, 1)))
+        return self._batch(windows, count, sequences)
 
-    def _of_windows(self, windows: Tensor) -> tuple[Iterator[MicroBatch], int]:
-        """As :meth:`_of_batch`, of windows that are there."""
-        start, count = self._slice(len(windows))
-        mine = windows[start : start + max(count, 1)] if count else windows[:1]
-        return self._micro_batches(mine, count, len(windows)), self._counted(mine[:count], len(windows))
-
-    def _first_of(self, micro_batches: Iterator[MicroBatch]) -> tuple[FirstPart, Iterator[MicroBatch]]:
-        """What the noise scale needs to know of the first micro-batch, and all of them."""
-        first = next(micro_batches)
-        targets = (first[1] != IGNORED).sum().double()
-        if self.world is not ALONE:
-            targets = self.world.sum_(targets if self.world.reads_first else torch.zeros_like(targets))
-        return FirstPart(self.sharded, targets), chain([first], micro_batches)
+    def _batch(self, windows: Tensor, count: int, sequences: int) -> Batch:
+        """This process's part of a batch of so many sequences: the first ``count`` of its windows."""
+        targets = self._counted(windows[:count], sequences)
+        return Batch(sequences * self.recipe.model.seq_len, targets, self._micro_batches(windows, count, sequences))
 
     def _slice(self, sequences: int) -> tuple[int, int]:
         """Which of a batch's sequences are this process's: first and number. The last processes may have fewer, or

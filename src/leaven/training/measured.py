@@ -22,9 +22,9 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
 from leaven.training.engine import Interrupted, Training, default_device
-from leaven.training.gauge import record_of
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
 from leaven.training.precision import DTYPES
+from leaven.training.run_profile import record_of
 from leaven.training.throughput import (
     accelerator_of,
     best_matmul,

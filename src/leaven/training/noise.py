@@ -60,18 +60,24 @@ class NoiseScale:
 
 
 @dataclass
-class FirstPart:
-    """The first micro-batch of a step, over all processes: the targets that count in it, (), and once its gradient is
-    there the norm of that, ()."""
+class NoiseMeasurement:
+    """Measures the noise scale in one step: the norm of the gradient after its first micro-batch, over all
+    processes, and that after all of them."""
 
+    scale: NoiseScale
     model: ShardedModel
-    targets: Tensor
-    norm: Tensor | None = None
+    first_targets: Tensor  # that count in the first micro-batch, ()
+    targets: int  # that count in the batch
+    loss_scale: Tensor | None
+    first_norm: Tensor | None = None
 
-    def look(self) -> None:
-        self.norm = torch.linalg.vector_norm(self.model.gradient_norms())
+    def after_first(self) -> None:
+        """Take the norm of the gradients so far."""
+        self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
-    def mean_norm(self, share: Tensor | float) -> Tensor:
-        """The norm of the mean over its own targets, of a gradient that is ``share`` x their sum."""
-        assert self.norm is not None
-        return self.norm / (share * self.targets)
+    def result(self, grad_norm: Tensor) -> Tensor:
+        """The noise scale in tokens, (); ``grad_norm``: that of the mean gradient of the batch."""
+        assert self.first_norm is not None
+        share = (1 if self.loss_scale is None else self.loss_scale) / self.targets
+        mean_norm = self.first_norm / (share * self.first_targets)
+        return self.scale.add(self.first_targets, mean_norm, self.targets, grad_norm)

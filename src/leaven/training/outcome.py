@@ -38,7 +38,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """The best trial so far, for others to be compared with while they run."""
 
     curve: Curve

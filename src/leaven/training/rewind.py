@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
-from leaven.training.spikes import WINDOW, Trouble
+from leaven.training.spikes import WINDOW, Anomaly
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rewind:
 
 
 def rollback(
-    rewinds: Sequence[Rewind], trouble: Trouble, batches: BatchSchedule, stability: Stability, oldest_tokens: int
+    rewinds: Sequence[Rewind], trouble: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
     """The return for a trouble, after those that were before.
 
@@ -61,7 +61,7 @@ def rollback(
 
 
 def oldest_checkpoint(
-    rewinds: Sequence[Rewind], trouble: Trouble, batches: BatchSchedule, stability: Stability, every_tokens: int
+    rewinds: Sequence[Rewind], trouble: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
     """The tokens trained at the oldest checkpoint there is when a trouble is found, by the schedule of those that are
     due: what a stop has added or a damage taken away must not change what is decided."""

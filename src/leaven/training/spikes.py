@@ -4,7 +4,7 @@ Each of the three is compared with the median of its last :data:`LEVEL` steps, a
 median of the last :data:`WINDOW` such distances, of either sign (x 1.4826, which for normal noise is a standard
 deviation), never less than a floor. What goes beyond :data:`ALLOWANCE` of these deviations is added up from step to
 step (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"), and what is missing to it is taken off
-again. Trouble is a sum of :data:`LIMIT`: three steps far out or a dozen a little out, but not one batch of odd text.
+again. Anomaly is a sum of :data:`LIMIT`: three steps far out or a dozen a little out, but not one batch of odd text.
 It began where the sum last left 0; steps since then are suspicious and no part of what the next are compared with.
 
 Both norms are compared in the logarithm; the update norm is divided by the lr, whose schedule is no news. In a 32B
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Anomaly:
     """A verdict: trouble from step ``onset`` on, found at ``step``, with the numbers that it was made from."""
 
     onset: int
@@ -92,7 +92,7 @@ class Watch:
         return middle, deviations
 
 
-class Guard:
+class SpikeDetector:
     """Sees every step in order. Its state is that of the run and belongs into the checkpoint.
 
     ``skipping``: outstanding steps are left out by :meth:`limits`, and the verdict is on :data:`PATIENCE` alone.
@@ -109,7 +109,7 @@ class Guard:
         """The first suspicious step, if the newest is suspicious still."""
         return min((watch.since for watch in self.watches.values() if watch.since is not None), default=None)
 
-    def observe(self, step: "Step") -> Trouble | None:
+    def observe(self, step: "Step") -> Anomaly | None:
         """Take in a step; the trouble that it has made certain."""
         if left_out(step):
             return self._leave_out(step)
@@ -118,7 +118,7 @@ class Guard:
         self._left_out = 0
         if not math.isfinite(step.update_norm):  # the parameters are lost, whatever is skipped from here on
             why = f"update norm {step.update_norm:g} at step {step.step}"
-            return Trouble(self.since or step.step, step.step, why, {"update_norm": {"value": step.update_norm}})
+            return Anomaly(self.since or step.step, step.step, why, {"update_norm": {"value": step.update_norm}})
         numbers: dict[str, dict[str, float]] = {}
         for name, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
             unit = step.lr if name == "update_norm" else 1.0
@@ -142,9 +142,9 @@ class Guard:
         said = " and ".join(f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations up" for name in certain)
         loss = numbers["loss"]
         why = f"{said}, loss {loss['median']:.2f} -> {loss['value']:.2f} within {step.step - onset + 1} steps"
-        return Trouble(onset, step.step, why, numbers)
+        return Anomaly(onset, step.step, why, numbers)
 
-    def _leave_out(self, step: "Step") -> Trouble | None:
+    def _leave_out(self, step: "Step") -> Anomaly | None:
         self._left_out += 1
         if self.skipping and self._left_out < PATIENCE:
             return None
@@ -153,7 +153,7 @@ class Guard:
         if self._left_out > 1:
             why = f"{self._left_out} steps in a row left out, the last with {why}"
         numbers = {name: {"value": getattr(step, name)} for name in ("loss", "grad_norm")}
-        return Trouble(min(self.since or onset, onset), step.step, why, numbers)
+        return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
         """What this step must stay below. They are known two steps before, so that a loop that is one step behind the

@@ -1,64 +1,154 @@
-"""One optimiser step: what is told of it, and one that is handed to the device and not read yet."""
+"""One optimiser step as it is measured: a line of metrics.jsonl, and how its numbers come from the device."""
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from leaven.distributed.sharded import ShardedModel
+from leaven.model.kernels import subtract_
+from leaven.planning.flops import flops_per_token
+from leaven.planning.memory import GIB
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import ParameterTable
+from leaven.training.loop import StepResult
+from leaven.training.throughput import Peak, peak_memory
+
 
 @dataclass(frozen=True)
-class Step:
-    """A line of metrics.jsonl. ``tokens`` are those consumed once the step is done; ``lr`` is the hidden weights'
-    (mlp.out of the first block); norms are over all parameters; ``tflops`` are those of the model, ``mfu`` is their
-    share of the device's peak, null where that is unknown; ``memory_gib`` is the most that was held so far.
+class Step(StepResult):
+    """A line of metrics.jsonl. Norms are over all parameters."""
 
-    ``skipped``: loss or gradient were not finite or not below the limits, and the parameters are those of the step
-    before. ``loss_scale`` is that of the step, null where there is none; ``modules`` holds the norms of update and
-    parameters of each module, over all blocks. ``noise_scale`` is in tokens, null at a step that was not measured or
-    while there is more noise than signal, and not in the file where it is not asked for.
-    """
-
-    step: int
-    tokens: int
-    loss: float
-    lr: float
+    lr: float  # of the hidden weights (mlp.out of the first block)
     grad_norm: float
     update_norm: float
-    batch_tokens: int
     tokens_per_second: float
-    tflops: float
-    mfu: float | None
-    memory_gib: float
-    skipped: bool
-    loss_scale: float | None
-    modules: dict[str, tuple[float, float]]
-    noise_scale: float | None = None
+    tflops: float  # model FLOPs per second and device
+    mfu: float | None  # their share of the device's peak; None where that is unknown
+    memory_gib: float  # the most that was held so far
+    skipped: bool  # loss or gradient were not finite or not below the limits: parameters are those of the step before
+    loss_scale: float | None  # in half precision
+    modules: dict[str, tuple[float, float]]  # norms of update and parameters of each module, over all blocks
+    noise_scale: float | None = None  # tokens; None at steps without a measurement, and while noise hides the signal
 
     @property
     def diverged(self) -> bool:
-        """Whether it was skipped for what is no number, and not for a loss scale that was too large."""
+        """Whether it was skipped because loss or gradient are not finite, and not for too large a loss scale."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
 
 @dataclass(frozen=True)
-class Issued:
-    """A step that the device may still be working on; ``values`` are what it will have measured."""
+class PendingStep:
+    """A step that the device may still be working on."""
 
     step: int
     tokens: int
-    lr: float
     batch_tokens: int
+    lr: float
     seconds: float  # of handing it over; on a processor it is done by then
-    values: Tensor
+    values: Tensor  # what the device measures, on the host once ``ready`` has passed
     started: torch.cuda.Event | None
     ready: torch.cuda.Event | None
-    read: "Callable[[Issued], Step]"
+    read: "Callable[[PendingStep], Step]"
 
     def result(self) -> Step:
-        """Wait for it, and for nothing that was issued since. Call once, in the order of the steps."""
+        """Wait for this step, and for nothing handed over since. Call it once, in the order of the steps."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.read(self)
+
+
+class Telemetry:
+    """Measures steps without making the device wait; one call each of begin, before_update, end and read a step."""
+
+    def __init__(self, recipe: Recipe, table: ParameterTable, model: ShardedModel) -> None:
+        self._model, self._device = model, model.device
+        self._flops_per_token = flops_per_token(recipe.model)
+        self._shown_lr = table["layers.0.mlp.out.weight"].lr
+        self._modules = list(dict.fromkeys(row.module for row in table.rows))
+        owners = [self._modules.index(row.module) for row in table.rows]
+        self._owners = torch.tensor(owners, device=self._device)
+        self._began = 0.0
+        self._started: torch.cuda.Event | None = None
+        self._before: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Start the clock of a step."""
+        self._began, self._started = time.perf_counter(), self._mark()
+
+    def before_update(self) -> None:
+        """Keep the parameters, from which the update is measured."""
+        self._before = [leaf.detach().clone() for leaf in self._model.leaves]
+
+    @torch.no_grad()
+    def end(
+        self,
+        step: int,
+        tokens: int,
+        batch_tokens: int,
+        lr_factor: float,
+        measured: Sequence[Tensor],
+        *,
+        read: Callable[[PendingStep], Step],
+    ) -> PendingStep:
+        """Begin to copy to the host what was ``measured``: loss, gradient norm, whether the step was applied, loss
+        scale and noise scale, all (); with the norms of updates and parameters."""
+        subtract_(self._before, self._model.leaves)
+        updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
+        self._before = []
+        head = torch.stack([value.double() for value in (*measured, updates.norm())])
+        values, ready = self._to_host(torch.cat((head, updates.double(), sizes.double())))
+        seconds, lr = time.perf_counter() - self._began, self._shown_lr * lr_factor
+        return PendingStep(step, tokens, batch_tokens, lr, seconds, values, self._started, ready, read)
+
+    def read(self, pending: PendingStep, peak: Peak | None, has_loss_scale: bool) -> tuple[Step, float]:
+        """The metrics of a step that is done, and the seconds that it took on its device."""
+        seconds = pending.seconds
+        if pending.started is not None and pending.ready is not None:
+            seconds = pending.started.elapsed_time(pending.ready) / 1000
+        loss, grad_norm, applied, scale, noise_scale, update_norm, *by_module = pending.values.tolist()
+        speed, count = pending.batch_tokens / seconds, len(self._modules)
+        flops = speed * self._flops_per_token / self._model.world.size  # of one device
+        norms_by_module = zip(by_module[:count], by_module[count:], strict=True)
+        step = Step(
+            step=pending.step,
+            tokens=pending.tokens,
+            loss=loss,
+            batch_tokens=pending.batch_tokens,
+            lr=pending.lr,
+            grad_norm=grad_norm,
+            update_norm=update_norm,
+            tokens_per_second=speed,
+            tflops=flops / 1e12,
+            mfu=flops / peak.flops if peak else None,
+            memory_gib=peak_memory(self._device) / GIB,
+            skipped=not applied,
+            loss_scale=scale if has_loss_scale else None,
+            modules=dict(zip(self._modules, norms_by_module, strict=True)),
+            noise_scale=noise_scale if math.isfinite(noise_scale) else None,
+        )
+        return step, seconds
+
+    def _per_module(self, sizes: Tensor) -> Tensor:
+        """2-norms by module from those by parameter."""
+        return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
+
+    def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """A copy that is complete once the event has passed: a plain read would wait for all that is issued since."""
+        if not values.is_cuda:
+            return values, None
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        return host, self._mark()
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """A place in the queue of the device."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

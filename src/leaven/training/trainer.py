@@ -12,12 +12,12 @@ from leaven.data.text_bytes import bits_per_byte_factor
 from leaven.distributed.world import ALONE, World
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Recipe, rearrangement
-from leaven.training.by_hand import Back
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
 from leaven.training.engine import Interrupted, Training, check_trainable, default_device
-from leaven.training.gauge import Gauge
+from leaven.training.manual_rewind import ManualRewind
 from leaven.training.micro_batch import as_begun, by_thumb, require_memory, settle
 from leaven.training.run_folder import RunFolder
+from leaven.training.run_profile import RunProfile
 from leaven.training.session import Session
 from leaven.training.step import Step
 from leaven.training.throughput import device_peak, held_memory, reset_peak_memory, utilisation
@@ -61,7 +61,7 @@ def train(
     on_event: Callable[[str, dict[str, Any]], None] = lambda event, values: None,
     stop: Callable[[], bool] = lambda: False,
     log_to: Sequence[str] = (),
-    back: Back | None = None,
+    back: ManualRewind | None = None,
     world: World = ALONE,
     history: bool = True,
 ) -> Summary:
@@ -105,7 +105,7 @@ def train(
             training,
             on_step,
             on_event,
-            gauge=Gauge(run, training, footing, history),
+            profile=RunProfile(run, training, footing, history),
             log_to=log_to,
             bits_per_byte_factor=factor,
             world=world,
@@ -131,7 +131,7 @@ def _with_micro_batch(recipe: Recipe, world: World) -> tuple[Recipe, bool]:
 
 
 @contextmanager
-def _opened(run: RunFolder, recipe: Recipe, back: Back | None, world: World) -> Iterator[None]:
+def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, world: World) -> Iterator[None]:
     """Hold the folder, once every process has read it. The first one does what is to be done to it, for all."""
     world.barrier()
     run.writes = world.first
@@ -162,7 +162,9 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
         raise
 
 
-def check(recipe: Recipe, folder: Path, back: Back | None = None) -> tuple[RunFolder, Recipe, Back | None]:
+def check(
+    recipe: Recipe, folder: Path, back: ManualRewind | None = None
+) -> tuple[RunFolder, Recipe, ManualRewind | None]:
     """The run of a folder, the recipe as it will be trained there, and the return that is still to be made.
 
     Raises:

@@ -13,9 +13,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -26,24 +26,25 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.checkpoint import NotSaved, checkpoints, read_checkpoint, write_checkpoint
-from leaven.training.course import Course
-from leaven.training.engine import Diverged, Training
-from leaven.training.outcome import Curve, Outcome, Rival, curve_of
-from leaven.training.rival import comparable, expected, hopeless_against
+from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, comparable
+from leaven.training.engine import Training
+from leaven.training.loop import Callback, Diverged, Loop, StepResult
+from leaven.training.outcome import Baseline, Curve, Outcome, curve_of
+from leaven.training.step import Step
 
 
 def train_trial(
     recipe: Recipe,
     *,
-    rival: Rival | None = None,
+    baseline: Baseline | None = None,
     checkpoint: Path | None = None,
     durations: Sequence[int] = (),
     checkpoint_seconds: float = 60,
 ) -> Outcome:
-    """Train a recipe, or as far as it takes to see that it diverges or is out of reach of the ``rival``.
+    """Train a recipe, or as far as it takes to see that it diverges or is out of reach of the ``baseline``.
 
     Args:
-        rival: a run of another recipe, of this one's duration and schedule, to be measured against.
+        baseline: a run of another recipe, of this one's duration and schedule, to be measured against.
         checkpoint: a folder of this trial's own, written to every ``checkpoint_seconds``, and to be removed once the
             outcome is kept. What is there of the same recipe, text and durations is gone on from.
         durations: in tokens; all are trained, as a trunk to the longest of them with branches.
@@ -53,21 +54,38 @@ def train_trial(
     """
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     *branches, trunk = branches_of(recipe, durations, tokens) or [recipe]
-    trial = _Trial(Training(trunk, tokens), branches, bool(durations))
-    if rival is not None and not comparable(rival, trunk.data.tokens):
-        rival = None
-    kept = None
+    training = Training(trunk, tokens)
+    at_once = trunk.stability.on_spike != "off"
+    monitor = DivergenceMonitor(trunk.model.vocab_size, trunk.data.tokens, at_once)
+    cooldowns = Cooldowns(training, monitor, branches)
+    callbacks: list[Callback[Step]] = [cooldowns, monitor]
+    if baseline is not None and comparable(baseline, trunk.data.tokens):
+        callbacks.append(Pruning(monitor, baseline, trunk.schedule.warmup_tokens))
     if checkpoint is not None:
-        kept = _Kept(checkpoint / _key([trunk, *branches], tokens), checkpoint_seconds)
-        kept.take_up(trial)
-    try:
-        loss, stopped = trial.train(rival, kept), False
-    except Diverged:
-        loss, stopped = math.inf, False
-    except _OutOfReach:
-        assert rival is not None
-        loss, stopped = expected(trial.course.curve, rival), True
-    return trial.outcome(loss, stopped)
+        folder = checkpoint / _key([trunk, *branches], tokens)
+        saving = TrialCheckpoint(training, folder, checkpoint_seconds, callbacks)
+        saving.resume()
+        callbacks = [*callbacks, saving]
+    loss, stopped = math.inf, False
+    with suppress(Diverged):
+        try:
+            Loop(training, callbacks).run()
+            loss = training.evaluate()
+            if durations and math.isfinite(loss):
+                cooldowns.ended = (*cooldowns.ended, (training.tokens, loss))
+        except Pruned as pruned:
+            loss, stopped = pruned.expected, True
+    trained = training.tokens + cooldowns.cooled
+    return Outcome(
+        loss=loss if math.isfinite(loss) else math.inf,
+        tokens=trained,
+        flops=trained * flops_per_token(trunk.model),
+        seconds=training.progress.seconds,
+        curve=monitor.curve,
+        stopped=stopped,
+        branches=cooldowns.ended,
+        worker=f"{socket.gethostname()}:{os.getpid()}",
+    )
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
@@ -113,112 +131,66 @@ def cooldown_start(recipe: Recipe) -> float:
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
-class _OutOfReach(Exception):
-    """Of the rival."""
+class Cooldowns(Callback[Step]):
+    """Trains the shorter durations of a trial where they leave the trunk, each from a copy of the state."""
 
+    def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
+        self._training, self._monitor, self._branches = training, monitor, list(branches)  # still to come
+        self.ended: Curve = ()  # tokens and validation loss of durations that did not diverge
+        self.cooled = 0  # tokens trained in cooldowns
 
-class _Trial:
-    """A trial on its way. ``branches`` are those still to come, ``ended`` what the others came to, ``cooled`` their
-    tokens."""
-
-    def __init__(self, training: Training, branches: Sequence[Recipe], compares: bool) -> None:
-        self.training, self.branches = training, list(branches)
-        self.course = Course(training.recipe.model.vocab_size, training.recipe.data.tokens)
-        self.ended: Curve = ()
-        self.cooled = 0
-        self._compares = compares
-
-    def train(self, rival: Rival | None, kept: "_Kept | None") -> float:
-        """To the end: the validation loss.
-
-        Raises:
-            Diverged, _OutOfReach
-        """
-        training, warmup = self.training, self.training.recipe.schedule.warmup_tokens
-        while not training.finished:
-            while self.branches and self._next_end() > cooldown_start(self.branches[0]):
-                self._cool_down(self.branches.pop(0))
-            before = self.course.curve
-            self._step(self.course)
-            looked_at = self.course.curve is not before and self.course.done > warmup
-            if rival is not None and looked_at and hopeless_against(self.course.curve, rival):
-                raise _OutOfReach
-            if kept is not None and not training.finished:
-                kept.save_if_due(self)
-        loss = training.evaluate()
-        if self._compares and math.isfinite(loss):
-            self.ended = (*self.ended, (training.progress.tokens, loss))
-        return loss
-
-    def _next_end(self) -> int:
-        """The tokens trained once the next step is done."""
-        tokens = self.training.progress.tokens
-        return tokens + self.training.recipe.batches.batch_at(tokens)
-
-    def _step(self, course: Course) -> None:
-        step = self.training.step()
-        if course.lost(step.loss, step.batch_tokens):
-            raise Diverged(f"mean loss {course.mean:g} at step {step.step}")
+    def before_step(self) -> None:
+        end = self._training.tokens + self._training.next_batch_tokens
+        while self._branches and end > cooldown_start(self._branches[0]):
+            self._cool_down(self._branches.pop(0))
 
     def _cool_down(self, branch: Recipe) -> None:
-        """Train a branch to its end and come back; one that diverges has no loss."""
-        training, trunk = self.training, self.training.recipe
-        course = replace(self.course, tokens=branch.data.tokens)  # it is judged as a run of its own length
+        training, trunk = self._training, self._training.recipe
+        monitor = replace(self._monitor, tokens=branch.data.tokens)  # judged as a run of its own length
         here = training.checkpoint().copied()
         training.recipe = branch
         with suppress(Diverged):
-            while not training.finished:
-                self._step(course)
+            Loop(training, [monitor]).run()
             loss = training.evaluate()
             if math.isfinite(loss):
                 self.ended = (*self.ended, (branch.data.tokens, loss))
-        self.cooled += training.progress.tokens - here.progress.tokens
+        self.cooled += training.tokens - here.progress.tokens
         seconds = training.progress.seconds
         training.recipe = trunk
         training.restore(here)
         training.progress = replace(here.progress, seconds=seconds)
 
     def state(self) -> dict[str, Any]:
-        """What is no tensor, for JSON."""
-        return {"course": asdict(self.course), "ended": self.ended, "cooled": self.cooled, "left": len(self.branches)}
+        return {"ended": self.ended, "cooled": self.cooled, "left": len(self._branches)}
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.course = self.course.taken_up(state["course"])
-        self.ended = curve_of(state["ended"])
-        self.cooled, self.branches = state["cooled"], self.branches[len(self.branches) - state["left"] :]
-
-    def outcome(self, loss: float, stopped: bool) -> Outcome:
-        trained = self.training.progress.tokens + self.cooled
-        return Outcome(
-            loss=loss if math.isfinite(loss) else math.inf,
-            tokens=trained,
-            flops=trained * flops_per_token(self.training.recipe.model),
-            seconds=self.training.progress.seconds,
-            curve=self.course.curve,
-            stopped=stopped,
-            branches=self.ended,
-            worker=f"{socket.gethostname()}:{os.getpid()}",
-        )
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.ended, self.cooled = curve_of(state["ended"]), state["cooled"]
+        self._branches = self._branches[len(self._branches) - state["left"] :]
 
 
-class _Kept:
-    """The checkpoint of a trial, in a folder whose name says of what: another trial's is not looked at."""
+class TrialCheckpoint(Callback[StepResult]):
+    """Writes the state of a trial every so many seconds. A full disk costs the checkpoint, not the trial."""
 
-    def __init__(self, folder: Path, every_seconds: float) -> None:
-        self._folder, self._every, self._last = folder, every_seconds, time.monotonic()
+    def __init__(
+        self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback[Step]]
+    ) -> None:
+        self._training, self._folder, self._every, self._callbacks = training, folder, every_seconds, callbacks
+        self._last = time.monotonic()
 
-    def take_up(self, trial: _Trial) -> None:
+    def resume(self) -> None:
+        """Continue from what is there of the same trial, if anything is."""
         found, _ = read_checkpoint(self._folder)
         if found is not None:
-            trial.training.restore(found)
-            trial.load(dict(found.state))
+            self._training.restore(found)
+            for callback in self._callbacks:
+                callback.restore(found.state)
 
-    def save_if_due(self, trial: _Trial) -> None:
-        """A disk that is full costs the checkpoint and not the trial."""
-        if time.monotonic() - self._last < self._every:
+    def after_step(self, step: StepResult) -> None:
+        if self._training.finished or time.monotonic() - self._last < self._every:
             return
+        state = {key: value for callback in self._callbacks for key, value in callback.state().items()}
         with suppress(NotSaved):
-            kept = write_checkpoint(self._folder, replace(trial.training.checkpoint(), state=trial.state()))
+            kept = write_checkpoint(self._folder, replace(self._training.checkpoint(), state=state))
             for other in checkpoints(self._folder):
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)

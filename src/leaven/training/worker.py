@@ -33,7 +33,7 @@ def _leave_with(parent: int) -> None:
 def run_in(folder: Path, recipe: Recipe) -> float | None:
     """Train a recipe in a run folder; its validation loss, or None if it diverged (the folder's events say where)."""
     from leaven.data.tokens import prepare
-    from leaven.training.engine import Diverged
+    from leaven.training.loop import Diverged
     from leaven.training.micro_batch import by_thumb
     from leaven.training.trainer import train
 

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
 from leaven.verification.family import Family, Member, Start
 from leaven.verification.probe import LOGITS, Probe
 from leaven.verification.verdict import Curve, Row, Verdict, conclusive, curve, geometric_mean, more_sizes, slope
@@ -175,21 +176,29 @@ def coordinates(
     )
 
 
+class _Outputs(Callback[StepResult]):
+    """Keeps what the first forward gave."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self.first: dict[str, Tensor] = {}
+
+    def after_step(self, step: StepResult) -> None:
+        outputs = self._probe.take()
+        self.first = self.first or outputs
+
+
 def record(member: Member, steps: int, lr_factor: float) -> Run:
     """Train a member for some steps on its first batch and say what its outputs were and became."""
     member.scale_lr(lr_factor)
     trained = {name: parameter for name, parameter in member.model.named_parameters() if parameter.requires_grad}
     before = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    first: dict[str, Tensor] = {}
     with Probe(member.model, member.label) as probe:
-        for step in range(steps + 1):
-            loss = member.loss(0)
-            outputs = probe.take()
-            first = first or outputs
-            if step < steps:
-                member.optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
-                member.optimizer.step()
+        recorder = _Outputs(probe)
+        Loop(PlainTraining(member.optimizer, lambda _: member.loss(0), 1, steps), [recorder]).run()
+        member.loss(0)
+        outputs = probe.take()
+    first = recorder.first or outputs
     stuck = {member.label(name) for name, parameter in trained.items() if torch.equal(parameter, before[name])}
     return {
         name: Recorded(

@@ -25,7 +25,7 @@ from leaven.scaling.cells import TensorRatios
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, exponents, resolve
 from leaven.scaling.transfer import transfer
-from leaven.training.course import lost_above
+from leaven.training.early_stopping import lost_above
 from leaven.training.optimiser import Optimiser
 from leaven.training.outcome import Outcome
 from leaven.training.trial import train_trial

@@ -39,7 +39,8 @@ from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.schedule import Schedule
 from leaven.scaling.cells import Ratios
-from leaven.training.course import Course, lost_above
+from leaven.training.early_stopping import DivergenceMonitor, lost_above
+from leaven.training.loop import Diverged, Loop, PlainTraining
 from leaven.training.outcome import Outcome
 from leaven.verification.family import Axis, Member, Quantity, Setting, plain_label
 from leaven.verification.samples import HELD_OUT, Batches, corpus, synthetic, taken
@@ -119,23 +120,25 @@ class ForeignFamily:
         count = round(setting.batch * self.sequences)
         tokens = round(self.tokens * setting.tokens)
         schedule, limit = Schedule(warmup_tokens=tokens // 8), lost_above(self.vocab_size)
-        peaks = [group["lr"] * setting.value for group in member.optimizer.param_groups]
-        done, diverged, course = 0, False, Course(self.vocab_size, tokens)
-        while done < tokens and not diverged:
-            loss = member.loss_of(taken(batches, self.sequences, setting.seed, done // self.seq_len, count))
-            member.optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            done += count * self.seq_len
-            for peak, group in zip(peaks, member.optimizer.param_groups, strict=True):
-                group["lr"] = peak * schedule.multiplier(done, tokens)
-            member.optimizer.step()
-            diverged = course.lost(loss.item(), count * self.seq_len)
-        final = limit if diverged else self._validation_loss(member, batches)
+        member.scale_lr(setting.value)
+        monitor = DivergenceMonitor(self.vocab_size, tokens)
+        training = PlainTraining(
+            member.optimizer,
+            lambda done: member.loss_of(taken(batches, self.sequences, setting.seed, done // self.seq_len, count)),
+            count * self.seq_len,
+            tokens,
+            lambda done: schedule.multiplier(done, tokens),
+        )
+        try:
+            Loop(training, [monitor]).run()
+            final = self._validation_loss(member, batches)
+        except Diverged:
+            final = limit
         return Outcome(
             loss=min(final, limit) if math.isfinite(final) else limit,
-            tokens=done,
+            tokens=training.tokens,
             seconds=time.perf_counter() - began,
-            curve=course.curve,
+            curve=monitor.curve,
         )
 
     @torch.no_grad()

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
 from leaven.verification.books import Books, audit, read
 from leaven.verification.coordinates import Axis, axes
 from leaven.verification.family import Family, Member, Start
@@ -117,27 +118,40 @@ def gradients(
     )
 
 
+class _Gradients(Callback[StepResult]):
+    """Keeps the RMS of the gradients of the first step and of the last quarter of the ``steps``."""
+
+    def __init__(self, member: Member, steps: int) -> None:
+        self._member, self._steps = member, steps
+        self.first: dict[str, float] = {}
+        self.late: list[dict[str, float]] = []
+
+    def after_step(self, step: StepResult) -> None:
+        self.take(step.step - 1)
+
+    def take(self, number: int) -> None:
+        if number in {0, *range(self._steps - self._steps // 4, self._steps + 1)}:
+            found = _rms(self._member, lambda name, parameter: parameter.grad)
+            self.first = self.first if number else found
+            self.late += [found] if number >= self._steps - self._steps // 4 else []
+
+
 def record(member: Member, steps: int, lr_factor: float) -> Run:
     """Train a member for some steps on new batches, with a warm-up, and say what its gradients were and became.
 
     ``end`` is taken over the last quarter of the steps: a gain has few entries, and one batch is noise.
     """
-    first: dict[str, float] = {}
-    late: list[dict[str, float]] = []
     member.scale_lr(lr_factor)
-    peaks = [group["lr"] for group in member.optimizer.param_groups]
     before = {name: parameter.detach().clone() for name, parameter in member.model.named_parameters()}
-    for step in range(steps + 1):
-        member.optimizer.zero_grad(set_to_none=True)
-        member.loss(step).backward()  # type: ignore[no-untyped-call]
-        if step == 0:
-            first = _rms(member, lambda name, parameter: parameter.grad)
-        if step >= steps - steps // 4:
-            late.append(_rms(member, lambda name, parameter: parameter.grad))
-        if step < steps:
-            for peak, group in zip(peaks, member.optimizer.param_groups, strict=True):
-                group["lr"] = peak * min((step + 1) / WARMUP_STEPS, 1.0)
-            member.optimizer.step()
+    # Counted in batches: a batch is one token, so to say.
+    training = PlainTraining(member.optimizer, member.loss, 1, steps, lambda done: min(done / WARMUP_STEPS, 1.0))
+    peaks = [group["lr"] for group in member.optimizer.param_groups]
+    recorder = _Gradients(member, steps)
+    Loop(training, [recorder]).run()
+    member.optimizer.zero_grad(set_to_none=True)
+    member.loss(steps).backward()  # type: ignore[no-untyped-call]
+    recorder.take(steps)
+    first, late = recorder.first, recorder.late
     moved = _rms(member, lambda name, parameter: parameter.detach() - before[name])
     settings = {
         parameter: (group.get("eps", 0.0), peak * group.get("weight_decay", 0.0))

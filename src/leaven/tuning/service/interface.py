@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from leaven.recipe.errors import InputError
-from leaven.training.outcome import Rival
+from leaven.training.outcome import Baseline
 
 
 class Proposal(dict[str, float]):
@@ -24,7 +24,7 @@ class Proposal(dict[str, float]):
         number: int,
         seed: int = 0,
         origin: int | None = None,
-        rival: Rival | None = None,
+        rival: Baseline | None = None,
         *,
         worker: int = 0,
     ) -> None:

@@ -19,7 +19,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from leaven.recipe.errors import InputError
-from leaven.training.outcome import Rival, curve_of
+from leaven.training.outcome import Baseline, curve_of
 from leaven.tuning.algorithm import noise
 from leaven.tuning.algorithm.advice import advice_when_all_diverged
 from leaven.tuning.algorithm.answer import finalists
@@ -212,7 +212,7 @@ class Plan:
             ended.number, dict(ended.params), loss_of(ended), finalist, purpose_of(ended), seed_of(ended)
         )
 
-    def rival(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Rival | None:
+    def rival(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
         """The best run of the search, to prune a run at a point by; None until it is known how far seeds lie apart.
 
         Curves of other choices (of a schedule, say) have another shape, and say nothing of it.
@@ -225,7 +225,7 @@ class Plan:
         if between is None or degrees < SURE or not curves:
             return None
         best = min(curves, key=loss_of)
-        return Rival(curve_of(best.user_attrs["curve"]), loss_of(best), between)
+        return Baseline(curve_of(best.user_attrs["curve"]), loss_of(best), between)
 
     def nothing(self, runs: Sequence[Evaluation]) -> str:
         """Why there is no answer."""

@@ -65,7 +65,7 @@ class Trainer:
         future = pool.submit(
             train_trial,
             self._recipe(proposal),
-            rival=proposal.rival,
+            baseline=proposal.rival,
             checkpoint=self._taken_over(proposal),
             durations=self.durations,
             checkpoint_seconds=self.checkpoint_seconds,

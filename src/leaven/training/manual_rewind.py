@@ -12,7 +12,7 @@ from leaven.training.run_folder import HYPERPARAMETERS, SECTIONS, RunFolder, cha
 
 
 @dataclass(frozen=True)
-class Back:
+class ManualRewind:
     """Back to the newest whole checkpoint at or before ``rewind_to`` tokens trained; from there ``skip_tokens`` of
     the stream are left out, rounded up to whole sequences."""
 

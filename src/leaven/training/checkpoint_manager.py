@@ -22,8 +22,8 @@ from leaven.training.checkpoint import (
 from leaven.training.rewind import firsts, staying
 
 GIVE_UP = 5.0
-"""Seconds for which :meth:`Keeper.close` waits for other processes: it is called with a checkpoint on the way only
-when the training has failed, and then they may be gone."""
+"""Seconds for which :meth:`CheckpointManager.close` waits for other processes. It is called while a checkpoint is
+being written only when the training has failed, and then they may be gone."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Saved:
     error: str | None = None
 
 
-class Keeper:
+class CheckpointManager:
     """Writes checkpoints while the training goes on, one at a time, and drops those that are no longer needed.
 
     ``keep`` counts those that are due, the first in each ``every_tokens``: one that a stop has added comes and goes

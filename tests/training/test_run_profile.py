@@ -12,10 +12,10 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.planning import history as planning
 from leaven.planning.history import Record, history, processor
 from leaven.recipe.recipe import Recipe
-from leaven.training import gauge
+from leaven.training import run_profile
 from leaven.training.engine import Training
-from leaven.training.gauge import ENOUGH, WARM_UP, Gauge
 from leaven.training.run_folder import RunFolder
+from leaven.training.run_profile import ENOUGH, WARM_UP, RunProfile
 from leaven.training.step import Step
 from leaven.training.trainer import train
 
@@ -113,8 +113,8 @@ def test_losses_are_the_same_bits_with_and_without(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny, tokens, tmp_path / "with")
-    for name in ("step", "write", "close"):
-        monkeypatch.setattr(Gauge, name, lambda self, *arguments: None)
+    for name in ("after_step", "write", "close"):
+        monkeypatch.setattr(RunProfile, name, lambda self, *arguments: None)
     train(tiny, tokens, tmp_path / "without")
     with_, without = ([line["loss"] for line in RunFolder(tmp_path / name).metrics()] for name in ("with", "without"))
     assert with_ == without
@@ -134,7 +134,7 @@ def test_nothing_of_it_stops_a_run(
     assert row["measured"]["step_seconds"] > 0
     for damaged in ("", "{", "[]", '{"rows": 3}', '{"rows": [{"by": "run"}]}'):
         (folder / "plan.json").write_text(damaged)
-        assert Gauge(RunFolder(folder), Training(tiny, tokens), 0, True)._before == []
+        assert RunProfile(RunFolder(folder), Training(tiny, tokens), 0, True)._before == []
     (folder / "plan.json").unlink()
     (folder / "plan.json").mkdir()
     assert train(tiny, tokens, folder).finished
@@ -144,7 +144,7 @@ def test_nothing_of_it_stops_a_run(
 def test_a_device_that_the_table_does_not_have_is_measured(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gauge, "accelerator_of", lambda device: None)
+    monkeypatch.setattr(run_profile, "accelerator_of", lambda device: None)
     train(tiny, tokens, tmp_path / "run")
     (row,) = rows(tmp_path / "run")
     assert (row["accelerator"], row["predicted"], row["measured_over_predicted"]) == (None, None, None)
@@ -179,9 +179,9 @@ def test_what_a_kill_has_left_of_writing_is_gone(tiny: Recipe, tokens: TokenSet,
 
 def test_the_median_is_of_the_steps_after_the_first(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     """By hand: the first three take long, and one of the others does."""
-    measured = Gauge(run := RunFolder(tmp_path), Training(tiny, tokens), 2**30, False)
+    measured = RunProfile(run := RunFolder(tmp_path), Training(tiny, tokens), 2**30, False)
     for number, seconds in enumerate([9.0, 9.0, 9.0, 0.5, 0.25, 8.0, 0.5, 0.25, 0.5]):
-        measured.step(step(number + 1, seconds))
+        measured.after_step(step(number + 1, seconds))
     measured.write()
     row = next(row for row in rows(run.path) if row["batch_tokens"] == 256)
     assert (row["measured"]["step_seconds"], row["steps"]) == (0.5, 6)

@@ -10,8 +10,8 @@ from tests.training.planted import STEP, in_order, recipe, text
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training import by_hand
-from leaven.training.by_hand import Back
 from leaven.training.checkpoint import checkpoints, tokens_of
+from leaven.training.manual_rewind import ManualRewind
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import check, train
 
@@ -51,7 +51,7 @@ def lines(run: RunFolder, key: str) -> list[float]:
 
 def test_back_over_some_data_with_another_lr(run: RunFolder) -> None:
     before = RunFolder(run.path).metrics()
-    back = Back(rewind_to=40 * STEP, skip_tokens=3 * STEP - 5)
+    back = ManualRewind(rewind_to=40 * STEP, skip_tokens=3 * STEP - 5)
     summary = train(LOWER, text(), run.path, back=back)
     assert summary.finished
     assert summary.rollbacks == 0  # it did not go back by itself
@@ -76,7 +76,7 @@ def test_back_over_some_data_with_another_lr(run: RunFolder) -> None:
 
 
 def test_the_same_command_again_goes_on_and_does_not_go_back(run: RunFolder) -> None:
-    back = Back(rewind_to=40 * STEP)
+    back = ManualRewind(rewind_to=40 * STEP)
     stopped = train(LOWER, text(), run.path, back=back, stop=lambda: len(run.metrics()) >= 45)
     assert not stopped.finished
     went_on = train(LOWER, text(), run.path, back=back)
@@ -100,10 +100,10 @@ def test_killed_before_the_recipe_is_written_the_return_holds(
     with monkeypatch.context() as patch:
         patch.setattr(by_hand, "write_recipe", kill)
         with pytest.raises(Killed):
-            train(LOWER, text(), run.path, back=Back(40 * STEP))
+            train(LOWER, text(), run.path, back=ManualRewind(40 * STEP))
     assert read_recipe(run.recipe_file).hyperparameters.lr == 0.01
     assert run.recipe().hyperparameters.lr == 0.002
-    assert train(LOWER, text(), run.path, back=Back(40 * STEP)).finished
+    assert train(LOWER, text(), run.path, back=ManualRewind(40 * STEP)).finished
     assert lines(run, "lr")[32] < lines(run, "lr")[31] / 4
 
 
@@ -113,7 +113,7 @@ def test_data_that_were_left_out_as_garbage_stay_left_out(tmp_path: Path) -> Non
     run = RunFolder(tmp_path / "run")
     losses = lines(run, "loss")
     assert first.rollbacks == 1
-    again = train(longer, garbage, run.path, back=Back(40 * STEP))
+    again = train(longer, garbage, run.path, back=ManualRewind(40 * STEP))
     assert (again.rollbacks, again.loss) == (0, first.loss)  # none since it was taken back by hand
     assert lines(run, "loss") == losses
 
@@ -132,13 +132,13 @@ def test_what_cannot_change_on_the_way_is_refused_and_nothing_written(
 ) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     with pytest.raises(InputError, match=says):
-        check(recipe(**KEPT | change), finished, Back(40 * STEP))
+        check(recipe(**KEPT | change), finished, ManualRewind(40 * STEP))
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
 def test_nowhere_to_go_back_to(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run in"):
-        check(RUN, tmp_path / "none", Back(40 * STEP))
+        check(RUN, tmp_path / "none", ManualRewind(40 * STEP))
     there = [tokens_of(path) for path in checkpoints(finished / "checkpoints")]
     with pytest.raises(InputError, match=r"no whole checkpoint at or before it; there are those of .* tokens"):
-        check(RUN, finished, Back(min(there) - 1))
+        check(RUN, finished, ManualRewind(min(there) - 1))

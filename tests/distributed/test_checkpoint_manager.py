@@ -16,7 +16,7 @@ import leaven.training.checkpoint as module
 from leaven.distributed.exchange import Exchange, Unheard
 from leaven.distributed.world import World
 from leaven.training.checkpoint import read_checkpoint, write_checkpoint
-from leaven.training.keeper import Keeper, Saved
+from leaven.training.checkpoint_manager import CheckpointManager, Saved
 
 
 def test_the_failure_of_one_is_that_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_the_failure_of_one_is_that_of_all(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "save_file", save)
 
     def body(world: World) -> list[Saved]:
-        keeper = Keeper(tmp_path, 256, 2, None, world=world)
+        keeper = CheckpointManager(tmp_path, 256, 2, None, world=world)
         outcomes = [saved(keeper, rows(1, world.rank, 3))]
         world.barrier()
         if world.first:
@@ -64,8 +64,8 @@ def test_others_hear_of_it_when_the_old_ones_are_gone(tmp_path: Path) -> None:
 
 
 def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clear, cleared = Keeper._clear, []
-    monkeypatch.setattr(Keeper, "_clear", lambda keeper, *rest: (cleared.append(1), clear(keeper, *rest)))
+    clear, cleared = CheckpointManager._clear, []
+    monkeypatch.setattr(CheckpointManager, "_clear", lambda keeper, *rest: (cleared.append(1), clear(keeper, *rest)))
     for step in (1, 2):
         write_all(tmp_path, step, 2)
     write_checkpoint(tmp_path, rows(3, 0, 1))  # of one process: all of them go the same way
@@ -74,7 +74,7 @@ def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path, monkeypatch: p
     (leftover / "model-00001-of-00002.safetensors").write_bytes(b"stale")
 
     def body(world: World) -> list[int]:
-        keeper = Keeper(tmp_path, 256, 2, None, world=world)
+        keeper = CheckpointManager(tmp_path, 256, 2, None, world=world)
         if not world.first:
             time.sleep(0.1)
             assert steps(tmp_path) == [1, 2, 3]
@@ -120,7 +120,7 @@ from pathlib import Path
 import torch.distributed as dist
 import leaven.training.checkpoint as module
 from leaven.distributed.world import World
-from leaven.training import keeper as keeping
+from leaven.training import checkpoint_manager as keeping
 from tests.distributed.cut_up import rows, saved
 
 class Forked(World):
@@ -134,7 +134,7 @@ def die(*arguments, **named):
 
 def child(folder, rank, victim, where):
     store = dist.FileStore(f"{folder}.store", 3)
-    keeper = keeping.Keeper(folder, 256, 2, None, world=Forked(rank, 3, None, store))
+    keeper = keeping.CheckpointManager(folder, 256, 2, None, world=Forked(rank, 3, None, store))
     assert saved(keeper, rows(1, rank, 3)).error is None
     if rank == victim:
         setattr(module, where, die)
@@ -193,7 +193,7 @@ def test_killed_while_saving(killed: Path, number: int) -> None:
     same(found.model["w"], rows(1, 0, 1).model["w"])
 
     def restarted(world: World) -> str | None:
-        keeper = Keeper(folder, 256, 2, None, world=world)
+        keeper = CheckpointManager(folder, 256, 2, None, world=world)
         keeper.clear(256)
         error = saved(keeper, rows(2, world.rank, 2)).error  # on fewer processes
         keeper.close()

@@ -19,6 +19,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
+from leaven.training.loop import Callback
 from leaven.training.run_folder import RunFolder
 from leaven.training.step import Step
 from leaven.training.throughput import accelerator_of, device_name
@@ -33,7 +34,7 @@ ENOUGH = 10
 """Steps from which a run says something to the history."""
 
 
-class Gauge:
+class RunProfile(Callback[Step]):
     """Of one start of a run, for every size of its batch: a row of ``plan.json``.
 
     A start that measured a row longer than the one before puts its own in the place. ``footing``: bytes that were
@@ -49,8 +50,7 @@ class Gauge:
         self._batch_tokens = 0
         self._before = _rows(run) if run.writes else []
 
-    def step(self, step: Step) -> None:
-        """Take in a step that was read."""
+    def after_step(self, step: Step) -> None:
         size = self._batch_tokens = step.batch_tokens
         self._seen[size] += 1
         if self._seen[size] > WARM_UP:

@@ -1,0 +1,176 @@
+"""The training loop: steps one after the other, and callbacks around them. Whole runs, the trials of a study, the
+models of a check and the models of others are trained by it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What any model tells of an optimiser step."""
+
+    step: int  # from 1
+    tokens: int  # consumed once the step is done
+    loss: float  # nats per token
+    batch_tokens: int
+
+    @property
+    def diverged(self) -> bool:
+        return not math.isfinite(self.loss)
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a number, or will not come down again."""
+
+
+S_co = TypeVar("S_co", bound=StepResult, covariant=True)
+S = TypeVar("S", bound=StepResult)
+S_contra = TypeVar("S_contra", bound=StepResult, contravariant=True)
+
+
+class Pending(Protocol[S_co]):
+    """A step that its device may still be working on."""
+
+    def result(self) -> S_co: ...
+
+
+class Trainable(Protocol[S_co]):
+    """What the loop trains: :class:`leaven.training.engine.Training`, or any model of which this is known."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained so far."""
+        ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    def issue(self) -> Pending[S_co]:
+        """Hand over one optimiser step without waiting for it."""
+        ...
+
+
+class Callback(Generic[S_contra]):
+    """What else is done during a run: override what is needed. Callbacks are called in the order of the loop's list,
+    and may raise to end the run."""
+
+    def before_step(self) -> None:
+        """Before each step is handed to the device; the step before it may not have been read yet."""
+
+    def after_step(self, step: S_contra) -> None:
+        """After each step, once it has been read."""
+
+    def is_due(self, before: int, after: int) -> bool:
+        """Whether :meth:`on_due` is to be called after a step from ``before`` to ``after`` tokens, unless it was the
+        last one."""
+        return False
+
+    def on_due(self) -> None:
+        """Between two steps: everything that was handed over has been read."""
+
+    def state(self) -> dict[str, Any]:
+        """What belongs into a checkpoint, for JSON: this callback's keys of a document that all share."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from where the training is now, with the document that was saved there; empty at the start."""
+
+    def close(self) -> None:
+        """At the end, however it comes."""
+
+
+class Loop(Generic[S]):
+    """Trains to the end, with callbacks.
+
+    With ``lookahead`` a step is read when the next one has been handed to the device, so that the device never waits.
+    """
+
+    def __init__(self, training: Trainable[S], callbacks: Sequence[Callback[S]], *, lookahead: bool = False) -> None:
+        self._training, self._callbacks, self._lookahead = training, callbacks, lookahead
+        self._pending: Pending[S] | None = None
+        self._discarded = False
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Train until done or stopped; returns whether it is done."""
+        while not stop():
+            if not self._training.finished:
+                self._take_step()
+            elif self.read():  # the last step may take the run back
+                break
+        self.read()
+        return self._training.finished
+
+    def _take_step(self) -> None:
+        before = self._training.tokens
+        for callback in self._callbacks:
+            callback.before_step()
+        if not self.read(self._training.issue()) or self._training.finished:
+            return
+        if not self._lookahead and not self.read():
+            return
+        due = [callback for callback in self._callbacks if callback.is_due(before, self._training.tokens)]
+        if due and self.read():
+            for callback in due:
+                callback.on_due()
+
+    def read(self, following: Pending[S] | None = None) -> bool:
+        """Read the pending step, if any; ``following`` is the pending one from now on. Returns False if a callback
+        has discarded that one."""
+        pending, self._pending = self._pending, following
+        self._discarded = False
+        if pending is not None:
+            step = pending.result()
+            for callback in self._callbacks:
+                callback.after_step(step)
+        return not self._discarded
+
+    def discard(self) -> None:
+        """Forget the step that is pending: the run goes on from another state."""
+        self._pending, self._discarded = None, True
+
+
+@dataclass(frozen=True)
+class DoneStep:
+    """A step that nobody has to wait for."""
+
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
+@dataclass
+class PlainTraining:
+    """A model that is known by its loss. Gradients stay until the next step; nothing is clipped."""
+
+    optimizer: "Optimizer"
+    loss: Callable[[int], "Tensor"]  # mean loss of the batch after so many tokens, ()
+    batch_tokens: int
+    end: int  # tokens of the whole run
+    lr_multiplier: Callable[[int], float] = lambda tokens: 1.0  # of every group's lr, at so many tokens trained
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+
+    @property
+    def finished(self) -> bool:
+        return self.tokens >= self.end
+
+    def issue(self) -> DoneStep:
+        """Take one optimiser step."""
+        loss = self.loss(self.tokens)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.tokens += self.batch_tokens
+        for peak, group in zip(self._peaks, self.optimizer.param_groups, strict=True):
+            group["lr"] = peak * self.lr_multiplier(self.tokens)
+        self.optimizer.step()
+        step = self.tokens // self.batch_tokens
+        return DoneStep(StepResult(step, self.tokens, loss.item(), self.batch_tokens))
