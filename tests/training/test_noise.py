@@ -70,11 +70,12 @@ def test_it_is_what_two_gradients_say(measured: Recipe, tokens: TokenSet, precis
 def test_isolated_documents_count_what_counts(measured: Recipe, tokens: TokenSet) -> None:
     training = Training(measured.replace({"data.documents": "isolated"}), tokens)
     counts = []
-    for start in range(0, 80, 8):
-        _, targets, _ = next(training._of_batch(start, 8)[0])
-        first, _ = training._first_of(training._of_batch(start, 8)[0])
-        assert float(first.targets) == float((targets >= 0).sum())
-        counts.append(float(first.targets))
+    for start in range(0, 80 * 32, 8 * 32):
+        _, targets, _ = next(training._batch_at(start).micro_batches)
+        measurement = training._noise_measurement(training._batch_at(start), start)
+        assert measurement is not None
+        assert float(measurement.first_targets) == float((targets >= 0).sum())
+        counts.append(float(measurement.first_targets))
     assert min(counts) < max(counts) == 3 * 32  # some documents begin there
 
 

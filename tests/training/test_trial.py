@@ -20,6 +20,7 @@ from leaven.training.checkpoint import checkpoints
 from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.outcome import Baseline, Outcome
+from leaven.training.step import PendingStep
 from leaven.training.trial import cooldown_start, train_trial
 from leaven.training.worker import Pool
 
@@ -42,16 +43,16 @@ class Killed(Exception):
 def steps_counted(monkeypatch: pytest.MonkeyPatch, die_at: int | None = None) -> Iterator[list[int]]:
     """The step numbers that are done in here; the process dies, as far as one can see, before step ``die_at``."""
     done: list[int] = []
-    step = Training.step
+    issue = Training.issue
 
     def counted(training: Training) -> Any:
         if die_at is not None and len(done) == die_at:
             raise Killed
         done.append(training.progress.step + 1)
-        return step(training)
+        return issue(training)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "step", counted)
+        patch.setattr(Training, "issue", counted)
         yield done
 
 
@@ -117,14 +118,14 @@ def test_nothing_is_given_up_while_the_lr_still_rises(tiny: Recipe) -> None:
 
 def doomed(recipe: Recipe, folder: Path, at: int) -> None:
     """In a process of its own: kill -9 before so many steps are done."""
-    step = Training.step
+    issue = Training.issue
 
     def deadly(training: Training) -> Any:
         if training.progress.step == at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(training)
+        return issue(training)
 
-    Training.step = deadly  # type: ignore[method-assign]
+    Training.issue = deadly  # type: ignore[method-assign]
     train_trial(recipe, checkpoint=folder, checkpoint_seconds=0)
 
 
@@ -229,13 +230,13 @@ def test_a_branch_shorter_than_a_quarter_of_the_longest_diverges_by_its_mean(
 ) -> None:
     recipe, durations = tiny.replace(WSD), (6 * STEP, 32 * STEP)
     whole = train_trial(recipe, durations=durations)
-    step = Training.step
+    read = Training._read
 
-    def lost(training: Training) -> Any:
-        found = step(training)
+    def lost(training: Training, pending: PendingStep) -> Any:
+        found = read(training, pending)
         return replace(found, loss=1e3) if training.recipe.data.tokens == durations[0] else found
 
-    monkeypatch.setattr(Training, "step", lost)
+    monkeypatch.setattr(Training, "_read", lost)
     hurt = train_trial(recipe, durations=durations)
     assert [tokens for tokens, _ in whole.branches] == [*durations]
     assert hurt.branches == whole.branches[1:]
