@@ -24,11 +24,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.run import Run
-from leaven.catalogue.starter.lr import LR_SIZE_EXPONENT, batch_factor
+from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT, batch_factor
 from leaven.catalogue.starter.starter import untuned
 from leaven.catalogue.terms import terms
-from leaven.catalogue.votes import neighbours
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from rich.console import Console
 
-from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.request import StarterRequest
 from leaven.cli import _next
 from leaven.planning.start import start
 from leaven.recipe.units import parse_quantity
@@ -26,7 +26,7 @@ _FENCE = re.compile(
 def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str:
     """What the verb prints, in 100 columns."""
     out = io.StringIO()
-    started = start(Asked(name, parse_quantity(params), parse_quantity(tokens), lead=lead))
+    started = start(StarterRequest(name, parse_quantity(params), parse_quantity(tokens), reference=lead))
     # The page is of a machine that trains small models alone, wherever it is written.
     with patch.object(_next, "trainable_here", lambda recipe: recipe.model.params < SMALL):
         following = _next.road(Path(f"{name}.toml"), started.proxy, started.target)

@@ -4,8 +4,8 @@ import tomllib
 
 from benchmarks.tuned_base import __main__ as study
 
+from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.runs import find_run, load_runs, own_runs
-from leaven.catalogue.votes import neighbours
 from leaven.recipe.files import read_recipe
 
 NAME = read_recipe(study.RECIPE).name

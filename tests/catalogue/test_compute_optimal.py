@@ -2,8 +2,15 @@
 
 import pytest
 
-from leaven.catalogue.compute_optimal import APPROACH_3, FRONTIERS, Frontier, best_tokens_per_param, compute_optimal
-from leaven.catalogue.law_table import CHINCHILLA, REPLICATION
+from leaven.catalogue.laws import (
+    APPROACH_3,
+    FRONTIERS,
+    REPLICATION,
+    Frontier,
+    best_tokens_per_param,
+    compute_optimal,
+    find_law,
+)
 from leaven.recipe.errors import InputError
 
 # Parameters and FLOPs of arXiv 2203.15556: table 3 for approach 1, table A3 for the other two.
@@ -57,9 +64,10 @@ def test_gophers_budget_by_each_approach() -> None:
 
 
 def test_the_printed_digits_of_approach_3_do_not_give_its_sizes() -> None:
-    assert CHINCHILLA.loss is not None
-    assert CHINCHILLA.loss.optimal_params(1.71e24) == pytest.approx(53e9, rel=0.01)  # the table says 67B
-    assert CHINCHILLA.loss.optimal_params(GOPHER) < 33e9  # figure 4 says 40B
+    printed = find_law("Chinchilla 2022 loss").loss
+    assert printed is not None
+    assert printed.optimal_params(1.71e24) == pytest.approx(53e9, rel=0.01)  # the table says 67B
+    assert printed.optimal_params(GOPHER) < 33e9  # figure 4 says 40B
 
 
 def test_misprint_of_table_a3() -> None:
@@ -75,8 +83,7 @@ def test_misprint_of_a_copy_that_has_approach_2_twice() -> None:
 
 
 def test_the_optimum_is_the_least_loss_on_the_budget() -> None:
-    for law in (APPROACH_3, REPLICATION.loss):
-        assert law is not None
+    for law in (APPROACH_3, REPLICATION):
         best = law.optimal_params(1e22)
         losses = [law.loss(n, 1e22 / 6 / n) for n in (0.99 * best, best, 1.01 * best)]
         assert min(losses) == losses[1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from leaven.catalogue.counting import count_experts, count_parameters
+from leaven.catalogue.counting import count_parameters
 from leaven.catalogue.runs import load_runs
 
 RUNS = {run.id: run for run in load_runs()}
@@ -10,27 +10,8 @@ COMPLETE = [id for id, run in RUNS.items() if run.params_from_shape is not None]
 
 
 def test_only_three_shapes_are_incomplete() -> None:
+    """All others are held to the published count, or their file is refused: tests/catalogue/test_files.py."""
     assert set(RUNS) - set(COMPLETE) == {"glam-1.2t", "idefics-80b", "mimo-v2-flash"}
-
-
-@pytest.mark.parametrize("id", COMPLETE)
-def test_the_count_is_within_three_percent_of_the_published_one(id: str) -> None:
-    run = RUNS[id]
-    if id == "gpt3-1.3b":  # printed with 24 heads of 128 at width 2048; counted as wide as the model
-        arch = run.arch.model_copy(update={"n_heads": 16, "n_kv_heads": 16})
-        count = count_parameters(arch, 2048)
-        assert count is not None
-        assert count.total == pytest.approx(run.params_total, rel=0.03)
-        return
-    assert run.params_from_shape == pytest.approx(run.params_total, rel=0.03)
-
-
-@pytest.mark.parametrize("id", [id for id in COMPLETE if RUNS[id].params.precision == "exact"])
-def test_an_exact_count_is_met_to_the_parameter_or_the_file_says_by_how_much_not(id: str) -> None:
-    run = RUNS[id]
-    excess = run.params.shape_excess
-    assert run.params_from_shape == run.params_total + (excess or 0)
-    assert (excess is None) or run.params.shape_check
 
 
 # Trained and published by others; of experts, what a token passes through.
@@ -53,14 +34,6 @@ def test_the_active_parameters_of_experts_are_those_published(id: str, published
     assert run.params_active == pytest.approx(published, rel=1e-3)
     assert count.active == pytest.approx(published, rel=0.03)
     assert count.total == pytest.approx(run.params_total, rel=0.03)
-
-
-def test_where_attention_is_not_published_the_experts_are_counted() -> None:
-    run = RUNS["mimo-v2-flash"]
-    experts = count_experts(run.arch)
-    assert experts == 47 * 256 * 3 * 4096 * 2048
-    assert experts == pytest.approx(run.params_total, rel=0.03)
-    assert count_experts(RUNS["llama1-7b"].arch) is None
 
 
 def test_layerwise_widths_are_those_of_the_released_model() -> None:

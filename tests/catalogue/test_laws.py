@@ -4,25 +4,32 @@ The side-by-side points were computed apart from this code and are rounded to tw
 them to 5%.
 """
 
-from dataclasses import replace
+import re
 
 import pytest
+import torch
 
-from leaven.catalogue.batch_change import critical_batch, lr_at_batch
-from leaven.catalogue.law_forms import TRUST, Law, Point, Power
-from leaven.catalogue.law_table import (
-    CHINCHILLA,
-    DEEPSEEK,
-    KAPLAN_BATCH,
-    KAPLAN_LR,
+from leaven.catalogue.laws import (
     LAWS,
-    MINICPM,
-    PORIAN,
-    REPLICATION,
-    STEP_LAW,
+    TRUST,
+    Law,
+    LawResult,
+    Point,
+    Power,
+    critical_batch,
+    evaluate,
+    find_law,
+    lr_at_batch,
+    power_lines_tau,
 )
-from leaven.catalogue.laws import LawResult, evaluate, power_lines_tau
+from leaven.catalogue.runs import find_run
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+from leaven.scaling.transfer import transfer
 
+CHINCHILLA, REPLICATION = find_law("Chinchilla 2022 loss"), find_law("Besiroglu 2024 loss")
+KAPLAN_LR, KAPLAN_BATCH = find_law("Kaplan 2020 learning rate"), find_law("Kaplan 2020 critical batch")
+DEEPSEEK, MINICPM, STEP_LAW = map(find_law, ("DeepSeek LLM 2024", "MiniCPM 2024", "Step Law 2025"))
 SMALL, ONE, SEVEN, LONG = (125e6, 2.5e9), (1e9, 20e9), (7e9, 140e9), (7e9, 2e12)
 TO_TWO_DIGITS = 0.05
 
@@ -82,7 +89,7 @@ def test_the_three_forms_of_zhang_meet_at_its_own_model() -> None:
     assert len(forms) == 3
     assert forms == pytest.approx([500e3] * 3, rel=0.03)
     # N in millions is part of it: in units, the form in N gives thousands of times more than the run has.
-    assert Power(93.20, params=0.47, unit=512).at(Point(151e6, 3.07e9, 1, 1)) > 3e8
+    assert Power(coefficient=93.20, params=0.47, unit=512).at(Point(151e6, 3.07e9, 1, 1)) > 3e8
 
 
 def test_kaplans_batch_doubles_where_the_loss_falls_by_13_percent_and_is_one_or_two_million_at_its_end() -> None:
@@ -105,7 +112,7 @@ def test_porians_two_forms_meet_at_the_model_it_is_anchored_on() -> None:
     assert rounded.batch_tokens == pytest.approx(160 * 2048)
     assert exact.lr == pytest.approx(rounded.lr, rel=0.02)
     assert exact.batch_tokens == pytest.approx(rounded.batch_tokens, rel=0.03)
-    assert rounded.form_of == PORIAN.name
+    assert rounded.form_of == "Porian 2024"
 
 
 def test_power_lines_batch_on_step_laws_runs_is_near_in_loss_and_not_the_same_batch() -> None:
@@ -177,7 +184,7 @@ def test_misprint_of_kaplan_and_minicpm_batch_constants() -> None:
     point = Point(1e9, 20e9, 1.2e20, CHINCHILLA.loss.loss(1e9, 20e9))
     for law in (KAPLAN_BATCH, MINICPM):
         assert law.batch is not None
-        misprint, right = replace(law.batch, coefficient=2e18).at(point), law.batch.at(point)
+        misprint, right = law.batch.model_copy(update={"coefficient": 2e18}).at(point), law.batch.at(point)
         assert right < point.tokens < misprint  # a batch larger than the whole run
 
 
@@ -185,7 +192,7 @@ def test_misprint_of_the_deepseek_lr_constant() -> None:
     point = Point(1e9, 20e9, 1.2e20, 1)
     assert isinstance(DEEPSEEK.lr, Power)
     assert DEEPSEEK.lr.at(point) == pytest.approx(9.6e-4, abs=5e-6)
-    assert replace(DEEPSEEK.lr, coefficient=0.3188).at(point) != pytest.approx(9.6e-4, abs=5e-6)
+    assert DEEPSEEK.lr.model_copy(update={"coefficient": 0.3188}).at(point) != pytest.approx(9.6e-4, abs=5e-6)
 
 
 def test_the_spread_at_7b_is_what_a_person_must_see() -> None:
@@ -256,3 +263,65 @@ def test_the_surge_falls_above_the_critical_batch() -> None:
     assert there[0] is not None
     assert there[1] is not None
     assert there[1].surge == pytest.approx(0.8 * there[0].surge)
+
+
+def exponents(text: str) -> dict[str, float]:
+    return {axis: float(power) for axis, power in re.findall(r"([NDB])\^(-?[0-9.]+[0-9])", text)}
+
+
+def test_power_lines_critical_batch_in_closed_form() -> None:
+    """0.0471 D^0.462 sequences of 2048: 2,704.6 of them at 20B tokens (ln 20e9 = 23.71900), as the exponent says
+    1.89737 times as many at 80B."""
+    found = [
+        result.batch_tokens
+        for tokens in (20e9, 80e9)
+        for result in evaluate(1e9, tokens)
+        if result.law == "Power Lines 2025 critical batch"
+    ]
+    assert found == pytest.approx([2_704.6 * 2048, 1.89737 * 2_704.6 * 2048], rel=1e-4)
+
+
+@pytest.mark.parametrize(("run", "width", "lr"), [("1.3b", 2048, 7.5e-4), ("2.7b", 2560, 6e-4)])
+def test_cerebras_gpt_trained_its_hidden_matrices_with_what_its_form_says(run: str, width: int, lr: float) -> None:
+    """Of the configurations of its muP models: the lr of the base, and the width that it is of."""
+    found = find_run(f"cerebras-gpt-{run}-mup")
+    assert found.arch.d_model == width
+    base, base_width = map(float, re.findall(r"[0-9.e-]+(?= |$)", find_law("Cerebras-GPT 2023 muP").says)[:2])
+    assert (found.schedule.peak_lr, found.init.mup_base_d_model) == (base, base_width)
+    assert base * base_width / width == pytest.approx(lr)
+
+
+def test_the_rule_of_complete_d_p_moves_lr_as_the_law_says(tiny: Recipe) -> None:
+    told = exponents(find_law("Complete(d)P 2025").says)
+    recipe = tiny.replace({"scaling.rule": "complete-d-p"})
+    name, batch, tokens = "layers.0.mlp.in.weight", recipe.batch.tokens, recipe.data.tokens
+    for axis, moved in (
+        ("B", transfer(recipe, batch_tokens=4 * batch)),
+        ("D", transfer(recipe, tokens=4 * tokens)),
+    ):
+        assert resolve(moved)[name].lr / resolve(recipe)[name].lr == pytest.approx(4 ** told[axis])
+
+
+def test_published_exponents() -> None:
+    """Bjorck's one exponent is that of its 760M and 1.3B; HyperP finds the same of tokens for Muon."""
+    assert exponents(find_law("Bjorck 2024").says) == {"N": -0.23, "D": -0.32}
+    assert "-0.32 at 760M and 1.3B" in find_law("Bjorck 2024").conditions
+    assert exponents(find_law("Muon HyperP").says) == {"D": -0.32, "B": 0.56}
+    assert find_law("Muon HyperP").source == "arXiv 2603.28743"
+
+
+def test_timescale_that_is_constant_agrees_with_power_lines_at_one_ratio_of_tokens() -> None:
+    """Power Lines finds that it falls with tokens a parameter, and with nothing else."""
+    assert find_law("AdamW timescale 2024").says.endswith("is constant")
+    assert power_lines_tau(1e8, 2e9) == pytest.approx(power_lines_tau(1e9, 20e9))
+    assert power_lines_tau(1e9, 80e9) < power_lines_tau(1e9, 20e9)
+
+
+@pytest.mark.parametrize("size", [(64, 16), (16, 64), (32, 32)])
+def test_moonlights_factor_gives_every_matrix_adamws_rms(size: tuple[int, int]) -> None:
+    """Muon's update is U V^T; min(rows, cols) singular values of 1 have an RMS of 1 / sqrt(max(rows, cols)), and
+    AdamW's usual RMS is 0.2."""
+    (factor,) = map(float, re.findall(r"x ([0-9.]+) sqrt\(max\(rows, cols\)\)", find_law("Moonlight Muon 2025").says))
+    u, _, v = torch.linalg.svd(torch.randn(size, dtype=torch.float64), full_matrices=False)
+    rms = float((u @ v).square().mean().sqrt())
+    assert factor * max(size) ** 0.5 * rms == pytest.approx(0.2)

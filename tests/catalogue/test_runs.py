@@ -1,8 +1,11 @@
 """The published runs: complete, sourced, and of the size they claim."""
 
 import pytest
+from tests.catalogue.published import model_shape
 
-from leaven.catalogue.runs import FOLDER, Run, Stack, diff, find_run, load_runs, nearest, own_runs, size_ratio
+from leaven.catalogue.neighbours import nearest, size_ratio
+from leaven.catalogue.run import Run, Stack
+from leaven.catalogue.runs import FOLDER, diff, find_run, load_runs, own_runs
 from leaven.recipe.errors import InputError
 
 IDS = sorted(run.id for run in load_runs())
@@ -27,7 +30,7 @@ BUILDABLE = {
 @pytest.mark.parametrize("id", IDS)
 def test_leavens_own_shape_has_the_published_parameter_count_where_leaven_can_build_the_model(id: str) -> None:
     run = find_run(id)
-    shape = run.model_shape()
+    shape = model_shape(run)
     assert (shape is not None) == (id in BUILDABLE)
     if shape is not None:
         assert shape.params == run.params_from_shape  # counted by other code
@@ -78,7 +81,7 @@ def test_published_values_in_the_terms_of_leaven() -> None:
 def test_what_is_not_published_is_none() -> None:
     nemotron, idefics = find_run("nemotron-4-15b"), find_run("idefics-80b")
     assert nemotron.peak_lr is nemotron.optimizer is nemotron.decay is nemotron.warmup_fraction is None
-    assert idefics.tokens is idefics.batch_tokens is idefics.params_from_shape is idefics.model_shape() is None
+    assert idefics.tokens is idefics.batch_tokens is idefics.params_from_shape is model_shape(idefics) is None
     assert not nemotron.lr_comparable
 
 
@@ -161,7 +164,7 @@ def test_nearest_never_offers_a_learning_rate_that_means_something_else(
     mup = document | {"schedule": document["schedule"] | {"parametrisation": "muP base lr"}}
     ademamix = document | {"optim": document["optim"] | {"optimizer": "ademamix"}}
     runs = tuple(map(Run.model_validate, (mup, ademamix, find_run("bloom-176b").model_dump(exclude_none=True))))
-    monkeypatch.setattr("leaven.catalogue.runs.load_runs", lambda: runs)
+    monkeypatch.setattr("leaven.catalogue.neighbours.load_runs", lambda: runs)
     assert [run.id for run, _ in nearest(70_000_000, 10**9, limit=5)] == ["bloom-176b"]
 
 

@@ -81,10 +81,10 @@ def test_the_adam_of_a_recipe_is_not_that_of_a_paper(recipe: Recipe) -> None:
     assert terms(adam.replace({"hyperparameters.weight_decay": 0.0}))["hyperparameters.optimizer"] == "adam"
 
 
-@pytest.mark.parametrize("run", load_runs(), ids=lambda run: run.id)
-def test_every_run_can_be_told_in_a_recipes_words(run: Any) -> None:
-    told = terms(run)
-    assert told["params"] == run.params_total
-    assert set(told) <= set(TERMS)
-    assert told.get("hyperparameters.lr") == run.peak_lr
-    assert None not in told.values()
+def test_every_run_can_be_told_in_a_recipes_words() -> None:
+    for run in load_runs():
+        told = terms(run)
+        assert told["params"] == run.params_total
+        assert set(told) <= set(TERMS)
+        assert told.get("hyperparameters.lr") == run.peak_lr
+        assert None not in told.values()

@@ -7,8 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from leaven.catalogue.compute_optimal import FRONTIERS
-from leaven.catalogue.law_table import LAWS
+from leaven.catalogue.laws import FRONTIERS, LAWS
 from leaven.cli.laws import laws
 from leaven.recipe.errors import InputError
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from leaven.catalogue.law_table import LAWS
+from leaven.catalogue.laws import LAWS
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.cli import _common, _screens, main
 from leaven.cli._train_screen import TrainScreen

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter
 from leaven.catalogue.starter.starter import untuned as untuned_of
 from leaven.demo.arms import arms
@@ -79,7 +79,7 @@ def test_the_arms_differ_in_hyperparameters_alone(tiny: Recipe) -> None:
 
 
 def test_the_untuned_arm_has_what_leaven_new_writes_for_its_size_and_batch() -> None:
-    asked = Asked("wheat", 300_000_000, 6_000_000_000, proxy=0)
+    asked = StarterRequest("wheat", 300_000_000, 6_000_000_000, proxy=0)
     new = starter(asked).recipe
     plain = new.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
     assert untuned_of(plain).hyperparameters == new.hyperparameters

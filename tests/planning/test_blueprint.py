@@ -1,6 +1,7 @@
 """The planner's table of operators against the two other counts of parameters, and against shapes by hand."""
 
 import pytest
+from tests.catalogue.published import model_shape
 from tests.planning.shapes import LLAMA_8B, gpt
 
 from leaven.catalogue.counting import count_parameters
@@ -29,9 +30,9 @@ def test_nearly_all_published_runs_are_counted() -> None:
     assert len(COUNTED) >= 100
 
 
-@pytest.mark.parametrize("run", [run for run in COUNTED.values() if run.model_shape()], ids=lambda run: run.id)
+@pytest.mark.parametrize("run", [run for run in COUNTED.values() if model_shape(run)], ids=lambda run: run.id)
 def test_what_leaven_builds_has_one_table_from_either_side(run: Run) -> None:
-    shape = run.model_shape()
+    shape = model_shape(run)
     assert shape is not None
     assert blueprint(shape) == table(run)
 

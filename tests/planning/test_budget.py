@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from leaven.catalogue.compute_optimal import FRONTIERS
+from leaven.catalogue.laws import FRONTIERS
 from leaven.planning import budget as module
 from leaven.planning.budget import OVER_TRAINED, Budget, budget, parse_budget
 from leaven.planning.cost import Price

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from leaven.catalogue.findings import findings
-from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.base import tuned_bases
 from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, choose_proxy, proxy_shape, trials_worth
-from leaven.catalogue.starter.tuned import tuned_bases
+from leaven.catalogue.starter.request import StarterRequest
 from leaven.planning.start import StarterRecipes, start
 from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
@@ -33,7 +33,7 @@ SIZES = [
 
 
 def new(params: str, tokens: str, proxy: int | None = None) -> StarterRecipes:
-    return start(Asked("wheat", parse_quantity(params), parse_quantity(tokens), proxy=proxy))
+    return start(StarterRequest("wheat", parse_quantity(params), parse_quantity(tokens), proxy=proxy))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_where_tuning_costs_more_than_it_brings_the_published_values_are_taken(p
     found = findings(started.target, lambda one: resolve(one).rows)
     assert [one.check for one in found if one.severity != "note"] == []
     assert warnings(started.target) == []
-    assert "tuning has brought 24% at most" in started.derivation.tuning.reason
+    assert "tuning has gained 24% at most" in started.derivation.tuning.reason
     target = started.target
     assert (target.base.width, target.base.tokens) == (target.model.d_model, target.data.tokens)
     assert all(row.lr == target.hyperparameters.lr for row in resolve(target).rows)
@@ -118,7 +118,7 @@ def test_a_search_has_fewer_trials_before_it_is_given_up() -> None:
 
 
 def test_a_batch_of_a_few_sequences_has_no_proxy() -> None:
-    started = start(Asked("long", 10**9, 20 * 10**9, seq_len=131_072))
+    started = start(StarterRequest("long", 10**9, 20 * 10**9, seq_len=131_072))
     assert started.proxy is None
     assert "4 sequences" in started.derivation.tuning.reason
 
@@ -130,7 +130,7 @@ def test_the_target_is_set_beside_the_published_runs_of_its_size() -> None:
     assert (lr.low, lr.high) == (1.2e-4, 2e-3)  # gpt3-table's bloom-7b1, dclm-7b-2x
     assert compared["beta1"].value == pytest.approx(0.9, abs=0.01)
     small = new("1M", "20M")
-    assert "nothing to compare with" in " ".join(small.derivation.steps[-1].said)
+    assert "nothing to compare with" in " ".join(small.derivation.steps[-1].lines)
 
 
 def test_a_disagreement_is_reported_with_both_readings() -> None:
@@ -139,7 +139,7 @@ def test_a_disagreement_is_reported_with_both_readings() -> None:
     outside = {one.what: one.factor for one in started.compared if one.outside}
     assert outside.keys() == {"lr of the embedding", "lr x weight decay"}
     assert outside["lr of the embedding"] == pytest.approx(1.2e-3 / 7e-4, rel=0.05)
-    assert "two readings" in " ".join(started.derivation.steps[-1].said)
+    assert "two readings" in " ".join(started.derivation.steps[-1].lines)
 
 
 def test_an_eight_billion_of_today_is_one_of_today() -> None:

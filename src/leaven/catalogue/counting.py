@@ -63,14 +63,6 @@ def count_parameters(arch: Architecture, seq_len: int | None) -> Count | None:
     return Count(ends + shared + total, ends + shared + active)
 
 
-def count_experts(arch: Architecture) -> int | None:
-    """All routed experts, the bulk of a sparse model, where its attention is not published."""
-    if not (arch.n_layers and arch.d_model and arch.n_experts and arch.d_expert and arch.gated is not None):
-        return None
-    n_sparse = arch.n_layers - (arch.n_dense_layers or 0)
-    return n_sparse * arch.n_experts * (3 if arch.gated else 2) * arch.d_model * arch.d_expert
-
-
 def d_head(arch: Architecture) -> int | None:
     if arch.d_head is None and arch.d_model and arch.n_heads:
         return arch.d_model // arch.n_heads

@@ -1,35 +1,250 @@
-"""What every law says of one run: the laws of :mod:`leaven.catalogue.law_table` at a point."""
+"""Empirical laws (``laws.toml``): what each says of a run, of another batch, and of a budget of FLOPs.
 
+A law is a fit to somebody's runs. Its units, its definition of N and the set-up it was fitted in (``conditions``) are
+part of it; outside of its fitted range it is a guess.
+"""
+
+import math
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal, NamedTuple
 
-from leaven.catalogue.law_forms import BatchKind, Beyond, ParamsDefinition, Point, Trust
-from leaven.catalogue.law_table import CHINCHILLA_LOSS, LAWS, TAU
+from pydantic import Field
+
+from leaven.catalogue.noise_scale import surge_lr
+from leaven.recipe.base import Part
 from leaven.recipe.errors import InputError
+
+ParamsDefinition = Literal["all", "non-embedding", "without input embedding"]
+BatchKind = Literal["optimal", "critical"]
+Trust = Literal["verified", "read", "secondary", "memory"]
+TRUST: dict[Trust, str] = {
+    "verified": "read in the paper or its code, and recomputed",
+    "read": "read in the paper, not recomputed",
+    "secondary": "read in somebody else's text",
+    "memory": "not read again; confirm it first",
+}
+Range = Annotated[tuple[float, float], Field(strict=False)]
+ANY: Range = (0, math.inf)
+
+
+class Point(NamedTuple):
+    """What a law may depend on."""
+
+    params: float  # N
+    tokens: float  # D
+    compute: float  # C, training FLOPs
+    loss: float  # L, nats a token
+
+
+class Power(Part):
+    """coefficient * N^params * D^tokens * C^compute * L^loss * unit, with N and D counted in ``per``."""
+
+    coefficient: float
+    params: float = 0.0
+    tokens: float = 0.0
+    compute: float = 0.0
+    loss: float = 0.0
+    unit: float = 1.0  # turns sequences into tokens: 512 of a law for sequences of 512 tokens
+    per: float = 1.0
+
+    def at(self, point: Point) -> float:
+        """The value at a point."""
+        return (
+            self.coefficient
+            * math.pow(point.params / self.per, self.params)
+            * math.pow(point.tokens / self.per, self.tokens)
+            * math.pow(point.compute, self.compute)
+            * math.pow(point.loss, self.loss)
+            * self.unit
+        )
+
+
+class LogLinear(Part):
+    """intercept + slope * ln N."""
+
+    intercept: float
+    slope: float
+
+    def at(self, point: Point) -> float | None:
+        """The value at a point; None where it is not positive, for there the law has no answer."""
+        value = self.intercept + self.slope * math.log(point.params)
+        return value if value > 0 else None
+
+
+class LossLaw(Part):
+    """L(N, D) = irreducible + a / N^alpha + b / D^beta, in nats a token, N with the embeddings."""
+
+    irreducible: float
+    a: float
+    alpha: float
+    b: float
+    beta: float
+
+    def loss(self, params: float, tokens: float) -> float:
+        """The predicted loss in nats a token."""
+        return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
+
+    def optimal_params(self, flops: float) -> float:
+        """The N of least loss where 6 N D = ``flops``: G (C / 6)^(beta / (alpha + beta)) with
+        G = (alpha a / (beta b))^(1 / (alpha + beta)) (arXiv 2203.15556, equation 4)."""
+        both = self.alpha + self.beta
+        scale = math.pow(self.alpha * self.a / (self.beta * self.b), 1 / both)
+        return scale * math.pow(flops / 6, self.beta / both)
+
+
+class Line(Part):
+    """N = params (C / flops)^exponent: a straight line in the logarithms through a published point."""
+
+    flops: float
+    params: float
+    exponent: float
+
+    def optimal_params(self, flops: float) -> float:
+        """The best N at a budget of training FLOPs."""
+        return self.params * math.pow(flops / self.flops, self.exponent)
 
 
 @dataclass(frozen=True)
-class LawResult:
-    """What one law says at one point. ``lr``, ``batch_tokens``, ``loss`` and ``tau`` are None where it is silent,
-    ``in_range`` and ``extrapolation`` where it is not known what it was fitted on."""
+class Beyond:
+    """How far a point lies outside a fitted range along one axis: a factor above 1, of the nearer end."""
 
-    law: str
-    lr: float | None
-    batch_tokens: float | None
-    batch_kind: BatchKind | None
-    in_range: bool | None
-    extrapolation: float | None
+    axis: str  # N parameters, D tokens, C training FLOPs, D/N tokens a parameter
+    factor: float
+    side: Literal["above", "below"]
+
+
+class Fitted(Part):
+    """The ranges (lowest, highest) of a fit. A lowest of 0 is one that the source does not give."""
+
+    params: Range = ANY
+    tokens: Range = ANY
+    compute: Range = ANY
+    tokens_per_param: Range = ANY
+
+    def beyond(self, params: float, tokens: float, compute: float) -> tuple[Beyond, ...]:
+        """Every axis along which a point lies outside, the farthest first."""
+        found = []
+        for axis, value, (lowest, highest) in (
+            ("N", params, self.params),
+            ("D", tokens, self.tokens),
+            ("C", compute, self.compute),
+            ("D/N", tokens / params, self.tokens_per_param),
+        ):
+            if value > highest:
+                found.append(Beyond(axis, value / highest, "above"))
+            elif value < lowest:
+                found.append(Beyond(axis, lowest / value, "below"))
+        return tuple(sorted(found, key=lambda each: -each.factor))
+
+
+class Sourced(Part):
+    """What every entry of ``laws.toml`` states beside its formula."""
+
+    name: str
     conditions: str
     source: str
+    trust: Trust
+    doubt: str = ""  # what is not sure about the constants
+    fitted: Fitted = Fitted()
+
+    def judged(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
+        """The fields of :class:`Answer` for a point."""
+        beyond = self.fitted.beyond(params, tokens, compute)
+        known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
+        return {
+            "law": self.name,
+            "conditions": self.conditions,
+            "source": self.source,
+            "trust": self.trust,
+            "doubt": self.doubt,
+            "beyond": beyond,
+            "in_range": False if beyond else True if known else None,
+            "extrapolation": beyond[0].factor if beyond else 1.0 if known else None,
+        }
+
+
+class Law(Sourced):
+    """A law of the hyperparameters of a run."""
+
+    params_definition: ParamsDefinition
+    lr: Power | LogLinear | None = None  # peak learning rate of AdamW
+    lr_batch: int | None = None  # the batch the lr belongs to, where the law has no batch of its own
+    lr_batch_exponent: float | None = None  # how the best lr moves with the batch in the law's own data
+    batch: Power | None = None  # tokens
+    batch_kind: BatchKind | None = None  # the best batch, or the one above which more saves little time
+    loss: LossLaw | None = None
+    tau: Power | None = None  # the best AdamW timescale B / (lr x weight decay x D), as a share of the run
+    says: str = ""  # of a law that gives no value, only how one moves
+    form_of: str | None = None  # the same law in another form, which is no second opinion
+
+
+class Frontier(Sourced):
+    """The best N at a budget of training FLOPs C = 6 N D.
+
+    The approaches of one paper disagree: at Gopher's budget Chinchilla's first says 67B, its third 40B. The fit
+    behind the third did not converge (Besiroglu et al. 2024); the replication is near the first.
+    """
+
+    sizes: Line | LossLaw
+
+
+_ENTRIES = tomllib.loads(Path(__file__).with_name("laws.toml").read_text(encoding="utf-8"))
+LAWS = tuple(map(Law.model_validate, _ENTRIES["law"]))
+FRONTIERS = tuple(map(Frontier.model_validate, _ENTRIES["frontier"]))
+
+
+def find_law(name: str) -> Law:
+    """The law of this name."""
+    return next(law for law in LAWS if law.name == name)
+
+
+def _loss_law(name: str) -> LossLaw:
+    law = next(frontier.sizes for frontier in FRONTIERS if frontier.name == name)
+    assert isinstance(law, LossLaw)
+    return law
+
+
+APPROACH_3 = _loss_law("Chinchilla approach 3")
+REPLICATION = _loss_law("Besiroglu 2024 replication")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the answers of a law and of a frontier have in common."""
+
+    law: str
+    conditions: str
+    source: str
+    trust: Trust
+    doubt: str
+    in_range: bool | None  # None where the fitted range is not known
+    extrapolation: float | None  # the factor along the worst axis, 1 inside
+    beyond: tuple[Beyond, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LawResult(Answer):
+    """What one law says at one point: the fields of :class:`Law` as numbers, None where it gives none."""
+
+    params_definition: ParamsDefinition
+    lr: float | None
+    lr_batch_tokens: float | None
+    lr_batch_exponent: float | None
+    batch_tokens: float | None
+    batch_kind: BatchKind | None
     loss: float | None
     tau: float | None
     says: str
-    trust: Trust
-    doubt: str
-    params_definition: ParamsDefinition
-    beyond: tuple[Beyond, ...]
     form_of: str | None
-    lr_batch_tokens: float | None
-    lr_batch_exponent: float | None
+
+    @property
+    def is_critical(self) -> bool:
+        """Whether it gives a critical batch that counts as an opinion of its own."""
+        return self.batch_kind == "critical" and self.form_of is None
 
 
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawResult]:
@@ -45,35 +260,29 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
         InputError: if there are no parameters or no tokens.
     """
     if params <= 0 or tokens <= 0:
-        raise InputError(f"no law speaks of {params:g} parameters and {tokens:g} tokens; both must be above 0")
-    loss = CHINCHILLA_LOSS.loss(params, tokens)
+        raise InputError(f"no law covers {params:g} parameters and {tokens:g} tokens; both must be above 0")
+    chinchilla = find_law("Chinchilla 2022 loss").loss
+    assert chinchilla
+    loss = chinchilla.loss(params, tokens)
     results = []
     for law in LAWS:
         counted = params_non_embedding if law.params_definition == "non-embedding" else params
         n = params if counted is None else counted
         point = Point(n, tokens, 6 * n * tokens, loss)
-        beyond = law.fitted.beyond(n, tokens, point.compute)
         batch = law.batch.at(point) if law.batch else None
         results.append(
             LawResult(
-                law=law.name,
+                **law.judged(n, tokens, point.compute),
+                params_definition=law.params_definition,
                 lr=law.lr.at(point) if law.lr else None,
+                lr_batch_tokens=(law.lr_batch or batch) if law.lr else None,
+                lr_batch_exponent=law.lr_batch_exponent,
                 batch_tokens=batch,
                 batch_kind=law.batch_kind,
-                in_range=law.fitted.inside(beyond),
-                extrapolation=law.fitted.farthest(beyond),
-                conditions=law.conditions,
-                source=law.source,
                 loss=law.loss.loss(n, tokens) if law.loss else None,
                 tau=law.tau.at(point) if law.tau else None,
                 says=law.says,
-                trust=law.trust,
-                doubt=law.doubt,
-                params_definition=law.params_definition,
-                beyond=beyond,
                 form_of=law.form_of,
-                lr_batch_tokens=(law.lr_batch or batch) if law.lr else None,
-                lr_batch_exponent=law.lr_batch_exponent,
             )
         )
     return results
@@ -81,4 +290,82 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 def power_lines_tau(params: float, tokens: float) -> float:
     """The best AdamW timescale tau = B / (lr * weight decay * D), in fractions of the run, B and D in tokens."""
-    return TAU.at(Point(params, tokens, 1, 1))
+    tau = find_law("Power Lines 2025 timescale").tau
+    assert tau
+    return tau.at(Point(params, tokens, 1, 1))
+
+
+def critical_batch(results: Sequence[LawResult]) -> float:
+    """The median of the critical batches by the laws, in tokens, each law once."""
+    return median(each.batch_tokens for each in results if each.batch_tokens and each.is_critical)
+
+
+@dataclass(frozen=True)
+class AtBatch:
+    """The lr of a law at another batch than its own, by every rule there is; they do not agree."""
+
+    batch_tokens: float
+    ratio: float  # over the batch the lr belongs to
+    square_root: float  # of Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
+    linear: float  # of SGD there (McCandlish et al. 2018), and of AdamW at fixed decay if its timescale is to stay
+    surge: float  # of Adam, falling above the noise scale (arXiv 2405.14578)
+    own: float | None  # as in the law's own data, None where they are not known
+
+
+def lr_at_batch(result: LawResult, batch_tokens: float, noise: float) -> AtBatch | None:
+    """A law's lr at a batch; None where it has no lr. ``noise`` is the noise scale, in tokens."""
+    if result.lr is None or result.lr_batch_tokens is None:
+        return None
+    ratio, exponent = batch_tokens / result.lr_batch_tokens, result.lr_batch_exponent
+    return AtBatch(
+        batch_tokens=batch_tokens,
+        ratio=ratio,
+        square_root=result.lr * ratio**0.5,
+        linear=result.lr * ratio,
+        surge=result.lr * surge_lr(batch_tokens, noise) / surge_lr(result.lr_batch_tokens, noise),
+        own=None if exponent is None else result.lr * ratio**exponent,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum(Answer):
+    """What one answer gives for a budget."""
+
+    params: float
+    tokens: float
+    tokens_per_param: float
+    loss: float  # of this N and D by Chinchilla's approach 3, nats a token
+    loss_replication: float  # and by its replication
+
+
+def best_tokens_per_param(flops: float) -> list[float]:
+    """D / N by every answer for a budget of training FLOPs."""
+    return [flops / 6 / frontier.sizes.optimal_params(flops) ** 2 for frontier in FRONTIERS]
+
+
+def compute_optimal(flops: float) -> list[Optimum]:
+    """Every answer for a budget of training FLOPs.
+
+    >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
+    ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']
+
+    Raises:
+        InputError: if the budget is not enough for one parameter and one token.
+    """
+    found = []
+    for frontier in FRONTIERS:
+        params = frontier.sizes.optimal_params(flops) if flops > 0 else 0.0
+        tokens = flops / 6 / params if params else 0.0
+        if params < 1 or tokens < 1:
+            raise InputError(f"no law covers {flops:g} FLOPs: not enough for one parameter; type for example 1e22")
+        found.append(
+            Optimum(
+                **frontier.judged(params, tokens, flops),
+                params=params,
+                tokens=tokens,
+                tokens_per_param=tokens / params,
+                loss=APPROACH_3.loss(params, tokens),
+                loss_replication=REPLICATION.loss(params, tokens),
+            )
+        )
+    return found

@@ -1,13 +1,12 @@
-"""One run of the catalogue: its groups as its source has them, its values in leaven's own terms."""
+"""One published run: its groups as its source has them, its values in leaven's own terms."""
 
 import math
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from leaven.catalogue.consistency import contradictions
-from leaven.catalogue.counting import count_parameters, d_head
+from leaven.catalogue.counting import count_parameters
 from leaven.catalogue.groups import (
     Architecture,
     Batch,
@@ -28,8 +27,8 @@ from leaven.catalogue.groups import (
     TunedBase,
 )
 from leaven.recipe.base import Part
+from leaven.recipe.recipe import flatten
 from leaven.recipe.schedule import Decay
-from leaven.recipe.shape import ModelShape, Positions
 
 Kind = Literal["dense", "moe", "vlm"]
 _DECAYS: dict[str, Decay] = {
@@ -41,14 +40,13 @@ _DECAYS: dict[str, Decay] = {
     "constant_then_rsqrt": "inverse_sqrt",
     "constant": "constant",
 }
-_POSITIONS: dict[str, Positions] = {"rotary": "rope", "learned": "learned", "alibi": "alibi"}
-# The fields that say where a value stands, and the free text: not values of the run.
+# Sources and free text: not values of the run.
 _NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
 # A layer adds to the residual stream twice, so both say the same.
 _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
-def alike(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The optimisers whose learning rates mean the same."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
@@ -65,7 +63,7 @@ class Stack(NamedTuple):
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
-            and (self.optimizer is None or other.optimizer in alike(self.optimizer))
+            and (self.optimizer is None or other.optimizer in same_lr_meaning(self.optimizer))
         )
 
 
@@ -140,7 +138,7 @@ class Run(Part):
     @property
     def lr_comparable(self) -> bool:
         """False where the learning rate means something else: muP, and other optimisers than Adam(W)."""
-        return self.comparable_lr(alike("adamw"))
+        return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
         """Whether there is a learning rate, of one of these optimisers, that multiplies a plain update."""
@@ -195,6 +193,21 @@ class Run(Part):
         return init.std if init.residual_scaling == "none" else None
 
     @property
+    def aspect(self) -> float | None:
+        """d_model / n_layers."""
+        return self.arch.d_model / self.arch.n_layers if self.arch.d_model and self.arch.n_layers else None
+
+    @property
+    def mlp_ratio(self) -> float | None:
+        """d_ff / d_model."""
+        return self.arch.d_ff / self.arch.d_model if self.arch.d_ff and self.arch.d_model else None
+
+    @property
+    def query_groups(self) -> float | None:
+        """Query heads to a key-value head."""
+        return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
+
+    @property
     def stack(self) -> Stack:
         """What decides more about a learning rate than the size does."""
         return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
@@ -205,69 +218,7 @@ class Run(Part):
         count = count_parameters(self.arch, self.data.seq_len if self.data else None)
         return None if count is None else count.total
 
-    def model_shape(self) -> ModelShape | None:
-        """The run's model as leaven would build it; None where leaven has no such model.
-
-        No verb asks for it: it is how the parameter counts of ModelShape, on which planning and transfer stand, are
-        held against published ones.
-        """
-        arch, seq_len = self.arch, self.data.seq_len if self.data else None
-        foreign = (
-            self.kind != "dense",
-            self.params_from_shape is None,
-            seq_len is None,
-            arch.attention is not None,  # sliding, sparse, latent
-            arch.layerwise_scaling is not None,
-            arch.norm_placement != "pre",
-            not arch.norm_affine,
-            arch.norm_bias not in (None, arch.bias),
-            arch.qkv_bias not in (None, arch.bias),
-            arch.bias is None,
-            arch.parallel_block,
-            arch.rotary_pct != 1.0,
-            arch.rotary_dims is not None,
-            arch.qk_norm and arch.qk_norm_width != "head",
-            arch.positional not in _POSITIONS,
-            arch.positional_note is not None,
-            arch.activation in ("geglu", "xielu"),
-        )
-        if any(foreign):
-            return None
-        head = d_head(arch)
-        assert arch.n_heads is not None
-        assert head is not None
-        return ModelShape.model_validate(
-            {
-                "n_layers": arch.n_layers,
-                "d_model": arch.d_model,
-                "n_heads": arch.n_heads,
-                "n_kv_heads": arch.n_kv_heads,
-                "d_head": head,
-                "d_attention": None if arch.n_heads * head == arch.d_model else arch.n_heads * head,
-                "d_ff": arch.d_ff,
-                "vocab_size": arch.vocab_padded or arch.vocab_size,
-                "seq_len": seq_len,
-                "norm": arch.norm,
-                "activation": arch.activation,
-                "positions": _POSITIONS[arch.positional or ""],
-                "qk_norm": arch.qk_norm,
-                "tied_embeddings": arch.tied_embeddings,
-                "embedding_norm": arch.embedding_norm,
-                "bias": arch.bias,
-                **({"rope_theta": arch.rope_theta} if arch.rope_theta else {}),
-            }
-        )
-
     def flat(self) -> dict[str, Any]:
         """Every known value by its dotted path, without sources and free text."""
-        return dict(_flatten(self.model_dump(exclude_none=True), ""))
-
-
-def _flatten(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if key in _NOT_VALUES:
-            continue
-        if isinstance(inner, dict):
-            yield from _flatten(inner, f"{prefix}{key}.")
-        else:
-            yield prefix + key, inner
+        values = flatten(self.model_dump(exclude_none=True))
+        return {path: value for path, value in values.items() if _NOT_VALUES.isdisjoint(path.split("."))}

@@ -5,7 +5,6 @@ To add a run, add a file: its name is the run's id, the groups are those of :mod
 """
 
 import difflib
-import math
 import tomllib
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -14,26 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.catalogue.run import Kind, Run, Stack, alike
+from leaven.catalogue.run import Run
 from leaven.recipe.errors import InputError
 
-__all__ = [
-    "FOLDER",
-    "Run",
-    "Stack",
-    "closest",
-    "diff",
-    "find_run",
-    "listed",
-    "load_runs",
-    "nearest",
-    "own_runs",
-    "size_ratio",
-]
-
 FOLDER = Path(__file__).parent / "runs"
-# An octave of tokens counts as an eighth of one of parameters: published choices hardly know the tokens.
-_TOKEN_WEIGHT = 0.125
 
 
 def load_runs() -> tuple[Run, ...]:
@@ -68,59 +51,8 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + (" or " if names[:-1] else "") + names[-1]
 
 
-def nearest(
-    params: int,
-    tokens: int,
-    *,
-    limit: int,
-    factor: float = 4.0,
-    stack: Stack | None = None,
-    kind: Kind = "dense",
-) -> list[tuple[Run, float]]:
-    """The runs nearest in stack, size and duration, and their distance in octaves of parameters.
-
-    Only runs within ``factor`` of the size, if there are any; else the nearest of all, so that the list is never
-    empty: see :func:`size_ratio`. Within it those of the same stack come first. A lineage has one vote: first the
-    best run of each lineage, then the others, each in that order. An octave of tokens counts as an eighth of one of
-    parameters.
-    Runs whose learning rate means something else are left out, see :attr:`Run.lr_comparable`; a stack that names
-    another optimiser asks for the learning rates of that.
-
-    Raises:
-        InputError: if there are no parameters or no tokens, or no run of this kind has a learning rate to compare.
-    """
-    if params <= 0 or tokens <= 0:
-        raise InputError(f"a run of {params} parameters and {tokens} tokens has no neighbours; both must be above 0")
-    if not factor >= 1:  # nor nan
-        raise InputError(f"a factor of {factor:g} leaves no size; give one of at least 1, for example 4")
-    stack = stack or Stack()
-    optimizers = alike(stack.optimizer or "adamw")
-    found = [
-        (run, _distance(run, params, run.tokens, tokens))
-        for run in load_runs()
-        if run.kind == kind and run.comparable_lr(optimizers) and run.tokens
-    ]
-    if not found:
-        raise InputError(f"no published {kind} run with {listed(optimizers)} has a learning rate to compare")
-    within = [pair for pair in found if size_ratio(pair[0], params) <= factor]
-    ranked = sorted(within or found, key=lambda pair: (bool(within) and not stack.fits(pair[0].stack), pair[1]))
-    voted: set[str] = set()
-    first: list[tuple[Run, float]] = []
-    rest: list[tuple[Run, float]] = []
-    for pair in ranked:
-        lineage = pair[0].lineage.name
-        (rest if lineage in voted else first).append(pair)
-        voted.add(lineage)
-    return (first + rest)[:limit]
-
-
-def size_ratio(run: Run, params: int) -> float:
-    """How far apart two sizes are, as a factor of at least 1."""
-    return max(run.params_total / params, params / run.params_total)
-
-
 def diff(run_a: Run, run_b: Run) -> list[tuple[str, Any, Any]]:
-    """The values in which two runs differ: dotted path, value of a, value of b; None where one is silent."""
+    """The values in which two runs differ: dotted path, value of a, value of b; None where it is not known."""
     a, b = run_a.flat(), run_b.flat()
     paths = [*a, *(path for path in b if path not in a)]
     return [(path, a.get(path), b.get(path)) for path in paths if path != "id" and a.get(path) != b.get(path)]
@@ -148,7 +80,3 @@ def _explain(error: ValidationError) -> str:
         where = ".".join(map(str, one["loc"]))
         found.append(f"{where}: {one['msg']}" if where else one["msg"].removeprefix("Value error, "))
     return "; ".join(found)
-
-
-def _distance(run: Run, params: int, run_tokens: int, tokens: int) -> float:
-    return math.hypot(math.log2(run.params_total / params), _TOKEN_WEIGHT * math.log2(run_tokens / tokens))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leaven.catalogue.runs import Run, closest, listed
+from leaven.catalogue.run import Run
+from leaven.catalogue.runs import closest, listed
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import parse_quantity
 
@@ -38,7 +39,7 @@ _PROPERTIES = (
 class Condition:
     """A path, an operator and a value as text: ``optim.beta2 >= 0.99``.
 
-    A run that is silent on the value meets no condition on it, ``!=`` neither.
+    A run whose value is not known meets no condition on it, not even ``!=``.
     """
 
     path: str

@@ -6,7 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from leaven.catalogue.groups import Group
-from leaven.catalogue.runs import Run, Stack
+from leaven.catalogue.run import Run, Stack
 from leaven.recipe.units import format_quantity
 from leaven.views.terminal import Column, Columns, folded, learning_rate
 

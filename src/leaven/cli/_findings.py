@@ -1,12 +1,12 @@
 """What a person sees of a recipe beside the published runs: one finding after the other, the verdict last."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from rich.text import Text
 
-from leaven.catalogue.findings import Finding, Mend
+from leaven.catalogue.findings import Finding, Suggestion
 from leaven.catalogue.runs import find_run, listed
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number, format_quantity
@@ -17,19 +17,23 @@ _LABEL = max(map(len, _STYLES)) + 2
 _MOST = 4  # ids in a line; --json has all
 
 
-def finding_lines(recipe: Recipe, found: Sequence[Finding], checks: int, width: int) -> Iterator[Text]:
-    """The farthest outside first."""
+def finding_lines(
+    recipe: Recipe, found: Sequence[Finding], checks: int, width: int, chosen: Container[str] = ()
+) -> Iterator[Text]:
+    """The farthest outside first. ``chosen``: paths that leaven chose itself, for which a note proposes nothing."""
     size, tokens = format_quantity(recipe.model.params), format_quantity(recipe.data.tokens)
     yield Text(f"{recipe.name}  {size} parameters, {tokens} tokens; values as its matrices get them")
     for one in found:
         yield Text()
-        said = [f"{one.check}: {one.says}", *_evidence(one)]
+        said = [f"{one.check}: {one.message}", *_evidence(one)]
         lines = [line for part in said for line in folded(part, width, _LABEL)]
         for n, line in enumerate(lines):
             label = one.severity.upper() if one.severity != "note" else one.severity
             yield Text.assemble(((label if n == 0 else "").ljust(_LABEL), _STYLES[one.severity]), line)
-        if one.mends:
-            yield from _to_type(one.mends[0], width)
+        if one.severity == "note" and one.path in chosen:
+            yield Text(f"{'':{_LABEL}}the reason of this value is in [why]")
+        elif one.suggestions:
+            yield from _to_type(one.suggestions[0], width)
     yield Text()
     yield verdict(found, checks)
 
@@ -71,10 +75,10 @@ def _evidence(one: Finding) -> Iterator[str]:
         yield f"did so too, with another size, lr, batch or stack: {_ids(one.did_so)}"
 
 
-def _to_type(mend: Mend, width: int) -> Iterator[Text]:
+def _to_type(suggestion: Suggestion, width: int) -> Iterator[Text]:
     """Broken only between options, with what a shell takes for one line."""
     line = " " * _LABEL + "->"
-    for path, to in mend.items():
+    for path, to in suggestion.items():
         option = f" --set {path}={written(to)}"
         if len(line) + len(option) + 2 > width and not line.endswith("->"):
             yield Text(line + " \\")

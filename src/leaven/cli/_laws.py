@@ -3,10 +3,7 @@
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from leaven.catalogue.batch_change import critical_batch, lr_at_batch
-from leaven.catalogue.compute_optimal import Optimum, best_tokens_per_param
-from leaven.catalogue.law_forms import TRUST
-from leaven.catalogue.laws import LawResult
+from leaven.catalogue.laws import TRUST, LawResult, Optimum, best_tokens_per_param, critical_batch, lr_at_batch
 from leaven.catalogue.noise_scale import steps_over_least, tokens_over_least
 from leaven.recipe.units import format_quantity
 from leaven.views.terminal import Column, Columns, Facts, learning_rate

@@ -3,9 +3,7 @@
 from dataclasses import asdict
 from typing import Annotated
 
-from leaven.catalogue.batch_change import critical_batch, lr_at_batch
-from leaven.catalogue.compute_optimal import compute_optimal
-from leaven.catalogue.laws import LawResult, evaluate
+from leaven.catalogue.laws import LawResult, compute_optimal, critical_batch, evaluate, lr_at_batch
 from leaven.cli._common import JsonOption, console, count_option, emit_json
 from leaven.cli._laws import (
     batch_facts,

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.catalogue.lead import find_lead
-from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import _next
 from leaven.cli._common import JsonOption, console, count_option, emit_json, warn
 from leaven.data.corpus import estimated_tokens
@@ -92,22 +91,22 @@ def new(
         _adopted(output, name, from_weights, tokens, source, json_output)
         return
     if from_run is not None and params is None:
-        lead = find_lead(from_run)
-        params, tokens = lead.params_total, tokens or lead.tokens
+        reference = find_reference(from_run)
+        params, tokens = reference.params_total, tokens or reference.tokens
     if params is None:
         raise InputError("nothing to start from; type --params COUNT --tokens COUNT, or --from-weights DIR")
     if tokens is None:
         raise InputError(f"--tokens is missing; 20 a parameter would be --tokens {20 * params}")
     cluster = parse_cluster(gpus) if gpus else None
     started = start(
-        Asked(
+        StarterRequest(
             name,
             params,
             tokens,
             source=source,
             vocab=vocab,
             seq_len=seq_len,
-            lead=from_run,
+            reference=from_run,
             gpus=cluster.gpus if cluster else 1,
             proxy=_proxy_params(proxy),
             text_tokens=None if source == "python-stdlib" else estimated_tokens(source),

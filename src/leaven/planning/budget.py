@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from leaven.catalogue.compute_optimal import FRONTIERS
-from leaven.catalogue.derivation import Draft
-from leaven.catalogue.starter.asked import LEAST_PARAMS, MOST_PARAMS, MOST_TOKENS, Asked
+from leaven.catalogue.laws import FRONTIERS
+from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.starter.batch import choose_batch
-from leaven.catalogue.starter.model import choose_shape
-from leaven.catalogue.starter.setting import Setting
-from leaven.catalogue.votes import neighbours
+from leaven.catalogue.starter.decisions import Scale, StarterDraft
+from leaven.catalogue.starter.request import LEAST_PARAMS, MOST_PARAMS, MOST_TOKENS, StarterRequest
+from leaven.catalogue.starter.shape import choose_shape
 from leaven.planning.cost import Cost, Price, cost
 from leaven.planning.flops import CONVENTION, flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
@@ -184,13 +183,13 @@ class _Speeds:
             if abs(planned / params - 1) < _SAME:
                 return speed
         cluster = self._cluster
-        asked = Asked("budget", round(params), round(tokens), gpus=cluster.gpus)
-        _check(asked)
-        near = neighbours(asked.params, asked.tokens)
-        shape = choose_shape(asked, near)
-        batch = choose_batch(Draft(), Setting(near, shape, asked.tokens, asked.gpus))
+        request = StarterRequest("budget", round(params), round(tokens), gpus=cluster.gpus)
+        _check(request)
+        near = neighbours(request.params, request.tokens)
+        shape = choose_shape(request, near)
+        batch = choose_batch(StarterDraft(), Scale(near, shape, request.tokens, request.gpus))
         if self._mfu is None:
-            found = plan(shape, asked.tokens, batch, cluster)
+            found = plan(shape, request.tokens, batch, cluster)
             mfu, rate = found.speed.mfu, found.speed.tokens_per_second
         else:
             found, mfu = None, self._mfu
@@ -199,11 +198,11 @@ class _Speeds:
         return self._planned[params]
 
 
-def _check(asked: Asked) -> None:
-    said = f"{format_quantity(asked.params)} parameters on {format_quantity(asked.tokens)} tokens"
-    if asked.params < LEAST_PARAMS:
+def _check(request: StarterRequest) -> None:
+    said = f"{format_quantity(request.params)} parameters on {format_quantity(request.tokens)} tokens"
+    if request.params < LEAST_PARAMS:
         raise InputError(
             f"{said}: below {format_quantity(LEAST_PARAMS)} a model is nearly all vocabulary; give it more time"
         )
-    if asked.params > MOST_PARAMS or asked.tokens > MOST_TOKENS:
+    if request.params > MOST_PARAMS or request.tokens > MOST_TOKENS:
         raise InputError(f"{said}: beyond anything that is planned here; give it less time")

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from leaven.catalogue.derivation import Derivation
-from leaven.catalogue.starter.asked import Asked
+from leaven.catalogue.neighbours import Neighbours, neighbours
+from leaven.catalogue.starter.decisions import Derivation
+from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter
-from leaven.catalogue.votes import Neighbours, neighbours
 from leaven.planning.hardware import Cluster
 from leaven.planning.starter_layout import laid_out
 from leaven.recipe.layout import Layout
@@ -77,13 +77,13 @@ class StarterRecipes:
         }
 
 
-def start(asked: Asked, cluster: Cluster | None = None) -> StarterRecipes:
+def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
     """Derive the target and its proxy, and compare the target with published runs.
 
     Raises:
         InputError: if the size or the length makes no sense, or the cluster does not hold the target.
     """
-    derived = starter(asked)
+    derived = starter(request)
     if cluster:
         derived = laid_out(derived, cluster)
     target = derived.recipe
@@ -128,8 +128,8 @@ def _compared(target: Recipe, near: Neighbours) -> list[Compared]:
         return median(values) if values else None
 
     hidden, embedding = (Role.HIDDEN_WEIGHT,), (Role.EMBEDDING, Role.TIED_EMBEDDING)
-    lrs = near.of(lambda run: run.peak_lr)
-    stds = near.of(lambda run: run.init_std and run.arch.d_model and run.init_std * math.sqrt(run.arch.d_model))
+    lrs = near.values(lambda run: run.peak_lr)
+    stds = near.values(lambda run: run.init_std and run.arch.d_model and run.init_std * math.sqrt(run.arch.d_model))
     decays = near.values("hyperparameters.weight_decay")
     shrink = {run: lrs[run] * decays[run] for run in lrs if decays.get(run)}
     lr, decay, std = of("lr", *hidden), of("weight_decay", *hidden), of("init_std", *hidden)
@@ -150,7 +150,7 @@ def _compared(target: Recipe, near: Neighbours) -> list[Compared]:
 
 def _said(near: Neighbours, compared: tuple[Compared, ...], *, tuned: bool) -> list[str]:
     """What the rule gives the target, value by value, and both readings where it leaves the published range."""
-    if not near.within:
+    if not near.close:
         return ["no published run is near this size, so there is nothing to compare with"]
     said = [_line(one) for one in compared]
     moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]

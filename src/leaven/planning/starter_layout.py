@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from leaven.catalogue.derivation import Derivation
+from leaven.catalogue.starter.decisions import Derivation
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, plan
@@ -40,7 +40,7 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     steps = tuple(
         replace(
             step,
-            said=(step.said[0], *said, *step.said[2:]),
+            lines=(step.lines[0], *said, *step.lines[2:]),
             values={**step.values, **chosen},
             sources=(*step.sources, ACCURACY),
         )

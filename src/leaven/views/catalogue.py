@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from leaven.catalogue.runs import Run, load_runs
+from leaven.catalogue.run import Run
+from leaven.catalogue.runs import load_runs
 from leaven.recipe.files import write_text
 from leaven.views import chapters, figures, numbers
 from leaven.views.catalogue_chart import BAND_FACTOR, OTHERS, group_of, hues_of, scatter

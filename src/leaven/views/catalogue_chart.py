@@ -8,7 +8,7 @@ from itertools import groupby
 from statistics import median, quantiles
 from typing import Any
 
-from leaven.catalogue.runs import Run
+from leaven.catalogue.run import Run
 from leaven.views import figures, numbers
 from leaven.views.catalogue_quantities import Line, Quantity
 from leaven.views.figures import MUTED, PAPER

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from leaven.catalogue.groups import Group
 from leaven.catalogue.laws import evaluate
-from leaven.catalogue.runs import Run
+from leaven.catalogue.run import Run
 from leaven.views import numbers
 
 TOKENS_PER_PARAMETER = 20.0  # where the laws are drawn

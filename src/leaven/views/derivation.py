@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
-from leaven.catalogue.derivation import Derivation
+from leaven.catalogue.starter.decisions import Derivation
 from leaven.views.terminal import Facts
 
 
 def derivation(derived: Derivation, commands: Sequence[str]) -> Group:
-    steps = Facts([(f"{step.number} {step.title}", step.said) for step in derived.steps])
+    steps = Facts([(f"{step.number} {step.title}", step.lines) for step in derived.steps])
     lines = [Text(f"{'' if n else 'next':<11}{command}") for n, command in enumerate(commands)]
     return Group(steps, *lines)

@@ -1,123 +1,167 @@
-"""Where a recipe leaves the range of published runs, and which of them say so.
+"""Where a recipe leaves the range of published runs, and which of them show it.
 
-To add a check: a function from :class:`Case` to findings, its line in ``CHECKS``, and in ``tests/catalogue`` a
-planted fault that it finds.
+To add a check: an entry in ``checks.toml`` (limits, message), a function in ``quantities.py`` (how it is read), and
+in ``tests/catalogue`` a planted fault that it finds.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from leaven.catalogue.findings import duration, model, optimiser
-from leaven.catalogue.findings.case import Case, Finding, Mend, Row, Severity
+from leaven.catalogue.findings import quantities
+from leaven.catalogue.findings.case import VOTES, Bounds, Case, CheckedRow, Suggestion, ratio
+from leaven.catalogue.findings.quantities import Limits, Reading
+from leaven.catalogue.messages import filled
+from leaven.catalogue.neighbours import first_of_each
+from leaven.catalogue.run import Run
 from leaven.recipe.recipe import Recipe
 
-__all__ = ["CHECKS", "Case", "Check", "Finding", "Mend", "Row", "Severity", "findings"]
+__all__ = ["CHECKS", "Case", "Check", "CheckedRow", "Finding", "Severity", "Suggestion", "find", "findings"]
 
+Severity = Literal["far outside", "outside", "note"]
 SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
+_ROUNDING = 1.02  # published values are rounded
+_MEASURED = re.compile(r"(\S+: )?study ")  # how `leaven tune` begins the reason of a value that it found
 
 
-class Check(NamedTuple):
+@dataclass(frozen=True)
+class Check:
+    """An entry of ``checks.toml``."""
+
     name: str
-    reads: str
-    source: str  # beside the runs that a finding names
-    find: Callable[[Case], Iterator[Finding]]
+    reads: str  # what of a recipe it looks at
+    path: str  # of the value that a finding is about
+    message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
+    usual: Bounds | None = None
+    outside: Bounds | None = None
+    far: Bounds | None = None
+    source: str = "the published runs"  # beside the runs that a finding names
+
+    @property
+    def read(self) -> Callable[[Case], Reading | None]:
+        """The function of this name in `quantities`."""
+        read: Callable[[Case], Reading | None] = getattr(quantities, re.sub(r"\W", "_", self.name))
+        return read
+
+    @property
+    def limits(self) -> Limits | None:
+        return Limits(self.usual, self.outside, self.far) if self.usual and self.outside and self.far else None
 
 
-_CATALOGUE = "the published runs"
-CHECKS = (
-    Check("size", "parameters", _CATALOGUE, duration.size),
-    Check(
-        "lr", "lr of the hidden matrices", "the nearest run of each lineage; the laws of leaven laws", optimiser.lr
-    ),
-    Check("qk-norm", "qk_norm, lr", "the nearest run of each lineage; their instabilities", optimiser.qk_norm),
-    Check("z-loss", "lr", "the nearest run of each lineage", optimiser.z_loss),
-    Check("beta1", "beta1 of the hidden matrices", _CATALOGUE, optimiser.beta1),
-    Check("beta2", "beta2 of the hidden matrices, batch", _CATALOGUE, optimiser.beta2),
-    Check("eps", "eps of the hidden matrices", _CATALOGUE, optimiser.eps),
-    Check("weight decay", "weight decay of the hidden matrices", _CATALOGUE, optimiser.weight_decay),
-    Check("l2 decay", "optimizer, weight decay", "Loshchilov and Hutter 2019, arXiv 1711.05101", optimiser.l2_decay),
-    Check("timescale", "lr, weight decay, batch, tokens", "Power Lines 2025, arXiv 2505.13738", optimiser.timescale),
-    Check(
-        "decay of gains",
-        "weight decay of gains and biases",
-        "karpathy/nanoGPT, model.py; OLMo 2",
-        optimiser.decay_of_gains,
-    ),
-    Check(
-        "decay of embeddings",
-        "weight decay of the embedding",
-        "OLMo 2 report, arXiv 2501.00656",
-        optimiser.decay_of_embeddings,
-    ),
-    Check("clip", "grad_clip", _CATALOGUE, optimiser.grad_clip),
-    Check(
-        "tokens per parameter", "parameters, tokens", "Chinchilla, arXiv 2203.15556", duration.tokens_per_parameter
-    ),
-    Check("steps", "tokens, batch, ramp", _CATALOGUE, duration.steps),
-    Check("epochs", "tokens, tokens of the text", "Muennighoff et al. 2023, arXiv 2305.16264", duration.epochs),
-    Check("batch", "batch", "the nearest run of each lineage", duration.batch),
-    Check("critical batch", "batch, parameters, tokens", "the laws of leaven laws", duration.critical_batch),
-    Check("no ramp", "batch, ramp", _CATALOGUE, duration.no_ramp),
-    Check("ramp start", "ramp", "bigscience-workshop/bigscience: train/tr11-176B-ml", duration.ramp_start),
-    Check("ramp length", "ramp, tokens", _CATALOGUE, duration.ramp_length),
-    Check("warm-up", "warmup_tokens, tokens, batch", _CATALOGUE, duration.warmup),
-    Check("final lr", "decay, min_lr_ratio", _CATALOGUE, duration.min_lr_ratio),
-    Check("init std", "init std of the hidden matrices, d_model", "arXiv 2201.11990 and BLOOM-176B", model.init_std),
-    Check(
-        "residual std", "init std and multipliers of the ends of branches", "GPT-2, Megatron-LM", model.residual_std
-    ),
-    Check("dropout", "dropout, epochs", _CATALOGUE, model.dropout),
-    Check("precision", "compute dtype", "instabilities of the published runs", model.precision),
-    Check("aspect ratio", "d_model, n_layers", _CATALOGUE, model.aspect_ratio),
-    Check("head size", "d_head", _CATALOGUE, model.head_size),
-    Check("mlp ratio", "d_ff, d_model, activation", _CATALOGUE, model.mlp_ratio),
-    Check("vocabulary", "vocab_size, tp", "karpathy/nanoGPT, train.py", model.vocabulary),
-    Check("sequence length", "seq_len", _CATALOGUE, model.seq_len),
-)
+_FILE = Path(__file__).with_name("checks.toml")
+CHECKS = tuple(Check(**entry) for entry in tomllib.loads(_FILE.read_text(encoding="utf-8"))["check"])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A value of a recipe outside of what is usual."""
+
+    check: str
+    path: str
+    severity: Severity
+    value: float | None
+    low: float | None  # the ends of the usual
+    high: float | None
+    factor: float | None  # how far outside, None where no number can say it
+    message: str
+    runs: tuple[str, ...]  # the ids that show it
+    did_so: tuple[str, ...]  # that were as far out and succeeded
+    alike: tuple[str, ...]  # of those the ones with the size, lr, batch and stack of the recipe: it is a note then
+    suggestions: tuple[Suggestion, ...]  # each of them resolves it, the best first
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        document = asdict(self)
+        return document | {"says": document.pop("message"), "mends": document.pop("suggestions")}
 
 
 def findings(
-    recipe: Recipe, resolve: Callable[[Recipe], Sequence[Row]], corpus_tokens: int | None = None
+    recipe: Recipe, resolve: Callable[[Recipe], Sequence[CheckedRow]], corpus_tokens: int | None = None
 ) -> list[Finding]:
-    """What every check finds in a recipe, the farthest outside first; each mend has been tried.
+    """What every check finds in a recipe, the farthest outside first; each suggestion has been tried.
 
-    ``resolve`` tells what the parameters of a recipe get. ``corpus_tokens``: how many tokens the text has, where it
+    ``resolve`` gives what the parameters of a recipe get. ``corpus_tokens``: how many tokens the text has, where it
     is known; else one epoch is assumed.
     """
-    found = _judged(Case(recipe, resolve(recipe), corpus_tokens))
+    found = _all(Case(recipe, resolve(recipe), corpus_tokens))
     known = {one.check: one.severity for one in found}
 
-    def brings(mend: Mend, check: str) -> int | None:
-        """How many notes a mend brings; None where its own finding stays or another gets worse than a note."""
+    def brings(suggestion: Suggestion, check: str) -> int | None:
+        """How many notes a suggestion brings; None where its own finding stays or another gets worse than a note."""
         try:
-            mended = recipe.replace(mend)
+            changed = recipe.replace(suggestion)
         except ValueError:  # of the recipe, or of its base's shape
             return None
-        left = {one.check: one.severity for one in _judged(Case(mended, resolve(mended), corpus_tokens))}
+        left = {one.check: one.severity for one in _all(Case(changed, resolve(changed), corpus_tokens))}
         worse = [severity for name, severity in left.items() if _rank(severity) < _rank(known.get(name))]
         return None if check in left or any(severity != "note" for severity in worse) else len(worse)
 
     def tried(one: Finding) -> Finding:
-        notes = [(brought, mend) for mend in one.mends if (brought := brings(mend, one.check)) is not None]
-        return replace(one, mends=tuple(mend for _, mend in sorted(notes, key=lambda pair: pair[0])))
+        notes = [(count, each) for each in one.suggestions if (count := brings(each, one.check)) is not None]
+        return replace(one, suggestions=tuple(each for _, each in sorted(notes, key=lambda pair: pair[0])))
 
     return [tried(one) for one in sorted(found, key=lambda one: _rank(one.severity))]
 
 
-def _judged(case: Case) -> list[Finding]:
-    found = (replace(one, check=check.name, source=check.source) for check in CHECKS for one in check.find(case))
-    return [_as_measured(one) if _MEASURED.match(case.recipe.why.get(one.path, "")) else one for one in found]
-
-
-_MEASURED = re.compile(r"(\S+: )?study ")  # how `leaven tune` begins the reason of a value that it found
-
-
-def _as_measured(one: Finding) -> Finding:
-    """A value that a search has found: leaving the published range is worth a note and no fault."""
-    return replace(one, severity="note", says=f"{one.says}; a search found this value, see [why]")
-
-
 def _rank(severity: Severity | None) -> int:
     return len(SEVERITIES) if severity is None else SEVERITIES.index(severity)
+
+
+def _all(case: Case) -> list[Finding]:
+    found = [one for check in CHECKS if (one := find(check, case))]
+    for n, one in enumerate(found):
+        if _MEASURED.match(case.recipe.why.get(one.path, "")):  # then it is worth a note and no fault
+            message = f"{one.message}; a search found this value, see [why]"
+            found[n] = replace(one, severity="note", message=message)
+    return found
+
+
+def find(check: Check, case: Case) -> Finding | None:
+    """What a check finds in a recipe; None where the value is usual. Its suggestions have not been tried."""
+    reading = check.read(case)
+    if reading is None:
+        return None
+    value, limits = reading.value, reading.limits or check.limits
+    (low, high), factor, did_so = reading.bounds, reading.factor, reading.did_so
+    severity: Severity = "note"
+    alike: tuple[str, ...] = ()
+    usual: list[Run] = []
+    if limits and value is not None:
+        low, high = limits.usual
+
+        def within(value: float, bounds: tuple[float, float]) -> bool:
+            """As far as published values are exact."""
+            least, most = map(reading.distance, bounds)
+            return (least if least <= 0 else least / _ROUNDING) <= reading.distance(value) <= most * _ROUNDING
+
+        if within(value, limits.usual):
+            return None
+        above = value > high
+        beyond = (value, math.inf) if above else (-math.inf, value)
+        valued = [(run, own) for run in case.runs if (own := reading.of_run(run)) is not None]
+        did_so = [run for run, own in valued if within(own, beyond)]
+        alike = tuple(run.id for run in did_so if run.id in case.alike)
+        usual = first_of_each(run for run, own in valued if within(own, limits.usual))[:VOTES]
+        factor = ratio(reading.distance(value), reading.distance(high if above else low))
+        if not alike and reading.sure and not within(value, limits.outside):
+            severity = "outside" if within(value, limits.far) else "far outside"
+    facts = {"value": value, "low": low, "high": high} | dict(reading.facts or {})
+    return Finding(
+        check=check.name,
+        path=reading.path or check.path,
+        severity=severity,
+        value=value,
+        low=low,
+        high=high,
+        factor=factor,
+        message="; ".join(filled(check.message, facts)),
+        runs=tuple(dict.fromkeys(run.id for run in (usual if reading.runs is None else reading.runs))),
+        did_so=tuple(run.id for run in did_so),
+        alike=alike,
+        suggestions=tuple(reading.suggestions),
+        source=check.source,
+    )

@@ -1,78 +1,109 @@
-"""The scale that hyperparameters are written at: of the proxy, of a tuned base of leaven's, or of the target."""
+"""The scale that a starter's hyperparameters are written at: the proxy's, that of a tuned base, or the target's own.
+
+Where nothing is published near a size there are leaven's own tuned bases: small recipes that ``leaven tune`` wrote,
+in ``catalogue/bases``, whose values belong to their own scale.
+"""
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from leaven.catalogue.derivation import Draft
-from leaven.catalogue.starter.asked import Asked
-from leaven.catalogue.starter.proxy import TuningAdvice, choose_proxy
-from leaven.catalogue.starter.setting import Setting
-from leaven.catalogue.starter.tuned import tuned_base
-from leaven.catalogue.votes import neighbours
+from leaven.catalogue.messages import sentence
+from leaven.catalogue.neighbours import neighbours
+from leaven.catalogue.starter.decisions import Scale, StarterDraft
+from leaven.catalogue.starter.proxy import SMALL_FACTOR, TuningAdvice, choose_proxy
+from leaven.catalogue.starter.request import StarterRequest
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape
-from leaven.recipe.units import format_quantity
+
+FOLDER = Path(__file__).parents[1] / "bases"
+SAME_DURATION = 4.0
+"""A base is taken for as many tokens a parameter as its own, within this factor."""
 
 
 @dataclass(frozen=True)
 class StarterBase:
     """Where the hyperparameters of a starter belong."""
 
-    setting: Setting
+    scale: Scale
     batch_tokens: int
     tuning: TuningAdvice
     tuned: Recipe | None = None  # the base of leaven's own whose values are taken
 
-    @property
-    def shape(self) -> ModelShape:
-        return self.setting.model
 
-
-def choose_base(draft: Draft, asked: Asked, at: Setting, batch: int) -> StarterBase:
+def choose_base(draft: StarterDraft, request: StarterRequest, at: Scale, batch: int) -> StarterBase:
     """The proxy's scale where one is worth tuning, else the target's own."""
-    if at.lead:
-        if asked.proxy:
+    if at.reference:
+        if request.proxy:
             raise InputError(
-                f"--proxy with --from {at.lead.id}: its values are taken as they are; leave one of them out"
+                f"--proxy with --from {at.reference.id}: its values are taken as they are; leave one of them out"
             )
-        tuning = TuningAdvice(
-            None, f"the values of {at.lead.id} are taken as they are; to tune a proxy leave out --from"
-        )
-        return StarterBase(at, batch, tuning)
-    if asked.proxy == 0:
-        tuning = TuningAdvice(None, "no proxy was asked for")
+        return StarterBase(at, batch, TuningAdvice(None, sentence("tuning", "reference", {"id": at.reference.id})))
+    if request.proxy == 0:
+        tuning = TuningAdvice(None, sentence("tuning", "declined", {}))
     else:
-        tuning = choose_proxy(at.model, batch, at.tokens, at.near.lineages_within, asked.proxy)
+        tuning = choose_proxy(at.model, batch, at.tokens, len(at.near.close), request.proxy)
     proxy = tuning.proxy
-    tuned = None if at.near.within else tuned_base(at.model, at.tokens)
+    tuned = None if at.near.close else tuned_base(at.model, at.tokens)
+    facts: dict[str, Any] = {"why": tuning.reason, "params": proxy.shape.params if proxy else None}
     if tuned:
         shape = at.model.scaled(tuned.model.d_model, tuned.model.n_layers, d_ff=tuned.model.d_ff)
-        own = Setting(at.near, shape, tuned.data.tokens, 1)
-        search = f"a search on your text, with {format_quantity(proxy.shape.params)}, " if proxy else "no search: "
-        draft.step(
-            "proxy",
-            [
-                f"nothing near this size is published; the values are those of {tuned.name}, which leaven has tuned",
-                f"{search}{tuning.reason}",
-            ],
-        )
-        return StarterBase(own, tuned.batch.tokens, tuning, tuned)
+        draft.step("proxy", message="tuned base", name=tuned.name, **facts)
+        return StarterBase(Scale(at.near, shape, tuned.data.tokens), tuned.batch.tokens, tuning, tuned)
     if proxy is None:
-        draft.step("proxy", [f"none: {tuning.reason}", "lr, moments, decay and init are chosen at this size"])
+        draft.step("proxy", message="no proxy", **facts)
         return StarterBase(at, batch, tuning)
-    shape = proxy.shape
-    setting = Setting(neighbours(shape.params, proxy.tokens), shape, proxy.tokens, 1)
-    draft.step(
-        "proxy",
-        [
-            f"tune {format_quantity(shape.params)} parameters on {format_quantity(proxy.tokens)} tokens, batch "
-            f"{format_quantity(proxy.batch_tokens)}: {tuning.reason}",
-            f"L {shape.n_layers}  d {shape.d_model:,}  d_ff {shape.d_ff:,}",
-            f"as many tokens a parameter as the target, {setting.tokens_per_parameter:,.4g}, and nearly as many "
-            f"steps: {proxy.tokens // proxy.batch_tokens:,} for {at.tokens // batch:,} at the full batch",
-            proxy.evidence,
-            "lr, moments, decay and init are chosen there, and the rule carries them up",
-        ],
-        ["arXiv 2512.22382"],
+    scale = Scale(neighbours(proxy.shape.params, proxy.tokens), proxy.shape, proxy.tokens)
+    facts |= {"proxy": proxy, "each": scale.tokens_per_parameter}
+    facts |= {"steps": proxy.tokens // proxy.batch_tokens, "target_steps": at.tokens // batch}
+    draft.step("proxy", ["arXiv 2512.22382"], **facts)
+    return StarterBase(scale, proxy.batch_tokens, tuning)
+
+
+@cache
+def tuned_bases() -> tuple[Recipe, ...]:
+    """All bases, from small to large."""
+    return tuple(sorted((read_recipe(path) for path in FOLDER.glob("*.toml")), key=lambda base: base.model.params))
+
+
+def tuned_base(model: ModelShape, tokens: int) -> Recipe | None:
+    """The largest base of half the size of a model or less that is near enough to transfer from; None without one."""
+    each = tokens / model.params
+    for base in reversed(tuned_bases()):
+        size, own = base.model.params, base.data.tokens / base.model.params
+        near = 1 / SAME_DURATION <= each / own <= SAME_DURATION
+        if near and 2 * size <= model.params <= SMALL_FACTOR * size and _at_base(model, base):
+            return base
+    return None
+
+
+def _at_base(model: ModelShape, base: Recipe) -> bool:
+    """Whether a model's family has a member of a base's width and depth."""
+    try:
+        model.scaled(base.model.d_model, base.model.n_layers, d_ff=base.model.d_ff)
+    except ValueError:
+        return False
+    return base.model.d_model <= model.d_model and base.model.n_layers <= model.n_layers
+
+
+def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
+    """Set the hyperparameters and the share of the warm-up to those of a base."""
+    document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    for path, value in flatten({"hyperparameters": document}).items():
+        draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))
+    share = base.schedule.warmup_tokens / base.data.tokens
+    searched = base.why.get("schedule.warmup_tokens")
+    draft.decide(
+        "schedule.warmup_tokens", round(share * tokens), "tuned", name=base.name, searched=searched, share=share
     )
-    return StarterBase(setting, proxy.batch_tokens, tuning)
+    draft.step(
+        "lr, adam, init",
+        [f"{base.name}: benchmarks/tuned_base"],
+        base=base,
+        tuned=base.hyperparameters,
+        texts=[source.source for source in base.data.sources],
+        share=share,
+    )

@@ -8,8 +8,10 @@ them up in width and depth.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from leaven.catalogue.messages import sentence
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -41,7 +43,7 @@ times in leaven's own measurement (docs/log.md)."""
 GPU_FLOPS = 4e14
 """FLOP/s of one H100 at an MFU of 40%, for costs in hours."""
 NEAR = 1.25
-"""How far from the size that was asked for a proxy may be."""
+"""How far from the requested size a proxy may be."""
 ENOUGH_LINEAGES = 3
 """Published lineages near a size that make its published values worth taking."""
 
@@ -83,44 +85,41 @@ def choose_proxy(
         if shape is None or not 1 / NEAR <= shape.params / size <= NEAR:
             raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(model, size)}")
         proxy = _proxy(model, shape, batch_tokens, tokens)
-        dear = ", more than tuning has brought" if proxy.cost > WORTH else ""
-        return TuningAdvice(proxy, f"as asked for: {_cost(proxy)}{dear}")
+        return _advice(proxy, "requested", expensive=proxy.cost > WORTH)
     known = lineages >= ENOUGH_LINEAGES
     least = max(SMALLEST, model.params / FARTHEST_PROXY) if known else model.params / SMALL_FACTOR
     most = max(SAFE, 1.5 * least)
-    tried: list[Proxy] = []
-    few = 0
+    proxies: list[Proxy] = []
+    few = False
     for wanted in (most * (least / most) ** (n / 8) for n in range(9)):
         shape = proxy_shape(model, wanted, least)
         if shape is None:
             continue
         proxy = _proxy(model, shape, batch_tokens, tokens)
         if proxy.batch_tokens < LEAST_SEQUENCES * shape.seq_len:
-            few += 1
+            few = True
             continue
         if proxy.trials == TRIALS[0]:
-            return TuningAdvice(proxy, _cost(proxy))
-        tried.append(proxy)
-    smallest = min(tried, key=lambda proxy: proxy.shape.params, default=None)
+            return _advice(proxy, "affordable")
+        proxies.append(proxy)
+    smallest = min(proxies, key=lambda proxy: proxy.shape.params, default=None)
     if smallest is None:
-        if few:
-            sequences = batch_tokens // model.seq_len
-            return TuningAdvice(
-                None, f"the batch of {sequences:,} sequences is too small to have one of a proxy's share"
-            )
-        return TuningAdvice(
-            None, f"no smaller shape of this family has {format_quantity(round(least))} parameters or more"
+        return _advice(
+            None, "few sequences" if few else "no shape", sequences=batch_tokens // model.seq_len, least=round(least)
         )
     if smallest.cost > WORTH:
-        return TuningAdvice(
-            None,
-            f"{smallest.trials} trials of {format_quantity(smallest.shape.params)} parameters, the smallest size "
-            f"{'with evidence' if known else 'to transfer from'}, cost {smallest.cost:.0%} of this run; tuning has "
-            f"brought {WORTH:.0%} at most",
-        )
-    all_trials = smallest.cost / smallest.trials * TRIALS[0]
-    limit = f"{TRIALS[0]} would cost {all_trials:.0%}, above the {SHARE:.0%} that a search may cost"
-    return TuningAdvice(smallest, f"{_cost(smallest)}; {limit}")
+        return replace(_advice(smallest, "too expensive", worth=WORTH, known=known), proxy=None)
+    return _advice(
+        smallest, "fewer trials", most=TRIALS[0], all=smallest.cost / smallest.trials * TRIALS[0], share=SHARE
+    )
+
+
+def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
+    if proxy:
+        hours = proxy.trials * 6 * proxy.shape.params * proxy.tokens / GPU_FLOPS / 3600
+        facts |= {"trials": proxy.trials, "params": proxy.shape.params, "cost": proxy.cost}
+        facts["spent"] = sentence("tuning", "cost", facts | {"hours": hours if hours >= 1 else None})
+    return TuningAdvice(proxy, sentence("tuning", message, facts))
 
 
 def trials_worth(each: float) -> int:
@@ -173,22 +172,9 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int)
     length = round(tokens / smaller)
     each = shape.params * length / (model.params * tokens)
     trials = trials_worth(each)
-    if shape.params >= SAFE * 0.8:
-        evidence = "the best lr of 136 M was the best at 483 M"
-    elif shape.params >= SMALLEST * 0.8:
-        evidence = "proxies of 50 M and 58 M were used; the lr of 58 M costs a little at 483 M"
-    else:
-        evidence = (
-            f"below the {format_quantity(SMALLEST)} of published proxies; in leaven's own runs 0.2 M kept a quarter "
-            "of its gain at 6.4 M"
-        )
+    known = "safe" if shape.params >= SAFE * 0.8 else "smallest" if shape.params >= SMALLEST * 0.8 else "below"
+    evidence = sentence("tuning", f"evidence: {known}", {"smallest": SMALLEST})
     return Proxy(shape, sequences * shape.seq_len, length, trials, trials * each, evidence)
-
-
-def _cost(proxy: Proxy) -> str:
-    hours = proxy.trials * 6 * proxy.shape.params * proxy.tokens / GPU_FLOPS / 3600
-    said = f"{proxy.trials} trials cost {proxy.cost:.1%} of this run"
-    return f"{said}, about {hours:,.0f} hours of an H100" if hours >= 1 else said
 
 
 def _no_shape(model: ModelShape, size: float) -> str:

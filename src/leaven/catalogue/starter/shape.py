@@ -1,24 +1,50 @@
-"""A shape of so many parameters: width, depth and d_ff such that proportions are as asked for and everything divides.
+"""The shape of a starter: proportions as the neighbours have them, at the requested size, and everything divides.
 
 Symbols: N parameters, d width, L layers, f width of the MLP, V vocabulary.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
 
-from leaven.recipe.shape import ModelShape
+from leaven.catalogue.laws import evaluate
+from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, neighbours, of_size
+from leaven.catalogue.run import Run
+from leaven.catalogue.runs import load_runs
+from leaven.catalogue.starter.decisions import StarterDraft
+from leaven.catalogue.starter.request import StarterRequest
+from leaven.catalogue.terms import terms
+from leaven.recipe.errors import InputError
+from leaven.recipe.shape import Activation, ModelShape, Positions
+from leaven.recipe.units import format_quantity, parse_quantity
 
 TOLERANCE = 0.03
-"""How far from the parameters that were asked for a shape may be."""
+"""How far from the requested parameters a shape may be."""
 VOCABULARIES = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)
 """Vocabularies that divide by 128 and by every tensor-parallel degree up to 8."""
 VOCABULARY_SHARE = 0.25
 """Most of the parameters that one matrix of the vocabulary may take."""
 TIED_SHARE = 0.08
 """From this share of the parameters on, embedding and unembedding are one matrix."""
+FARTHEST = 0.05
+"""A shape farther than this from the requested parameters is refused."""
+SHORT = 4_096
+"""Positions up to which RoPE's own theta of 10,000 will do."""
+SMALL_ASPECT = 16.0
+"""d / L at most where nothing near the size is published: small models are better deep and narrow (MobileLLM, arXiv
+2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
+RECENT = "2024"
+"""Sequence length and shared key-value heads follow the year more than the size: runs from this year on decide."""
+LEAST_SEQUENCES_A_BATCH = 64
+"""A batch holds as many sequences, so that the batch of a proxy, a small share of it, is still whole sequences."""
+SHORTEST = 128
 _DEEPEST = 200
 _UNEVEN = (0.0, 0.1, 0.03, 0.1)  # by the remainder of the layers by 4
+# Widths are multiples of these from a width on: from 4,096 on, heads of 128 divide by 8, the most a node takes.
+_ROUND = ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
+_STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
+_CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout")
 
 
 class Proportions(NamedTuple):
@@ -92,19 +118,12 @@ def _shapes(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Ite
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
+    """Whole and round multiples of the heads, within a factor of 3 of the usual width."""
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
-    return [d for d in widths if d % _round(d) == 0 or d == proportions.width] or widths or [unit]
-
-
-def _round(d: int) -> int:
-    """Widths are multiples of this: from 4,096 on, heads of 128 divide by 8, the most a node takes in parallel."""
-    return next(
-        step
-        for least, step in ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
-        if d >= least
-    )
+    round_ones = [d for d in widths if d % next(step for least, step in _ROUND if d >= least) == 0]
+    return [d for d in widths if d in round_ones or d == proportions.width] or widths or [unit]
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
@@ -114,3 +133,197 @@ def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
     nearest = max(round(wanted / step), 1) * step
     around = sorted({nearest + n * step for n in range(-6, 7)}, key=lambda f: abs(f - wanted))
     return [f for f in around if f > 0 and abs(f / wanted - 1) <= 1 / 8] or [nearest]
+
+
+def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
+    """
+    Raises:
+        InputError: if none comes near the size; names a vocabulary or a size that fits.
+    """
+    model = _nearest(request, near)
+    off = model.params / request.params - 1
+    if abs(off) <= FARTHEST:
+        return model
+
+    def fits(other: StarterRequest) -> bool:
+        found = _nearest(other, neighbours(other.params, other.tokens, reference=near.reference))
+        return abs(found.params / other.params - 1) <= FARTHEST
+
+    smaller = (size for size in reversed(VOCABULARIES) if size < model.vocab_size)
+    larger = (format_quantity(model.params * 1.1**n).replace(" ", "") for n in range(50))
+    vocab = next((size for size in smaller if fits(replace(request, vocab=size))), None)
+    params = next((size for size in larger if fits(replace(request, params=parse_quantity(size)))), None)
+    options = [f"--vocab {vocab}" if vocab else "", f"--params {params}" if params else ""]
+    with_proportions = f" and the proportions of {near.reference.id}" if near.reference else ""
+    raise InputError(
+        f"--params {request.params:,}: with a vocabulary of {model.vocab_size:,}{with_proportions} the nearest shape "
+        f"has {format_quantity(model.params)} ({off:+.0%}); give "
+        f"{' or '.join(filter(None, options)) or 'another size'}"
+    )
+
+
+def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
+    run = near.reference
+    stack = _stack_of(run) if run else _STACK
+    aspect = middle(near.values(lambda run: run.aspect)).value
+    if not (run or near.close):
+        aspect = min(aspect, SMALL_ASPECT)
+    width = usual_width(request.params, aspect)
+    usual = middle(near.values("model.vocab_size")).value
+    vocab = request.vocab or (round(usual) if run else vocabulary(request.params, width, usual))
+    tied = run.arch.tied_embeddings if run else None
+    if tied is None:
+        tied = vocab * width > TIED_SHARE * request.params
+    seq_len = _seq_len(request, near)
+    fixed = stack | {"vocab_size": vocab, "seq_len": seq_len, "tied_embeddings": tied}
+    if not run and seq_len > SHORT:
+        fixed["rope_theta"], _ = _theta_of_long()
+    own = _own_shape(run, fixed) if run else None
+    if own and abs(own.params / request.params - 1) <= TOLERANCE:
+        return own
+    return shape_of(request.params, _proportions(near, aspect, width, str(stack["activation"])), fixed)
+
+
+def _stack_of(run: Run) -> dict[str, Any]:
+    """A run's choices, as far as leaven has them."""
+    known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
+    if known.get("positions") not in get_args(Positions):
+        known.pop("positions", None)
+    if known.get("activation") not in get_args(Activation) and known.pop("activation", None) and not run.arch.gated:
+        known["activation"] = "gelu"
+    return _STACK | {"qk_norm": False} | known
+
+
+def _theta_of_long() -> tuple[float, list[str]]:
+    """What most runs of more than ``SHORT`` positions took, and which ones."""
+    by: dict[float, list[str]] = {}
+    for run in load_runs():
+        if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
+            by.setdefault(run.arch.rope_theta, []).append(run.id)
+    return max(by.items(), key=lambda pair: len(pair[1]))
+
+
+def _own_shape(run: Run, fixed: dict[str, Any]) -> ModelShape | None:
+    """The run's own depth and widths; None where one is not published, or its heads are not as wide as it is."""
+    arch = run.arch
+    if not (arch.d_model and arch.n_layers and arch.n_heads and arch.n_kv_heads and arch.d_ff):
+        return None
+    d_head = arch.d_head or arch.d_model // arch.n_heads
+    if arch.n_heads * d_head != arch.d_model:
+        return None
+    sides = {name: getattr(arch, name) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff")}
+    return ModelShape.model_validate(fixed | sides | {"d_head": d_head})
+
+
+def _proportions(near: Neighbours, aspect: float, width: float, activation: str) -> Proportions:
+    arch = near.reference.arch if near.reference else None
+    if arch and arch.n_heads and arch.n_kv_heads and arch.d_ff and arch.d_model:
+        d_head = arch.d_head or arch.d_model // arch.n_heads
+        group = arch.n_heads // arch.n_kv_heads
+        return Proportions(aspect, arch.d_ff / arch.d_model, d_head, group, width=arch.d_model)
+    d_head = next(size for least, size in ((1_024, 128), (256, 64), (128, 32), (0, 16)) if width >= least)
+    grouped = _grouped(near) and width >= 2 * 8 * d_head
+    n_heads = round(width / d_head)
+    ratio = usual_ff_ratio(activation, n_heads, 8 if grouped else n_heads)
+    return Proportions(aspect, ratio, d_head, n_kv_heads=8 if grouped else None)
+
+
+def _recent(near: Neighbours) -> list[Run]:
+    """The newest run of each lineage within the factor in size, those from `RECENT` on if there are any."""
+    newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
+    return [run for run in newest if run.date >= RECENT] or list(near.runs)
+
+
+def _groups(near: Neighbours) -> dict[str, float]:
+    """Query heads to a key-value head of the recent runs."""
+    return {run.id: run.query_groups for run in _recent(near) if run.query_groups}
+
+
+def _grouped(near: Neighbours) -> bool:
+    """Whether at least half of the recent lineages share key-value heads."""
+    shares = list(_groups(near).values())
+    return sum(group > 1 for group in shares) * 2 >= max(len(shares), 1)
+
+
+def _lengths(near: Neighbours) -> Votes:
+    if near.reference:
+        return middle(near.values("model.seq_len"))
+    return middle({run.id: run.data.seq_len for run in _recent(near) if run.data and run.data.seq_len})
+
+
+def _seq_len(request: StarterRequest, near: Neighbours) -> int:
+    """As the recent neighbours have it, but `LEAST_SEQUENCES_A_BATCH` fit into the batch that the laws suggest."""
+    if request.seq_len:
+        return request.seq_len
+    usual = float(_lengths(near).value)
+    if near.reference:
+        return round(usual)
+    laws = [law for law in evaluate(request.params, request.tokens) if law.form_of is None]
+    batch = middle({law.law: law.batch_tokens for law in laws if law.batch_tokens and not law.is_critical}).value
+    length = min(usual, max(batch / LEAST_SEQUENCES_A_BATCH, SHORTEST))
+    return 1 << math.floor(math.log2(length) + 0.25)
+
+
+def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
+    """The decisions of a shape that :func:`choose_shape` has found, and its step."""
+    run, heads = near.reference, model.n_heads
+    aspects = middle(near.values(lambda run: run.aspect))
+    aspect: dict[str, Any] = {"aspect": model.d_model / model.n_layers, "aspects": aspects}
+    draft.decide("model.n_layers", model.n_layers, **aspect, even=model.n_layers % 4 == 0)
+    draft.decide("model.d_model", model.d_model, **aspect, d_head=model.d_head)
+    draft.decide("model.d_head", model.d_head, heads=near.values("model.d_head"))
+    draft.decide("model.n_heads", heads)
+    draft.decide(
+        "model.n_kv_heads",
+        model.n_kv_heads,
+        heads=heads,
+        shared=not run and model.n_kv_heads < heads,
+        narrow=not run and model.n_kv_heads == heads and _grouped(near),
+        unshared=not run and model.n_kv_heads == heads and not _grouped(near),
+        groups=_groups(near),
+    )
+    ratio = model.d_ff / model.d_model
+    draft.decide(
+        "model.d_ff", model.d_ff, ratio=ratio, usual=usual_ff_ratio(model.activation, heads, model.n_kv_heads)
+    )
+    draft.decide(
+        "model.vocab_size",
+        model.vocab_size,
+        given=bool(request.vocab),
+        sizes=middle(near.values("model.vocab_size")),
+        share=VOCABULARY_SHARE,
+    )
+    draft.decide(
+        "model.tied_embeddings",
+        model.tied_embeddings,
+        as_reference=bool(run and run.arch.tied_embeddings is not None),
+        share=model.vocab_size * model.d_model / request.params,
+        tied_share=TIED_SHARE,
+        runs=near.values("model.tied_embeddings"),
+    )
+    lengths = _lengths(near)
+    draft.decide(
+        "model.seq_len",
+        model.seq_len,
+        given=bool(request.seq_len),
+        lengths=lengths,
+        sequences=LEAST_SEQUENCES_A_BATCH if model.seq_len < lengths.value / 1.5 and not request.seq_len else None,
+    )
+    for name in _CHOICES:
+        path, value = f"model.{name}", getattr(model, name)
+        by = near.values(path)
+        if run and run.id in by:
+            draft.decide(path, value, "stack of the reference", own=by[run.id] == value)
+        elif name in _STACK:
+            message = "stack of the reference" if run else path if name == "qk_norm" else "stack"
+            draft.decide(path, value, message, votes=Votes(value, by), own=False)
+    if not run and model.seq_len > SHORT:
+        theta, runs = _theta_of_long()
+        draft.decide("model.rope_theta", theta, positions=SHORT, runs=runs)
+    draft.step(
+        "shape",
+        [*near.sources(aspects.by), "Shazeer 2020, arXiv 2002.05202"],
+        model=model,
+        **aspect,
+        ratio=ratio,
+    )

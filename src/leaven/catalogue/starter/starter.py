@@ -1,6 +1,6 @@
-"""A recipe for a size and a length out of published runs and laws: every value with its reason.
+"""A recipe for a size and a length out of published runs and laws (`leaven new`): every value with its reason.
 
-The method, whose steps are in the modules beside this one:
+The method, whose steps are in the modules of this package:
 
 - shape, batch, ramp and schedule are chosen at the target; learning rate, moments, decay and init at the *base*,
   which is the proxy to tune, or the target itself where tuning is not worth its cost. The scaling rule carries them
@@ -14,152 +14,194 @@ The method, whose steps are in the modules beside this one:
 
 from pydantic import ValidationError
 
-from leaven.catalogue.derivation import Derivation, Draft
-from leaven.catalogue.lead import find_lead, left_behind
-from leaven.catalogue.runs import size_ratio
-from leaven.catalogue.starter.adam import choose_adam
-from leaven.catalogue.starter.asked import Asked, check
-from leaven.catalogue.starter.base import choose_base
+from leaven.catalogue.messages import constants, sentence
+from leaven.catalogue.neighbours import FACTOR, Neighbours, neighbours, size_ratio
+from leaven.catalogue.starter.base import StarterBase, choose_base, take_tuned
 from leaven.catalogue.starter.batch import choose_batch, choose_ramp
-from leaven.catalogue.starter.guards import finish
-from leaven.catalogue.starter.lr import choose_lr, choose_schedule
-from leaven.catalogue.starter.model import choose_shape, explain_shape
-from leaven.catalogue.starter.setting import Setting
-from leaven.catalogue.starter.tuned import take_tuned
-from leaven.catalogue.votes import FACTOR, Neighbours, neighbours
+from leaven.catalogue.starter.decisions import Derivation, Scale, StarterDraft
+from leaven.catalogue.starter.optimizer import choose_adam, choose_lr, choose_schedule
+from leaven.catalogue.starter.request import StarterRequest, find_reference, left_behind
+from leaven.catalogue.starter.shape import choose_shape, decide_shape
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
 LEAST_SEQUENCES = 2_000
+"""Sequences of the shortest run."""
+MOST_EPOCHS = 4
+"""Epochs up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
+PROCESSOR_PARAMS = 20_000_000
+"""Up to this size models are trained on processors too, most of which compute bf16 at half the speed of fp32."""
 
 
-def starter(asked: Asked) -> Derivation:
-    """The target's recipe and its derivation; the same for the same question. The planner chooses its layout.
+def starter(request: StarterRequest) -> Derivation:
+    """The target's recipe and its derivation; the same for the same request. The planner chooses its layout.
 
     Raises:
         InputError: if the size or the length makes no sense, or the run to start from cannot be started from.
     """
-    check(asked)
-    lead = find_lead(asked.lead) if asked.lead else None
-    near = neighbours(asked.params, asked.tokens, lead)
-    draft = Draft()
-    draft.set("name", asked.name, "the name of the file")
-    model = choose_shape(asked, near)
-    _size(draft, asked, model)
-    _near(draft, near)
-    explain_shape(draft, asked, near, model)
-    if asked.tokens < LEAST_SEQUENCES * model.seq_len:
+    request.validate()
+    run = find_reference(request.reference) if request.reference else None
+    near = neighbours(request.params, request.tokens, reference=run)
+    draft = StarterDraft(reference=request.reference)
+    draft.decide("name", request.name)
+    model = choose_shape(request, near)
+    off = model.params / request.params - 1
+    draft.step("size", params=request.params, model=model, off=off, far=abs(off) > 0.03)
+    _neighbours_step(draft, near)
+    decide_shape(draft, request, near, model)
+    if request.tokens < LEAST_SEQUENCES * model.seq_len:
         raise InputError(
-            f"--tokens {format_quantity(asked.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
-            f"{model.seq_len:,}; {format_quantity(LEAST_SEQUENCES * model.seq_len)} will do, or a shorter --seq-len"
+            f"--tokens {format_quantity(request.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
+            f"{model.seq_len:,}; give {format_quantity(LEAST_SEQUENCES * model.seq_len)}, or a shorter --seq-len"
         )
-    _duration(draft, asked, near, model)
-    setting = Setting(near, model, asked.tokens, asked.gpus)
-    batch = choose_batch(draft, setting)
-    choose_ramp(draft, setting, batch)
-    choose_schedule(draft, setting, batch)
-    base = choose_base(draft, asked, setting, batch)
+    _choose_duration(draft, request, near, model)
+    scale = Scale(near, model, request.tokens, request.gpus)
+    batch = choose_batch(draft, scale)
+    choose_ramp(draft, scale, batch)
+    choose_schedule(draft, scale, batch)
+    base = choose_base(draft, request, scale, batch)
     if base.tuned:
-        take_tuned(draft, base.tuned, asked.tokens)
+        take_tuned(draft, base.tuned, request.tokens)
     else:
-        size = format_quantity(base.shape.params)
+        size = format_quantity(base.scale.model.params)
         where = f"for the proxy of {size}" if base.tuning.proxy else f"at {size}"
-        lr = choose_lr(draft, base.setting, base.batch_tokens, where)
-        choose_adam(draft, base.setting, base.batch_tokens, lr)
-    finish(draft, setting, base)
+        lr = choose_lr(draft, base.scale, base.batch_tokens, where)
+        choose_adam(draft, base.scale, base.batch_tokens, lr)
+    _choose_scaling(draft, scale, base)
+    _choose_safeguards(draft, scale, base)
     try:
-        return Derivation(draft.recipe(), tuple(draft.steps), base.tuning)
+        return Derivation(_with_defaults(draft), tuple(draft.steps), base.tuning)
     except ValidationError as error:
-        raise InputError(f"no recipe comes of this: {explain(error)}") from None
+        raise InputError(f"these values do not make a recipe: {explain(error)}") from None
 
 
 def untuned(recipe: Recipe) -> Recipe:
     """A recipe with the hyperparameters and the schedule that a starter of its shape, batch and length has at that
     scale, where nothing is tuned."""
-    at = Setting(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens, 1)
-    draft, batch = Draft(), recipe.batch.tokens
-    draft.set("batch", recipe.batch.model_dump(mode="json", exclude_none=True), "the recipe's own")
+    at = Scale(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
+    draft, batch = StarterDraft(), recipe.batch.tokens
+    draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
     choose_schedule(draft, at, batch)
-    where = f"at {format_quantity(recipe.model.params)}"
-    choose_adam(draft, at, batch, choose_lr(draft, at, batch, where))
+    choose_adam(draft, at, batch, choose_lr(draft, at, batch, f"at {format_quantity(recipe.model.params)}"))
     chosen = {name: draft.document[name] for name in ("schedule", "hyperparameters")}
     return recipe.replace(chosen | {"scaling": {"rule": "complete-d-p"}, "why": draft.why})
 
 
-MOST_EPOCHS = 4
-"""Epochs up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
-
-
-def _size(draft: Draft, asked: Asked, model: ModelShape) -> None:
-    off = model.params / asked.params - 1
-    said = [
-        f"{format_quantity(asked.params)} parameters asked for, N all of them",
-        f"{format_quantity(model.params)} hit ({off:+.1%}), {format_quantity(model.params_non_embedding)} without "
-        "embeddings",
-    ]
-    if abs(off) > 0.03:
-        said.append("further off than 3%: this vocabulary and these proportions come no nearer")
-    draft.step("size", said)
-
-
-def _near(draft: Draft, near: Neighbours) -> None:
-    if near.lineages_within == len(near.runs):
-        said = [f"{len(near.runs)} lineages within a factor of {FACTOR:g}, the nearest run of each"]
-    elif near.within:
-        said = [
-            f"{near.lineages_within} of the nearest {len(near.runs)} lineages within a factor of {FACTOR:g}, the "
-            "nearest run of each"
-        ]
-    else:
-        side = "smaller" if near.runs[0].params_total > near.params else "larger"
-        said = [
-            f"none within a factor of {FACTOR:g}: this is {near.distance:.3g} times {side} than the nearest, "
-            f"{near.runs[0].id}; the {len(near.runs)} nearest lineages speak, and everything below is extrapolated"
-        ]
-    if near.lead:
-        ratio = size_ratio(near.lead, near.params)
-        said.insert(0, f"values of {near.lead.id} taken together, {ratio:.2g} times from it in size")
-        lost = list(left_behind(near.lead))
-        if lost:
-            said.insert(1, f"not carried over: {', '.join(lost)}")
-        said.append("they speak where it is silent")
-    said.append(", ".join(f"{run.id} ({run.lineage.name})" for run in near.runs))
-    draft.step("neighbours", said, near.sources(near.table))
-
-
-def _duration(draft: Draft, asked: Asked, near: Neighbours, model: ModelShape) -> None:
-    each = asked.tokens / model.params
-    ratios = [run.tokens / run.params_total for run in near.runs if run.tokens]
-    draft.set("data.tokens", asked.tokens, f"asked for: {each:.3g} tokens a parameter")
-    stand_in = asked.source == "python-stdlib"
-    text = STDLIB_TOKENS if stand_in else asked.text_tokens
-    why = "the text that is on every machine with Python; name yours" if stand_in else "the text that was named"
-    draft.set("data.source", asked.source, why)
-    draft.set("data.tokenizer", "bpe", "trained on the source, to vocab_size tokens or as many as its pairs give")
+def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
+    run, runs = near.reference, near.runs
     draft.step(
-        "duration",
-        [
-            f"{format_quantity(asked.tokens)} tokens",
-            f"{each:,.4g} a parameter",
-            f"{each / 20:.2g} x the compute-optimal 20 or so (Chinchilla 2022)"
-            + (", for a model that is cheaper to use" if each > 40 else ""),
-            f"neighbours {min(ratios):,.0f} .. {max(ratios):,.0f} a parameter",
-            *_epochs(asked, text, stand_in),
-        ],
-        ["arXiv 2203.15556"],
+        "neighbours",
+        near.sources(near.table),
+        ratio=size_ratio(run, near.params) if run else None,
+        lost=list(left_behind(run)) or None if run else None,
+        factor=FACTOR,
+        runs=len(runs),
+        close=len(near.close),
+        all_close=len(near.close) == len(runs),
+        some_close=0 < len(near.close) < len(runs),
+        none_close=not near.close,
+        distance=size_ratio(runs[0], near.params),
+        side="smaller" if runs[0].params_total > near.params else "larger",
+        nearest=runs[0].id,
+        lineages=[f"{run.id} ({run.lineage.name})" for run in runs],
     )
 
 
-def _epochs(asked: Asked, text: int | None, stand_in: bool) -> list[str]:
-    """How often the text is seen, where that is known and more than once."""
-    if text is None or asked.tokens <= text:
-        return []
-    epochs = asked.tokens / max(text, 1)
-    said = f"about {epochs:,.0f} epochs of {asked.source}, which has about {format_quantity(text)} tokens"
-    if stand_in and epochs > MOST_EPOCHS:
-        return [f"{said}: a stand-in, give your text with --source"]
-    return [f"{said}: up to {MOST_EPOCHS} are nearly as good as new text" if epochs > MOST_EPOCHS else said]
+def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
+    each = request.tokens / model.params
+    ratios = [run.tokens / run.params_total for run in near.runs if run.tokens]
+    draft.decide("data.tokens", request.tokens, each=each)
+    stand_in = request.source == "python-stdlib"
+    draft.decide("data.source", request.source, stand_in=stand_in)
+    draft.decide("data.tokenizer", "bpe")
+    # How often the text is seen, where that is known and more than once.
+    text = STDLIB_TOKENS if stand_in else request.text_tokens
+    epochs = request.tokens / max(text, 1) if text is not None and request.tokens > text else None
+    many = epochs is not None and epochs > MOST_EPOCHS
+    draft.step(
+        "duration",
+        ["arXiv 2203.15556"],
+        tokens=request.tokens,
+        each=each,
+        optimal=each / 20,
+        long=each > 40,
+        shortest=min(ratios),
+        longest=max(ratios),
+        source=request.source,
+        text=text,
+        epochs=epochs,
+        stand_in=stand_in and many,
+        repeated=MOST_EPOCHS if many and not stand_in else None,
+    )
+
+
+def _choose_scaling(draft: StarterDraft, at: Scale, base: StarterBase) -> None:
+    """Precision, and the scale that the values belong to: the proxy's, the reference's, or the target's own."""
+    model, run, shape = at.model, at.reference, base.scale.model
+    if model.params <= PROCESSOR_PARAMS:
+        draft.decide("precision.compute", "fp32", "precision of a small model")
+    else:
+        draft.decide("precision.compute", "bf16", votes=at.near.most("precision.compute"))
+    scale = {"width": shape.d_model, "depth": shape.n_layers}
+    if model.d_ff * shape.d_model != shape.d_ff * model.d_model:
+        scale |= {"d_ff": shape.d_ff, "d_head": shape.d_head, "n_kv_heads": shape.n_kv_heads}
+    message = "base: tuned" if base.tuned else "base: proxy" if base.tuning.proxy else "base: target"
+    if run and run.arch.d_model and run.arch.n_layers:
+        unit = model.d_head * (model.n_heads // model.n_kv_heads)
+        width = max(round(run.arch.d_model / unit), 1) * unit
+        scale = {
+            "width": width,
+            "depth": run.arch.n_layers,
+            "d_ff": run.arch.d_ff or round(model.d_ff / model.d_model * width),
+            "d_head": model.d_head,
+            "n_kv_heads": width // unit,
+        }
+        message = "base: reference"
+    scale |= {"batch_tokens": base.batch_tokens, "tokens": base.scale.tokens}
+    rounded = run.arch.d_model if run and run.arch.d_model != scale["width"] else None
+    for key, value in scale.items():
+        name = base.tuned.name if base.tuned else None
+        draft.decide(f"scaling.base.{key}", value, message, name=name, rounded=rounded)
+    draft.decide("scaling.rule", "complete-d-p")
+    ratios = {
+        "width": model.d_model / scale["width"],
+        "depth": model.n_layers / scale["depth"],
+        "batch": draft.document["batch"]["tokens"] / scale["batch_tokens"],
+        "tokens": at.tokens / scale["tokens"],
+    }
+    moved = [f"{axis} x{ratio:.3g}" for axis, ratio in ratios.items() if ratio != 1]
+    compute = draft.document["precision"]["compute"]
+    large = model.params > PROCESSOR_PARAMS
+    draft.step("layout, scale", compute=compute, large=large, base=scale, moved=moved or None)
+
+
+def _choose_safeguards(draft: StarterDraft, at: Scale, base: StarterBase) -> None:
+    """What guards the run, and what is least certain."""
+    tokens, runs = at.tokens, at.near.runs
+    unstable = [run.id for run in runs if run.instabilities]
+    draft.decide("stability.on_spike", "rollback", runs=len(runs), unstable=unstable or None, count=len(unstable))
+    every = max(tokens // 50, 1)
+    held_out = min(max(tokens // 1_000, 8 * at.model.seq_len), 131_072)
+    draft.decide("stability.checkpoint_every_tokens", every)
+    draft.decide("evaluation.every_tokens", every)
+    draft.decide("evaluation.tokens", held_out, share=50 * held_out / tokens)
+    decay = draft.decisions.get("hyperparameters.weight_decay")
+    by_tau = decay.facts.get("by_tau") if decay else None
+    uncertain = [
+        sentence("uncertain", about, {"spread": spread, "by_tau": by_tau, "proxy": base.tuning.proxy is not None})
+        for about, spread in sorted(draft.spreads.items(), key=lambda item: -item[1])
+    ]
+    draft.step("guards", every=every, uncertain="; ".join(uncertain) or None)
+
+
+def _with_defaults(draft: StarterDraft) -> Recipe:
+    """The finished recipe, with a reason also for what neither laws nor neighbours say anything about."""
+    recipe = draft.recipe()
+    defaults = constants("defaults")
+    values = flatten(recipe.model_dump(mode="json", exclude_none=True, exclude={"why"}))
+    left = {path: defaults[path] for path in values if path not in draft.decisions and path in defaults}
+    return recipe.replace({"why": recipe.why | left})

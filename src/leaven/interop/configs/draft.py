@@ -5,9 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.catalogue.law_table import STEP_LAW
 from leaven.catalogue.laws import evaluate
-from leaven.catalogue.runs import nearest
+from leaven.catalogue.neighbours import nearest
 from leaven.interop.architectures import Architecture
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
@@ -117,7 +116,7 @@ class Draft:
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """The batch in tokens, in whole sequences, by the step law; and the reason."""
     laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
-    step_law = next(law for law in laws if law.law == STEP_LAW.name)
+    step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
     scale = f"{format_quantity(shape.params)} parameters, {format_quantity(tokens)} tokens"
     outside = "" if step_law.in_range else f"; a factor of {step_law.extrapolation:.3g} outside its range"

@@ -1,15 +1,39 @@
-"""How the batch of a published run grew, in a recipe's words, where enough of it is published to do it again."""
+"""How batch and learning rate of published runs moved over the run: batch ramps, warm-ups and cooldowns."""
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 from leaven.catalogue.run import Run
+from leaven.catalogue.runs import load_runs
+from leaven.catalogue.terms import terms
 from leaven.recipe.batch import Ramp, Stage
 
 
-def grown(run: Run, tokens: int, batch: int, unit: int) -> Ramp | tuple[Stage, ...] | None:
-    """The run's growth in a run of ``tokens`` up to ``batch``, both in tokens; None where too little is published.
+def batch_ramps(runs: Iterable[Run] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+    """Of the published batch ramps: the first batch as a share of the last, the length as a share of the run.
+
+    A family has one vote, its largest run: a ramp belongs to whoever ran it, not to a table of learning rates.
+    """
+    starts: dict[str, tuple[str, float]] = {}
+    lengths: dict[str, tuple[str, float]] = {}
+    for run in runs or load_runs():  # from small to large, so that the largest stays
+        known, ramp = terms(run), run.batch.rampup if run.batch else None
+        if run.kind != "dense" or ramp is None or ramp.kind not in ("increments", "linear"):
+            continue
+        start, over = known.get("batch.ramp.start_tokens"), known.get("batch.ramp.over_tokens")
+        if start and run.batch_tokens:
+            starts[run.family] = run.id, start / run.batch_tokens
+        if over and run.tokens:
+            lengths[run.family] = run.id, over / run.tokens
+        elif ramp.over_fraction_of_samples:
+            lengths[run.family] = run.id, ramp.over_fraction_of_samples
+    return dict(starts.values()), dict(lengths.values())
+
+
+def repeated_growth(run: Run, tokens: int, batch: int, unit: int) -> Ramp | tuple[Stage, ...] | None:
+    """The run's batch growth in a run of ``tokens`` up to ``batch`` tokens; None where too little is published.
 
     Sizes are whole multiples of ``unit``, which divides ``batch``; what the run did at a share of its length comes at
     the same share. Published increments and stages at the run's own length, batch and sequence come out as they are.
@@ -75,7 +99,7 @@ def warmup_tokens(run: Run) -> float | None:
     return total
 
 
-def cooldown(run: Run) -> float | None:
+def cooldown_share(run: Run) -> float | None:
     """The share of the run in which a constant lr then fell."""
     schedule = run.schedule
     if schedule is None or schedule.shape != "wsd":

@@ -1,0 +1,572 @@
+"""What each check compares: how a quantity is read off a recipe and off a published run, and what to set instead.
+
+A function has the name of its check; None where there is nothing to judge. Fixed limits, sources and messages are in
+``checks.toml``.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import median
+from typing import Any, NamedTuple
+
+from leaven.catalogue.counting import d_head
+from leaven.catalogue.findings.case import Bounds, Case, OfRun, Suggestion, critical_batches, ratio
+from leaven.catalogue.laws import evaluate, find_law, power_lines_tau
+from leaven.catalogue.neighbours import FACTOR, size_ratio
+from leaven.catalogue.run import Run
+from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.terms import TERMS
+from leaven.recipe.data import STDLIB_TOKENS
+from leaven.recipe.shape import BRANCH_ENDS, Role
+
+_CHINCHILLA = 20  # tokens per parameter
+_STEPS_OF_WARMUP = 2000  # what most runs have, however long they are
+# Below it a higher beta2 averages over as many tokens (Porian et al. 2024, arXiv 2406.19146, tuned it so).
+_SMALL_BATCH = 2**18
+
+
+class Limits(NamedTuple):
+    """Beyond ``usual`` is a note, beyond ``outside`` and ``far`` what they say; each lies within the next."""
+
+    usual: Bounds
+    outside: Bounds
+    far: Bounds
+
+
+def upward(usual: float, outside: float, far: float) -> Limits:
+    """Limits for what cannot be too small."""
+    return Limits((-math.inf, usual), (-math.inf, outside), (-math.inf, far))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One quantity of a recipe beside the published runs.
+
+    Without limits, here or in ``checks.toml``, it is a note: a choice that has cost somebody something.
+    """
+
+    value: float | None = None
+    of_run: OfRun = lambda run: None
+    limits: Limits | None = None
+    suggestions: Sequence[Suggestion] = ()  # what to set, by preference
+    facts: Mapping[str, Any] | None = None  # for the message, beside `value`, `low` and `high`
+    runs: Iterable[Run] | None = None  # that a finding names; else the nearest with a usual value
+    did_so: Sequence[Run] = ()  # of a note, the runs that were so too
+    bounds: tuple[float | None, float | None] = (None, None)  # of a note, the usual
+    factor: float | None = None  # of a note, how far outside of it
+    distance: Callable[[float], float] = lambda value: value  # in what the distance is counted, as 1 / (1 - beta)
+    sure: bool = True  # whether the limits hold at this size: a note at most where not
+    path: str | None = None  # where it is not that of `checks.toml`
+
+
+def _field(path: str) -> OfRun:
+    """What a run's file has at a path, ``optim.beta2``."""
+    group, _, name = path.partition(".")
+    return lambda run: getattr(getattr(run, group), name, None)
+
+
+_peak_lr = attrgetter("peak_lr")
+
+
+def size(case: Case) -> Reading | None:
+    """Whether there is anything to compare the recipe with."""
+    if case.neighbours:
+        return None
+    nearest = case.runs[0]
+    apart = size_ratio(nearest, case.params)
+    side = "larger" if nearest.params_total > case.params else "smaller"
+    return Reading(
+        value=float(case.params),
+        bounds=case.published(lambda run: float(run.params_total)),
+        factor=apart,
+        runs=[nearest],
+        facts={"nearest": nearest.id, "apart": apart, "side": side},
+    )
+
+
+def lr(case: Case) -> Reading | None:
+    """Over three times or under a third of the median of the neighbours, and beyond all of them.
+
+    A published lr is one for all parameters. Where the rule gives the hidden matrices another lr than the embedding,
+    the one nearest to the published median is judged.
+    """
+    known = case.near(_peak_lr)
+    if not known:
+        return None
+    middle, lowest, highest = median(known), known[0], known[-1]
+    lrs = [row.lr for row in case.rows if row.role in (Role.HIDDEN_WEIGHT, Role.EMBEDDING, Role.TIED_EMBEDDING)]
+    value = case.hidden("lr")
+    value = min(middle, max(value, *lrs)) if value < middle else max(middle, min(value, *lrs))
+    outside = (min(lowest, middle / 3), max(highest, 3 * middle))
+    results = evaluate(case.params, case.tokens, params_non_embedding=case.recipe.model.params_non_embedding)
+    laws = [result.lr for result in results if result.lr and not result.form_of]
+    return Reading(
+        value=value,
+        of_run=_peak_lr,
+        limits=Limits((lowest, highest), outside, (outside[0] / 3, outside[1] * 3)),
+        suggestions=[case.at_base("lr", middle)],
+        runs=case.neighbours,
+        facts={"middle": middle, "times": value / middle, "least": min(laws), "most": max(laws)},
+    )
+
+
+def qk_norm(case: Case) -> Reading | None:
+    """An lr above all that runs of this size had without QK-norm."""
+    without = [run for run in case.neighbours if run.arch.qk_norm is False]
+    if case.recipe.model.qk_norm or not without:
+        return None
+    highest = max(run.peak_lr or 0.0 for run in without)
+    return Reading(
+        value=case.hidden("lr"),
+        of_run=lambda run: None if run.arch.qk_norm else run.peak_lr,
+        limits=upward(highest, 1.5 * highest, 5 * highest),
+        suggestions=[{"model.qk_norm": True}, case.at_base("lr", highest, math.floor)],
+        runs=without,
+        facts={"unstable": [f"{run.id}: {what}; {action}" for run, what, action in _unstable("without qk-norm")]},
+    )
+
+
+def _unstable(words: str) -> list[tuple[Run, str, str | None]]:
+    """Published instabilities whose description has these words: the run, what happened, what was done."""
+    return [
+        (run, one.what, one.action) for run in load_runs() for one in run.instabilities if words in one.what.lower()
+    ]
+
+
+def z_loss(case: Case) -> Reading | None:
+    """An lr half as high again as any that runs of this size had without a z-loss."""
+
+    def has_z_loss(run: Run) -> bool:
+        return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
+
+    value, without = case.hidden("lr"), [run for run in case.neighbours if not has_z_loss(run)]
+    users = [run for run in case.runs if has_z_loss(run) and (run.peak_lr or 0) >= value / 2]
+    highest = max((run.peak_lr or 0.0 for run in without), default=math.inf)
+    if not (len(without) > 1 and value > 1.5 * highest and users):
+        return None
+    suggestions = [case.at_base("lr", highest, math.floor)]
+    return Reading(
+        value=value, bounds=(None, highest), factor=value / highest, suggestions=suggestions, runs=users[:5]
+    )
+
+
+def _horizon(beta: float) -> float:
+    """Steps that a moment looks back; a rule may bring a beta to 1 in the last bit."""
+    return 1 / (1 - beta) if beta < 1 else math.inf
+
+
+def beta1(case: Case) -> Reading:
+    suggestions = [case.at_base("beta1", 0.9)]
+    return Reading(
+        value=case.hidden("beta1"), of_run=_field("optim.beta1"), suggestions=suggestions, distance=_horizon
+    )
+
+
+def beta2(case: Case) -> Reading:
+    """0.999 is Adam's default, and that of hardly any run at a batch of half a million tokens."""
+    known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
+    small = Limits((0.94, 0.999), (0.9, 0.9995), (0.8, 0.99995))
+    return Reading(
+        value=case.hidden("beta2"),
+        of_run=_field("optim.beta2"),
+        limits=small if case.batch <= _SMALL_BATCH else None,
+        suggestions=[case.at_base("beta2", 0.95)],
+        distance=_horizon,
+        facts={"usual": known.count(0.95), "known": len(known), "batch": case.batch},
+    )
+
+
+def eps(case: Case) -> Reading:
+    """Only upward: where eps takes over, Adam turns into momentum; a small one has hurt no run here."""
+    return Reading(value=case.hidden("eps"), of_run=_field("optim.eps"), suggestions=[case.at_base("eps", 1e-8)])
+
+
+def weight_decay(case: Case) -> Reading | None:
+    """As it is written, where no rule moves it: one that lowers the lr with the width raises the decay by as much,
+    and then the timescale says whether the two together are usual."""
+    value, tuned = case.hidden("weight_decay"), case.recipe.hyperparameters
+    if (value and ratio(value, tuned.weight_decay) > 1.02) or tuned.optimizer == "adam":
+        return None
+    suggestions = [{"hyperparameters.weight_decay": decay} for decay in (0.1, 0.01)]
+    return Reading(value=value, of_run=_field("optim.weight_decay"), suggestions=suggestions)
+
+
+def l2_decay(case: Case) -> Reading | None:
+    """``adam`` adds the decay to the gradient, where Adam divides it by the gradient's size: what its number means
+    depends on the gradients, so no published decay says anything of it. Papers call AdamW Adam too."""
+    value = case.hidden("weight_decay")
+    suggestions: list[Suggestion] = [{"hyperparameters.optimizer": "adamw"}, {"hyperparameters.weight_decay": 0.0}]
+    adam = case.recipe.hyperparameters.optimizer == "adam"
+    return Reading(value=value, suggestions=suggestions) if adam and value else None
+
+
+def timescale(case: Case) -> Reading | None:
+    """How long a weight remembers, B / (lr x decay x D), against the best one by Power Lines. All runs but
+    GPT-NeoX-20B (33 times) lie within 0.34 and 10.9 of it."""
+    decay = case.hidden("weight_decay")
+    if not decay or case.recipe.hyperparameters.optimizer == "adam":
+        return None
+
+    def of_run(run: Run) -> float | None:
+        decay = run.optim and run.optim.weight_decay
+        if not (decay and run.peak_lr and run.batch_tokens and run.tokens):
+            return None
+        tau = run.batch_tokens / (run.peak_lr * decay * run.tokens)
+        return tau / power_lines_tau(run.params_total, run.tokens)
+
+    tau, best = case.batch / (case.hidden("lr") * decay * case.tokens), power_lines_tau(case.params, case.tokens)
+    limits = Limits((1 / 3, 5.0), (1 / 5, 12.0), (1 / 20, 50.0))
+    by = tau / best / min(max(tau / best, limits.usual[0]), limits.usual[1])  # to the nearest end of the usual
+    inside = math.ceil if by > 1 else math.floor
+    fitted = find_law("Power Lines 2025 timescale").fitted
+    return Reading(
+        value=tau / best,
+        of_run=of_run,
+        limits=limits,
+        suggestions=[
+            case.at_base("weight_decay", decay * by, inside),
+            case.at_base("lr", case.hidden("lr") * by, inside),
+            case.with_batch(case.batch / by),
+        ],
+        sure=bool(case.neighbours) and not fitted.beyond(case.params, case.tokens, 6 * case.params * case.tokens),
+        facts={"tau": tau, "best": best},
+    )
+
+
+def decay_of_gains(case: Case) -> Reading | None:
+    if not any(row.weight_decay for row in case.rows if not row.role.is_matrix):
+        return None
+    did_so = [run for run in case.runs if run.optim and run.optim.decay_norm_and_bias]
+    return Reading(value=1.0, did_so=did_so, suggestions=[{"hyperparameters.decay_norm_and_bias": False}])
+
+
+def decay_of_embeddings(case: Case) -> Reading | None:
+    """Of an embedding that is one with the unembedding nothing is said: that decays as any matrix does."""
+    decays = [row.weight_decay for row in case.rows if row.role is Role.EMBEDDING and row.module == "embedding"]
+    if not any(decays) or case.recipe.model.embedding_norm:
+        return None
+    return Reading(
+        value=next(filter(None, decays)),
+        bounds=(None, 0.0),
+        suggestions=[{"hyperparameters.modules.embedding.weight_decay": 0.0}],
+        runs=[run for run in load_runs() if run.optim and run.optim.decay_embeddings is False],
+    )
+
+
+def clip(case: Case) -> Reading:
+    written, suggestions = case.recipe.hyperparameters.grad_clip, [{"hyperparameters.grad_clip": 1.0}]
+    if written.limit and written.mode != "global":
+        return Reading(value=written.limit, suggestions=suggestions, facts={"other": written.mode})
+    return Reading(
+        value=written.limit or math.inf,
+        of_run=_field("optim.grad_clip"),
+        limits=Limits((0.1, 1.0), (0.01, 1.0), (0.001, 10.0)),
+        suggestions=suggestions,
+        facts={"limit": written.limit or None, "off": not written.limit},
+    )
+
+
+def tokens_per_parameter(case: Case) -> Reading:
+    def of_run(run: Run) -> float | None:
+        return run.tokens and run.tokens / run.params_total
+
+    value, most = case.tokens / case.params, case.published(of_run)[1]
+    return Reading(
+        value=value,
+        of_run=of_run,
+        limits=Limits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
+        suggestions=[case.with_tokens(math.floor(most if value > most else _CHINCHILLA) * case.params)],
+        sure=bool(case.neighbours),
+        facts={"few": value < _CHINCHILLA, "most": most},
+    )
+
+
+def steps(case: Case) -> Reading:
+    def of_run(run: Run) -> float | None:
+        return run.tokens / run.batch_tokens if run.tokens and run.batch_tokens else None
+
+    smaller = case.tokens / 10_000
+    # Half of it too: two steps of a batch of one sequence more or less.
+    batches = [case.with_batch(smaller), case.with_batch(smaller / 2)]
+    return Reading(
+        value=float(case.recipe.steps),
+        of_run=of_run,
+        suggestions=[*batches, case.with_tokens(10_000 * case.batch)],
+        sure=bool(case.neighbours),
+        facts={"fewest": case.published(of_run)[0]},
+    )
+
+
+def epochs(case: Case) -> Reading | None:
+    if case.corpus_tokens is None:
+        stand_in = "python-stdlib" in {source.source for source in case.recipe.data.sources}
+        if stand_in and case.tokens > 16 * STDLIB_TOKENS:
+            return Reading(path="data.source", facts={"stand_in": STDLIB_TOKENS})
+        return None
+
+    def of_run(run: Run) -> float | None:
+        known = run.data.tokens_in_dataset if run.data else None
+        return run.tokens / known if run.tokens and known else None
+
+    return Reading(
+        value=case.tokens / case.corpus_tokens,
+        of_run=of_run,
+        limits=upward(4, 4, 16),
+        suggestions=[case.with_tokens(4 * case.corpus_tokens)],
+    )
+
+
+def batch(case: Case) -> Reading | None:
+    """Only upward: a small batch costs time, not quality."""
+    of_run = attrgetter("batch_tokens")
+    known = case.near(of_run)
+    if not known:
+        return None
+    return Reading(
+        value=case.batch,
+        of_run=of_run,
+        limits=upward(known[-1], 3 * known[-1], 10 * known[-1]),
+        suggestions=[case.with_batch(median(known)), case.with_batch(known[-1])],
+        runs=case.neighbours,
+        facts={"least": known[0], "most": known[-1]},
+    )
+
+
+def critical_batch(case: Case) -> Reading:
+    """Against the median of the laws; beyond what any published run had over its own, it is outside."""
+
+    def of_run(run: Run) -> float | None:
+        if not (run.batch_tokens and run.tokens):
+            return None
+        return run.batch_tokens / median(critical_batches(run.params_total, run.tokens).values())
+
+    laws = critical_batches(case.params, case.tokens, case.recipe.model.params_non_embedding)
+    middle, most = median(laws.values()), case.published(of_run)[1]
+    return Reading(
+        value=case.batch / middle,
+        of_run=of_run,
+        limits=upward(1.0, most, 4 * most),
+        suggestions=[case.with_batch(middle), case.with_batch(0.9 * middle)],
+        sure=bool(case.neighbours),
+        facts={"laws": laws, "batch": case.batch},
+    )
+
+
+def _ramp_start(run: Run) -> float | None:
+    start = TERMS["batch.ramp.start_tokens"].of_run(run)
+    return start / run.batch_tokens if start and run.batch_tokens else None
+
+
+def no_ramp(case: Case) -> Reading | None:
+    if case.recipe.batch.ramp is not None or case.recipe.batch.stages:
+        return None
+
+    def of_run(run: Run) -> float | None:
+        """The batch of a run that says it had it from the start."""
+        constant = run.batch and run.batch.rampup and run.batch.rampup.kind == "none"
+        return run.batch_tokens if constant or _ramp_start(run) == 1 else None
+
+    most, start = case.published(of_run)[1], case.sequences(case.batch / 8)
+    over = round(0.03 * case.tokens)
+    ramp = {"start_tokens": start, "increment_tokens": case.batch - start, "over_tokens": over}
+    return Reading(
+        value=case.batch,
+        of_run=of_run,
+        limits=upward(4.2e6, most, 4 * most),
+        suggestions=[{"batch.ramp": ramp}],
+        runs=[run for run in case.runs if _ramp_start(run) and (run.batch_tokens or 0) >= 2e6][:5],
+        facts={"most": most},
+    )
+
+
+def ramp_start(case: Case) -> Reading | None:
+    ramp = case.recipe.batch.ramp
+    if ramp is None:
+        return None
+    tenth, least = case.sequences(case.batch / 10), case.published(_ramp_start)[0]
+    start = {"batch.ramp.start_tokens": case.batch - 9 * tenth, "batch.ramp.increment_tokens": tenth}
+    return Reading(
+        value=ramp.start_tokens / case.batch,
+        of_run=_ramp_start,
+        limits=Limits((least, 1.0), (least / 2, 1.0), (least / 10, 1.0)),
+        suggestions=[start],
+        facts={"start": ramp.start_tokens, "least": least},
+    )
+
+
+def ramp_length(case: Case) -> Reading | None:
+    """Of a ramp in increments; a few doublings may come late."""
+    ramp = case.recipe.batch.ramp
+    if ramp is None:
+        return None
+
+    def of_run(run: Run) -> float | None:
+        over = TERMS["batch.ramp.over_tokens"].of_run(run)
+        in_stages = run.batch and run.batch.rampup and run.batch.rampup.kind == "stages"
+        return over / run.tokens if over and run.tokens and not in_stages else None
+
+    shorter = {"batch.ramp.over_tokens": round(0.04 * case.tokens)}
+    return Reading(value=ramp.over_tokens / case.tokens, of_run=of_run, suggestions=[shorter])
+
+
+def warm_up(case: Case) -> Reading:
+    """Under 0.1% of the run, unless that is still the 2,000 steps that most runs have; or over a tenth."""
+    of_run = attrgetter("warmup_fraction")
+    value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
+    taken, longest = batches.first_step_at(value), case.published(of_run)[1]
+    least, far = (0.0, 0.0) if taken >= _STEPS_OF_WARMUP else (0.001, 0.0001)
+    hundredth = round(0.01 * case.tokens)
+    usual = min(hundredth, batches.tokens_at_step(_STEPS_OF_WARMUP))
+    others = (usual, math.ceil(0.001 * case.tokens), hundredth)
+    return Reading(
+        value=value / case.tokens,
+        of_run=of_run,
+        limits=Limits((0.001, 0.1), (least, longest), (far, max(0.5, longest))),
+        suggestions=[{"schedule.warmup_tokens": tokens} for tokens in others],
+        facts={"steps": taken},
+    )
+
+
+def final_lr(case: Case) -> Reading:
+    schedule = case.recipe.schedule
+    never_falls = schedule.decay in ("constant", "inverse_sqrt")
+    decays = {"schedule.decay": "cosine"} if never_falls else {}
+    return Reading(
+        value=schedule.multiplier(case.tokens, case.tokens),
+        of_run=attrgetter("min_lr_ratio"),
+        suggestions=[{"schedule.min_lr_ratio": 0.1, **decays}],
+        path="schedule.decay" if never_falls else None,
+    )
+
+
+def init_std(case: Case) -> Reading | None:
+    """In units of sqrt(1 / (3 d)), where MT-NLG 530B and BLOOM-176B started. Fan-in, 1 / sqrt(d), is 1.73 of it and
+    the largest rule; BigScience's 104B broke at 3.7."""
+    tuned, std, unit = case.recipe.hyperparameters, case.init_std, math.sqrt(1 / (3 * case.recipe.model.d_model))
+    if not std:
+        return None
+
+    def of_run(run: Run) -> float | None:
+        return run.init_std * math.sqrt(3 * run.arch.d_model) if run.init_std and run.arch.d_model else None
+
+    named = tuned.init != "rule"
+    written = {"hyperparameters.init_std": float(f"{(tuned.init_std or 0.0) * unit / std:.3g}")}
+    return Reading(
+        value=std / unit,
+        of_run=of_run,
+        suggestions=[{"hyperparameters.init": "mt-nlg"} if named else written],
+        path="hyperparameters.init" if named else None,
+        facts={"std": std, "unit": unit, "width": case.recipe.model.d_model},
+    )
+
+
+def residual_std(case: Case) -> Reading | None:
+    """The start of what writes to the residual stream, times sqrt(2 L), over that of what reads it: 1 as in GPT-2."""
+    if not case.init_std:
+        return None
+
+    def of_run(run: Run) -> float | None:
+        known = run.residual_init_std and run.init_std and run.arch.norm_placement == "pre"
+        if not (known and run.residual_init_std and run.init_std and run.arch.n_layers):
+            return None
+        return run.residual_init_std / run.init_std * math.sqrt(2 * run.arch.n_layers)
+
+    ends, share, most = 2 * case.recipe.model.n_layers, case.residual_std / case.init_std, case.published(of_run)[1]
+    value, modules = share * math.sqrt(ends), case.recipe.hyperparameters.modules
+    written = {module: modules[module].init_std if module in modules else 1.0 for module in BRANCH_ENDS}
+    other = {
+        f"hyperparameters.modules.{module}.init_std": float(f"{std / value:.2g}") for module, std in written.items()
+    }
+    return Reading(
+        value=value,
+        of_run=of_run,
+        limits=upward(3.0, most, 3 * most),
+        suggestions=[other],
+        facts={"share": share, "ends": ends},
+    )
+
+
+def dropout(case: Case) -> Reading | None:
+    """A text that is seen once cannot be memorised; whether it is, ``--corpus-tokens`` says."""
+    if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
+        return None
+    rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
+    return Reading(
+        value=case.recipe.model.dropout,
+        of_run=_field("optim.dropout"),
+        suggestions=[{"model.dropout": 0.0}],
+        facts={"none": rates.count(0), "known": len(rates), "guessed": not case.corpus_tokens},
+    )
+
+
+def precision(case: Case) -> Reading | None:
+    """leaven scales the loss itself, so fp16 never goes without; but it runs out of range where bf16 does not."""
+    if case.recipe.precision.compute != "fp16":
+        return None
+    unstable = _unstable("fp16")
+    return Reading(
+        suggestions=[{"precision.compute": "bf16"}],
+        runs=[run for run, *_ in unstable],
+        did_so=[run for run in case.runs if run.precision and run.precision.dtype == "fp16"],
+        facts={"unstable": [f"{run.id}: {what}" for run, what, _ in unstable]},
+    )
+
+
+def aspect_ratio(case: Case) -> Reading | None:
+    if not case.neighbours:
+        return None
+    model, of_run = case.recipe.model, attrgetter("aspect")
+    near = [run.aspect for run in case.runs if size_ratio(run, case.params) <= FACTOR and run.aspect]
+    low, high = case.published(of_run)
+    return Reading(
+        value=model.d_model / model.n_layers,
+        of_run=of_run,
+        limits=Limits((min(near), max(near)), (low, high), (low / 2, 2 * high)),
+        suggestions=[{"model.n_layers": max(round(model.d_model / 80), 1)}],
+        facts={"least": low, "most": high},
+    )
+
+
+def head_size(case: Case) -> Reading | None:
+    if not case.neighbours:
+        return None
+    model = case.recipe.model
+    width = model.n_heads * model.d_head
+    size = next((size for size in (128, 64) if width % size == 0), model.d_head)
+    heads = {"model.d_head": size, "model.n_heads": width // size, "model.n_kv_heads": width // size}
+    return Reading(value=model.d_head, of_run=lambda run: d_head(run.arch), suggestions=[heads])
+
+
+def mlp_ratio(case: Case) -> Reading:
+    model = case.recipe.model
+    gated = Limits((2.6, 3.6), (2.0, 5.5), (1.0, 8.0))
+    width = round(model.d_model * (8 / 3 if model.gated else 4) / 64) * 64
+    return Reading(
+        value=model.d_ff / model.d_model,
+        of_run=lambda run: run.mlp_ratio if bool(run.arch.gated) is model.gated else None,
+        limits=gated if model.gated else Limits((3.9, 4.1), (3.0, 6.0), (2.0, 10.0)),
+        suggestions=[{"model.d_ff": max(width, 64)}],
+        facts={"gated": model.gated},
+    )
+
+
+def vocabulary(case: Case) -> Reading | None:
+    vocab, unit = case.recipe.model.vocab_size, 64 * case.recipe.layout.tp
+    if vocab % unit == 0:
+        return None
+    return Reading(
+        value=float(vocab),
+        suggestions=[{"model.vocab_size": -(-vocab // unit) * unit}],
+        runs=[find_run("gpt2-124m-nanogpt")],
+        facts={"unit": unit},
+    )
+
+
+def sequence_length(case: Case) -> Reading | None:
+    if not case.neighbours:
+        return None
+    value = case.recipe.model.seq_len
+    suggestions = [{"model.seq_len": 1024 if value < 1024 else 8192}]
+    return Reading(value=value, of_run=_field("data.seq_len"), suggestions=suggestions)

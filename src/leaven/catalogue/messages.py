@@ -1,0 +1,104 @@
+"""Sentences about starters and findings: the templates of ``messages.toml`` and ``checks.toml`` filled in.
+
+A template is a list of parts with fields as of ``str.format``. A part with a field that is None or unknown is left
+out, so that a sentence says what there is to say. Beside Python's formats a field may have
+
+- ``q``: a quantity, ``1.5 B``;
+- ``names``, ``listed``, ``size``: all of them, with commas or bars between; how many there are;
+- ``each FORMAT``, ``range FORMAT``, ``count FORMAT`` of votes: everyone's, middle and extremes, how many agree;
+- ``if``, ``unless``: nothing is printed, and the part is left out unless, or if, the field is true.
+"""
+
+import string
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from leaven.catalogue.neighbours import Votes
+from leaven.recipe.units import format_number, format_quantity
+
+
+class _LeftOut(Exception):
+    """A part has nothing to say."""
+
+
+class _Formatter(string.Formatter):
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        first, *rest = field_name.split(".")
+        value = kwargs.get(first)
+        for name in rest:
+            value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        return value, first
+
+    def format_field(self, value: Any, spec: str) -> str:
+        kind, _, show = spec.partition(" ")
+        if kind in ("if", "unless"):
+            if bool(value) is (kind == "unless"):
+                raise _LeftOut
+            return ""
+        if value is None:
+            raise _LeftOut
+        return _KINDS[kind](value, show) if kind in _KINDS else format(value, spec)
+
+
+def _each(votes: Votes | Mapping[str, Any], show: str) -> str:
+    by = votes.by if isinstance(votes, Votes) else votes
+    return ", ".join(f"{who} {_FORMATTER.format_field(value, show)}" for who, value in by.items())
+
+
+def _range(votes: Votes, show: str) -> str:
+    middle, low, high = (_FORMATTER.format_field(one, show) for one in (votes.value, votes.low, votes.high))
+    return f"{middle} ({low} .. {high})"
+
+
+def _count(votes: Votes, show: str) -> str:
+    agree = [who for who, value in votes.by.items() if value == votes.value]
+    others = {who: value for who, value in votes.by.items() if value != votes.value}
+    counted = f"{len(agree)} of {len(votes.by)} lineages ({', '.join(agree) or 'none'})"
+    return f"{counted}; others: {_each(others, show)}" if others else counted
+
+
+_KINDS: dict[str, Callable[[Any, str], str]] = {
+    "q": lambda value, _: format_quantity(value),
+    "n": lambda value, digits: format_number(value, int(digits or 3)),
+    "names": lambda values, _: ", ".join(values),
+    "listed": lambda values, _: " | ".join(values),
+    "size": lambda values, _: str(len(values)),
+    "each": _each,
+    "range": _range,
+    "count": _count,
+}
+_FORMATTER = _Formatter()
+
+
+@cache
+def _templates() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))
+
+
+def filled(templates: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
+    """The parts of a message, without those that have nothing to say."""
+    found = []
+    for template in [templates] if isinstance(templates, str) else templates:
+        try:
+            found.append(_FORMATTER.vformat(template, (), facts))
+        except _LeftOut:
+            continue
+    return found
+
+
+def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
+    """The parts of a message of ``messages.toml``."""
+    return filled(_templates()[section][key], facts)
+
+
+def sentence(section: str, key: str, facts: Mapping[str, Any]) -> str:
+    """The parts of a message in one line."""
+    return "; ".join(parts(section, key, facts))
+
+
+def constants(section: str) -> dict[str, str]:
+    """The messages of a section that has no fields."""
+    return dict(_templates()[section])

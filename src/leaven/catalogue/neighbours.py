@@ -1,0 +1,200 @@
+"""The published runs near a size, and what they have: the one notion of a neighbour, of starters and findings alike.
+
+A lineage (runs that took over one another's learning rate) has one vote, the run of it that is nearest. Values go by
+the paths of a recipe (:mod:`leaven.catalogue.terms`). Middles are medians of logarithms: half and twice are equally
+far.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from leaven.catalogue.run import Kind, Run, Stack, same_lr_meaning
+from leaven.catalogue.runs import listed, load_runs
+from leaven.catalogue.terms import terms
+from leaven.recipe.errors import InputError
+
+FACTOR = 4.0
+"""Runs within this factor of a size are near it: a run of another size says little about lr and batch."""
+NEAREST = 3
+"""Lineages that vote at least, however far away they are: one lineage alone decides nothing."""
+EDGE = 1.5
+"""How far beyond the `NEAREST`-th lineage the reach ends where fewer are within `FACTOR`."""
+LEAST_WEIGHT = 1e-6
+"""Of a vote at the edge, so that one that is alone still counts."""
+# An octave of tokens counts as an eighth of one of parameters: published choices hardly depend on the tokens.
+_TOKEN_WEIGHT = 0.125
+
+
+def size_ratio(run: Run, params: int) -> float:
+    """How far apart two sizes are, as a factor of at least 1."""
+    return max(run.params_total / params, params / run.params_total)
+
+
+def of_size(params: int) -> list[Run]:
+    """The dense runs within `FACTOR` of a size, whatever their optimiser, from small to large."""
+    return [run for run in load_runs() if run.kind == "dense" and size_ratio(run, params) <= FACTOR]
+
+
+def first_of_each(runs: Iterable[Run], group: Callable[[Run], str] = lambda run: run.lineage.name) -> list[Run]:
+    """The first run of each lineage (or other group), in their order."""
+    first: dict[str, Run] = {}
+    for run in runs:
+        first.setdefault(group(run), run)
+    return list(first.values())
+
+
+def nearest(
+    params: int,
+    tokens: int,
+    *,
+    limit: int | None = None,
+    factor: float = FACTOR,
+    stack: Stack | None = None,
+    kind: Kind = "dense",
+) -> list[tuple[Run, float]]:
+    """The runs nearest in stack, size and duration, and their distance in octaves of parameters.
+
+    Only runs within ``factor`` of the size, those of the same stack first; where there are none, the nearest of all.
+    A lineage has one vote: first the best run of each lineage, then the others, each in that order. Runs whose
+    learning rate means something else are left out (:attr:`Run.lr_comparable`); a stack that names another optimiser
+    asks for the learning rates of that.
+
+    Raises:
+        InputError: if there are no parameters or no tokens, or no run of this kind has a learning rate to compare.
+    """
+    if params <= 0 or tokens <= 0:
+        raise InputError(f"a run of {params} parameters and {tokens} tokens has no neighbours; both must be above 0")
+    if not factor >= 1:  # nor nan
+        raise InputError(f"a factor of {factor:g} leaves no size; give one of at least 1, for example 4")
+    stack = stack or Stack()
+    optimizers = same_lr_meaning(stack.optimizer or "adamw")
+    found = [
+        (run, math.hypot(math.log2(run.params_total / params), _TOKEN_WEIGHT * math.log2(run.tokens / tokens)))
+        for run in load_runs()
+        if run.kind == kind and run.comparable_lr(optimizers) and run.tokens
+    ]
+    if not found:
+        raise InputError(f"no published {kind} run with {listed(optimizers)} has a learning rate to compare")
+    within = [pair for pair in found if size_ratio(pair[0], params) <= factor]
+    ranked = sorted(within or found, key=lambda pair: (bool(within) and not stack.fits(pair[0].stack), pair[1]))
+    best = {run.id for run in first_of_each(run for run, _ in ranked)}
+    return sorted(ranked, key=lambda pair: pair[0].id not in best)[:limit]
+
+
+@dataclass(frozen=True)
+class Votes:
+    """One number made of many: their middle or the most frequent, and who has what."""
+
+    value: Any
+    by: Mapping[str, Any]  # run id or name of a law -> its value
+
+    @property
+    def low(self) -> float:
+        return float(min(self.by.values()))
+
+    @property
+    def high(self) -> float:
+        return float(max(self.by.values()))
+
+
+def most_common(by: Mapping[str, Any]) -> Votes | None:
+    """The most frequent value, of equally frequent ones the first; None where nobody votes."""
+    return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
+
+
+def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
+    """The median of the logarithms, of weighted votes the weighted one.
+
+    That is where half of the weight is below, each vote standing at the middle of its own, in straight lines between
+    them: equal weights give the ordinary median, and a vote that comes in with weight 0 moves nothing.
+    """
+    if weights is None:
+        return Votes(math.exp(median(map(math.log, by.values()))), by)
+    ordered = sorted((math.log(value), weights[who]) for who, value in by.items())
+    total, below = sum(weight for _, weight in ordered), 0.0
+    stands: list[tuple[float, float]] = []
+    for value, weight in ordered:
+        stands.append((below + weight / 2 - total / 2, value))
+        below += weight
+    left = max((stand for stand in stands if stand[0] <= 0), default=stands[0])
+    right = min((stand for stand in stands if stand[0] > 0), default=stands[-1])
+    share = -left[0] / (right[0] - left[0]) if right[0] > left[0] else 0.0
+    return Votes(math.exp(left[1] + min(max(share, 0), 1) * (right[1] - left[1])), by)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The nearest run of each lineage to a size. A ``reference`` run decides whatever it publishes, the others the
+    rest."""
+
+    params: int
+    ranked: tuple[Run, ...]  # all lineages: those within `FACTOR` first, of these those of the same stack
+    reference: Run | None = None
+
+    @cached_property
+    def close(self) -> tuple[Run, ...]:
+        """Those within `FACTOR` of the size, as they are ranked."""
+        return tuple(run for run in self.ranked if size_ratio(run, self.params) <= FACTOR)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Those that vote, the nearest in size first: within `FACTOR`, but `NEAREST` at least."""
+        by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
+        return tuple(by_size[: max(len(self.close), NEAREST)])
+
+    @cached_property
+    def table(self) -> dict[str, Run]:
+        return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
+
+    @cached_property
+    def _terms(self) -> dict[str, dict[str, Any]]:
+        return {id: terms(run) for id, run in self.table.items()}
+
+    def values(self, what: str | Callable[[Run], Any]) -> dict[str, Any]:
+        """Who has what at a path of a recipe, or by a function; only the reference where it has something."""
+        known = {
+            id: value
+            for id, run in self.table.items()
+            if (value := self._terms[id].get(what) if isinstance(what, str) else what(run)) is not None
+        }
+        if self.reference and self.reference.id in known:
+            return {self.reference.id: known[self.reference.id]}
+        return known
+
+    def middle(self, by: Mapping[str, float]) -> Votes:
+        """The weighted middle of what runs have."""
+        return middle(by, self.weights(by))
+
+    def most(self, path: str) -> Votes | None:
+        """The most frequent value; of equally frequent ones that of the nearest run."""
+        return most_common(self.values(path))
+
+    def weights(self, ids: Iterable[str]) -> dict[str, float]:
+        """Of votes by run: 1 at the size, falling with the logarithm of the distance to 0 where the reach ends, so
+        that no value jumps where a lineage comes in. Equal with a reference, or where no run is within `FACTOR`.
+        """
+        if self.reference or not self.close:
+            return dict.fromkeys(ids, 1.0)
+        enough = len(self.close) >= NEAREST
+        reach = FACTOR if enough else max(EDGE * size_ratio(self.runs[-1], self.params), FACTOR)
+        return {
+            id: max(1 - math.log(size_ratio(self.table[id], self.params)) / math.log(reach), LEAST_WEIGHT)
+            for id in ids
+        }
+
+    def sources(self, ids: Iterable[str]) -> list[str]:
+        """Each run with the source of its learning rate."""
+        return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
+
+
+def neighbours(params: int, tokens: int, *, qk_norm: bool | None = None, reference: Run | None = None) -> Neighbours:
+    """The published dense runs with a comparable learning rate near a size; those with AdamW, norms ahead of the
+    branches and QK-norm as given come first."""
+    stack = Stack("pre", qk_norm, "adamw")
+    ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]
+    return Neighbours(params, tuple(first_of_each(ranked)), reference)

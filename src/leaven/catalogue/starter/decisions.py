@@ -1,0 +1,169 @@
+"""A starter recipe while it is derived: each value is decided once, with its evidence, in numbered steps.
+
+Evidence is data (votes, bounds, facts); the sentences that a person reads are in ``catalogue/messages.toml``.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from leaven.catalogue.laws import LawResult, evaluate
+from leaven.catalogue.messages import parts, sentence
+from leaven.catalogue.neighbours import Neighbours, Votes, middle
+from leaven.catalogue.run import Run
+from leaven.catalogue.starter.proxy import TuningAdvice
+from leaven.recipe.recipe import Recipe, set_path
+from leaven.recipe.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class LawVotes(Votes):
+    """What laws say, and how many of them are asked within the range they were fitted on."""
+
+    inside: int
+
+    @property
+    def count(self) -> int:
+        return len(self.by)
+
+    @property
+    def weight(self) -> float:
+        """Of the laws against the neighbours: a half where all are inside their range, a quarter where none is."""
+        return (1 + self.inside / self.count) / 4
+
+    def between(self, near: Votes) -> float:
+        """Between the middles of laws and neighbours, in the logarithm."""
+        return math.exp(self.weight * math.log(self.value) + (1 - self.weight) * math.log(near.value))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale that values are chosen for, and the evidence there."""
+
+    near: Neighbours
+    model: ModelShape
+    tokens: int
+    gpus: int = 1  # the batch divides over so many
+
+    @property
+    def reference(self) -> Run | None:
+        return self.near.reference
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        return self.tokens / self.model.params
+
+    @cached_property
+    def laws(self) -> list[LawResult]:
+        """What each law says here, one form of each."""
+        model = self.model
+        found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
+        return [law for law in found if law.form_of is None]
+
+    def law_votes(self, by: Mapping[str, float]) -> LawVotes:
+        """The middle of what laws say, by their names."""
+        inside = sum(law.in_range is True for law in self.laws if law.law in by)
+        return LawVotes(middle(by).value, by, inside)
+
+    def law_sources(self, names: Iterable[str]) -> list[str]:
+        return [f"{law.law}: {law.source}" for law in self.laws if law.law in names]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One value of a starter recipe and its evidence."""
+
+    path: str  # of the recipe
+    value: Any
+    facts: Mapping[str, Any]  # votes, bounds and numbers, by the names that its message has for them
+    message: str  # the key of its message, where it is not its path
+
+    @property
+    def reason(self) -> str:
+        return sentence("reasons", self.message, self.facts)
+
+
+@dataclass(frozen=True)
+class DerivationStep:
+    """One step: the values it set by their paths, the lines that a person reads, and the runs and laws behind it."""
+
+    number: int
+    title: str
+    lines: tuple[str, ...]
+    values: Mapping[str, Any]
+    sources: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.number,
+            "title": self.title,
+            "values": dict(self.values),
+            "reason": "; ".join(self.lines),
+            "sources": list(self.sources),
+        }
+
+
+@dataclass
+class StarterDraft:
+    """The decisions so far, the steps, and by what factor the sources of uncertain values differ."""
+
+    reference: str | None = None  # the id of the run whose values are taken
+    document: dict[str, Any] = field(default_factory=dict)
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    steps: list[DerivationStep] = field(default_factory=list)
+    spreads: dict[str, float] = field(default_factory=dict)
+    _open: dict[str, Any] = field(default_factory=dict)
+
+    def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
+        """Set a value; ``message`` is the key of its reason, else its path."""
+        set_path(self.document, path, value)
+        known = {"value": value, "reference": self.reference} | facts
+        self.decisions[path] = Decision(path, value, known, message or path)
+        self._open[path] = value
+
+    def amend(self, path: str, **facts: Any) -> None:
+        """Add facts to a decision."""
+        decision = self.decisions[path]
+        self.decisions[path] = replace(decision, facts={**decision.facts, **facts})
+
+    def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
+        """Close a step: it holds what was decided since the one before."""
+        lines = parts("steps", message or title, {"reference": self.reference} | facts)
+        once = tuple(dict.fromkeys(sources))
+        self.steps.append(DerivationStep(len(self.steps) + 1, title, tuple(lines), self._open, once))
+        self._open = {}
+
+    @property
+    def why(self) -> dict[str, str]:
+        """The reason of each value, by its path."""
+        return {path: decision.reason for path, decision in self.decisions.items()}
+
+    def recipe(self) -> Recipe:
+        """
+        Raises:
+            ValidationError: if the values do not go together.
+        """
+        return Recipe.model_validate(self.document | {"why": self.why})
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """A recipe, how it came about, and whether to tune a proxy of it first."""
+
+    recipe: Recipe
+    steps: tuple[DerivationStep, ...]
+    tuning: TuningAdvice
+
+    def add(self, title: str, lines: Sequence[str], sources: Sequence[str] = ()) -> "Derivation":
+        """The derivation with one more step, which sets no value."""
+        step = DerivationStep(len(self.steps) + 1, title, tuple(lines), {}, tuple(dict.fromkeys(sources)))
+        return replace(self, steps=(*self.steps, step))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "params": self.recipe.model.params,
+            "tokens": self.recipe.data.tokens,
+            "steps": [step.to_json() for step in self.steps],
+        }

@@ -1,0 +1,230 @@
+"""Learning rate, schedule, moments, decay and initialisation of a starter."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
+from leaven.catalogue.neighbours import Votes, middle, most_common
+from leaven.catalogue.run import Run
+from leaven.catalogue.schedules import cooldown_share, warmup_tokens
+from leaven.catalogue.starter.decisions import Scale, StarterDraft
+from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.errors import InputError
+from leaven.recipe.init_std import INITS
+from leaven.recipe.shape import BRANCH_ENDS
+from leaven.recipe.units import format_quantity
+
+LR_SIZE_EXPONENT = -1 / 3
+"""Of a published lr with size within one lineage: GPT-3's table -0.32, LLaMA's -0.33; and of Porian's law, -0.36."""
+MOST_BY_BATCH = 2.0
+"""How far the batch moves a published lr at most."""
+LR_WIDENING = 2.0
+"""The lr stays within the neighbours' own, moved to this size and batch, widened by this factor."""
+LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001
+NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
+"""Laws that `leaven laws` shows and that do not vote: transformers of 2019 at one batch and one length."""
+LINEAR_TO_ZERO = 15
+"""Tokens a parameter from which on the lr falls linearly to 0: better than a cosine to a tenth from 20 on at 111 M to
+1.7 B, and the more so the longer the run (Bergsma et al. 2025, arXiv 2502.15938)."""
+ADAM = {
+    "hyperparameters.beta1": 0.9,
+    "hyperparameters.beta2": 0.95,
+    "hyperparameters.eps": 1e-8,
+    "hyperparameters.weight_decay": 0.1,
+    "hyperparameters.grad_clip": 1.0,
+}
+"""What nearly all published runs have: taken where no neighbour is known to have anything."""
+
+
+def batch_factor(batch: int, published: int | None) -> float:
+    """What a published lr is multiplied by for another batch: by the square root of the ratio as a law's, bounded,
+    for runs near a size hold theirs at batches a hundred times apart."""
+    ratio = math.sqrt(batch / published) if published else 1.0
+    return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
+
+
+def choose_lr(draft: StarterDraft, at: Scale, batch: int, where: str) -> float:
+    """The peak lr at a scale; ``where`` names it."""
+    run, params = at.reference, at.model.params
+    critical = critical_batch(at.laws)
+    moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws}
+    laws = at.law_votes({name: lr.square_root for name, lr in moved.items() if lr and name not in NO_VOTE})
+    if run and run.peak_lr:
+        message, lr, runs = "lr of the reference", run.peak_lr, Votes(run.peak_lr, {run.id: run.peak_lr})
+    else:
+        message = "hyperparameters.lr"
+        runs = at.near.middle(
+            {
+                run.id: run.peak_lr
+                * (params / run.params_total) ** LR_SIZE_EXPONENT
+                * batch_factor(batch, run.batch_tokens)
+                for run in at.near.runs
+                if run.peak_lr
+            }
+        )
+        low, high = runs.low / LR_WIDENING, runs.high * LR_WIDENING
+        lr = float(f"{min(max(laws.between(runs), low), high):.2g}")
+    spread = max(laws.high, runs.high) / min(laws.low, runs.low)
+    facts: dict[str, Any] = {
+        "where": where,
+        "laws": laws,
+        "runs": runs,
+        "most_by_batch": MOST_BY_BATCH,
+        "spread": spread,
+    }
+    draft.spreads["lr"] = spread
+    draft.decide("hyperparameters.lr", lr, message, **facts)
+    draft.step("lr", [*at.law_sources(laws.by), *at.near.sources(runs.by)], message, lr=lr, **facts)
+    return lr
+
+
+@dataclass(frozen=True)
+class _Warmup:
+    """A published warm-up: in steps of a constant batch, or in tokens where the batch grew and a step says little."""
+
+    steps: float
+    tokens: float | None
+
+    def __str__(self) -> str:
+        return f"{self.steps:,.0f} steps" if self.tokens is None else f"{format_quantity(self.tokens)} tokens"
+
+
+def _warmup(run: Run) -> _Warmup | None:
+    tokens = warmup_tokens(run)
+    if not (tokens and run.batch_tokens):
+        return None
+    return _Warmup(tokens / run.batch_tokens, tokens if run.batch_grew else None)
+
+
+def choose_schedule(draft: StarterDraft, at: Scale, batch: int) -> None:
+    """
+    Raises:
+        InputError: if the warm-up of the reference is longer than the run.
+    """
+    near, tokens = at.near, at.tokens
+    lengths: dict[str, _Warmup] = near.values(_warmup)
+    votes = near.middle({who: length.tokens or length.steps * batch for who, length in lengths.items()})
+    wanted = votes.value
+    own = near.reference is not None and near.reference.id in votes.by
+    warmup = round(wanted if own else min(max(wanted, SHORTEST_WARMUP * tokens), LONGEST_WARMUP * tokens))
+    if warmup >= tokens:
+        raise InputError(
+            f"--tokens {format_quantity(tokens)}: the warm-up of --from {', '.join(votes.by)} alone takes "
+            f"{format_quantity(warmup)}; give more"
+        )
+    facts: dict[str, Any] = {
+        "own": own,
+        "votes": votes,
+        "steps": BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(warmup),
+        "lengths": lengths,
+        "longest": LONGEST_WARMUP if wanted > warmup != round(wanted) else None,
+        "shortest": SHORTEST_WARMUP if wanted < warmup != round(wanted) else None,
+    }
+    draft.decide("schedule.warmup_tokens", warmup, **facts)
+    _choose_decay(draft, at)
+    schedule = draft.document["schedule"]
+    sources = [*near.sources(votes.by), "arXiv 2502.15938"]
+    decay, floor = schedule["decay"], schedule["min_lr_ratio"]
+    draft.step("schedule", sources, warmup=warmup, share=warmup / tokens, decay=decay, floor=floor, **facts)
+
+
+def _choose_decay(draft: StarterDraft, at: Scale) -> None:
+    """The shape of the decay and its floor, as a share of the peak."""
+    near = at.near
+    decay = near.most("schedule.decay")
+    assert decay is not None
+    floors = near.values("schedule.min_lr_ratio")
+    if near.reference is None and at.tokens_per_parameter >= LINEAR_TO_ZERO:
+        facts = {"each": at.tokens_per_parameter, "decays": decay.by, "floors": floors}
+        draft.decide("schedule.decay", "linear", "linear to zero", **facts)
+        draft.decide("schedule.min_lr_ratio", 0.0, "linear to zero", **facts)
+        return
+    draft.decide("schedule.decay", decay.value, votes=decay)
+    cooldowns = near.values(cooldown_share)
+    if decay.value == "wsd" and cooldowns:
+        draft.decide("schedule.decay_ratio", float(f"{middle(cooldowns).value:.3g}"), runs=cooldowns)
+    # A floor belongs to the shape of its decay (0 to a linear one, 10% to a cosine).
+    alike = {who: floor for who, floor in floors.items() if decay.by.get(who) == decay.value} or floors
+    floor = most_common(alike)
+    assert floor is not None
+    draft.decide("schedule.min_lr_ratio", float(floor.value), votes=floor)
+
+
+def choose_adam(draft: StarterDraft, at: Scale, batch: int, lr: float) -> None:
+    """Moments, decay, clipping and initialisation."""
+    near, run = at.near, at.reference
+    draft.decide("hyperparameters.optimizer", "adamw")
+    voters: list[str] = []
+    tau = power_lines_tau(at.model.params, at.tokens)
+    by_tau = batch / (lr * at.tokens * tau)
+    for path, usual in ADAM.items():
+        votes = near.most(path)
+        value = float(votes.value) if votes else usual
+        checked = {"tau": tau, "by_tau": by_tau} if path == "hyperparameters.weight_decay" else {}
+        draft.decide(path, value, "adam", votes=votes, known=votes is not None, **checked)
+        if votes and path != "hyperparameters.grad_clip":
+            voters += votes.by
+    if not run and not at.model.tied_embeddings:
+        draft.decide("hyperparameters.modules.embedding.weight_decay", 0.0)
+    decay = draft.document["hyperparameters"]["weight_decay"]
+    off = max(by_tau / decay, decay / by_tau) if decay else math.inf
+    if off > 2:
+        draft.spreads["weight decay"] = off
+    _choose_init(draft, at)
+    chosen = draft.document["hyperparameters"]
+    width = run.arch.d_model if run and run.arch.d_model else at.model.d_model
+    draft.step(
+        "adam, init",
+        [*near.sources(voters), "Power Lines 2025 timescale: arXiv 2505.13738", INITS["mt-nlg"].source],
+        **chosen,
+        tau=tau,
+        by_tau=by_tau,
+        ends=chosen.get("modules", {}).get("attention.out", {}).get("init_std", 1.0),
+        width=width,
+        rules=_init_rules(width),
+    )
+
+
+def _init_rules(width: int) -> dict[str, float]:
+    """What published rules give the inner matrices, by their names."""
+    return {
+        "mt-nlg sqrt(1/(3d))": math.sqrt(1 / (3 * width)),
+        "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),
+        "fan-in 1/sqrt(d)": math.sqrt(1 / width),
+        "gpt2": 0.02,
+    }
+
+
+def _choose_init(draft: StarterDraft, at: Scale) -> None:
+    model, run = at.model, at.reference
+    width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
+    # With norms on the branches' outputs a flat and large start is fine (OLMo 2: 0.02); in pre-norm blocks it is not.
+    pre_norm = run is None or run.arch.norm_placement in (None, "pre")
+    facts: dict[str, Any]
+    if run and run.init_std and pre_norm:
+        message, facts = "init of the reference", {"known": run.residual_init_std is not None}
+        std, known = run.init_std, run.residual_init_std
+        residual = (2 * depth) ** -0.5 if known is None else (known or std) / std
+    else:
+        message = "hyperparameters.init_std"
+        std, residual = math.sqrt(1 / (3 * width)), (2 * depth) ** -0.5
+        rules = _init_rules(model.d_model)
+        scaled = {
+            run.id: run.init_std * math.sqrt(run.arch.d_model)
+            for run in at.near.runs
+            if run.init_std and run.arch.d_model
+        }
+        smallest = rules["mt-nlg sqrt(1/(3d))"]
+        facts = {
+            "width": width,
+            "others": {name: value / smallest for name, value in rules.items()},
+            "runs": scaled or None,
+        }
+        found = [*rules.values(), *(value / math.sqrt(model.d_model) for value in scaled.values())]
+        draft.spreads["init std"] = max(found) / min(found)
+    draft.decide("hyperparameters.init", "rule")
+    draft.decide("hyperparameters.init_std", float(f"{std:.3g}"), message, **facts)
+    ends = "end of a branch as the reference" if run and run.init_std and pre_norm else "end of a branch"
+    for module in BRANCH_ENDS if residual != 1 else ():
+        draft.decide(f"hyperparameters.modules.{module}.init_std", float(f"{residual:.4g}"), ends, **facts)

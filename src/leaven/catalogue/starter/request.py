@@ -1,0 +1,115 @@
+"""What `leaven new` is asked for: which requests make sense, and which published run can be started from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+from leaven.catalogue.messages import parts
+from leaven.catalogue.neighbours import nearest
+from leaven.catalogue.run import Run
+from leaven.catalogue.runs import find_run, listed, load_runs
+from leaven.catalogue.schedules import batch_ramps, repeated_growth
+from leaven.catalogue.terms import without_counterpart
+from leaven.recipe.errors import InputError
+from leaven.recipe.shape import Activation, Positions
+from leaven.recipe.units import format_quantity
+
+LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
+MOST_TOKENS = 10**15
+# What an ordinary run has and a recipe need not state, or states in other words.
+_CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
+
+
+@dataclass(frozen=True)
+class StarterRequest:
+    """What `leaven new` is asked for."""
+
+    name: str
+    params: int
+    tokens: int
+    source: str = "python-stdlib"
+    vocab: int | None = None
+    seq_len: int | None = None
+    reference: str | None = None  # the id of a published run whose values are taken together
+    gpus: int = 1  # the batch divides over so many
+    proxy: int | None = None  # parameters of the proxy, None to choose; 0 for no proxy
+    text_tokens: int | None = None  # how many tokens the text has, if that is known
+
+    def validate(self) -> None:
+        """
+        Raises:
+            InputError: if a count is out of range.
+        """
+        if not LEAST_PARAMS <= self.params <= MOST_PARAMS:
+            largest = max(run.params_total for run in load_runs() if run.kind == "dense")
+            beyond = (
+                f"the largest published dense run has {format_quantity(largest)}"
+                if self.params > MOST_PARAMS
+                else "a smaller model is nearly all vocabulary"
+            )
+            raise InputError(
+                f"--params {self.params:,}: give {format_quantity(LEAST_PARAMS)} to {format_quantity(MOST_PARAMS)}; "
+                f"{beyond}"
+            )
+        if not 0 < self.tokens <= MOST_TOKENS:
+            raise InputError(f"--tokens {self.tokens:,}: give a count up to {format_quantity(MOST_TOKENS)}, e.g. 20B")
+        for option, count, least in (("--vocab", self.vocab, 257), ("--seq-len", self.seq_len, 16)):
+            if count is not None and count < least:
+                raise InputError(f"{option} {count}: give {least} or more, or leave it out")
+
+
+def find_reference(id: str) -> Run:
+    """A run that can be started from: dense, with a comparable learning rate, its batch and its length.
+
+    Raises:
+        InputError: if there is no such run, or it lacks one of these; names others.
+    """
+    run = find_run(id)
+    lacks = _lacks(run)
+    if lacks is None:
+        return run
+    others = nearest(run.params_active, run.tokens or 20 * run.params_active, limit=20)
+    usable = [other.id for other, _ in others if _lacks(other) is None][:3]
+    raise InputError(f"--from {id}: {lacks}; near it are {listed(usable)}")
+
+
+def _lacks(run: Run) -> str | None:
+    schedule = run.schedule
+    if run.kind != "dense":
+        what = "a mixture of experts" if run.kind == "moe" else "a model with vision"
+        return f"{what}, and leaven builds dense ones of text"
+    if schedule is None or schedule.peak_lr is None:
+        return "it publishes no learning rate"
+    if not run.lr_comparable:
+        how = schedule.parametrisation or run.optimizer or "an unknown optimizer"
+        return f"its learning rate {schedule.peak_lr:g} is that of {how}, which means something else to AdamW"
+    if run.batch_tokens is None or run.tokens is None:
+        return "its batch or its length is not published, without which its learning rate says little"
+    if run.arch.d_model is None or run.arch.n_layers is None:
+        return "its shape is not published"
+    return None
+
+
+def left_behind(run: Run) -> Iterator[str]:
+    """What a run has that a recipe of leaven's cannot have."""
+    arch = run.arch
+    growth_known = True
+    if run.batch_grew and run.tokens and run.batch_tokens:
+        growth_known = all(batch_ramps([run])) or repeated_growth(run, run.tokens, run.batch_tokens, 1) is not None
+    stages = (run.batch and run.batch.rampup and run.batch.rampup.stages) or ()
+    positions = None if arch.positional == "rotary" else arch.positional
+    yield from parts(
+        "not_carried_over",
+        "arch",
+        {
+            "placement": arch.norm_placement if arch.norm_placement != "pre" else None,
+            "activation": arch.activation if arch.activation not in get_args(Activation) else None,
+            "instead": "swiglu" if arch.gated else "gelu",
+            "positions": positions if positions not in get_args(Positions) else None,
+            "growth_known": growth_known,
+            "other_lengths": any("seq_len" in stage for stage in stages),
+        },
+    )
+    for path, value in without_counterpart(run):
+        if value and path != "arch.norm_placement" and not path.startswith(_CARRIED):
+            yield f"{path.partition('.')[2]} {value}"
