@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 from leaven.catalogue.neighbours import neighbours
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT, batch_factor
 from leaven.catalogue.starter.starter import untuned
 from leaven.catalogue.terms import terms
@@ -127,7 +127,7 @@ def compare(folder: Path, seeds: int, workers: int, candidates: int) -> None:
         print(f"| {arm} | {statistics.mean(values):.4f} ± {interval(values):.4f} | {against} | {seeds} |")
 
 
-def copied(run: Run, target: Recipe, *, moved: bool) -> Recipe:
+def copied(run: PublishedRun, target: Recipe, *, moved: bool) -> Recipe:
     """The target with a published run's values for all parameters alike; its lr ``moved`` to the target's size and
     batch, or as published."""
     known = terms(run)

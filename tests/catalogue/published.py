@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from leaven.catalogue.counting import d_head
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.terms import terms
 from leaven.recipe.recipe import Recipe
@@ -14,7 +14,7 @@ from leaven.recipe.shape import ModelShape
 _POSITIONS = {"rotary": "rope", "learned": "learned", "alibi": "alibi"}
 
 
-def model_shape(run: Run) -> ModelShape | None:
+def model_shape(run: PublishedRun) -> ModelShape | None:
     """The run's model as leaven would build it; None where leaven has no such model: how the parameter counts of
     ModelShape, on which planning and transfer stand, are held against published ones."""
     arch, seq_len = run.arch, run.data.seq_len if run.data else None
@@ -65,7 +65,7 @@ def model_shape(run: Run) -> ModelShape | None:
     )
 
 
-def ramp(run: Run, batch: int, seq_len: int) -> dict[str, Any]:
+def ramp(run: PublishedRun, batch: int, seq_len: int) -> dict[str, Any]:
     """The published ramp in one step; a short one where it is not known whether there was any."""
     told, kind = terms(run), run.batch.rampup.kind if run.batch and run.batch.rampup else None
     if kind == "none":
@@ -79,7 +79,7 @@ def ramp(run: Run, batch: int, seq_len: int) -> dict[str, Any]:
     return {"ramp": {"start_tokens": start, "increment_tokens": batch - start, "over_tokens": over}}
 
 
-def as_recipe(run: Run) -> Recipe | None:
+def as_recipe(run: PublishedRun) -> Recipe | None:
     """A published run as a recipe; what it does not tell is as in an ordinary one. None where leaven has no such."""
     shape = model_shape(run)
     if shape is None or not run.lr_comparable or not run.tokens:
@@ -114,7 +114,7 @@ def as_recipe(run: Run) -> Recipe | None:
     return Recipe.model_validate(document)
 
 
-def published() -> Iterator[tuple[Run, Recipe]]:
+def published() -> Iterator[tuple[PublishedRun, Recipe]]:
     for run in load_runs():
         recipe = as_recipe(run)
         if recipe is not None:

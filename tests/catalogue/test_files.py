@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from leaven.catalogue.consistency import contradictions
-from leaven.catalogue.groups import Group, Provenance
+from leaven.catalogue.groups import Provenance, PublishedGroup
 from leaven.catalogue.runs import FOLDER, find_run, load_runs
 from leaven.recipe.errors import InputError
 
@@ -19,7 +19,7 @@ def test_a_file_is_whole_and_says_what_it_says_twice_the_same(id: str) -> None:
     assert list(contradictions(run)) == []
     stated: list[Provenance] = [*run.instabilities]
     for _, group in run:
-        if isinstance(group, Group):
+        if isinstance(group, PublishedGroup):
             stated += [group, *group.exceptions.values()]
     assert len(stated) >= 4
     assert all(source.strip() for one in stated for source in one.sources)

@@ -4,7 +4,7 @@ import pytest
 from tests.catalogue.published import model_shape
 
 from leaven.catalogue.neighbours import nearest, size_ratio
-from leaven.catalogue.run import Run, Stack
+from leaven.catalogue.run import PublishedRun, Stack
 from leaven.catalogue.runs import FOLDER, diff, find_run, load_runs, own_runs
 from leaven.recipe.errors import InputError
 
@@ -90,7 +90,7 @@ def test_steps_are_no_measure_of_warm_up_while_the_batch_ramps() -> None:
     document = run.model_dump(exclude_none=True)
     document["batch"]["rampup"] = {"kind": "linear", "start_tokens": 1}
     document["schedule"]["warmup_fraction"] = 0.25
-    assert Run.model_validate(document).warmup_fraction == 0.25
+    assert PublishedRun.model_validate(document).warmup_fraction == 0.25
 
 
 def test_nearest_gives_each_lineage_one_vote_before_any_second() -> None:
@@ -163,7 +163,9 @@ def test_nearest_never_offers_a_learning_rate_that_means_something_else(
     document = find_run("pythia-70m").model_dump(exclude_none=True)
     mup = document | {"schedule": document["schedule"] | {"parametrisation": "muP base lr"}}
     ademamix = document | {"optim": document["optim"] | {"optimizer": "ademamix"}}
-    runs = tuple(map(Run.model_validate, (mup, ademamix, find_run("bloom-176b").model_dump(exclude_none=True))))
+    runs = tuple(
+        map(PublishedRun.model_validate, (mup, ademamix, find_run("bloom-176b").model_dump(exclude_none=True)))
+    )
     monkeypatch.setattr("leaven.catalogue.neighbours.load_runs", lambda: runs)
     assert [run.id for run, _ in nearest(70_000_000, 10**9, limit=5)] == ["bloom-176b"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from leaven.catalogue.laws import find_law
 from leaven.catalogue.neighbours import middle, neighbours, size_ratio
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.catalogue.schedules import batch_ramps
 from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS
@@ -39,7 +39,7 @@ def new(params: float, tokens: float, **asked: object) -> Derivation:
     return starter(replace(StarterRequest("wheat", int(params), int(tokens), proxy=0), **asked))  # type: ignore[arg-type]
 
 
-def comparable(params: float) -> list[Run]:
+def comparable(params: float) -> list[PublishedRun]:
     """Dense runs within a factor of 4 whose lr is one of plain Adam, without the module under test."""
     return [
         run for run in load_runs() if run.kind == "dense" and run.lr_comparable and size_ratio(run, int(params)) <= 4

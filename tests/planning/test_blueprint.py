@@ -5,7 +5,7 @@ from tests.catalogue.published import model_shape
 from tests.planning.shapes import LLAMA_8B, gpt
 
 from leaven.catalogue.counting import count_parameters
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.planning.blueprint import Blueprint, Core, Matmul, blueprint
 from leaven.planning.published import published_blueprint
@@ -15,13 +15,13 @@ from leaven.recipe.shape import ModelShape
 COUNTED = {run.id: run for run in load_runs() if count_parameters(run.arch, run.data.seq_len if run.data else None)}
 
 
-def table(run: Run) -> Blueprint:
+def table(run: PublishedRun) -> Blueprint:
     assert run.data is not None
     return published_blueprint(run.arch, run.data.seq_len or 2048)
 
 
 @pytest.mark.parametrize("run", COUNTED.values(), ids=COUNTED)
-def test_parameters_are_those_that_the_catalogue_counts(run: Run) -> None:
+def test_parameters_are_those_that_the_catalogue_counts(run: PublishedRun) -> None:
     found = table(run)
     assert (found.params, found.active_params) == count_parameters(run.arch, found.seq_len)
 
@@ -31,7 +31,7 @@ def test_nearly_all_published_runs_are_counted() -> None:
 
 
 @pytest.mark.parametrize("run", [run for run in COUNTED.values() if model_shape(run)], ids=lambda run: run.id)
-def test_what_leaven_builds_has_one_table_from_either_side(run: Run) -> None:
+def test_what_leaven_builds_has_one_table_from_either_side(run: PublishedRun) -> None:
     shape = model_shape(run)
     assert shape is not None
     assert blueprint(shape) == table(run)

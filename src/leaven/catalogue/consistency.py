@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from leaven.catalogue.counting import count_parameters
-from leaven.catalogue.groups import Group
+from leaven.catalogue.groups import PublishedGroup
 
 if TYPE_CHECKING:
-    from leaven.catalogue.run import Run
+    from leaven.catalogue.run import PublishedRun
 
 _PARAMS = 0.03  # of a count from the shape against one that is published rounded
 _TOKENS = 0.02  # of steps x batch against tokens: most are published as "300B"
 _WARMUP = 0.02  # of one way to say a warm-up against another
 
 
-def contradictions(run: "Run") -> Iterator[str]:
+def contradictions(run: "PublishedRun") -> Iterator[str]:
     """Each as ``field: what is wrong``."""
     yield from _names(run)
     yield from _shape(run)
@@ -30,10 +30,10 @@ def contradictions(run: "Run") -> Iterator[str]:
     yield from _layout(run)
 
 
-def _names(run: "Run") -> Iterator[str]:
+def _names(run: "PublishedRun") -> Iterator[str]:
     """Fields that say where others stand must name fields that are there."""
     for name, group in run:
-        if not isinstance(group, Group):
+        if not isinstance(group, PublishedGroup):
             continue
         for field in (*group.exceptions, *group.derived):
             if field not in group.model_fields_set:
@@ -41,7 +41,7 @@ def _names(run: "Run") -> Iterator[str]:
                 yield f"{name}.{where}: there is no {field} in [{name}]"
 
 
-def _shape(run: "Run") -> Iterator[str]:
+def _shape(run: "PublishedRun") -> Iterator[str]:
     arch = run.arch
     own_width = arch.d_head is not None or arch.kv_lora_rank is not None
     if arch.d_model and arch.n_heads and not own_width and arch.d_model % arch.n_heads:
@@ -63,7 +63,7 @@ def _shape(run: "Run") -> Iterator[str]:
         yield "arch.kv_lora_rank: latent attention needs kv_lora_rank, qk_nope_, qk_rope_ and v_head_dim together"
 
 
-def _count(run: "Run") -> Iterator[str]:
+def _count(run: "PublishedRun") -> Iterator[str]:
     if run.params_active > run.params_total or (run.kind == "dense" and run.params_active != run.params_total):
         yield f"params_active: {run.params_active:,} of {run.params_total:,} parameters in a {run.kind} model"
     check = run.params.shape_check
@@ -80,7 +80,7 @@ def _count(run: "Run") -> Iterator[str]:
         yield f"params_total: the shape gives {count.total:,}, not within 3% of {run.params_total:,}"
 
 
-def _batch(run: "Run") -> Iterator[str]:
+def _batch(run: "PublishedRun") -> Iterator[str]:
     if run.batch is None or run.data is None:
         return
     samples, tokens, seq_len = run.batch.global_batch_samples, run.batch.global_batch_tokens, run.data.seq_len
@@ -97,7 +97,7 @@ def _batch(run: "Run") -> Iterator[str]:
         )
 
 
-def _ramp(run: "Run") -> Iterator[str]:
+def _ramp(run: "PublishedRun") -> Iterator[str]:
     if run.batch is None or run.batch.rampup is None:
         return
     ramp, samples, tokens = run.batch.rampup, run.batch.global_batch_samples, run.batch.global_batch_tokens
@@ -116,7 +116,7 @@ def _ramp(run: "Run") -> Iterator[str]:
             yield f"batch.rampup: {ramp.n_increments} increments reach {reached:,} samples, not {ramp.final_samples}"
 
 
-def _schedule(run: "Run") -> Iterator[str]:
+def _schedule(run: "PublishedRun") -> Iterator[str]:
     schedule = run.schedule
     if schedule is None:
         return
@@ -135,7 +135,7 @@ def _schedule(run: "Run") -> Iterator[str]:
             yield f"schedule.{name}: {tokens:.4g} tokens, but {first_name} makes {first:.4g}"
 
 
-def _warmups(run: "Run") -> Iterator[tuple[str, float]]:
+def _warmups(run: "PublishedRun") -> Iterator[tuple[str, float]]:
     """The warm-up in tokens, for each way the run says it."""
     schedule, batch, data = run.schedule, run.batch, run.data
     if schedule is None or data is None:
@@ -151,7 +151,7 @@ def _warmups(run: "Run") -> Iterator[tuple[str, float]]:
             yield "warmup_fraction", schedule.warmup_fraction * schedule.total_steps * run.batch_tokens
 
 
-def _layout(run: "Run") -> Iterator[str]:
+def _layout(run: "PublishedRun") -> Iterator[str]:
     layout = run.parallel
     if layout is None:
         return

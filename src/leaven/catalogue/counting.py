@@ -9,7 +9,7 @@ Symbols: d is d_model, h heads, k key heads, f the width of an FFN.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from leaven.catalogue.groups import Architecture, LayerwiseScaling
+from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
 
 
 class Count(NamedTuple):
@@ -37,7 +37,7 @@ class Widths(NamedTuple):
     d_ff: int | None
 
 
-def count_parameters(arch: Architecture, seq_len: int | None) -> Count | None:
+def count_parameters(arch: PublishedArchitecture, seq_len: int | None) -> Count | None:
     """The parameters that the shape implies; None where the shape is not published in full.
 
     Layers that predict further tokens (``mtp_depth``) are left out, as published totals leave them out.
@@ -63,13 +63,13 @@ def count_parameters(arch: Architecture, seq_len: int | None) -> Count | None:
     return Count(ends + shared + total, ends + shared + active)
 
 
-def d_head(arch: Architecture) -> int | None:
+def d_head(arch: PublishedArchitecture) -> int | None:
     if arch.d_head is None and arch.d_model and arch.n_heads:
         return arch.d_model // arch.n_heads
     return arch.d_head
 
 
-def _complete(arch: Architecture) -> _Complete | None:
+def _complete(arch: PublishedArchitecture) -> _Complete | None:
     vocab = arch.vocab_padded or arch.vocab_size
     if (
         arch.n_layers is None
@@ -86,7 +86,7 @@ def _complete(arch: Architecture) -> _Complete | None:
     return _Complete(arch.n_layers, arch.d_model, vocab, arch.gated, arch.tied_embeddings, arch.qk_norm, gain)
 
 
-def layer_widths(arch: Architecture) -> Sequence[Widths] | None:
+def layer_widths(arch: PublishedArchitecture) -> Sequence[Widths] | None:
     if arch.layerwise_scaling is not None:
         return _scaled_widths(arch, arch.layerwise_scaling)
     n_kv_heads = arch.n_heads if arch.kv_lora_rank is not None else arch.n_kv_heads
@@ -99,7 +99,7 @@ def layer_widths(arch: Architecture) -> Sequence[Widths] | None:
     return [dense] * n_dense + [sparse] * (arch.n_layers - n_dense)
 
 
-def _scaled_widths(arch: Architecture, scaling: LayerwiseScaling) -> Sequence[Widths] | None:
+def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Sequence[Widths] | None:
     """OpenELM: multipliers on a line over the layers, rounded to 0.01; widths rounded to whole groups of heads.
 
     Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
@@ -128,7 +128,7 @@ def _whole(width: float, divisor: int) -> int:
     return rounded + divisor if rounded < 0.9 * width else rounded
 
 
-def _attention(arch: Architecture, known: _Complete, layer: Widths) -> int:
+def _attention(arch: PublishedArchitecture, known: _Complete, layer: Widths) -> int:
     d = known.d_model
     if arch.kv_lora_rank is not None:
         return _latent_attention(arch, known, layer.n_heads, arch.kv_lora_rank)
@@ -143,7 +143,7 @@ def _attention(arch: Architecture, known: _Complete, layer: Widths) -> int:
     return matrices + biases + relative + (gains * known.norm_gain if known.qk_norm else 0)
 
 
-def _latent_attention(arch: Architecture, known: _Complete, n_heads: int, kv_rank: int) -> int:
+def _latent_attention(arch: PublishedArchitecture, known: _Complete, n_heads: int, kv_rank: int) -> int:
     """MLA (arXiv 2405.04434, section 2.1): keys and values from one latent, rotated keys shared by all heads."""
     d = known.d_model
     nope, rope, value = arch.qk_nope_head_dim or 0, arch.qk_rope_head_dim or 0, arch.v_head_dim or 0
@@ -159,7 +159,7 @@ def _ffn(known: _Complete, width: int, *, biased: bool) -> int:
     return (n_in + 1) * known.d_model * width + (n_in * width + known.d_model if biased else 0)
 
 
-def _experts(arch: Architecture, known: _Complete, *, routed: int) -> int:
+def _experts(arch: PublishedArchitecture, known: _Complete, *, routed: int) -> int:
     """So many routed experts, the shared ones and the router."""
     each = _ffn(known, arch.d_expert or 0, biased=False)
     return (routed + (arch.n_shared_experts or 0)) * each + known.d_model * (arch.n_experts or 0)

@@ -31,7 +31,7 @@ class Provenance(Part):
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
-class Group(Provenance):
+class PublishedGroup(Provenance):
     """Values from one source; ``exceptions`` stand elsewhere, ``derived`` were computed from others."""
 
     evidence: Evidence | None = None
@@ -43,14 +43,14 @@ class Group(Provenance):
         return self.exceptions.get(field, self)
 
 
-class Lineage(Group):
+class Lineage(PublishedGroup):
     """Whose learning rate the run took over. Runs of one lineage are one opinion, not many."""
 
     name: str
     note: str | None = None
 
 
-class Params(Group):
+class Params(PublishedGroup):
     precision: Literal["exact", "rounded", "nominal"]
     shape_check: str | None = None  # why the count from the shape is another; starts with "skip" where there is none
     shape_excess: int | None = None  # what the shape gives above an exact count
@@ -67,7 +67,7 @@ class LayerwiseScaling(BaseModel):
     ffn_divisor: int  # every d_ff is a multiple of it
 
 
-class Architecture(Group):
+class PublishedArchitecture(PublishedGroup):
     """The published architecture, wider than what leaven builds: experts, latent attention, output norms, ALiBi.
 
     ``d_head`` is given only where it is not ``d_model / n_heads``, ``norm_bias`` and ``qkv_bias`` only where they are
@@ -122,7 +122,7 @@ class Architecture(Group):
     vision_backbone: str | None = None
 
 
-class Data(Group):
+class PublishedData(PublishedGroup):
     tokens_total: int | None = None  # consumed
     tokens_planned: int | None = None
     tokens_in_dataset: int | None = None
@@ -156,7 +156,7 @@ class BatchRamp(BaseModel):
     note: str | None = None
 
 
-class Batch(Group):
+class PublishedBatch(PublishedGroup):
     global_batch_samples: int | None = None
     global_batch_tokens: int | None = None
     batch_tokens_nominal: bool = False  # the source prints a rounded "4M"
@@ -164,7 +164,7 @@ class Batch(Group):
     note: str | None = None
 
 
-class Optim(Group):
+class Optim(PublishedGroup):
     optimizer: Optimizer | None = None
     optimizer_note: str | None = None
     beta1: float | None = None
@@ -196,7 +196,7 @@ class Optim(Group):
     decay_norm_and_bias: bool | None = None
 
 
-class Schedule(Group):
+class PublishedSchedule(PublishedGroup):
     peak_lr: float | None = None
     min_lr: float | None = None
     min_lr_ratio: float | None = None
@@ -223,7 +223,7 @@ class Schedule(Group):
     note: str | None = None
 
 
-class Init(Group):
+class PublishedInit(PublishedGroup):
     kind: Literal[
         "scaled_normal",
         "flat_normal",
@@ -250,7 +250,7 @@ class Init(Group):
     qk_scale: str | None = None
 
 
-class TunedBase(Group):
+class TunedBase(PublishedGroup):
     """The study behind a base that leaven tuned itself. A run that has it is no published one.
 
     ``values`` and ``intervals`` go by the paths of a recipe. Between the ends of an interval the loss stays within
@@ -270,7 +270,7 @@ class TunedBase(Group):
     at_end: Texts = ()  # the best is as far as was searched: the optimum may lie beyond
 
 
-class Precision(Group):
+class PublishedPrecision(PublishedGroup):
     dtype: Literal["fp32", "fp16", "bf16", "fp8"]
     dtype_note: str | None = None
     loss_scaling: str | None = None
@@ -282,7 +282,7 @@ class Precision(Group):
     cross_entropy: str | None = None
 
 
-class Parallel(Group):
+class Parallel(PublishedGroup):
     tp: int | None = None
     pp: int | None = None
     dp: int | None = None
@@ -298,14 +298,14 @@ class Parallel(Group):
     note: str | None = None
 
 
-class Hardware(Group):
+class Hardware(PublishedGroup):
     accelerator: str
     accelerator_note: str | None = None
     count: int | None = None
     note: str | None = None
 
 
-class Throughput(Group):
+class PublishedThroughput(PublishedGroup):
     tflops_per_gpu: float | None = None
     mfu: float | None = None
     mfu_min: float | None = None

@@ -96,7 +96,7 @@ class LossLaw(Part):
         return scale * math.pow(flops / 6, self.beta / both)
 
 
-class Line(Part):
+class FrontierLine(Part):
     """N = params (C / flops)^exponent: a straight line in the logarithms through a published point."""
 
     flops: float
@@ -152,7 +152,7 @@ class Sourced(Part):
     fitted: Fitted = Fitted()
 
     def judged(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
-        """The fields of :class:`Answer` for a point."""
+        """The fields of :class:`LawAnswer` for a point."""
         beyond = self.fitted.beyond(params, tokens, compute)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
         return {
@@ -189,7 +189,7 @@ class Frontier(Sourced):
     behind the third did not converge (Besiroglu et al. 2024); the replication is near the first.
     """
 
-    sizes: Line | LossLaw
+    sizes: FrontierLine | LossLaw
 
 
 _ENTRIES = tomllib.loads(Path(__file__).with_name("laws.toml").read_text(encoding="utf-8"))
@@ -213,7 +213,7 @@ REPLICATION = _loss_law("Besiroglu 2024 replication")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class LawAnswer:
     """What the answers of a law and of a frontier have in common."""
 
     law: str
@@ -227,7 +227,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LawResult(Answer):
+class LawResult(LawAnswer):
     """What one law says at one point: the fields of :class:`Law` as numbers, None where it gives none."""
 
     params_definition: ParamsDefinition
@@ -328,7 +328,7 @@ def lr_at_batch(result: LawResult, batch_tokens: float, noise: float) -> AtBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimum(Answer):
+class Optimum(LawAnswer):
     """What one answer gives for a budget."""
 
     params: float

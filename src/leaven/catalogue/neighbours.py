@@ -13,7 +13,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from leaven.catalogue.run import Kind, Run, Stack, same_lr_meaning
+from leaven.catalogue.run import Kind, PublishedRun, Stack, same_lr_meaning
 from leaven.catalogue.runs import listed, load_runs
 from leaven.catalogue.terms import terms
 from leaven.recipe.errors import InputError
@@ -30,19 +30,21 @@ LEAST_WEIGHT = 1e-6
 _TOKEN_WEIGHT = 0.125
 
 
-def size_ratio(run: Run, params: int) -> float:
+def size_ratio(run: PublishedRun, params: int) -> float:
     """How far apart two sizes are, as a factor of at least 1."""
     return max(run.params_total / params, params / run.params_total)
 
 
-def of_size(params: int) -> list[Run]:
+def of_size(params: int) -> list[PublishedRun]:
     """The dense runs within `FACTOR` of a size, whatever their optimiser, from small to large."""
     return [run for run in load_runs() if run.kind == "dense" and size_ratio(run, params) <= FACTOR]
 
 
-def first_of_each(runs: Iterable[Run], group: Callable[[Run], str] = lambda run: run.lineage.name) -> list[Run]:
+def first_of_each(
+    runs: Iterable[PublishedRun], group: Callable[[PublishedRun], str] = lambda run: run.lineage.name
+) -> list[PublishedRun]:
     """The first run of each lineage (or other group), in their order."""
-    first: dict[str, Run] = {}
+    first: dict[str, PublishedRun] = {}
     for run in runs:
         first.setdefault(group(run), run)
     return list(first.values())
@@ -56,13 +58,13 @@ def nearest(
     factor: float = FACTOR,
     stack: Stack | None = None,
     kind: Kind = "dense",
-) -> list[tuple[Run, float]]:
+) -> list[tuple[PublishedRun, float]]:
     """The runs nearest in stack, size and duration, and their distance in octaves of parameters.
 
     Only runs within ``factor`` of the size, those of the same stack first; where there are none, the nearest of all.
     A lineage has one vote: first the best run of each lineage, then the others, each in that order. Runs whose
-    learning rate means something else are left out (:attr:`Run.lr_comparable`); a stack that names another optimiser
-    asks for the learning rates of that.
+    learning rate means something else are left out (:attr:`PublishedRun.lr_comparable`); a stack that names another
+    optimiser asks for the learning rates of that.
 
     Raises:
         InputError: if there are no parameters or no tokens, or no run of this kind has a learning rate to compare.
@@ -133,29 +135,29 @@ class Neighbours:
     rest."""
 
     params: int
-    ranked: tuple[Run, ...]  # all lineages: those within `FACTOR` first, of these those of the same stack
-    reference: Run | None = None
+    ranked: tuple[PublishedRun, ...]  # all lineages: those within `FACTOR` first, of these those of the same stack
+    reference: PublishedRun | None = None
 
     @cached_property
-    def close(self) -> tuple[Run, ...]:
+    def close(self) -> tuple[PublishedRun, ...]:
         """Those within `FACTOR` of the size, as they are ranked."""
         return tuple(run for run in self.ranked if size_ratio(run, self.params) <= FACTOR)
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[PublishedRun, ...]:
         """Those that vote, the nearest in size first: within `FACTOR`, but `NEAREST` at least."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
     @cached_property
-    def table(self) -> dict[str, Run]:
+    def table(self) -> dict[str, PublishedRun]:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
     @cached_property
     def _terms(self) -> dict[str, dict[str, Any]]:
         return {id: terms(run) for id, run in self.table.items()}
 
-    def values(self, what: str | Callable[[Run], Any]) -> dict[str, Any]:
+    def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
         """Who has what at a path of a recipe, or by a function; only the reference where it has something."""
         known = {
             id: value
@@ -192,7 +194,9 @@ class Neighbours:
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
-def neighbours(params: int, tokens: int, *, qk_norm: bool | None = None, reference: Run | None = None) -> Neighbours:
+def neighbours(
+    params: int, tokens: int, *, qk_norm: bool | None = None, reference: PublishedRun | None = None
+) -> Neighbours:
     """The published dense runs with a comparable learning rate near a size; those with AdamW, norms ahead of the
     branches and QK-norm as given come first."""
     stack = Stack("pre", qk_norm, "adamw")

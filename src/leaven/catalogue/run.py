@@ -8,11 +8,7 @@ from pydantic import Field, model_validator
 from leaven.catalogue.consistency import contradictions
 from leaven.catalogue.counting import count_parameters
 from leaven.catalogue.groups import (
-    Architecture,
-    Batch,
-    Data,
     Hardware,
-    Init,
     Instability,
     Lineage,
     NormPlacement,
@@ -20,10 +16,14 @@ from leaven.catalogue.groups import (
     Optimizer,
     Parallel,
     Params,
-    Precision,
-    Schedule,
+    PublishedArchitecture,
+    PublishedBatch,
+    PublishedData,
+    PublishedInit,
+    PublishedPrecision,
+    PublishedSchedule,
+    PublishedThroughput,
     Texts,
-    Throughput,
     TunedBase,
 )
 from leaven.recipe.base import Part
@@ -67,7 +67,7 @@ class Stack(NamedTuple):
         )
 
 
-class Run(Part):
+class PublishedRun(Part):
     """A published run, or a base of leaven's own (:attr:`tuning`). The groups hold what its source says; the
     properties say it in leaven's terms.
 
@@ -84,16 +84,16 @@ class Run(Part):
     params_active: int
     lineage: Lineage
     params: Params
-    arch: Architecture
-    data: Data | None = None
-    batch: Batch | None = None
+    arch: PublishedArchitecture
+    data: PublishedData | None = None
+    batch: PublishedBatch | None = None
     optim: Optim | None = None
-    schedule: Schedule | None = None
-    init: Init | None = None
-    precision: Precision | None = None
+    schedule: PublishedSchedule | None = None
+    init: PublishedInit | None = None
+    precision: PublishedPrecision | None = None
     parallel: Parallel | None = None
     hardware: Hardware | None = None
-    throughput: Throughput | None = None
+    throughput: PublishedThroughput | None = None
     tuning: TunedBase | None = None  # of leaven's own bases alone
     instabilities: Annotated[tuple[Instability, ...], Field(strict=False)] = ()
     notes: Texts = ()

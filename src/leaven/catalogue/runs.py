@@ -13,23 +13,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.recipe.errors import InputError
 
 FOLDER = Path(__file__).parent / "runs"
 
 
-def load_runs() -> tuple[Run, ...]:
+def load_runs() -> tuple[PublishedRun, ...]:
     """All published runs, from the smallest to the largest."""
     return tuple(run for run in _load(FOLDER) if run.tuning is None)
 
 
-def own_runs() -> tuple[Run, ...]:
+def own_runs() -> tuple[PublishedRun, ...]:
     """The small runs that leaven tuned itself, from the smallest to the largest: bases to transfer from."""
     return tuple(run for run in _load(FOLDER) if run.tuning is not None)
 
 
-def find_run(id: str) -> Run:
+def find_run(id: str) -> PublishedRun:
     """One run by its id, published or a base of leaven's own.
 
     Raises:
@@ -51,7 +51,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + (" or " if names[:-1] else "") + names[-1]
 
 
-def diff(run_a: Run, run_b: Run) -> list[tuple[str, Any, Any]]:
+def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[tuple[str, Any, Any]]:
     """The values in which two runs differ: dotted path, value of a, value of b; None where it is not known."""
     a, b = run_a.flat(), run_b.flat()
     paths = [*a, *(path for path in b if path not in a)]
@@ -59,14 +59,14 @@ def diff(run_a: Run, run_b: Run) -> list[tuple[str, Any, Any]]:
 
 
 @cache  # the checks of one recipe ask for the runs hundreds of times
-def _load(folder: Path) -> tuple[Run, ...]:
+def _load(folder: Path) -> tuple[PublishedRun, ...]:
     return tuple(sorted((_read(path) for path in folder.glob("*.toml")), key=lambda run: (run.params_total, run.id)))
 
 
 @cache
-def _read(path: Path) -> Run:
+def _read(path: Path) -> PublishedRun:
     try:
-        return Run.model_validate(tomllib.loads(path.read_text(encoding="utf-8")) | {"id": path.stem})
+        return PublishedRun.model_validate(tomllib.loads(path.read_text(encoding="utf-8")) | {"id": path.stem})
     except ValidationError as error:
         raise InputError(f"{path.name}: {_explain(error)}") from None
     except tomllib.TOMLDecodeError as error:

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.terms import terms
 from leaven.recipe.batch import Ramp, Stage
 
 
-def batch_ramps(runs: Iterable[Run] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """Of the published batch ramps: the first batch as a share of the last, the length as a share of the run.
 
     A family has one vote, its largest run: a ramp belongs to whoever ran it, not to a table of learning rates.
@@ -32,7 +32,7 @@ def batch_ramps(runs: Iterable[Run] | None = None) -> tuple[dict[str, float], di
     return dict(starts.values()), dict(lengths.values())
 
 
-def repeated_growth(run: Run, tokens: int, batch: int, unit: int) -> Ramp | tuple[Stage, ...] | None:
+def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ramp | tuple[Stage, ...] | None:
     """The run's batch growth in a run of ``tokens`` up to ``batch`` tokens; None where too little is published.
 
     Sizes are whole multiples of ``unit``, which divides ``batch``; what the run did at a share of its length comes at
@@ -67,7 +67,7 @@ def repeated_growth(run: Run, tokens: int, batch: int, unit: int) -> Ramp | tupl
     )
 
 
-def stage_begins(run: Run) -> list[float] | None:
+def stage_begins(run: PublishedRun) -> list[float] | None:
     """The tokens consumed before each stage of the run; None where one is not published."""
     stages: tuple[dict[str, Any], ...] = tuple((run.batch and run.batch.rampup and run.batch.rampup.stages) or ())
     begins, steps = [0.0], 0
@@ -84,7 +84,7 @@ def stage_begins(run: Run) -> list[float] | None:
     return begins
 
 
-def warmup_tokens(run: Run) -> float | None:
+def warmup_tokens(run: PublishedRun) -> float | None:
     """The run's warm-up; one in steps is counted in the batches that it had by then."""
     if run.warmup_fraction is not None and run.tokens:
         return run.warmup_fraction * run.tokens
@@ -99,7 +99,7 @@ def warmup_tokens(run: Run) -> float | None:
     return total
 
 
-def cooldown_share(run: Run) -> float | None:
+def cooldown_share(run: PublishedRun) -> float | None:
     """The share of the run in which a constant lr then fell."""
     schedule = run.schedule
     if schedule is None or schedule.shape != "wsd":

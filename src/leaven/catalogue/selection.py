@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import closest, listed
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import parse_quantity
@@ -90,12 +90,12 @@ class Range:
 
 
 def select(
-    runs: Sequence[Run],
+    runs: Sequence[PublishedRun],
     *,
     params: Range | None = None,
     tokens: Range | None = None,
     conditions: Iterable[Condition] = (),
-) -> list[Run]:
+) -> list[PublishedRun]:
     """The runs that meet all of this, in their order.
 
     Raises:
@@ -110,13 +110,13 @@ def select(
     return kept
 
 
-def values(run: Run) -> dict[str, Any]:
+def values(run: PublishedRun) -> dict[str, Any]:
     """All that a condition can ask for, by its path."""
     own = {name: getattr(run, name) for name in _PROPERTIES}
     return run.flat() | {name: value for name, value in own.items() if value is not None}
 
 
-def _meeting(condition: Condition, known: Sequence[tuple[Run, dict[str, Any]]]) -> set[str]:
+def _meeting(condition: Condition, known: Sequence[tuple[PublishedRun, dict[str, Any]]]) -> set[str]:
     """The ids of the runs that meet a condition."""
     found = {run.id: said[condition.path] for run, said in known if condition.path in said}
     if not found:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from leaven.catalogue.counting import d_head
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.recipe.recipe import Recipe, flatten
 
 
@@ -16,16 +16,16 @@ class Difference(NamedTuple):
 
 
 class _Term(NamedTuple):
-    of_run: Callable[[Run], Any]
+    of_run: Callable[[PublishedRun], Any]
     of_recipe: Callable[[Recipe], Any]
     published: tuple[str, ...]  # the paths of a run's file that state this
 
 
-def _warmup_tokens(run: Run) -> int | None:
+def _warmup_tokens(run: PublishedRun) -> int | None:
     return round(run.warmup_fraction * run.tokens) if run.warmup_fraction is not None and run.tokens else None
 
 
-def _start_tokens(run: Run) -> int | None:
+def _start_tokens(run: PublishedRun) -> int | None:
     """The first batch of a ramp."""
     ramp = run.batch.rampup if run.batch else None
     if ramp is None or ramp.kind == "none":
@@ -36,7 +36,7 @@ def _start_tokens(run: Run) -> int | None:
     return ramp.start_tokens or (ramp.start_samples * seq_len if ramp.start_samples and seq_len else None)
 
 
-def _ramp_tokens(run: Run) -> int | None:
+def _ramp_tokens(run: PublishedRun) -> int | None:
     """From how many tokens on the batch has its size."""
     ramp = run.batch.rampup if run.batch else None
     if ramp is None or ramp.kind == "none":
@@ -92,7 +92,7 @@ _PUBLISHED: dict[str, tuple[str, ...]] = {
     "layout.zero": ("parallel.zero_stage",),
 }
 # Where a run does not simply have it there.
-_OF_RUN: dict[str, Callable[[Run], Any]] = {
+_OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.d_head": lambda run: d_head(run.arch),
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
@@ -145,7 +145,9 @@ _LEAVENS_OWN = {"name", "why", "tuning", "evaluation", "stability", "data", "lay
 
 
 def diff_in_terms(
-    a: Run | Recipe, b: Run | Recipe, resolved: Callable[[Recipe], dict[str, Any]] = lambda recipe: {}
+    a: PublishedRun | Recipe,
+    b: PublishedRun | Recipe,
+    resolved: Callable[[Recipe], dict[str, Any]] = lambda recipe: {},
 ) -> list[Difference]:
     """The values in which a run or recipe differs from another; None where it is not known.
 
@@ -161,13 +163,15 @@ def diff_in_terms(
     return [each for each in found if each.a != each.b]
 
 
-def terms(of: Run | Recipe) -> dict[str, Any]:
+def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
     """What is known, by the paths of a recipe."""
-    values = {path: term.of_run(of) if isinstance(of, Run) else term.of_recipe(of) for path, term in TERMS.items()}
+    values = {
+        path: term.of_run(of) if isinstance(of, PublishedRun) else term.of_recipe(of) for path, term in TERMS.items()
+    }
     return {path: value for path, value in values.items() if value is not None}
 
 
-def without_counterpart(of: Run | Recipe) -> Iterator[tuple[str, Any]]:
+def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
     """The values that only one of the two kinds has, where they are not those of an ordinary run."""
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():

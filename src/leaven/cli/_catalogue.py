@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.text import Text
 
-from leaven.catalogue.groups import Group
-from leaven.catalogue.run import Run, Stack
+from leaven.catalogue.groups import PublishedGroup
+from leaven.catalogue.run import PublishedRun, Stack
 from leaven.recipe.units import format_quantity
 from leaven.views.terminal import Column, Columns, folded, learning_rate
 
@@ -21,12 +21,12 @@ MARK = "*"  # behind a learning rate that means something else
 MARKED = f"{MARK} no lr to compare with the others: muP, or another optimizer than Adam(W)"
 
 
-def run_table(runs: Sequence[Run]) -> Columns:
+def run_table(runs: Sequence[PublishedRun]) -> Columns:
     rows = [(run.id, *_sizes(run, runs), *_cells(run), _source(run)) for run in runs]
     return Columns((Column("run", align="left"), *_size_columns(runs), *RUN, SOURCE), rows)
 
 
-def nearest_table(found: Sequence[tuple[Run, float]]) -> Columns:
+def nearest_table(found: Sequence[tuple[PublishedRun, float]]) -> Columns:
     """The distance is in octaves of parameters, beside each run."""
     runs = [run for run, _ in found]
     columns = (
@@ -60,7 +60,7 @@ def diff_table(a: str, b: str, rows: Sequence[tuple[str, Any, Any]]) -> Columns:
     return Columns(columns, [(path, " | ".join(told(left)), " | ".join(told(right))) for path, left, right in rows])
 
 
-def run_lines(run: Run, width: int) -> Iterator[Text]:
+def run_lines(run: PublishedRun, width: int) -> Iterator[Text]:
     """One run, nothing left out: every group with its sources above its values, an exception below its value."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
@@ -69,7 +69,7 @@ def run_lines(run: Run, width: int) -> Iterator[Text]:
     flat = run.flat()
     left = 2 + max(map(len, flat)) + 2
     for name in dict.fromkeys(path.partition(".")[0] for path in flat if "." in path):
-        group: Group = getattr(run, name)
+        group: PublishedGroup = getattr(run, name)
         yield Text()
         yield Text(f"{name} (known from: {group.confidence})", style="dim")
         yield from _sources(group.sources, width, 4)
@@ -113,21 +113,21 @@ def told(value: Any) -> list[str]:
             return [str(value)]
 
 
-def _size_columns(runs: Sequence[Run]) -> tuple[Column, ...]:
+def _size_columns(runs: Sequence[PublishedRun]) -> tuple[Column, ...]:
     return (Column("params"), Column("active")) if _sparse(runs) else (Column("params"),)
 
 
-def _sizes(run: Run, among: Sequence[Run]) -> tuple[str, ...]:
+def _sizes(run: PublishedRun, among: Sequence[PublishedRun]) -> tuple[str, ...]:
     """Parameters, and those that a token passes through where that is not all of them."""
     total, active = format_quantity(run.params_total), format_quantity(run.params_active)
     return (total, active if _sparse([run]) else "") if _sparse(among) else (total,)
 
 
-def _sparse(runs: Sequence[Run]) -> bool:
+def _sparse(runs: Sequence[PublishedRun]) -> bool:
     return any(run.params_active != run.params_total for run in runs)
 
 
-def _cells(run: Run) -> tuple[str, ...]:
+def _cells(run: PublishedRun) -> tuple[str, ...]:
     mark = MARK if run.peak_lr is not None and not run.lr_comparable else ""
     return (
         _count(run.tokens),
@@ -141,7 +141,7 @@ def _count(value: int | None) -> str:
     return "-" if value is None else format_quantity(value)
 
 
-def _source(run: Run) -> str:
+def _source(run: PublishedRun) -> str:
     return "; ".join(run.lr_sources)
 
 

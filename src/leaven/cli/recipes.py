@@ -11,7 +11,7 @@ from rich.text import Text
 from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.catalogue.neighbours import nearest, size_ratio
-from leaven.catalogue.run import Kind, Run, Stack
+from leaven.catalogue.run import Kind, PublishedRun, Stack
 from leaven.catalogue.runs import diff, find_run, load_runs, own_runs
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
@@ -133,7 +133,7 @@ def diff_runs(
 ) -> None:
     """The values in which two runs differ; A and B are published runs, or recipe files (.toml)."""
     left, right = _run_or_recipe(a), _run_or_recipe(b)
-    if isinstance(left, Run) and isinstance(right, Run):
+    if isinstance(left, PublishedRun) and isinstance(right, PublishedRun):
         rows = diff(left, right)
         if json_output:
             emit_json([{"path": path, "a": in_a, "b": in_b} for path, in_a, in_b in rows])
@@ -147,7 +147,7 @@ def diff_runs(
     if not found:
         console.print("no difference")
         return
-    one, other = (of.id if isinstance(of, Run) else of.name for of in (left, right))
+    one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
     console.print(diff_table(one, other, [row[:3] for row in found if row.counterpart]))
     alone = [row[:3] for row in found if not row.counterpart]
     if alone:
@@ -209,7 +209,7 @@ def _text_tokens(recipe: Recipe) -> int | None:
     return sum(known) if len(known) == len(names) else None
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _summary(run: PublishedRun) -> dict[str, Any]:
     return {
         "id": run.id,
         "params": run.params_total,
@@ -226,7 +226,7 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _nearness(run: Run, distance: float, params: int, factor: float, asked: Stack) -> dict[str, Any]:
+def _nearness(run: PublishedRun, distance: float, params: int, factor: float, asked: Stack) -> dict[str, Any]:
     ratio = size_ratio(run, params)
     return {
         "distance": distance,
@@ -249,7 +249,7 @@ def _emit_csv(rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def _cautions(runs: list[Run], params: int, factor: float, asked: Stack) -> list[str]:
+def _cautions(runs: list[PublishedRun], params: int, factor: float, asked: Stack) -> list[str]:
     said = []
     ratio = size_ratio(runs[0], params)
     if ratio > factor:
@@ -264,12 +264,12 @@ def _cautions(runs: list[Run], params: int, factor: float, asked: Stack) -> list
     return said
 
 
-def _say_marked(runs: list[Run]) -> None:
+def _say_marked(runs: list[PublishedRun]) -> None:
     if any(run.peak_lr is not None and not run.lr_comparable for run in runs):
         console.print(MARKED, style="dim")
 
 
-def _run_or_recipe(written: str) -> Run | Recipe:
+def _run_or_recipe(written: str) -> PublishedRun | Recipe:
     return load(Path(written), None) if written.endswith(".toml") else find_run(written)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from leaven.catalogue.laws import FRONTIERS
 from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.starter.batch import choose_batch
-from leaven.catalogue.starter.decisions import Scale, StarterDraft
+from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
 from leaven.catalogue.starter.request import LEAST_PARAMS, MOST_PARAMS, MOST_TOKENS, StarterRequest
 from leaven.catalogue.starter.shape import choose_shape
 from leaven.planning.cost import Cost, Price, cost
@@ -187,7 +187,7 @@ class _Speeds:
         _check(request)
         near = neighbours(request.params, request.tokens)
         shape = choose_shape(request, near)
-        batch = choose_batch(StarterDraft(), Scale(near, shape, request.tokens, request.gpus))
+        batch = choose_batch(StarterDraft(), StarterScale(near, shape, request.tokens, request.gpus))
         if self._mfu is None:
             found = plan(shape, request.tokens, batch, cluster)
             mfu, rate = found.speed.mfu, found.speed.tokens_per_second

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 
 from leaven.catalogue.counting import Widths, layer_widths
-from leaven.catalogue.groups import Architecture
+from leaven.catalogue.groups import PublishedArchitecture
 from leaven.planning.blueprint import Block, Blueprint, Core, Matmul
 from leaven.recipe.errors import InputError
 
@@ -14,7 +14,7 @@ _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def published_blueprint(
-    arch: Architecture, seq_len: int, windows: Sequence[int | None] = (None,), *, dropout: bool = False
+    arch: PublishedArchitecture, seq_len: int, windows: Sequence[int | None] = (None,), *, dropout: bool = False
 ) -> Blueprint:
     """The table of a published architecture at a sequence length.
 
@@ -58,13 +58,13 @@ def published_blueprint(
     )
 
 
-def _gains(arch: Architecture) -> int:
+def _gains(arch: PublishedArchitecture) -> int:
     """Parameters of a norm over one channel."""
     bias = arch.bias if arch.norm_bias is None else arch.norm_bias
     return (1 + (arch.norm == "layernorm" and bool(bias))) if arch.norm_affine else 0
 
 
-def _block(arch: Architecture, layer: Widths, window: int | None, *, dropout: bool) -> Block:
+def _block(arch: PublishedArchitecture, layer: Widths, window: int | None, *, dropout: bool) -> Block:
     heads, kv_heads, d_ff = layer
     d, gains = arch.d_model or 0, _gains(arch)
     if arch.kv_lora_rank is not None:
@@ -84,7 +84,7 @@ def _block(arch: Architecture, layer: Widths, window: int | None, *, dropout: bo
 
 
 def _grouped(
-    arch: Architecture, heads: int, kv_heads: int, window: int | None
+    arch: PublishedArchitecture, heads: int, kv_heads: int, window: int | None
 ) -> tuple[list[Matmul], Core, int, int]:
     """Heads that share keys and values in groups; the vectors are those of the norms of queries and keys."""
     d = arch.d_model or 0
@@ -106,7 +106,9 @@ def _grouped(
     return rows, Core(heads, kv_heads, head, head, window), shared, wide
 
 
-def _latent(arch: Architecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core, int, int]:
+def _latent(
+    arch: PublishedArchitecture, heads: int, rank: int, window: int | None
+) -> tuple[list[Matmul], Core, int, int]:
     """MLA (arXiv 2405.04434, section 2.1). What leads to a latent is whole on every tensor rank, as in Megatron."""
     d = arch.d_model or 0
     nope, rope, value = arch.qk_nope_head_dim or 0, arch.qk_rope_head_dim or 0, arch.v_head_dim or 0
@@ -122,7 +124,9 @@ def _latent(arch: Architecture, heads: int, rank: int, window: int | None) -> tu
     return rows, Core(heads, heads, nope + rope, value, window), (rank + (queries or 0)) * _gains(arch), 0
 
 
-def _mlp(arch: Architecture, name: str, width: int, *, bias: bool, stored: int = 1, passed: int = 1) -> list[Matmul]:
+def _mlp(
+    arch: PublishedArchitecture, name: str, width: int, *, bias: bool, stored: int = 1, passed: int = 1
+) -> list[Matmul]:
     d = arch.d_model or 0
     inputs = ("gate", "in") if arch.gated else ("in",)
     return [
@@ -131,7 +135,7 @@ def _mlp(arch: Architecture, name: str, width: int, *, bias: bool, stored: int =
     ]
 
 
-def _experts(arch: Architecture) -> list[Matmul]:
+def _experts(arch: PublishedArchitecture) -> list[Matmul]:
     """The router, the experts that it chooses from, and the ones that every token passes, as one wider MLP."""
     width, routed, shared = arch.d_expert or 0, arch.n_experts or 0, arch.n_shared_experts or 0
     rows = [Matmul("router", arch.d_model or 0, routed, "none")]

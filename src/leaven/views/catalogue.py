@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
 from leaven.recipe.files import write_text
 from leaven.views import chapters, figures, numbers
@@ -29,7 +29,7 @@ def write_catalogue(out: Path) -> Path:
     return out
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[PublishedRun]) -> str:
     hues, made = hues_of(runs), chapters.Sheet()
     lineages = Counter(run.lineage.name for run in runs)
     (most, copies), *_ = lineages.most_common(1)
@@ -58,7 +58,7 @@ def page(runs: Sequence[Run]) -> str:
     return document("Published runs · leaven", element("main", head, *made.sections), made.charts)
 
 
-def _legend(runs: Sequence[Run], hues: dict[str, str]) -> Html:
+def _legend(runs: Sequence[PublishedRun], hues: dict[str, str]) -> Html:
     count = Counter(group_of(run, hues) for run in runs)
     rest = len({run.lineage.name for run in runs} - set(hues))
     return element(
@@ -80,7 +80,7 @@ def _legend(runs: Sequence[Run], hues: dict[str, str]) -> Html:
     )
 
 
-def _chart(made: chapters.Sheet, quantity: Quantity, runs: Sequence[Run], hues: dict[str, str]) -> Html:
+def _chart(made: chapters.Sheet, quantity: Quantity, runs: Sequence[PublishedRun], hues: dict[str, str]) -> Html:
     figure, drawn = scatter(quantity, runs, hues)
     names = [
         element("span", element("b", n), f" {line.name}{',' if n < len(drawn) else ''}")
@@ -99,7 +99,7 @@ _COLUMNS = ("run", "parameters", "tokens", "peak lr", "batch", "init std", "opti
 _NUMBERS = range(1, 6)
 
 
-def _table(runs: Sequence[Run]) -> Html:
+def _table(runs: Sequence[PublishedRun]) -> Html:
     heads = [
         element("th", element("button", name, type="button"), scope="col", class_="number" if n in _NUMBERS else None)
         for n, name in enumerate(_COLUMNS)
@@ -113,7 +113,7 @@ def _table(runs: Sequence[Run]) -> Html:
     )
 
 
-def _cells(run: Run) -> list[Html]:
+def _cells(run: PublishedRun) -> list[Html]:
     counts = ((run.params_total, numbers.quantity), (run.tokens, numbers.quantity), (run.peak_lr, numbers.value))
     shown = (*counts, (run.batch_tokens, numbers.quantity), (run.init_std, numbers.value))
     marked = "" if run.lr_comparable or run.peak_lr is None else "*"

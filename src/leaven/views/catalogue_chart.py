@@ -8,7 +8,7 @@ from itertools import groupby
 from statistics import median, quantiles
 from typing import Any
 
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.views import figures, numbers
 from leaven.views.catalogue_quantities import Line, Quantity
 from leaven.views.figures import MUTED, PAPER
@@ -19,18 +19,18 @@ BAND_FACTOR = 2.5  # the band at a size is made of the runs within this factor o
 _GRID = 48
 
 
-def hues_of(runs: Sequence[Run]) -> dict[str, str]:
+def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
     """The lineages that have a colour of their own, those with the most runs first."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: f"var(--hue-{n})" for n, name in enumerate(largest, start=1)}
 
 
-def group_of(run: Run, hues: dict[str, str]) -> str:
+def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
     return run.lineage.name if run.lineage.name in hues else OTHERS
 
 
-def symbol(run: Run) -> str:
+def symbol(run: PublishedRun) -> str:
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -40,7 +40,7 @@ def symbol(run: Run) -> str:
     return f"{shape}-open" if run.kind == "moe" else shape
 
 
-def scatter(quantity: Quantity, runs: Sequence[Run], hues: dict[str, str]) -> tuple[Any, list[Line]]:
+def scatter(quantity: Quantity, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Any, list[Line]]:
     """The chart and the lines on it, in the order of their numbers."""
     go = figures.plotly()
     points = [(run, value) for run in runs if (value := quantity.of_run(run))]
@@ -84,7 +84,7 @@ def scatter(quantity: Quantity, runs: Sequence[Run], hues: dict[str, str]) -> tu
     return chart, drawn
 
 
-def _dots(quantity: Quantity, points: Sequence[tuple[Run, float]], name: str, hues: dict[str, str]) -> Any:
+def _dots(quantity: Quantity, points: Sequence[tuple[PublishedRun, float]], name: str, hues: dict[str, str]) -> Any:
     colour = hues.get(name, MUTED)
     return figures.plotly().Scatter(
         x=[run.params_total for run, _ in points],
@@ -103,7 +103,7 @@ def _dots(quantity: Quantity, points: Sequence[tuple[Run, float]], name: str, hu
     )
 
 
-def hover(quantity: Quantity, run: Run, value: float) -> str:
+def hover(quantity: Quantity, run: PublishedRun, value: float) -> str:
     """Id, value, lineage and source of a point."""
     group = quantity.group(run)
     known = group.provenance(quantity.field) if group else None
@@ -122,7 +122,7 @@ def hover(quantity: Quantity, run: Run, value: float) -> str:
     return "<br>".join([f"<b>{figures.text(run.id)}</b>", *map(figures.text, lines)])
 
 
-def band(points: Iterable[tuple[Run, float]]) -> list[tuple[float, float, float]]:
+def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """(size, lower quartile, upper quartile) over the sizes at which at least four lineages have a vote."""
     points = sorted(points, key=lambda point: point[0].params_total)
     if not points:

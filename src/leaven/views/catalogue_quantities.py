@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from leaven.catalogue.groups import Group
+from leaven.catalogue.groups import PublishedGroup
 from leaven.catalogue.laws import evaluate
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.views import numbers
 
 TOKENS_PER_PARAMETER = 20.0  # where the laws are drawn
@@ -29,8 +29,8 @@ class Quantity:
     title: str
     told: str
     unit: str
-    of_run: Callable[[Run], float | None]
-    group: Callable[[Run], Group | None]
+    of_run: Callable[[PublishedRun], float | None]
+    group: Callable[[PublishedRun], PublishedGroup | None]
     field: str
     spell: Callable[[float | None], str]
     lines: Callable[[Sequence[float]], list[Line]]

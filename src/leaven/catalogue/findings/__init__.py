@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from leaven.catalogue.findings import quantities
 from leaven.catalogue.findings.case import VOTES, Bounds, Case, CheckedRow, Suggestion, ratio
-from leaven.catalogue.findings.quantities import Limits, Reading
+from leaven.catalogue.findings.quantities import CheckLimits, Reading
 from leaven.catalogue.messages import filled
 from leaven.catalogue.neighbours import first_of_each
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.recipe.recipe import Recipe
 
 __all__ = ["CHECKS", "Case", "Check", "CheckedRow", "Finding", "Severity", "Suggestion", "find", "findings"]
@@ -48,8 +48,8 @@ class Check:
         return read
 
     @property
-    def limits(self) -> Limits | None:
-        return Limits(self.usual, self.outside, self.far) if self.usual and self.outside and self.far else None
+    def limits(self) -> CheckLimits | None:
+        return CheckLimits(self.usual, self.outside, self.far) if self.usual and self.outside and self.far else None
 
 
 _FILE = Path(__file__).with_name("checks.toml")
@@ -129,7 +129,7 @@ def find(check: Check, case: Case) -> Finding | None:
     (low, high), factor, did_so = reading.bounds, reading.factor, reading.did_so
     severity: Severity = "note"
     alike: tuple[str, ...] = ()
-    usual: list[Run] = []
+    usual: list[PublishedRun] = []
     if limits and value is not None:
         low, high = limits.usual
 

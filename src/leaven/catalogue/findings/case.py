@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.neighbours import neighbours, size_ratio
-from leaven.catalogue.run import Run, Stack
+from leaven.catalogue.run import PublishedRun, Stack
 from leaven.catalogue.runs import load_runs
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
-OfRun = Callable[[Run], float | None]
+OfRun = Callable[[PublishedRun], float | None]
 Bounds = tuple[float, float]
 Suggestion = Mapping[str, Any]
 """Values to set, by path; None takes a value out."""
@@ -72,13 +72,13 @@ class Case:
         return self.recipe.batch.tokens
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[PublishedRun, ...]:
         """Dense runs whose learning rate is one of Adam(W), the nearest in size first."""
         known = (run for run in load_runs() if run.kind == "dense" and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
 
     @cached_property
-    def neighbours(self) -> tuple[Run, ...]:
+    def neighbours(self) -> tuple[PublishedRun, ...]:
         """The nearest run of each lineage, at most five, same stack first; none if none is near this size."""
         return neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm).close[:VOTES]
 

@@ -15,7 +15,7 @@ from leaven.catalogue.counting import d_head
 from leaven.catalogue.findings.case import Bounds, Case, OfRun, Suggestion, critical_batches, ratio
 from leaven.catalogue.laws import evaluate, find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, size_ratio
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.catalogue.terms import TERMS
 from leaven.recipe.data import STDLIB_TOKENS
@@ -27,7 +27,7 @@ _STEPS_OF_WARMUP = 2000  # what most runs have, however long they are
 _SMALL_BATCH = 2**18
 
 
-class Limits(NamedTuple):
+class CheckLimits(NamedTuple):
     """Beyond ``usual`` is a note, beyond ``outside`` and ``far`` what they say; each lies within the next."""
 
     usual: Bounds
@@ -35,9 +35,9 @@ class Limits(NamedTuple):
     far: Bounds
 
 
-def upward(usual: float, outside: float, far: float) -> Limits:
+def upward(usual: float, outside: float, far: float) -> CheckLimits:
     """Limits for what cannot be too small."""
-    return Limits((-math.inf, usual), (-math.inf, outside), (-math.inf, far))
+    return CheckLimits((-math.inf, usual), (-math.inf, outside), (-math.inf, far))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,11 @@ class Reading:
 
     value: float | None = None
     of_run: OfRun = lambda run: None
-    limits: Limits | None = None
+    limits: CheckLimits | None = None
     suggestions: Sequence[Suggestion] = ()  # what to set, by preference
     facts: Mapping[str, Any] | None = None  # for the message, beside `value`, `low` and `high`
-    runs: Iterable[Run] | None = None  # that a finding names; else the nearest with a usual value
-    did_so: Sequence[Run] = ()  # of a note, the runs that were so too
+    runs: Iterable[PublishedRun] | None = None  # that a finding names; else the nearest with a usual value
+    did_so: Sequence[PublishedRun] = ()  # of a note, the runs that were so too
     bounds: tuple[float | None, float | None] = (None, None)  # of a note, the usual
     factor: float | None = None  # of a note, how far outside of it
     distance: Callable[[float], float] = lambda value: value  # in what the distance is counted, as 1 / (1 - beta)
@@ -105,7 +105,7 @@ def lr(case: Case) -> Reading | None:
     return Reading(
         value=value,
         of_run=_peak_lr,
-        limits=Limits((lowest, highest), outside, (outside[0] / 3, outside[1] * 3)),
+        limits=CheckLimits((lowest, highest), outside, (outside[0] / 3, outside[1] * 3)),
         suggestions=[case.at_base("lr", middle)],
         runs=case.neighbours,
         facts={"middle": middle, "times": value / middle, "least": min(laws), "most": max(laws)},
@@ -128,7 +128,7 @@ def qk_norm(case: Case) -> Reading | None:
     )
 
 
-def _unstable(words: str) -> list[tuple[Run, str, str | None]]:
+def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
     """Published instabilities whose description has these words: the run, what happened, what was done."""
     return [
         (run, one.what, one.action) for run in load_runs() for one in run.instabilities if words in one.what.lower()
@@ -138,7 +138,7 @@ def _unstable(words: str) -> list[tuple[Run, str, str | None]]:
 def z_loss(case: Case) -> Reading | None:
     """An lr half as high again as any that runs of this size had without a z-loss."""
 
-    def has_z_loss(run: Run) -> bool:
+    def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
 
     value, without = case.hidden("lr"), [run for run in case.neighbours if not has_z_loss(run)]
@@ -167,7 +167,7 @@ def beta1(case: Case) -> Reading:
 def beta2(case: Case) -> Reading:
     """0.999 is Adam's default, and that of hardly any run at a batch of half a million tokens."""
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
-    small = Limits((0.94, 0.999), (0.9, 0.9995), (0.8, 0.99995))
+    small = CheckLimits((0.94, 0.999), (0.9, 0.9995), (0.8, 0.99995))
     return Reading(
         value=case.hidden("beta2"),
         of_run=_field("optim.beta2"),
@@ -209,7 +209,7 @@ def timescale(case: Case) -> Reading | None:
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
         return None
 
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         decay = run.optim and run.optim.weight_decay
         if not (decay and run.peak_lr and run.batch_tokens and run.tokens):
             return None
@@ -217,7 +217,7 @@ def timescale(case: Case) -> Reading | None:
         return tau / power_lines_tau(run.params_total, run.tokens)
 
     tau, best = case.batch / (case.hidden("lr") * decay * case.tokens), power_lines_tau(case.params, case.tokens)
-    limits = Limits((1 / 3, 5.0), (1 / 5, 12.0), (1 / 20, 50.0))
+    limits = CheckLimits((1 / 3, 5.0), (1 / 5, 12.0), (1 / 20, 50.0))
     by = tau / best / min(max(tau / best, limits.usual[0]), limits.usual[1])  # to the nearest end of the usual
     inside = math.ceil if by > 1 else math.floor
     fitted = find_law("Power Lines 2025 timescale").fitted
@@ -262,21 +262,21 @@ def clip(case: Case) -> Reading:
     return Reading(
         value=written.limit or math.inf,
         of_run=_field("optim.grad_clip"),
-        limits=Limits((0.1, 1.0), (0.01, 1.0), (0.001, 10.0)),
+        limits=CheckLimits((0.1, 1.0), (0.01, 1.0), (0.001, 10.0)),
         suggestions=suggestions,
         facts={"limit": written.limit or None, "off": not written.limit},
     )
 
 
 def tokens_per_parameter(case: Case) -> Reading:
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         return run.tokens and run.tokens / run.params_total
 
     value, most = case.tokens / case.params, case.published(of_run)[1]
     return Reading(
         value=value,
         of_run=of_run,
-        limits=Limits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
+        limits=CheckLimits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
         suggestions=[case.with_tokens(math.floor(most if value > most else _CHINCHILLA) * case.params)],
         sure=bool(case.neighbours),
         facts={"few": value < _CHINCHILLA, "most": most},
@@ -284,7 +284,7 @@ def tokens_per_parameter(case: Case) -> Reading:
 
 
 def steps(case: Case) -> Reading:
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         return run.tokens / run.batch_tokens if run.tokens and run.batch_tokens else None
 
     smaller = case.tokens / 10_000
@@ -306,7 +306,7 @@ def epochs(case: Case) -> Reading | None:
             return Reading(path="data.source", facts={"stand_in": STDLIB_TOKENS})
         return None
 
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         known = run.data.tokens_in_dataset if run.data else None
         return run.tokens / known if run.tokens and known else None
 
@@ -337,7 +337,7 @@ def batch(case: Case) -> Reading | None:
 def critical_batch(case: Case) -> Reading:
     """Against the median of the laws; beyond what any published run had over its own, it is outside."""
 
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         if not (run.batch_tokens and run.tokens):
             return None
         return run.batch_tokens / median(critical_batches(run.params_total, run.tokens).values())
@@ -354,7 +354,7 @@ def critical_batch(case: Case) -> Reading:
     )
 
 
-def _ramp_start(run: Run) -> float | None:
+def _ramp_start(run: PublishedRun) -> float | None:
     start = TERMS["batch.ramp.start_tokens"].of_run(run)
     return start / run.batch_tokens if start and run.batch_tokens else None
 
@@ -363,7 +363,7 @@ def no_ramp(case: Case) -> Reading | None:
     if case.recipe.batch.ramp is not None or case.recipe.batch.stages:
         return None
 
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         """The batch of a run that says it had it from the start."""
         constant = run.batch and run.batch.rampup and run.batch.rampup.kind == "none"
         return run.batch_tokens if constant or _ramp_start(run) == 1 else None
@@ -390,7 +390,7 @@ def ramp_start(case: Case) -> Reading | None:
     return Reading(
         value=ramp.start_tokens / case.batch,
         of_run=_ramp_start,
-        limits=Limits((least, 1.0), (least / 2, 1.0), (least / 10, 1.0)),
+        limits=CheckLimits((least, 1.0), (least / 2, 1.0), (least / 10, 1.0)),
         suggestions=[start],
         facts={"start": ramp.start_tokens, "least": least},
     )
@@ -402,7 +402,7 @@ def ramp_length(case: Case) -> Reading | None:
     if ramp is None:
         return None
 
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         over = TERMS["batch.ramp.over_tokens"].of_run(run)
         in_stages = run.batch and run.batch.rampup and run.batch.rampup.kind == "stages"
         return over / run.tokens if over and run.tokens and not in_stages else None
@@ -423,7 +423,7 @@ def warm_up(case: Case) -> Reading:
     return Reading(
         value=value / case.tokens,
         of_run=of_run,
-        limits=Limits((0.001, 0.1), (least, longest), (far, max(0.5, longest))),
+        limits=CheckLimits((0.001, 0.1), (least, longest), (far, max(0.5, longest))),
         suggestions=[{"schedule.warmup_tokens": tokens} for tokens in others],
         facts={"steps": taken},
     )
@@ -448,7 +448,7 @@ def init_std(case: Case) -> Reading | None:
     if not std:
         return None
 
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         return run.init_std * math.sqrt(3 * run.arch.d_model) if run.init_std and run.arch.d_model else None
 
     named = tuned.init != "rule"
@@ -467,7 +467,7 @@ def residual_std(case: Case) -> Reading | None:
     if not case.init_std:
         return None
 
-    def of_run(run: Run) -> float | None:
+    def of_run(run: PublishedRun) -> float | None:
         known = run.residual_init_std and run.init_std and run.arch.norm_placement == "pre"
         if not (known and run.residual_init_std and run.init_std and run.arch.n_layers):
             return None
@@ -523,7 +523,7 @@ def aspect_ratio(case: Case) -> Reading | None:
     return Reading(
         value=model.d_model / model.n_layers,
         of_run=of_run,
-        limits=Limits((min(near), max(near)), (low, high), (low / 2, 2 * high)),
+        limits=CheckLimits((min(near), max(near)), (low, high), (low / 2, 2 * high)),
         suggestions=[{"model.n_layers": max(round(model.d_model / 80), 1)}],
         facts={"least": low, "most": high},
     )
@@ -541,12 +541,12 @@ def head_size(case: Case) -> Reading | None:
 
 def mlp_ratio(case: Case) -> Reading:
     model = case.recipe.model
-    gated = Limits((2.6, 3.6), (2.0, 5.5), (1.0, 8.0))
+    gated = CheckLimits((2.6, 3.6), (2.0, 5.5), (1.0, 8.0))
     width = round(model.d_model * (8 / 3 if model.gated else 4) / 64) * 64
     return Reading(
         value=model.d_ff / model.d_model,
         of_run=lambda run: run.mlp_ratio if bool(run.arch.gated) is model.gated else None,
-        limits=gated if model.gated else Limits((3.9, 4.1), (3.0, 6.0), (2.0, 10.0)),
+        limits=gated if model.gated else CheckLimits((3.9, 4.1), (3.0, 6.0), (2.0, 10.0)),
         suggestions=[{"model.d_ff": max(width, 64)}],
         facts={"gated": model.gated},
     )

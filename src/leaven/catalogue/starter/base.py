@@ -11,7 +11,7 @@ from typing import Any
 
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import neighbours
-from leaven.catalogue.starter.decisions import Scale, StarterDraft
+from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
 from leaven.catalogue.starter.proxy import SMALL_FACTOR, TuningAdvice, choose_proxy
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.recipe.errors import InputError
@@ -28,13 +28,13 @@ SAME_DURATION = 4.0
 class StarterBase:
     """Where the hyperparameters of a starter belong."""
 
-    scale: Scale
+    scale: StarterScale
     batch_tokens: int
     tuning: TuningAdvice
     tuned: Recipe | None = None  # the base of leaven's own whose values are taken
 
 
-def choose_base(draft: StarterDraft, request: StarterRequest, at: Scale, batch: int) -> StarterBase:
+def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, batch: int) -> StarterBase:
     """The proxy's scale where one is worth tuning, else the target's own."""
     if at.reference:
         if request.proxy:
@@ -52,11 +52,11 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: Scale, batch: 
     if tuned:
         shape = at.model.scaled(tuned.model.d_model, tuned.model.n_layers, d_ff=tuned.model.d_ff)
         draft.step("proxy", message="tuned base", name=tuned.name, **facts)
-        return StarterBase(Scale(at.near, shape, tuned.data.tokens), tuned.batch.tokens, tuning, tuned)
+        return StarterBase(StarterScale(at.near, shape, tuned.data.tokens), tuned.batch.tokens, tuning, tuned)
     if proxy is None:
         draft.step("proxy", message="no proxy", **facts)
         return StarterBase(at, batch, tuning)
-    scale = Scale(neighbours(proxy.shape.params, proxy.tokens), proxy.shape, proxy.tokens)
+    scale = StarterScale(neighbours(proxy.shape.params, proxy.tokens), proxy.shape, proxy.tokens)
     facts |= {"proxy": proxy, "each": scale.tokens_per_parameter}
     facts |= {"steps": proxy.tokens // proxy.batch_tokens, "target_steps": at.tokens // batch}
     draft.step("proxy", ["arXiv 2512.22382"], **facts)

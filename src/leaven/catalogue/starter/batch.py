@@ -8,7 +8,7 @@ from leaven.catalogue.laws import critical_batch
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
 from leaven.catalogue.schedules import batch_ramps, repeated_growth
-from leaven.catalogue.starter.decisions import Scale, StarterDraft
+from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
 from leaven.recipe.batch import Batch, BatchSchedule, Ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
@@ -27,7 +27,7 @@ MOST_INCREMENTS = 16
 """A ramp starts at a whole share of the batch, 1/2 to 1/16, and grows by as much."""
 
 
-def choose_batch(draft: StarterDraft, at: Scale) -> int:
+def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
     """
     Raises:
         InputError: if the run is too short for the batch of the reference.
@@ -74,7 +74,7 @@ def choose_batch(draft: StarterDraft, at: Scale) -> int:
     return batch
 
 
-def choose_ramp(draft: StarterDraft, at: Scale, batch: int) -> None:
+def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     """Whether and how the batch grows: as the reference's did, else as the families of this size voted."""
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -135,7 +135,7 @@ def choose_ramp(draft: StarterDraft, at: Scale, batch: int) -> None:
     draft.step("ramp", [*starts, *lengths, *voters], ramp=ramp, batch=batch, steps=_steps(draft, at), **facts)
 
 
-def _steps(draft: StarterDraft, at: Scale) -> int:
+def _steps(draft: StarterDraft, at: StarterScale) -> int:
     """How many steps the run has, with its ramp."""
     return BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(at.tokens)
 

@@ -12,7 +12,7 @@ from typing import Any
 from leaven.catalogue.laws import LawResult, evaluate
 from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
@@ -39,7 +39,7 @@ class LawVotes(Votes):
 
 
 @dataclass(frozen=True)
-class Scale:
+class StarterScale:
     """A scale that values are chosen for, and the evidence there."""
 
     near: Neighbours
@@ -48,7 +48,7 @@ class Scale:
     gpus: int = 1  # the batch divides over so many
 
     @property
-    def reference(self) -> Run | None:
+    def reference(self) -> PublishedRun | None:
         return self.near.reference
 
     @property

@@ -6,9 +6,9 @@ from typing import Any
 
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import Votes, middle, most_common
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.schedules import cooldown_share, warmup_tokens
-from leaven.catalogue.starter.decisions import Scale, StarterDraft
+from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS
@@ -44,7 +44,7 @@ def batch_factor(batch: int, published: int | None) -> float:
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
-def choose_lr(draft: StarterDraft, at: Scale, batch: int, where: str) -> float:
+def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> float:
     """The peak lr at a scale; ``where`` names it."""
     run, params = at.reference, at.model.params
     critical = critical_batch(at.laws)
@@ -90,14 +90,14 @@ class _Warmup:
         return f"{self.steps:,.0f} steps" if self.tokens is None else f"{format_quantity(self.tokens)} tokens"
 
 
-def _warmup(run: Run) -> _Warmup | None:
+def _warmup(run: PublishedRun) -> _Warmup | None:
     tokens = warmup_tokens(run)
     if not (tokens and run.batch_tokens):
         return None
     return _Warmup(tokens / run.batch_tokens, tokens if run.batch_grew else None)
 
 
-def choose_schedule(draft: StarterDraft, at: Scale, batch: int) -> None:
+def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     """
     Raises:
         InputError: if the warm-up of the reference is longer than the run.
@@ -129,7 +129,7 @@ def choose_schedule(draft: StarterDraft, at: Scale, batch: int) -> None:
     draft.step("schedule", sources, warmup=warmup, share=warmup / tokens, decay=decay, floor=floor, **facts)
 
 
-def _choose_decay(draft: StarterDraft, at: Scale) -> None:
+def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
     """The shape of the decay and its floor, as a share of the peak."""
     near = at.near
     decay = near.most("schedule.decay")
@@ -151,7 +151,7 @@ def _choose_decay(draft: StarterDraft, at: Scale) -> None:
     draft.decide("schedule.min_lr_ratio", float(floor.value), votes=floor)
 
 
-def choose_adam(draft: StarterDraft, at: Scale, batch: int, lr: float) -> None:
+def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) -> None:
     """Moments, decay, clipping and initialisation."""
     near, run = at.near, at.reference
     draft.decide("hyperparameters.optimizer", "adamw")
@@ -196,7 +196,7 @@ def _init_rules(width: int) -> dict[str, float]:
     }
 
 
-def _choose_init(draft: StarterDraft, at: Scale) -> None:
+def _choose_init(draft: StarterDraft, at: StarterScale) -> None:
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     # With norms on the branches' outputs a flat and large start is fine (OLMo 2: 0.02); in pre-norm blocks it is not.

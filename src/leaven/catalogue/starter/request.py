@@ -6,7 +6,7 @@ from typing import get_args
 
 from leaven.catalogue.messages import parts
 from leaven.catalogue.neighbours import nearest
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, listed, load_runs
 from leaven.catalogue.schedules import batch_ramps, repeated_growth
 from leaven.catalogue.terms import without_counterpart
@@ -58,7 +58,7 @@ class StarterRequest:
                 raise InputError(f"{option} {count}: give {least} or more, or leave it out")
 
 
-def find_reference(id: str) -> Run:
+def find_reference(id: str) -> PublishedRun:
     """A run that can be started from: dense, with a comparable learning rate, its batch and its length.
 
     Raises:
@@ -73,7 +73,7 @@ def find_reference(id: str) -> Run:
     raise InputError(f"--from {id}: {lacks}; near it are {listed(usable)}")
 
 
-def _lacks(run: Run) -> str | None:
+def _lacks(run: PublishedRun) -> str | None:
     schedule = run.schedule
     if run.kind != "dense":
         what = "a mixture of experts" if run.kind == "moe" else "a model with vision"
@@ -90,7 +90,7 @@ def _lacks(run: Run) -> str | None:
     return None
 
 
-def left_behind(run: Run) -> Iterator[str]:
+def left_behind(run: PublishedRun) -> Iterator[str]:
     """What a run has that a recipe of leaven's cannot have."""
     arch = run.arch
     growth_known = True

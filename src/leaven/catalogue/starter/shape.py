@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, neighbours, of_size
-from leaven.catalogue.run import Run
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.decisions import StarterDraft
 from leaven.catalogue.starter.request import StarterRequest
@@ -184,7 +184,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
     return shape_of(request.params, _proportions(near, aspect, width, str(stack["activation"])), fixed)
 
 
-def _stack_of(run: Run) -> dict[str, Any]:
+def _stack_of(run: PublishedRun) -> dict[str, Any]:
     """A run's choices, as far as leaven has them."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
@@ -203,7 +203,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
     return max(by.items(), key=lambda pair: len(pair[1]))
 
 
-def _own_shape(run: Run, fixed: dict[str, Any]) -> ModelShape | None:
+def _own_shape(run: PublishedRun, fixed: dict[str, Any]) -> ModelShape | None:
     """The run's own depth and widths; None where one is not published, or its heads are not as wide as it is."""
     arch = run.arch
     if not (arch.d_model and arch.n_layers and arch.n_heads and arch.n_kv_heads and arch.d_ff):
@@ -228,7 +228,7 @@ def _proportions(near: Neighbours, aspect: float, width: float, activation: str)
     return Proportions(aspect, ratio, d_head, n_kv_heads=8 if grouped else None)
 
 
-def _recent(near: Neighbours) -> list[Run]:
+def _recent(near: Neighbours) -> list[PublishedRun]:
     """The newest run of each lineage within the factor in size, those from `RECENT` on if there are any."""
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)

@@ -18,7 +18,7 @@ from leaven.catalogue.messages import constants, sentence
 from leaven.catalogue.neighbours import FACTOR, Neighbours, neighbours, size_ratio
 from leaven.catalogue.starter.base import StarterBase, choose_base, take_tuned
 from leaven.catalogue.starter.batch import choose_batch, choose_ramp
-from leaven.catalogue.starter.decisions import Derivation, Scale, StarterDraft
+from leaven.catalogue.starter.decisions import Derivation, StarterDraft, StarterScale
 from leaven.catalogue.starter.optimizer import choose_adam, choose_lr, choose_schedule
 from leaven.catalogue.starter.request import StarterRequest, find_reference, left_behind
 from leaven.catalogue.starter.shape import choose_shape, decide_shape
@@ -59,7 +59,7 @@ def starter(request: StarterRequest) -> Derivation:
             f"{model.seq_len:,}; give {format_quantity(LEAST_SEQUENCES * model.seq_len)}, or a shorter --seq-len"
         )
     _choose_duration(draft, request, near, model)
-    scale = Scale(near, model, request.tokens, request.gpus)
+    scale = StarterScale(near, model, request.tokens, request.gpus)
     batch = choose_batch(draft, scale)
     choose_ramp(draft, scale, batch)
     choose_schedule(draft, scale, batch)
@@ -82,7 +82,7 @@ def starter(request: StarterRequest) -> Derivation:
 def untuned(recipe: Recipe) -> Recipe:
     """A recipe with the hyperparameters and the schedule that a starter of its shape, batch and length has at that
     scale, where nothing is tuned."""
-    at = Scale(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
+    at = StarterScale(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
     choose_schedule(draft, at, batch)
@@ -139,7 +139,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
     )
 
 
-def _choose_scaling(draft: StarterDraft, at: Scale, base: StarterBase) -> None:
+def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
     """Precision, and the scale that the values belong to: the proxy's, the reference's, or the target's own."""
     model, run, shape = at.model, at.reference, base.scale.model
     if model.params <= PROCESSOR_PARAMS:
@@ -179,7 +179,7 @@ def _choose_scaling(draft: StarterDraft, at: Scale, base: StarterBase) -> None:
     draft.step("layout, scale", compute=compute, large=large, base=scale, moved=moved or None)
 
 
-def _choose_safeguards(draft: StarterDraft, at: Scale, base: StarterBase) -> None:
+def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
     """What guards the run, and what is least certain."""
     tokens, runs = at.tokens, at.near.runs
     unstable = [run.id for run in runs if run.instabilities]
