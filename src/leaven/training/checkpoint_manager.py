@@ -1,4 +1,4 @@
-"""Which checkpoints there are of a run: written beside the training, dropped when they are no longer needed."""
+"""Writes checkpoints while the training continues, and removes those that are no longer needed."""
 
 import shutil
 from collections.abc import Sequence
@@ -28,21 +28,21 @@ being written only when the training has failed, and then they may be gone."""
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a checkpoint. ``error`` says why it is not there."""
+    """The result of writing a checkpoint."""
 
     progress: Progress
-    path: Path | None = None
-    error: str | None = None
+    path: Path | None = None  # where it is
+    error: str | None = None  # why it is not there
 
 
 class CheckpointManager:
-    """Writes checkpoints while the training goes on, one at a time, and drops those that are no longer needed.
+    """Writes checkpoints in a thread, one at a time, and removes those that are no longer needed.
 
-    ``keep`` counts those that are due, the first in each ``every_tokens``: one that a stop has added comes and goes
-    without displacing any, so that a run that was stopped can go back as far as one that was not.
+    ``keep`` counts scheduled checkpoints, the first in each ``every_tokens``. One that a stop added never displaces
+    another, so that a run that was stopped can go back as far as one that was not.
 
-    Every process of a world has one and calls the same methods at the same steps, from its main thread: to make one
-    and :meth:`clear` are collective. The first process alone moves and drops folders.
+    Every process of a run has a manager and calls the same methods at the same steps, from its main thread; making
+    one and :meth:`clear` are collective. Only the first process moves and removes folders.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Begin to write; the state may change as soon as this returns. The newest due checkpoint of at most
-        ``good_tokens`` stays, whatever comes after it."""
+        """Start writing; the state may change as soon as this returns. The newest scheduled checkpoint of at most
+        ``good_tokens`` is kept, whatever comes after it."""
         assert self._writing is None, "ask outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """What became of the last one, once; None if there is nothing to tell, or not yet. With ``wait`` every
-        process has been told the same once this returns; without, some hear of it earlier than others.
+        """Returns the result of the last save, once; None if there is none, or not yet. With ``wait`` every process
+        has the same result when this returns; without, some have it earlier than others.
 
         Raises:
-            Unheard: if the first process does not say what became of it.
+            Unheard: if the first process does not report the result.
         """
         if self._writing is None or not (wait or self._writing.done()):
             return None
@@ -83,12 +83,11 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
-        """Before a run goes on from ``after_tokens`` trained: move damaged checkpoints out of the way, and drop the
-        whole ones after it, whose past has been undone, and what is left of those that were being written when the
-        run was killed.
+        """Prepare the folder for a run that continues from ``after_tokens`` trained: move damaged checkpoints aside,
+        and remove those after it, which have been undone, and unfinished ones of a run that was killed.
 
-        Ask :meth:`outcome` first. No process reads or writes a checkpoint meanwhile: all begin it together, when they
-        have read what they need, and go on together.
+        Call :meth:`outcome` first. No process reads or writes a checkpoint meanwhile: all start this together, when
+        they have read what they need, and continue together.
         """
         self._world.barrier()
         if self._world.first:

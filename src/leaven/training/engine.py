@@ -1,4 +1,8 @@
-"""One device's share of a run: a step is a function of the recipe, the tokens and the state."""
+"""A training: model, optimiser and position in the data, and the one optimiser step of leaven
+(:meth:`Training.issue`).
+
+A step is a function of the recipe, the tokens and the state.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -55,7 +59,7 @@ class Batch:
 
 
 class Training:
-    """Model, optimiser and position in the stream of one run: on one device, or this process's share of it."""
+    """Model, optimiser and position in the stream of a run, on one device or as this process's share of it."""
 
     def __init__(self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, world: World = ALONE) -> None:
         check_trainable(recipe, tokens, world)
@@ -120,7 +124,7 @@ class Training:
             raise Interrupted
 
     def give_up(self) -> None:
-        """After Interrupted: as it was after the last step that was issued."""
+        """After Interrupted: return to the state after the last step that was issued."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -305,7 +309,7 @@ class Training:
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take up what was saved, by whatever layout."""
+        """Restore what was saved, by any layout."""
         moments = {}
         for held in self.sharded.held:
             name, piece = held.row.name, held.piece
@@ -322,7 +326,7 @@ class Training:
         self.progress = checkpoint.progress
 
     def follow(self, rewinds: tuple[Rewind, ...]) -> None:
-        """Leave out of the stream what the run's returns left out, and lower the lr as they did."""
+        """Skip what the run's rewinds skip of the stream, and lower the lr as they do."""
         self.rewinds = rewinds
         seq_len = self.recipe.model.seq_len
         skip = tuple((start // seq_len, end // seq_len) for start, end in skipped(rewinds))
@@ -334,7 +338,7 @@ def default_device() -> torch.device:
 
 
 def check_trainable(recipe: Recipe, tokens: "TokenSet", world: World = ALONE) -> None:
-    """Raise InputError for what would stop a training before its first step."""
+    """Raise InputError for anything that would stop a training before its first step."""
     require_trainable(recipe, world.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)

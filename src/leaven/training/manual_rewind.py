@@ -1,4 +1,4 @@
-"""Going back by hand: to a checkpoint, over some data, with another schedule."""
+"""Manual rewinds: back to a checkpoint, past some data, with another schedule (--rewind-to)."""
 
 from dataclasses import asdict, dataclass
 
@@ -13,19 +13,18 @@ from leaven.training.run_folder import HYPERPARAMETERS, SECTIONS, RunFolder, cha
 
 @dataclass(frozen=True)
 class ManualRewind:
-    """Back to the newest whole checkpoint at or before ``rewind_to`` tokens trained; from there ``skip_tokens`` of
-    the stream are left out, rounded up to whole sequences."""
+    """A request to continue from an earlier checkpoint."""
 
-    rewind_to: int
-    skip_tokens: int = 0
+    rewind_to: int  # tokens trained: the newest whole checkpoint at or before it
+    skip_tokens: int = 0  # of the stream to skip from there, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Whether this was the last return by hand: to do it again would come to the same bits."""
+        """Returns whether this was the last manual rewind: doing it again would compute the same bits."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if there is no run, nothing to go back to, or a change that cannot be made on the way."""
+        """Raise InputError if there is no run, no checkpoint to go back to, or a change that a run cannot make."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
@@ -37,7 +36,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Write the return and the recipe that holds from it on; the run takes it up when it is trained."""
+        """Record the rewind and the recipe from there on; the run follows it when it is trained."""
         with held(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), run.rewinds()

@@ -1,8 +1,8 @@
-"""Where a run went back, and what it has left out since: pure functions of the tokens trained.
+"""Rewinds of a run, and what follows from them, as pure functions of the tokens trained.
 
-A run that goes back keeps a list of its returns, the newest last. Everything else follows from it: which part of the
-stream is passed over, how far the lr is lowered, and which checkpoints are of a past that has been undone. Nothing
-depends on the checkpoint that a return began from, so a run comes to the same bits with any of them.
+A run keeps a list of its rewinds, the newest last. Everything else follows from that list: which part of the stream
+is skipped, how far the lr is lowered, and which checkpoints belong to a past that has been undone. Nothing depends
+on the checkpoint that a rewind started from, so a run computes the same bits with any of them.
 """
 
 from collections.abc import Sequence
@@ -15,40 +15,35 @@ from leaven.training.spikes import WINDOW, Anomaly
 
 @dataclass(frozen=True)
 class Rewind:
-    """A return to the state at ``to_tokens`` trained; counts are in tokens.
+    """One return to an earlier state."""
 
-    ``skip_from`` to ``skip_to`` is the stretch of the stream left out from there on. The lr is multiplied by ``lr``,
-    rising back to 1 over ``lr_tokens``. ``attempt`` counts the returns for one trouble, which was found at step
-    ``found_step``; it is 0 for a return by hand.
-    """
-
-    to_tokens: int
-    skip_from: int
-    skip_to: int
-    lr: float = 1.0
-    lr_tokens: int = 0
-    attempt: int = 0
-    found_step: int = 0
+    to_tokens: int  # trained in that state
+    skip_from: int  # tokens of the stream: from here ...
+    skip_to: int  # ... to here they are skipped
+    lr: float = 1.0  # the lr is multiplied by this, rising back to 1 ...
+    lr_tokens: int = 0  # ... over so many tokens
+    attempt: int = 0  # rewinds for the same anomaly so far, this one included; 0 for a manual rewind
+    found_step: int = 0  # at which the anomaly was found
 
 
 def rollback(
-    rewinds: Sequence[Rewind], trouble: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
+    rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
-    """The return for a trouble, after those that were before.
+    """Returns the rewind for an anomaly, given the rewinds before.
 
-    A first attempt goes back to the first suspicious step and leaves out the data of the trouble and as much again
-    after it. Each further one for the same trouble takes four times as much after it, and as much more before it:
-    garbage may be longer than what was seen of it, and a trouble older than its first sign. It does not go back
-    further than ``oldest_tokens``, the oldest checkpoint there is.
+    A first attempt goes back to the first suspicious step and skips the data of the anomaly and as much again after
+    it. Each further attempt for the same anomaly skips four times as much after it, and as much more before it:
+    garbage may be longer than what was seen of it, and an anomaly older than its first sign. It does not go back
+    further than ``oldest_tokens``, the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
-    # It is the same trouble if it begins again within a window of steps.
-    again = last is not None and last.attempt > 0 and trouble.onset <= last.found_step + WINDOW
+    # It is the same anomaly if it begins again within a window of steps.
+    again = last is not None and last.attempt > 0 and anomaly.onset <= last.found_step + WINDOW
     attempt = last.attempt + 1 if last is not None and again else 1
-    steps, wider = trouble.step - trouble.onset + 1, 4 ** (attempt - 1)
-    first = max(trouble.onset - 1 - steps * (wider - 1), 0)
+    steps, wider = anomaly.step - anomaly.onset + 1, 4 ** (attempt - 1)
+    first = max(anomaly.onset - 1 - steps * (wider - 1), 0)
     to_tokens = max(batches.tokens_at_step(first), oldest_tokens)
-    found_tokens = batches.tokens_at_step(trouble.step)
+    found_tokens = batches.tokens_at_step(anomaly.step)
     return Rewind(
         to_tokens=to_tokens,
         skip_from=position(rewinds, to_tokens),
@@ -56,18 +51,18 @@ def rollback(
         lr=stability.rollback_lr,
         lr_tokens=stability.rollback_lr_tokens or 0,
         attempt=attempt,
-        found_step=trouble.step,
+        found_step=anomaly.step,
     )
 
 
 def oldest_checkpoint(
-    rewinds: Sequence[Rewind], trouble: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
+    rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """The tokens trained at the oldest checkpoint there is when a trouble is found, by the schedule of those that are
-    due: what a stop has added or a damage taken away must not change what is decided."""
+    """Returns the tokens trained at the oldest checkpoint that the schedule keeps when an anomaly is found.
+    Checkpoints that a stop added or damage removed must not change the decision, so the disk is not looked at."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Those there are when ``step`` is read, if it was trained on from the last of ``there``."""
+        """Checkpoints kept when ``step`` is read, for a run that continued from the last of ``there``."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -81,11 +76,11 @@ def oldest_checkpoint(
             there = [tokens for tokens in there if tokens <= rewind.to_tokens]
         else:
             there = [rewind.to_tokens]
-    return kept(there, trouble.step, batches.tokens_at_step(trouble.onset - 1))[0]
+    return kept(there, anomaly.step, batches.tokens_at_step(anomaly.onset - 1))[0]
 
 
 def staying(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Those of the due checkpoints, in tokens, that stay: the newest, the last good one, and those kept for good."""
+    """Returns the checkpoints to keep, in tokens: the newest, the last good one, and those kept for ever."""
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
         stay |= {*firsts(due, keep_every_tokens, 0)}
@@ -93,7 +88,7 @@ def staying(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: 
 
 
 def firsts(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
-    """The first in each ``every_tokens``, after the ``last`` stretch."""
+    """Returns the first count in each interval of ``every_tokens`` after interval number ``last``."""
     found = []
     for tokens in there:
         if tokens // every_tokens > last:
@@ -103,7 +98,7 @@ def firsts(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
 
 
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
-    """The stretches of the stream that are left out, in tokens, disjoint and in order."""
+    """Returns the skipped intervals of the stream in tokens, disjoint and in order."""
     stretches: list[tuple[int, int]] = []
     for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in rewinds):
         if stretches and start <= stretches[-1][1]:
@@ -114,7 +109,7 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Where in the stream, in tokens, the step begins that has ``tokens`` trained before it."""
+    """Returns the position in the stream, in tokens, of the step that starts after ``tokens`` trained."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start
@@ -122,7 +117,7 @@ def position(rewinds: Sequence[Rewind], tokens: int) -> int:
 
 
 def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
-    """What the schedule's lr is multiplied by once ``tokens`` are trained."""
+    """Returns the factor on the schedule's lr once ``tokens`` are trained."""
     factor = 1.0
     for rewind in rewinds:
         since = tokens - rewind.to_tokens
@@ -132,5 +127,5 @@ def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
 
 
 def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
-    """Whether the state at ``tokens`` trained is of an undone past, if it was reached after ``known`` returns."""
+    """Returns whether a state at ``tokens`` trained, reached after ``known`` rewinds, has been undone since."""
     return any(tokens > rewind.to_tokens for rewind in rewinds[known:])

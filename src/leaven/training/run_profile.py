@@ -1,4 +1,4 @@
-"""What the planner says of a run beside what is measured: ``plan.json`` in its folder, and a line in the history."""
+"""Run profile: what the planner predicted beside what was measured, in ``plan.json`` and the calibration history."""
 
 import json
 import time

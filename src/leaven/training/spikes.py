@@ -1,4 +1,4 @@
-"""When a run is in trouble: a verdict on loss, gradient norm and update norm, from their values alone.
+"""Detects anomalies of a run from loss, gradient norm and update norm alone.
 
 Each of the three is compared with the median of its last :data:`LEVEL` steps, and its distance from it with the
 median of the last :data:`WINDOW` such distances, of either sign (x 1.4826, which for normal noise is a standard
@@ -10,8 +10,8 @@ It began where the sum last left 0; steps since then are suspicious and no part 
 Both norms are compared in the logarithm; the update norm is divided by the lr, whose schedule is no news. In a 32B
 run it doubled before loss and gradient moved (marin-community/marin#1368).
 
-A step whose loss, gradient or update is no number is trouble at once. Other verdicts take 2 x :data:`LEVEL` steps
-to learn what is usual. docs/log.md has the rate of false alarms.
+A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are found after 2 x :data:`LEVEL`
+steps, from which the usual level is learnt. docs/log.md has the rate of false alarms.
 """
 
 import math
@@ -32,7 +32,7 @@ LIMIT = 24.0
 OUTSTANDING = 6.0
 """Deviations from which on ``on_spike = "skip"`` does not apply a step: what OLMo-core's SkipStep optimisers use."""
 PATIENCE = 20
-"""Steps in a row that ``skip`` may leave out; more is no odd batch but a run that has stopped learning."""
+"""Steps in a row that ``skip`` may leave out; more means a run that has stopped learning, not an odd batch."""
 
 # 0.05 nats; factors of 1.28 and 1.11: steadier than that a large batch may be, without less being any trouble.
 FLOORS = {"loss": 0.05, "grad_norm": 0.25, "update_norm": 0.1}
@@ -41,7 +41,7 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 
 @dataclass(frozen=True)
 class Limits:
-    """What loss and gradient norm must stay below for a step to be applied."""
+    """Limits that loss and gradient norm must stay below for a step to be applied."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -49,35 +49,34 @@ class Limits:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A verdict: trouble from step ``onset`` on, found at ``step``, with the numbers that it was made from."""
+    """Something is wrong with a run."""
 
-    onset: int
-    step: int
+    onset: int  # the first suspicious step
+    step: int  # at which it was certain
     why: str
-    numbers: dict[str, dict[str, float]]
+    numbers: dict[str, dict[str, float]]  # by quantity: its value, what was usual, and how far it is off
 
 
 @dataclass
 class Watch:
-    """One quantity: its last values, their distances from the medians before them, the cumulative sum, and the step
-    with which the sum left 0."""
+    """What is known of one quantity."""
 
-    floor: float
-    values: list[float] = field(default_factory=list)
-    distances: list[float] = field(default_factory=list)
-    total: float = 0.0
-    since: int | None = None
+    floor: float  # of the standard deviation
+    values: list[float] = field(default_factory=list)  # the last ones
+    distances: list[float] = field(default_factory=list)  # of values from the medians before them
+    total: float = 0.0  # cumulative sum
+    since: int | None = None  # step at which the sum left 0
 
     @property
     def ready(self) -> bool:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """What the next value should be, and its robust standard deviation."""
+        """Returns the value to expect next, and its robust standard deviation."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Take in a value: what it should have been, and how many deviations it is above that."""
+        """Take in a value. Returns the value that was expected, and how many deviations it is above that."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -93,9 +92,10 @@ class Watch:
 
 
 class SpikeDetector:
-    """Sees every step in order. Its state is that of the run and belongs into the checkpoint.
+    """Sees every step in order. Its state is saved in checkpoints.
 
-    ``skipping``: outstanding steps are left out by :meth:`limits`, and the verdict is on :data:`PATIENCE` alone.
+    With ``skipping``, outstanding steps are skipped by :meth:`limits`, and only more than :data:`PATIENCE` of them
+    in a row are an anomaly.
     """
 
     def __init__(self, skipping: bool = False) -> None:
@@ -106,11 +106,11 @@ class SpikeDetector:
 
     @property
     def since(self) -> int | None:
-        """The first suspicious step, if the newest is suspicious still."""
+        """The first suspicious step, if the newest step still is suspicious."""
         return min((watch.since for watch in self.watches.values() if watch.since is not None), default=None)
 
     def observe(self, step: "Step") -> Anomaly | None:
-        """Take in a step; the trouble that it has made certain."""
+        """Take in a step. Returns the anomaly that it made certain, if any."""
         if left_out(step):
             return self._leave_out(step)
         if step.skipped:  # for a loss scale that was too large, which looks after itself
@@ -156,8 +156,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """What this step must stay below. They are known two steps before, so that a loop that is one step behind the
-        device decides as one that is not."""
+        """Returns the limits of a step. They are known two steps ahead, so that a loop that reads one step behind the
+        device decides as one that does not."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def _look_ahead(self, step: int) -> None:
@@ -181,5 +181,5 @@ class SpikeDetector:
 
 
 def left_out(step: "Step") -> bool:
-    """Whether a step was not applied because it was no number or above the limits: not for its loss scale alone."""
+    """Returns whether a step was skipped as not finite or above the limits, and not for its loss scale alone."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))

@@ -28,28 +28,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. ``loss`` is the validation loss in nats per token, null while the run is not finished.
+    """How a run ended."""
 
-    ``bits_per_byte`` is the same loss a byte of its text, null where the tokenizer does not tell bytes; ``mfu`` the
-    median over the steps, beside it the same speed as causal MFU and as HFU. ``unsaved`` says why a run that was
-    stopped could not be saved; it goes on from its newest checkpoint, at ``saved_tokens``. ``noise_scale`` is in
-    tokens, the last that was measured.
-    """
-
-    loss: float | None
+    loss: float | None  # validation, nats per token; None while the run is not finished
     tokens: int
     steps: int
     seconds: float
-    mfu: float | None
+    mfu: float | None  # median over the steps
     rollbacks: int
     finished: bool
-    bits_per_byte: float | None
-    mfu_causal: float | None
+    bits_per_byte: float | None  # the same loss per byte of text; None where the tokenizer does not tell bytes
+    mfu_causal: float | None  # the same speed, as causal MFU and as HFU
     hfu: float | None
     mfu_convention: str | None
-    unsaved: str | None = None
-    saved_tokens: int = 0
-    noise_scale: float | None = None
+    unsaved: str | None = None  # why a run that was stopped could not be saved
+    saved_tokens: int = 0  # trained at the newest checkpoint, from which the run resumes
+    noise_scale: float | None = None  # tokens; the last that was measured
 
 
 def train(
@@ -67,17 +61,21 @@ def train(
 ) -> Summary:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
-    ``stop`` is asked before every forward; when it says so, the step under way is given up, a checkpoint of the one
-    before is written, and the summary is not ``finished``.
-    ``back`` first takes the run back by hand, once: the same call again goes on. ``log_to`` names writers of curves
-    (:data:`leaven.training.metrics.WRITERS`). Every process of a ``world`` calls this, with the same arguments; the
-    first one writes, ``stop`` may say so on any. The same losses come out, to the last bit on one device, however
-    often the run is stopped or killed. What its steps took goes into the ``history`` that plans are calibrated by;
-    not so where runs side by side would time each other.
+    The losses are the same, to the last bit on one device, however often the run is stopped or killed. Every process
+    of a ``world`` calls this with the same arguments; the first one writes.
+
+    Args:
+        stop: called before every forward, on any process. When it returns True, the current step is given up, the
+        step
+            before is saved, and the summary is not ``finished``.
+        log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
+        back: a manual rewind to do first, once: the same call again resumes.
+        history: whether the step times go into the history that calibrates plans; not where runs side by side would
+            slow each other down.
 
     Raises:
         InputError: if the folder holds another recipe, is in use, or cannot be written.
-        Diverged: if the run is in trouble and ``on_spike`` is ``stop``, or rolling back does not mend it.
+        Diverged: if there is an anomaly and ``on_spike`` is ``stop``, or rolling back does not help.
     """
     run, recipe, back = check(recipe, folder, back)
     run.check_text(tokens.fingerprint)
@@ -122,7 +120,7 @@ def train(
 
 
 def _with_micro_batch(recipe: Recipe, world: World) -> tuple[Recipe, bool]:
-    """A recipe that says how many sequences a forward has, or one of which that is still to be timed: on one device;
+    """Returns the recipe with its micro-batch, and whether that is still to be timed: on one device only, since
     several would have to run out of memory together."""
     if recipe.batch.micro_batch != "auto":
         return recipe, False
@@ -132,7 +130,7 @@ def _with_micro_batch(recipe: Recipe, world: World) -> tuple[Recipe, bool]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, world: World) -> Iterator[None]:
-    """Hold the folder, once every process has read it. The first one does what is to be done to it, for all."""
+    """Lock the folder once every process has read it. The first process changes it, for all."""
     world.barrier()
     run.writes = world.first
     with ExitStack() as stack:
@@ -152,7 +150,7 @@ def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, world: Wo
 
 @contextmanager
 def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
-    """A new run that is out of memory before it has done a step is not there."""
+    """Remove the folder of a new run that runs out of memory before its first step."""
     new = not run.path.exists()
     try:
         yield
@@ -165,7 +163,7 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, back: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """The run of a folder, the recipe as it will be trained there, and the return that is still to be made.
+    """Returns the run of a folder, the recipe as it will be trained there, and the rewind that is still to be done.
 
     Raises:
         InputError: if the folder cannot hold this run, or the run cannot go back like this.
@@ -179,7 +177,7 @@ def check(
 
 
 def _ended(run: RunFolder) -> Summary | None:
-    """The summary of a run that has finished before."""
+    """Returns the summary of a run that has finished before."""
     finish = run.finish()
     if finish is None:
         return None
