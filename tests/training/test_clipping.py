@@ -1,7 +1,6 @@
-"""Clipping against its formulas, and its memory over a stop."""
+"""Clipping against its formulas; test_trainer.py has its memory over a stop."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.clipping import Clipper
 from leaven.training.engine import Training
-from leaven.training.run_folder import RunFolder
-from leaven.training.trainer import train
 
 Gradients = dict[str, torch.Tensor]
 
@@ -98,17 +95,3 @@ def test_a_plain_number_is_the_global_form(tiny: Recipe, tokens: TokenSet) -> No
     assert table.hyperparameters.grad_clip == tiny.hyperparameters.grad_clip
     plain, stated = Training(tiny, tokens), Training(table, tokens)
     assert [plain.step().loss for _ in range(3)] == [stated.step().loss for _ in range(3)]
-
-
-def test_running_survives_a_stop_to_the_last_bit(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    recipe = tiny.replace({"hyperparameters.grad_clip": {"mode": "running", "limit": 0.9}})  # clips nearly always
-
-    def losses(folder: Path) -> list[float]:
-        return [line["loss"] for line in RunFolder(folder).metrics()]
-
-    whole = train(recipe, tokens, tmp_path / "whole")
-    train(recipe, tokens, tmp_path / "parts", stop=lambda: len(losses(tmp_path / "parts")) >= 13)
-    assert train(recipe, tokens, tmp_path / "parts").loss == whole.loss
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    unclipped = tiny.replace({"hyperparameters.grad_clip": 0.0})
-    assert train(unclipped, tokens, tmp_path / "unclipped").loss != whole.loss

@@ -114,10 +114,6 @@ def test_it_survives_a_stop_to_the_last_bit(measured: Recipe, tokens: TokenSet, 
     told = [scale for _, scale in lines(tmp_path / "whole") if scale]
     assert len(told) > 20
     assert again.noise_scale == whole.noise_scale == told[-1]
-    off = train(measured.replace({KEY: None}), tokens, tmp_path / "off")
-    assert off.noise_scale is None
-    assert off.loss == whole.loss
-    assert [loss for loss, _ in lines(tmp_path / "off")] == [loss for loss, _ in lines(tmp_path / "whole")]
 
 
 def test_a_checkpoint_without_it_starts_it_anew() -> None:

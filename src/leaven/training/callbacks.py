@@ -213,10 +213,10 @@ class SpikeGuard(RunCallback):
     def after_step(self, step: Step) -> None:
         if self.guard is None:
             return
-        trouble = self.guard.observe(step)
-        if trouble is not None:
+        anomaly = self.guard.observe(step)
+        if anomaly is not None:
             self.session.loop.discard()
-            self._respond(trouble)
+            self._respond(anomaly)
         elif left_out(step):
             told = {key: getattr(step, key) for key in ("step", "tokens", "loss", "grad_norm")}
             self.session.event("skip", **told, limits=asdict(self.guard.limits(step.step)))
@@ -230,18 +230,18 @@ class SpikeGuard(RunCallback):
         if self.guard and "guard" in state:
             self.guard.load_state_dict(state["guard"])
 
-    def _respond(self, trouble: Anomaly) -> None:
+    def _respond(self, anomaly: Anomaly) -> None:
         """Go back to a checkpoint, or end the run."""
         session, recipe = self.session, self.training.recipe
         session.checkpoints.written(wait=True)
         every = session.checkpoints.every_tokens
-        oldest = oldest_checkpoint(session.rewinds, trouble, recipe.batches, recipe.stability, every)
-        rewind = rollback(session.rewinds, trouble, recipe.batches, recipe.stability, oldest)
-        tokens, limit = recipe.batches.tokens_at_step(trouble.step), recipe.stability.max_rollbacks
-        told: dict[str, Any] = {"step": trouble.step, "tokens": tokens, "why": trouble.why}
-        told |= {"onset": trouble.onset, "numbers": trouble.numbers}
+        oldest = oldest_checkpoint(session.rewinds, anomaly, recipe.batches, recipe.stability, every)
+        rewind = rollback(session.rewinds, anomaly, recipe.batches, recipe.stability, oldest)
+        tokens, limit = recipe.batches.tokens_at_step(anomaly.step), recipe.stability.max_rollbacks
+        told: dict[str, Any] = {"step": anomaly.step, "tokens": tokens, "why": anomaly.why}
+        told |= {"onset": anomaly.onset, "numbers": anomaly.numbers}
         if recipe.stability.on_spike != "rollback":
             session.fail(told)
         if rewind.attempt > limit:
-            session.fail(told | {"why": f"{trouble.why}; {limit} rollbacks did not pass it"})
+            session.fail(told | {"why": f"{anomaly.why}; {limit} rollbacks did not pass it"})
         session.roll_back(rewind, told | asdict(rewind) | {"attempts": limit})

@@ -4,8 +4,8 @@ Each of the three is compared with the median of its last :data:`LEVEL` steps, a
 median of the last :data:`WINDOW` such distances, of either sign (x 1.4826, which for normal noise is a standard
 deviation), never less than a floor. What goes beyond :data:`ALLOWANCE` of these deviations is added up from step to
 step (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"), and what is missing to it is taken off
-again. Anomaly is a sum of :data:`LIMIT`: three steps far out or a dozen a little out, but not one batch of odd text.
-It began where the sum last left 0; steps since then are suspicious and no part of what the next are compared with.
+again. A sum of :data:`LIMIT` is an anomaly: three steps far out or a dozen a little out, but not one batch of odd
+text. It began where the sum last left 0; steps since then are suspicious, and later steps are not compared with them.
 
 Both norms are compared in the logarithm; the update norm is divided by the lr, whose schedule is no news. In a 32B
 run it doubled before loss and gradient moved (marin-community/marin#1368).
