@@ -3,8 +3,8 @@
 Whole curves are recorded of trials at random points around a recipe, each kept as it ends, so that the same command
 goes on. Then they are replayed in many orders, each against the best of those before it, as in a search: how much is
 not trained, how many of the eventual best are given up, how far what is then expected of them is off. The constants
-of leaven.training.early_stopping were chosen on the set ``choose`` alone (`--set choose --scan`), the table in docs/log.md is
-of ``report``: another seed of initial values and data, and other points.
+of leaven.training.early_stopping were chosen on the set ``choose`` alone (`--set choose --scan`), the table in
+docs/log.md is of ``report``: another seed of initial values and data, and other points.
 """
 
 import argparse
