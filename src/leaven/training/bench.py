@@ -1,4 +1,4 @@
-"""Throughput over micro-batch and global batch, by real steps; and where a ramp should start."""
+"""Measures throughput over micro-batch and global batch with real steps, and says where a batch ramp should start."""
 
 import time
 from collections.abc import Callable
@@ -30,31 +30,29 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Row:
-    """Batches in sequences; ``peak_gib`` is the most memory held, on a CPU by the whole process."""
+class BenchRow:
+    """The measurement of one pair of batch sizes."""
 
-    micro_batch: int
-    global_batch: int
+    micro_batch: int  # sequences
+    global_batch: int  # sequences
     tokens_per_second: float
     tflops: float
     mfu: float
-    peak_gib: float
+    peak_gib: float  # most memory held, on a CPU by the whole process
 
 
 @dataclass(frozen=True)
 class Bench:
-    """``rows`` in the order of the global batch, then of the micro-batch; ``too_large``: micro-batches that do not
-    fit. ``whole``: nothing was left out because of a stop or the time limit; ``unfinished``: the global batch in the
-    middle of which that was, no part of a choice, since its fastest micro-batch may not have had its turn."""
+    """All measurements of a recipe on a device."""
 
     recipe: Recipe
-    convention: str
-    rows: tuple[Row, ...]
-    too_large: tuple[int, ...]
-    whole: bool
-    unfinished: int | None = None
+    convention: str  # of MFU
+    rows: tuple[BenchRow, ...]  # in the order of the global batch, then of the micro-batch
+    too_large: tuple[int, ...]  # micro-batches that do not fit
+    whole: bool  # nothing was left out because of a stop or the time limit
+    unfinished: int | None = None  # the global batch that was interrupted; its fastest micro-batch may be missing
 
-    def best(self, global_batch: int) -> Row:
+    def best(self, global_batch: int) -> BenchRow:
         """The fastest micro-batch of a global batch."""
         return max(
             (row for row in self.rows if row.global_batch == global_batch), key=lambda row: row.tokens_per_second
@@ -83,7 +81,7 @@ class Bench:
             },
         }
 
-    def utilisation(self, row: Row) -> Utilisation:
+    def utilisation(self, row: BenchRow) -> Utilisation:
         return utilisation(self.recipe, row.mfu)
 
 
@@ -123,7 +121,7 @@ def bench(
     allowed = fitting(recipe, training.device, micro_batches)
     too_large = [size for size in micro_batches if size not in allowed]
     cells = [(size, batch) for batch in sorted(global_batches) for size in allowed if size <= batch]
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     whole, unfinished = True, None
     for done, (size, batch) in enumerate(cells):
         on_row(done, len(cells))
@@ -141,7 +139,7 @@ def bench(
     return Bench(recipe, mfu_convention(training.peak), tuple(rows), tuple(sorted(too_large)), whole, unfinished)
 
 
-def _measure(training: Training, micro_batch: int, batch: int) -> Row | None:
+def _measure(training: Training, micro_batch: int, batch: int) -> BenchRow | None:
     """A few steps from the start of the data; None if they run out of memory."""
     training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
     training.micro_batch = micro_batch
@@ -156,7 +154,7 @@ def _measure(training: Training, micro_batch: int, batch: int) -> Row | None:
         step = max(steps[1:], key=lambda step: step.tokens_per_second)
         assert step.mfu is not None
         held = peak_memory(training.device) / GIB
-        return Row(micro_batch, batch, step.tokens_per_second, step.tflops, step.mfu, held)
+        return BenchRow(micro_batch, batch, step.tokens_per_second, step.tflops, step.mfu, held)
     training.sharded.drop_gradients()
     if training.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ from leaven.training.metrics import Curves
 from leaven.training.rewind import oldest_checkpoint, rollback
 from leaven.training.spikes import Anomaly, Limits, SpikeDetector, left_out
 from leaven.training.step import Step
-from leaven.training.throughput import errand, peak_memory
+from leaven.training.throughput import peak_memory, time_fixed_work
 
 if TYPE_CHECKING:
     from leaven.training.session import Session
@@ -129,7 +129,7 @@ class Validation(RunCallback):
     def _compare_processes(self) -> None:
         """Log which process is slowest at the same work, and which holds most: all wait for the slowest."""
         device = self.training.device
-        of_ranks = self.session.world.everyone([errand(device), peak_memory(device) / GIB])
+        of_ranks = self.session.world.everyone([time_fixed_work(device), peak_memory(device) / GIB])
         seconds, memory = zip(*of_ranks, strict=True)
         slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
         ratio = max(seconds) / median(seconds)

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder that is either whole or not there, of one format for any number of processes.
+"""Checkpoints: folders that are whole or absent, in one format for any number of processes.
 
 Files are written to a temporary folder beside it, synced, and renamed into place. ``state.json`` is written last: it
 holds the length and digest of every file and of itself, so that a damaged checkpoint is noticed and the one before it
@@ -35,32 +35,28 @@ UNFINISHED = ".tokens-*.tmp"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: ``step`` steps done, ``tokens`` trained, ``seconds`` spent on them."""
+    """How far a run is."""
 
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    step: int = 0  # steps done
+    tokens: int = 0  # trained
+    seconds: float = 0.0  # spent on them
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run is made of at a step; of the tensors, what this process owns of them.
-
-    ``places`` says of tensors by name, the model's and the optimiser's, where in the whole that lies; one that is
-    not in it is whole. A name that is only in it is of a tensor that others own. ``state`` is what is no tensor, for
-    JSON: the spike guard; ``rewinds`` are the returns of the run up to then. Those, and ``progress``, are saved as
-    the first process has them.
-    """
+    """The state of a run at a step. What is no tensor is saved as the first process has it."""
 
     progress: Progress
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    state: Mapping[str, Any] = field(default_factory=dict)
-    rewinds: tuple[Rewind, ...] = ()
+    model: Mapping[str, Tensor]  # parts of parameters that this process owns
+    optimizer: Mapping[str, Tensor]  # moments and the like, likewise
+    state: Mapping[str, Any] = field(default_factory=dict)  # of the callbacks, for JSON
+    rewinds: tuple[Rewind, ...] = ()  # of the run so far
+    # Where a part lies in the whole tensor. A tensor that is not here is whole; a name that is only here belongs to a
+    # tensor that other processes own.
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def copied(self) -> "Checkpoint":
-        """In memory of the host that no training step writes to."""
+        """Returns a copy in memory of the host, to which no training step writes."""
         model, optimizer = (
             {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
             for tensors in (self.model, self.optimizer)
@@ -70,15 +66,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Found(Checkpoint):
-    """One on the disk: of its tensors, all of which are whole, any part is read when it is asked for, whichever way
-    they were cut when they were saved."""
+    """A checkpoint on disk. Any part of its tensors is read on demand, whichever way they were split when saved."""
 
     model: Tensors
     optimizer: Tensors
 
 
 class NotSaved(Exception):
-    """Why a checkpoint is not there. Nothing of it is left, and all others are untouched."""
+    """A checkpoint could not be written. Nothing of it is left, and all others are untouched."""
 
 
 def write_checkpoint(
@@ -89,12 +84,12 @@ def write_checkpoint(
 ) -> Path:
     """Save into ``folder/tokens-NNN``, replacing one that is there.
 
-    All processes of the exchange call it, from any thread, and it ends in the same way for all. The first one calls
-    ``tidy`` when the checkpoint is there, before the others hear of it.
+    All processes of the exchange call it, from any thread, with the same result. The first one calls ``tidy`` when
+    the checkpoint is there, before the others know.
 
     Raises:
-        NotSaved: if the disk of one of them is full or not writable, one is not heard of, or what they own does not
-            make whole tensors.
+        NotSaved: if the disk of one process is full or not writable, one does not answer, or their parts do not make
+            whole tensors.
     """
     exchange = exchange or Exchange()
     final = folder / f"tokens-{checkpoint.progress.tokens:015d}"
@@ -120,7 +115,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, world: World) -> dict[str, Any]:
-    """Write what a process owns; the lengths and digests of its files, and where in the whole its tensors lie."""
+    """Write what a process owns. Returns the lengths and digests of its files, and where its tensors lie in the
+    whole."""
     folder.mkdir(parents=True, exist_ok=True)
     part: dict[str, Any] = {"files": {}}
     held = set(checkpoint.places)
@@ -143,7 +139,7 @@ def _write_part(folder: Path, checkpoint: Checkpoint, world: World) -> dict[str,
 
 
 def _all_well(parts: Sequence[Any]) -> Sequence[dict[str, Any]]:
-    """Raise OSError for those that could not write, or have told nothing."""
+    """Returns the parts. Raises OSError if a process could not write or did not answer."""
     errors = [
         (f"rank {rank}: " if len(parts) > 1 else "") + ("nothing heard of it" if part is None else part["error"])
         for rank, part in enumerate(parts)
@@ -155,7 +151,7 @@ def _all_well(parts: Sequence[Any]) -> Sequence[dict[str, Any]]:
 
 
 def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[dict[str, Any]]) -> None:
-    """Make a checkpoint of what all processes have written."""
+    """Make a checkpoint of the files that all processes have written."""
     files: dict[str, Any] = {}
     for rank, part in enumerate(parts):
         for name, written in part["files"].items():
@@ -191,14 +187,14 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 def read_checkpoint(
     folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, world: World = ALONE
 ) -> tuple[Found | None, list[Path]]:
-    """The newest whole checkpoint (None if there is none), and the damaged ones that were passed over; with
-    ``tokens``, of those at that many tokens only.
+    """Returns the newest whole checkpoint (None if there is none), and the damaged ones that were passed over; with
+    ``tokens``, only of those at that many tokens.
 
-    One of a past that the run's ``rewinds`` have undone does not count. All processes of a world call it, with the
-    same ``rewinds``, share the files to look at, and find the same.
+    Checkpoints that the run's ``rewinds`` have undone do not count. All processes of a world call it with the same
+    ``rewinds``, share the files to verify, and find the same.
 
     Raises:
-        InputError: if one is there and cannot be read now: that says nothing of what is in it.
+        InputError: if one is there and cannot be read now; it may still be whole.
     """
     damaged: list[Path] = []
     for candidate in reversed(world.shared(checkpoints(folder))):
@@ -222,17 +218,17 @@ def read_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints, the oldest first, whole or not."""
+    """Returns the checkpoints of a folder, the oldest first, whole or not."""
     return sorted(folder.glob(_NAME))
 
 
 def tokens_of(path: Path) -> int:
-    """The tokens trained at a checkpoint, by its name."""
+    """Returns the tokens trained at a checkpoint, from its name."""
     return int(path.name.rpartition("-")[2])
 
 
 def _read(folder: Path, world: World) -> Found:
-    """A checkpoint whose files have been looked at, this process's share of them."""
+    """Read a checkpoint after verifying this process's share of its files."""
     state = json.loads((folder / "state.json").read_bytes())
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")

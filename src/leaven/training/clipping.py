@@ -19,20 +19,19 @@ _STATE = "clip.running"  # among the optimiser's tensors in a checkpoint
 class RunningNorm:
     """The root mean square of the gradient norms so far, exponentially weighted and corrected for its start at 0.
 
-    Two numbers in float64 on the gradients' device: mean square and steps, which are counted as Adam's are
-    (:class:`leaven.training.optimiser.Optimiser`). ``beta`` is that of the full batch.
+    Steps are counted as Adam's are (:class:`leaven.training.optimiser.Optimiser`).
     """
 
-    beta: float
-    state: Tensor
+    beta: float  # of the full batch
+    state: Tensor  # mean square and steps, (2,) in float64 on the gradients' device
 
     def value(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Infinite before the first gradient that is not 0: nothing is known yet, so nothing is clipped."""
+        """Returns the norm, (); infinite before the first gradient that is not 0, so that nothing is clipped."""
         mean_square, steps = self.state.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def add(self, norm: Tensor, ramp: Factors = AT_BASE) -> None:
-        """Take in a norm, unless it is no number."""
+        """Take in a norm, unless it is not finite."""
         (mean_square, steps), beta = self.state.unbind(), ramp.beta(self.beta)
         added = torch.stack((beta * mean_square + (1 - beta) * norm.double() ** 2, steps + 1))
         self.state = torch.where(norm.isfinite(), added, self.state)
@@ -40,16 +39,12 @@ class RunningNorm:
 
 @dataclass
 class Clipper:
-    """Scales gradients down in place, without a look at any value from outside the device.
+    """Scales gradients down in place, without waiting for the device."""
 
-    ``parts`` is there in mode ``per-module`` only: for each row of the table the number of its module in its block,
-    whose norm is limited. ``running`` is there in mode ``running`` only: the limit is then in units of it.
-    """
-
-    limit: float
+    limit: float  # of a norm; in mode ``running`` in units of the running norm
     model: ShardedModel
-    parts: Tensor | None = None
-    running: RunningNorm | None = None
+    parts: Tensor | None = None  # in mode ``per-module``: the number of each row's module in its block
+    running: RunningNorm | None = None  # in mode ``running``
 
     @classmethod
     def build(cls, clip: Clip, model: ShardedModel, table: ParameterTable) -> "Clipper":
@@ -62,7 +57,7 @@ class Clipper:
         return cls(clip.limit or torch.inf, model, parts, running)
 
     def __call__(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
-        """Divide the gradients there are by ``scale`` and clip them; the global norm that they had in between, ().
+        """Divide the gradients by ``scale`` and clip them. Returns their global norm in between, ().
 
         ``ramp`` multiplies the values of the full batch: it moves the beta of the running norm.
 
@@ -92,7 +87,7 @@ class Clipper:
         return norm
 
     def recount(self, factor: float) -> None:
-        """As the optimiser's."""
+        """Convert the step count, as the optimiser does."""
         if self.running is not None:
             self.running.state = self.running.state * self.running.state.new_tensor([1.0, factor])
 

@@ -1,4 +1,4 @@
-"""A run's model, ready to use."""
+"""Loads the model of a run, ready to use."""
 
 import warnings
 from collections.abc import Mapping
@@ -25,16 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run at one of its checkpoints. ``weights`` are read from it one by one, when they are asked for; ``damaged``
-    are the newer ones that were passed over."""
+    """A run at one of its checkpoints."""
 
     recipe: Recipe
     table: ParameterTable
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]  # each is read on demand
     tokenizer: "Tokenizer"
     tokenizer_json: str
-    tokens: int
-    damaged: tuple[str, ...]
+    tokens: int  # trained at the checkpoint
+    damaged: tuple[str, ...]  # newer checkpoints that were passed over
 
     @cached_property
     def model(self) -> Transformer:
@@ -56,7 +55,7 @@ class LoadedRun:
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
-    """Model and tokenizer of a run's newest whole checkpoint, or of the one at ``tokens`` tokens.
+    """Returns model and tokenizer of a run's newest whole checkpoint, or of the one at ``tokens`` tokens.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
     time, vocabulary). Warns of damaged checkpoints that it passed over.
@@ -71,7 +70,7 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
 
 
 def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
-    """As :func:`load`, with everything else that belongs to the run at that checkpoint."""
+    """Returns what :func:`load` does, with everything else that belongs to the run at that checkpoint."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         said = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"

@@ -1,6 +1,6 @@
-"""Where a run's curves go besides metrics.jsonl: TensorBoard files, W&B, trackio.
+"""Writers of a run's curves beside metrics.jsonl: TensorBoard, W&B, trackio.
 
-A writer that fails (a full disk, a service that is away) costs its curves, not the run.
+A writer that fails (a full disk, a service that is down) costs its curves, not the run.
 """
 
 import time
@@ -59,7 +59,7 @@ class TensorBoard:
 
 class Tracker:
     """A run of W&B or of trackio, which has the same interface. Their own settings (WANDB_MODE, TRACKIO_DIR, ...)
-    hold; a resumed run goes on in the same curves."""
+    apply; a resumed run continues the same curves."""
 
     def __init__(self, module: Any, folder: Path, recipe: Recipe) -> None:
         self._module = module
@@ -77,7 +77,7 @@ class Tracker:
 
 
 def writers(asked: Sequence[str] | None) -> tuple[str, ...]:
-    """The writers of a ``--log-to``: None is TensorBoard where it is installed.
+    """Returns the writers of a ``--log-to``; without one, TensorBoard where it is installed.
 
     Raises:
         InputError: if a name is not known or its package not there.
@@ -93,10 +93,8 @@ def writers(asked: Sequence[str] | None) -> tuple[str, ...]:
 
 
 class Curves:
-    """All writers of one stretch of a run, which begins with ``tokens`` consumed.
-
-    ``lost`` is told once of each that fails: its name and what it said.
-    """
+    """All writers of a run, from ``tokens`` trained on. ``lost`` is called once for each that fails, with its name
+    and error."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, recipe: Recipe, tokens: int, lost: Callable[[str, str], None]

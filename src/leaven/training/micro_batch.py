@@ -1,7 +1,7 @@
-"""Sequences of one forward: what fits, proven with real steps, and which of it is fastest.
+"""Chooses the micro-batch, the sequences of one forward: what fits, tried with real steps, and what is fastest.
 
-A micro-batch given as a number is the most sequences that go through one forward; a batch that it does not divide is
-cut evenly (12 sequences at 8 are 6 and 6), so that during a ramp every batch has a size of its own.
+A micro-batch is an upper limit: a batch that it does not divide is split evenly (12 sequences at 8 are 6 and 6), so
+that during a ramp every batch has a size of its own.
 """
 
 import time
@@ -48,7 +48,7 @@ An accelerator says when it is full, so what the closed form puts just above is 
 
 @dataclass(frozen=True)
 class Timing:
-    """A micro-batch and the speed of its forwards and backwards over one global batch."""
+    """The speed of a micro-batch, forwards and backwards over one global batch."""
 
     micro_batch: int
     tokens_per_second: float
@@ -57,21 +57,20 @@ class Timing:
 
 @dataclass(frozen=True)
 class Choice:
-    """A micro-batch with its reason. ``too_large``: sizes that ran out of memory when they were tried, or that the
-    closed form ruled out."""
+    """A micro-batch with its reason."""
 
-    micro_batch: int
+    micro_batch: int  # sequences
     why: str
     timings: tuple[Timing, ...] = ()
-    too_large: tuple[int, ...] = ()
-    seconds: float = 0.0
+    too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or that the closed form ruled out
+    seconds: float = 0.0  # spent on the choice
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"timings": [vars(timing) for timing in self.timings]}
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Sequences of each forward of a batch: as many forwards as a micro-batch needs, all of one size.
+    """Returns the sequences of each forward of a batch: as many forwards as a micro-batch needs, all of one size.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -81,7 +80,7 @@ def even(sequences: int, micro_batch: int) -> int:
 
 
 def sizes(sequences: int) -> list[int]:
-    """Micro-batches to consider for a batch: powers of two, evened out, and the batch in one.
+    """Returns the micro-batches to consider for a batch: powers of two, evened out, and the whole batch.
 
     >>> sizes(12)
     [1, 2, 4, 6, 12]
@@ -90,7 +89,7 @@ def sizes(sequences: int) -> list[int]:
 
 
 def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
-    """The recipe's micro-batch, or without a look at the device one that is seldom far off."""
+    """Returns the recipe's micro-batch, or a rule of thumb that does not look at the device."""
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
@@ -98,8 +97,8 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _most(recipe: Recipe) -> int:
-    """Sequences of a forward beyond which a rank's share of the batch is not enough for one to each stage of a
-    pipeline, or for two parts where the noise scale is measured."""
+    """Returns the most sequences of a forward for which a rank's share of the batch is enough for every stage of a
+    pipeline, and for two forwards where the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # of the smallest batch too
         batch = min(tokens for _, tokens in recipe.batch.sizes) // layout.pp
@@ -109,9 +108,9 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_begun(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with the micro-batch that a run in this folder has, if one was begun and the recipe says "auto".
+    """Returns the recipe with the micro-batch of the run in this folder, if there is one and the recipe says "auto".
 
-    A run keeps it wherever it is resumed, since the order of a sum is part of its bits.
+    A run keeps it wherever it is resumed, since the order of a sum decides its last bits.
     """
     run = RunFolder(folder)
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
@@ -124,7 +123,8 @@ def as_begun(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
-    """The recipe with a micro-batch that is not timed: that of the run in this folder, else by rule of thumb."""
+    """Returns the recipe with a micro-batch that is not timed: that of the run in this folder, or the rule of
+    thumb."""
     recipe = as_begun(recipe, folder) if folder is not None else recipe
     if recipe.batch.micro_batch != "auto":
         return recipe
@@ -134,7 +134,7 @@ def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Bytes that training takes beside the weights themselves, by the planner's closed form."""
+    """Returns the bytes that training takes beside the weights, by the planner's closed form."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16,
@@ -152,10 +152,10 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
 
 
 def require_memory(recipe: Recipe) -> None:
-    """Before a model is built.
+    """Check before a model is built that it can be trained at all.
 
     Raises:
-        InputError: if the closed form says that not even one sequence a forward fits beside the weights.
+        InputError: if by the closed form not even one sequence a forward fits beside the weights.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = LEAVEN_BF16.weights * recipe.model.params
@@ -173,7 +173,7 @@ def _require(needed: float, device: torch.device) -> None:
 
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list[int]:
-    """Those of the candidates that the closed form lets try, the weights being there.
+    """Returns the candidates that fit by the closed form, beside weights that are there already.
 
     Raises:
         InputError: if not even the smallest fits.
@@ -202,7 +202,7 @@ def settle(training: "Training") -> Choice:
 
 
 def choose(training: "Training") -> Choice:
-    """What :func:`settle` takes: timed, or in a run too short for that by rule of thumb."""
+    """Returns the micro-batch for :func:`settle`: timed, or by rule of thumb in a run too short for that."""
     began = time.perf_counter()
     recipe, sequences = training.recipe, training.recipe.batch.tokens // training.recipe.model.seq_len
     everything = [size for size in sizes(sequences) if size <= _most(recipe)]
@@ -216,7 +216,7 @@ def choose(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice:
-    """The rule of thumb, halved while it does not fit."""
+    """Returns the rule of thumb, halved until it fits."""
     thumb = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while trial_step(training, thumb) is None:
@@ -232,7 +232,8 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice:
 
 
 def _fastest(training: "Training", candidates: list[int], sequences: int) -> Choice:
-    """The smallest of those that are as good as fastest; from small to large, until memory or time runs out."""
+    """Returns the smallest that is about as fast as the fastest; tried from small to large until memory or time runs
+    out."""
     began = time.perf_counter()
     timings: list[Timing] = []
     too_large: list[int] = []
@@ -265,10 +266,11 @@ def _fastest(training: "Training", candidates: list[int], sequences: int) -> Cho
 
 
 def trial_step(training: "Training", size: int) -> float | None:
-    """Seconds of one forward and backward over a micro-batch of the run's own data; None if memory does not do.
+    """Returns the seconds of one forward and backward over a micro-batch of the run's own data; None if out of
+    memory.
 
-    With all that a step holds meanwhile: where a batch takes more than one forward, the gradients of those before.
-    Nothing of the run is changed by it.
+    Memory is filled as in a step: where a batch takes several forwards, gradients are there before. The run is not
+    changed.
 
     Raises:
         Interrupted: if the training was asked to stop.
@@ -304,7 +306,8 @@ def trial_step(training: "Training", size: int) -> float | None:
 
 
 def _room(training: "Training", copies: int) -> torch.Tensor | None:
-    """Room for so many copies of the parameters, which a step will need; a CPU's is nothing before it is written."""
+    """Reserves memory for so many copies of the parameters, as a step will; memory of a CPU counts only once
+    written."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)

@@ -1,4 +1,4 @@
-"""The optimiser, from the parameter table: one group for each set of values, every parameter in exactly one."""
+"""Adam from the parameter table: one group for each set of values, every parameter in exactly one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ class Optimiser:
         return cls(algorithm(parameter_groups(parameters, rows), fused=True))
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
-        """One update at ``multiplier`` times every group's peak lr, none at all where ``skip`` is true on the device;
-        the gradients are gone afterwards. ``ramp`` multiplies the values of the full batch."""
+        """Update at ``multiplier`` times every group's peak lr, or not at all where ``skip`` is true on the device,
+        and drop the gradients. ``ramp`` multiplies the values of the full batch."""
         for group in self.adam.param_groups:
             full = group.setdefault("full", {key: group[key] for key in ("betas", "eps", "weight_decay")})
             group["lr"] = group["peak_lr"] * multiplier * ramp.lr
@@ -67,7 +67,7 @@ class Optimiser:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts: the half-life of the moments, in steps, is so much longer from now on."""
+        """Multiply the step counts by a factor, by which the half-life of the moments in steps grows from now on."""
         for state in self.adam.state.values():
             state["step"] *= factor
 
@@ -76,7 +76,7 @@ class Optimiser:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Moments and step counts by kind and parameter name: independent of the order of the groups."""
+        """Returns moments and step counts by kind and parameter name, independent of the order of the groups."""
         return {
             (kind, name): value
             for name, parameter in self._named()

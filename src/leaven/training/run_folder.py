@@ -1,4 +1,4 @@
-"""A run's folder: its resolved recipe, one line a step, one line an event, its checkpoints."""
+"""The folder of a run: its resolved recipe, metrics (a line a step), events, checkpoints."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.rewind import Rewind
 
 LOCK = ".lock"
-RETURNS = ("rollback", "rewind")  # the events with which a run goes back: by itself, and by hand
+RETURNS = ("rollback", "rewind")  # events of rewinds: of the spike guard, and manual ones
 
 
 # What a step takes anew from the recipe, so that --rewind-to may change it. Anything else would be another model,
@@ -29,7 +29,7 @@ HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 
 @contextmanager
 def held(folder: Path, what: str) -> Iterator[None]:
-    """Make a folder and hold it for this process; the lock goes with the process, however it ends.
+    """Make a folder and lock it for this process; the lock ends with the process, however that ends.
 
     Raises:
         InputError: if another process holds it, or it cannot be made.
@@ -44,9 +44,9 @@ def held(folder: Path, what: str) -> Iterator[None]:
 
 
 class RunFolder:
-    """What is on disk of a run. Lines that find no room are kept and written later: ``unwritten`` says why.
+    """A run on disk. Lines that a full disk has no room for are kept and written later: ``unwritten`` says why.
 
-    Of the processes of a run one alone ``writes``; for the others everything that would is for nothing.
+    Only one process of a run ``writes``; for the others every method that would is a no-op.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,12 +62,13 @@ class RunFolder:
         self._waiting: deque[tuple[Path, dict[str, Any]]] = deque()
 
     def recipe(self) -> Recipe:
-        """The recipe in force: a return by hand may have changed it, and been killed before it wrote the file."""
+        """Returns the current recipe. A manual rewind that changed it may have been killed before it wrote the
+        file."""
         changed = [event["recipe"] for event in self.events() if "recipe" in event]
         return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
 
     def check(self, recipe: Recipe) -> None:
-        """That this folder is new, empty, or of a run of this recipe.
+        """Check that this folder is new, empty, or of a run of this recipe.
 
         Raises:
             InputError: saying what stands in the way; nothing has been written.
@@ -90,7 +91,7 @@ class RunFolder:
             )
 
     def check_text(self, fingerprint: str) -> None:
-        """That the run, if it has begun, was fed the text of this fingerprint.
+        """Check that the run, if it has begun, was trained on the text of this fingerprint.
 
         Raises:
             InputError: if its source reads otherwise now than then.
@@ -104,7 +105,7 @@ class RunFolder:
 
     @contextmanager
     def opened(self, recipe: Recipe) -> Iterator["RunFolder"]:
-        """Hold the folder for this process; write the resolved recipe if it is new."""
+        """Lock the folder for this process, and write the resolved recipe if it is new."""
         self.check(recipe)
         with held(self.path, "run folder"):
             self.check(recipe)
@@ -116,7 +117,7 @@ class RunFolder:
             yield self
 
     def rearrange(self, recipe: Recipe, changes: list[Difference], tokens: int) -> Recipe:
-        """Let the folder's recipe have another layout or micro-batch; what is in force since ``tokens`` trained."""
+        """Write the recipe with another layout or micro-batch, and return it; both hold since ``tokens`` trained."""
         why = {path: f"since {tokens:,} tokens; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -124,12 +125,12 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """A copy of the tokenizer: without it the weights say nothing, and the cache it lies in is not for ever."""
+        """Copy the tokenizer into the folder: the weights are useless without it, and the cache may be cleared."""
         if self.writes and not self.tokenizer_file.exists():
             write_text(self.tokenizer_file, read_text(path))
 
     def rewind(self, step: int) -> None:
-        """Drop the metric lines after ``step``, and a torn last line: those steps will be done again.
+        """Remove the metric lines after ``step``, and a torn last line: those steps will be done again.
 
         The file is cut, which needs no room on the disk; what goes is always its end.
         """
@@ -147,7 +148,7 @@ class RunFolder:
         os.truncate(self._metrics, kept)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl by step; of a step that was done again after a resume, the later line."""
+        """Returns the lines of metrics.jsonl by step; for a step that was done again, the later line."""
         lines: list[dict[str, Any]] = []
         for line in _documents(self._metrics, "step"):
             while lines and lines[-1]["step"] >= line["step"]:
@@ -159,13 +160,13 @@ class RunFolder:
         return _documents(self._events, "event")
 
     def rewinds(self) -> tuple[Rewind, ...]:
-        """The returns of the run, by itself and by hand, in order."""
+        """Returns the rewinds of the run in order, rollbacks and manual ones."""
         keys = [field.name for field in fields(Rewind)]
         returns = [event for event in self.events() if event["event"] in RETURNS]
         return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
 
     def rollbacks(self) -> list[dict[str, Any]]:
-        """The events of the rollbacks since the run was last taken back by hand."""
+        """Returns the rollback events since the last manual rewind."""
         found: list[dict[str, Any]] = []
         for event in self.events():
             if event["event"] == "rewind":
@@ -175,7 +176,7 @@ class RunFolder:
         return found
 
     def finish(self) -> dict[str, Any] | None:
-        """The event with which the run finished, unless it went back since."""
+        """Returns the event with which the run finished, unless it was rewound since."""
         for event in reversed(self.events()):
             if event["event"] == "finish":
                 return dict(event)
@@ -184,21 +185,21 @@ class RunFolder:
         return None
 
     def record(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; null for what is no number."""
+        """Append a line to metrics.jsonl; null for numbers that are not finite."""
         self._append(self._metrics, line)
 
     def event(self, event: str, **values: Any) -> None:
-        """One line of events.jsonl, with the time in seconds since 1970."""
+        """Append a line to events.jsonl, with the time in seconds since 1970."""
         self._append(self._events, {"event": event, **values, "time": round(time.time(), 3)})
         if self.writes and event in RETURNS and self.unwritten is None:
             with suppress(OSError):
                 storage.sync_file(self._events)  # before anything is done about it
 
     def written(self) -> None:
-        """That nothing is waiting for room.
+        """Check that every line has been written.
 
         Raises:
-            InputError: if something is.
+            InputError: if the disk has no room for some.
         """
         self._write()
         if self.unwritten is not None:
@@ -214,7 +215,7 @@ class RunFolder:
         self._write()
 
     def _write(self) -> None:
-        """Write what is waiting, in order, as far as there is room."""
+        """Write the waiting lines in order, as far as there is room."""
         while self._waiting:
             path, line = self._waiting[0]
             try:
@@ -227,13 +228,13 @@ class RunFolder:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """What stands in the way of going on with a run: not the order of its sums."""
+    """Returns the differences that keep a run from being resumed; layout and micro-batch do not."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
 
 def changeable(path: str) -> bool:
-    """Whether --rewind-to can change it."""
+    """Returns whether --rewind-to can change the value at a path."""
     section, *keys = path.split(".")
     if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
         return keys[-1] in HYPERPARAMETERS
@@ -241,7 +242,7 @@ def changeable(path: str) -> bool:
 
 
 def listed(changes: list[Difference]) -> str:
-    """Differences of recipes in words."""
+    """Returns differences of recipes as a sentence."""
     return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
 
 

@@ -1,4 +1,4 @@
-"""Text that a run's model goes on with."""
+"""Generates text from a trained run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from leaven.training.load import LoadedRun
 
 @dataclass(frozen=True)
 class Sample:
-    """What follows a prompt. ``ended`` if the model ended the text itself, before it had all its tokens."""
+    """Text that follows a prompt."""
 
     text: str
     tokens: int
-    ended: bool
+    ended: bool  # by the model itself, before it had all its tokens
 
 
 def sample(
@@ -29,7 +29,7 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Sample:
-    """Sample ``number`` of a seed: the same on every call, however many others are drawn.
+    """Returns sample ``number`` of a seed: the same on every call, however many others are drawn.
 
     The model sees the prompt as the beginning of a document. ``on_text`` is given the text piece by piece; a piece is
     whole characters.

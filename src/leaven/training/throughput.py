@@ -1,4 +1,4 @@
-"""What a device can do and what it holds: the peak that MFU is measured against, and memory.
+"""Speed and memory of a device: the peak that MFU is measured against, and the bytes held and free.
 
 MFU is the model FLOPs of a token (:mod:`leaven.planning.flops`: 6 for each weight of a matmul, the unembedding but
 not the embedding, + 12 L d s for full attention) times tokens per second, over the dense peak of the dtype. Beside
@@ -24,20 +24,20 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
 
 MEASURING_SECONDS = 0.5
-ERRAND_SIZE = {"cpu": 256, "cuda": 4096}
+FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s, and where the number is from."""
+    """Peak speed of a device."""
 
-    flops: float
+    flops: float  # FLOP/s
     source: str
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
-    """Dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
+    """Returns the dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
 
     For fp32, as for a CPU, there is no number rather than a wrong one: it may run as TF32 or not, and a trainer that
     took unknown devices for an A100 printed an MFU three times too high.
@@ -48,7 +48,7 @@ def peak_flops(device_name: str, compute: str) -> float | None:
 
 
 def mfu_convention(peak: Peak) -> str:
-    """What an MFU is a share of, in a line."""
+    """Returns what an MFU is a share of, in a line."""
     return (
         "model FLOPs a token 6 N (unembedding counted, embedding not) + 12 L d s (causal: half of that) over "
         f"{peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
@@ -62,17 +62,17 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 
 def device_name(device: torch.device) -> str:
-    """As its driver calls it; of a processor its kind."""
+    """Returns the name that the driver gives a device; the kind of a processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """A device in the planner's table, or None where it is not there."""
+    """Returns a device in the planner's table, or None where it is not there."""
     return known_device(device_name(device)) if device.type == "cuda" else parse_cluster("cpu").accelerator
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """The peak of a device: of its data sheet, or else measured here, once a process.
+    """Returns the peak of a device from its data sheet, or else measured here, once a process.
 
     What a device only emulates it can at best compute in fp32. Without that bound a processor without fp16 showed
     MFUs of up to 227%: its fp16 product of two matrices takes eight times as long if neither is transposed.
@@ -89,8 +89,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """FLOP/s of the fastest square matmul of this many threads, in about half a second: sizes double while there is
-    time for two products."""
+    """Returns the FLOP/s of the fastest square matmul of this many threads, in about half a second: sizes double
+    while there is time for two products."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long; three products of it, the first of them to warm up.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -107,9 +107,9 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
     return best
 
 
-def errand(device: torch.device) -> float:
-    """Seconds of a piece of work that is the same on every device: which of many is slower than the others?"""
-    a, times = torch.ones(ERRAND_SIZE[device.type], ERRAND_SIZE[device.type], device=device), []
+def time_fixed_work(device: torch.device) -> float:
+    """Returns the seconds of a piece of work that is the same on every device, to find the slowest of many."""
+    a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
         began = time.perf_counter()
@@ -120,7 +120,7 @@ def errand(device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -135,7 +135,7 @@ class Utilisation:
 
 
 def utilisation(recipe: Recipe, mfu: float) -> Utilisation:
-    """From the MFU with full attention to the others."""
+    """Returns the MFU with full attention under all conventions."""
     full = flops_per_token(recipe.model)
     return Utilisation(
         mfu,
@@ -145,14 +145,14 @@ def utilisation(recipe: Recipe, mfu: float) -> Utilisation:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes held so far: allocated on an accelerator; on a CPU by this process, whole."""
+    """Returns the most bytes held so far: allocated on an accelerator; on a CPU by the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def held_memory(device: torch.device) -> int:
-    """Bytes that are held now, of what :func:`peak_memory` counts; on a CPU where the system tells (Linux)."""
+    """Returns the bytes held now, as :func:`peak_memory` counts them; on a CPU where the system tells (Linux)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with suppress(OSError):
@@ -161,7 +161,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let :func:`peak_memory` count from what is held now; on a CPU where the system can (Linux)."""
+    """Make :func:`peak_memory` count from what is held now; on a CPU where the system can (Linux)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -170,7 +170,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a run on this device can still have; on a CPU within the limit of its container."""
+    """Returns the bytes that a run on this device can still have; on a CPU within the limit of its container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -187,7 +187,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Bytes left in a control group; the page cache of files in it can be had back."""
+    """Returns the bytes left in a control group; its page cache can be reclaimed."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
