@@ -9,7 +9,7 @@ from tests.training.planted import STEP, in_order, recipe, text
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.training import by_hand
+from leaven.training import manual_rewind
 from leaven.training.checkpoint import checkpoints, tokens_of
 from leaven.training.manual_rewind import ManualRewind
 from leaven.training.run_folder import RunFolder
@@ -98,7 +98,7 @@ def test_killed_before_the_recipe_is_written_the_return_holds(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(by_hand, "write_recipe", kill)
+        patch.setattr(manual_rewind, "write_recipe", kill)
         with pytest.raises(Killed):
             train(LOWER, text(), run.path, back=ManualRewind(40 * STEP))
     assert read_recipe(run.recipe_file).hyperparameters.lr == 0.01
