@@ -18,10 +18,10 @@ from rich.console import Console
 
 from leaven.data.tokens import prepare
 from leaven.recipe.files import parse_recipe
-from leaven.verification.family import RecipeFamily
+from leaven.verification.batches import corpus
+from leaven.verification.model_family import RecipeFamily
 from leaven.verification.runs import RunStore
-from leaven.verification.samples import corpus
-from leaven.verification.transfer import transfer
+from leaven.verification.sweep import transfer
 from leaven.views.checks import conclusion, terminal, write_check
 
 RECIPE = """\

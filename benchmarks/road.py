@@ -34,8 +34,8 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.outcome import Outcome
 from leaven.tuning.algorithm.noise import t95
-from leaven.verification.family import RecipeTrial
-from leaven.verification.runs import run_all
+from leaven.verification.model_family import RecipeTrial
+from leaven.verification.runs import RunStore
 
 COPIED = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
 FIRST_SEED = 1_000  # the search's own are the first few
@@ -103,7 +103,7 @@ def compare(folder: Path, seeds: int, workers: int, candidates: int) -> None:
 
     def train(recipes: list[Recipe]) -> dict[str, Outcome]:
         trials = [RecipeTrial(recipe) for recipe in recipes]
-        outcome = run_all(trials, folder / "arms", workers, on_run=lambda n, of: print(f"{n} of {of} runs"))
+        outcome = RunStore(folder / "arms", workers, lambda n, of: print(f"{n} of {of} runs")).run(trials)
         return {trial.key: outcome(trial) for trial in trials}
 
     def loss(recipe: Recipe, seed: int) -> float:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from leaven.data.corpus import VALIDATION_SHARE, Corpus, Progress, open_corpora
+from leaven.data.corpus import VALIDATION_SHARE, Corpus, OnProgress, open_corpora
 from leaven.recipe.data import Source
 from leaven.recipe.errors import InputError
 
 
-def open_corpus(source: str, progress: Progress | None = None, share: float = 0.0) -> Corpus:
+def open_corpus(source: str, progress: OnProgress | None = None, share: float = 0.0) -> Corpus:
     return open_corpora([Source(source=source)], share, progress=progress)[0]
 
 
@@ -22,7 +22,7 @@ def write_texts(folder: Path, count: int) -> str:
     for number in range(count):
         path = folder / f"{number % 7}" / f"{number}.txt"
         path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(f"document {number}\n" * (number + 1))
+        path.write_text(f"document {number}\n" * (number % 7 + 1))
     return f"{folder}/**/*.txt"
 
 

@@ -73,7 +73,7 @@ def test_it_becomes_tokens_and_is_not_read_twice(
     first = prepare(data, 300, tmp_path / "cache")
     texts = [text for text in TEXTS if text and text.strip()]
     assert first.train_bytes + first.validation_bytes == sum(len(text.encode()) for text in texts)
-    monkeypatch.setattr("leaven.data.hub.Split.rows", None)
+    monkeypatch.setattr("leaven.data.hub.HubSplit.rows", None)
     assert prepare(data, 300, tmp_path / "cache").fingerprint == first.fingerprint
 
 

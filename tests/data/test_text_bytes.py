@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from leaven.data.text_bytes import bits_per_byte_factor, bytes_by_token
+from leaven.data.tokenizer import bits_per_byte_factor, bytes_by_token
 from leaven.data.tokens import prepare
 from leaven.recipe.data import Data
 

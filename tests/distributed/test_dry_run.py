@@ -19,9 +19,9 @@ from leaven.planning.memory import stage_memory
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.verification.dry_run import NoText, Taken, dry_run, two_steps
-from leaven.verification.ledger import Ledger
-from leaven.verification.memory import LIMITS, Row, compare, looked_at, rehearsal, tensors, with_layout
+from leaven.verification.allocation_tracker import AllocationTracker
+from leaven.verification.dry_run import NoText, StepMemory, dry_run, two_steps
+from leaven.verification.memory import LIMITS, MemoryRow, compare, looked_at, rehearsal, tensors, with_layout
 
 SMALL: dict[str, Any] = {
     "model.vocab_size": 1024,
@@ -39,14 +39,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def taken(recipe: Recipe) -> Taken:
-    """In a real process among real ones, by the same ledger."""
-    with joined(recipe.layout, torch.device("cpu")) as world, Ledger(Tensor) as ledger:
+def taken(recipe: Recipe) -> StepMemory:
+    """In a real process among real ones, by the same tracker."""
+    with joined(recipe.layout, torch.device("cpu")) as world, AllocationTracker(Tensor) as tracker:
         training = Training(recipe, NoText(recipe.model.vocab_size), device="cpu", world=world)  # type: ignore[arg-type]
-        return two_steps(training, ledger, training.step)
+        return two_steps(training, tracker, training.step)
 
 
-def rehearsed(recipe: Recipe) -> Taken:
+def rehearsed(recipe: Recipe) -> StepMemory:
     return dry_run(recipe, int(os.environ["RANK"]), "cpu")
 
 
@@ -69,7 +69,7 @@ def test_a_dry_run_finds_what_real_processes_take(layout: str, ranks: Pool, tiny
         assert dry.peak["logits"] == real.peak["logits"]
 
 
-def fresh(count: int, function: Callable[..., Taken], *arguments: Any) -> list[Taken]:
+def fresh(count: int, function: Callable[..., StepMemory], *arguments: Any) -> list[StepMemory]:
     """In new processes: torch remembers meshes, and a process is one rank of one layout only."""
     pool = Pool(count)
     try:
@@ -78,7 +78,7 @@ def fresh(count: int, function: Callable[..., Taken], *arguments: Any) -> list[T
         pool.close()
 
 
-def judged(recipe: Recipe) -> list[Row]:
+def judged(recipe: Recipe) -> list[MemoryRow]:
     """The rows of the first, second and last stage, each in a process that is that rank."""
     subject = rehearsal(recipe)
     layout = subject.how.layout

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from leaven.data.documents import IGNORED, isolated
+from leaven.data.stream import IGNORED, isolated
 from leaven.model.transformer import Positions, Transformer, places
 from leaven.recipe.shape import ModelShape
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, Row, resolve
+from leaven.verification.batches import synthetic
 from leaven.verification.coordinates import START
-from leaven.verification.family import RecipeFamily, Start, calibrated, calibrated_table
-from leaven.verification.samples import synthetic
+from leaven.verification.model_family import CheckStart, RecipeFamily, calibrated, calibrated_table
 
 PROXY = Path(__file__).parents[2] / "src/leaven/demo/proxy.toml"
 WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
@@ -21,7 +21,7 @@ Fault = Callable[[Row, Recipe], Row]
 def family(
     fault: Fault | None = None,
     *,
-    start: Start = START,
+    start: CheckStart = START,
     rule: str = "complete-d-p",
     alpha: float = 1.0,
     tied_embeddings: bool = False,

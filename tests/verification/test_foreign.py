@@ -21,12 +21,12 @@ from leaven.scaling.cells import Ratios
 from leaven.training.outcome import Outcome
 from leaven.verification import equivalence as equivalence_module
 from leaven.verification import foreign as foreign_module
+from leaven.verification.activation_recorder import ActivationRecorder
+from leaven.verification.batches import HELD_OUT, corpus, sequences, synthetic
 from leaven.verification.equivalence import equivalence
-from leaven.verification.family import Setting
 from leaven.verification.foreign import MADE_UP, SOURCE, ForeignFamily, foreign
-from leaven.verification.probe import Probe
-from leaven.verification.runs import RunStore, Trial
-from leaven.verification.samples import HELD_OUT, corpus, synthetic, taken
+from leaven.verification.model_family import RunSetting
+from leaven.verification.runs import CheckTrial, RunStore
 
 FACTORY = """
 import leaven
@@ -145,7 +145,7 @@ def test_a_branch_that_is_multiplied_is_no_line_of_its_own() -> None:
     end = nn.Linear(4, 4)
     branch = nn.Sequential(nn.Linear(4, 4), end)
     end.register_forward_hook(ScaleOutput(0.5))
-    with Probe(branch, lambda name: name or "branch") as probe:
+    with ActivationRecorder(branch, lambda name: name or "branch") as probe:
         given = branch(torch.ones(2, 4))
         found = probe.take()
     assert list(found) == ["0", "1"]
@@ -184,17 +184,21 @@ def by_hand(seed: int, lr: float, batch: int, tokens: int) -> float:
 
 def test_a_whole_run_is_that_of_a_loop_by_hand(here: Path) -> None:
     plain = theirs("plain")
-    first = plain.train(Setting(16, 1, 1.0, seed=3))
+    first = plain.train(RunSetting(16, 1, 1.0, seed=3))
     assert (first.loss, first.diverged, first.tokens) == (pytest.approx(by_hand(3, 0.01, 2, 4096)), False, 4096)
     # lrs are multiples of the factory's, and the rule is told of another batch, or is not.
-    assert plain.train(Setting(16, 1, 2.0, seed=3)).loss == theirs("eager").train(Setting(16, 1, 1.0, seed=3)).loss
-    ruled, blind = (plain.train(Setting(16, 1, 1.0, 3, batch=4.0, ruled=ruled)).loss for ruled in (True, False))
+    assert (
+        plain.train(RunSetting(16, 1, 2.0, seed=3)).loss == theirs("eager").train(RunSetting(16, 1, 1.0, seed=3)).loss
+    )
+    ruled, blind = (plain.train(RunSetting(16, 1, 1.0, 3, batch=4.0, ruled=ruled)).loss for ruled in (True, False))
     assert ruled == pytest.approx(by_hand(3, 0.02, 8, 4096))
     assert blind == pytest.approx(by_hand(3, 0.01, 8, 4096))
-    longer, as_long = (plain.train(Setting(16, 1, 1.0, 3, tokens=4.0, ruled=ruled)).loss for ruled in (True, False))
+    longer, as_long = (
+        plain.train(RunSetting(16, 1, 1.0, 3, tokens=4.0, ruled=ruled)).loss for ruled in (True, False)
+    )
     assert longer == pytest.approx(by_hand(3, 0.005, 2, 16384))
     assert as_long == pytest.approx(by_hand(3, 0.01, 2, 16384))
-    gone = theirs("wild").train(Setting(16, 1, 1.0, seed=0))
+    gone = theirs("wild").train(RunSetting(16, 1, 1.0, seed=0))
     assert gone.loss == pytest.approx(math.log(64) + 1)
     assert gone.tokens < 4096
 
@@ -202,16 +206,16 @@ def test_a_whole_run_is_that_of_a_loop_by_hand(here: Path) -> None:
 def test_the_batches_of_a_factory_are_one_stream_a_seed(here: Path) -> None:
     family = foreign("their_model:feeding", 16, 1, tokens=512)
     assert (family.vocab_size, family.source, family.sequences, family.seq_len) == (64, None, 4, 8)
-    batches = family._member(16, 1, 0, Ratios())[1]
+    batches = family._instance(16, 1, 0, Ratios())[1]
     whole = [torch.cat(side) for side in zip(*(batches(2, step) for step in range(3)), strict=True)]
     for first, count in ((0, 4), (4, 4), (0, 12), (1, 2), (3, 6)):
-        for cut, side in zip(taken(batches, 4, 2, first, count), whole, strict=True):
+        for cut, side in zip(sequences(batches, 4, 2, first, count), whole, strict=True):
             assert torch.equal(cut, side[first : first + count])
-    half, double = (family.train(Setting(16, 1, 1.0, 0, batch=batch)) for batch in (0.5, 2.0))
+    half, double = (family.train(RunSetting(16, 1, 1.0, 0, batch=batch)) for batch in (0.5, 2.0))
     assert half.loss != double.loss
     assert (half.tokens, double.tokens) == (512, 512)
     with pytest.raises(InputError, match=r"batch x 0.1 of 4 sequences is no whole number"):
-        family.trial(Setting(16, 1, 1.0, 0, batch=0.1))
+        family.trial(RunSetting(16, 1, 1.0, 0, batch=0.1))
 
 
 def test_no_model_is_trained_on_what_is_held_out() -> None:
@@ -227,7 +231,7 @@ def test_no_model_is_trained_on_what_is_held_out() -> None:
 def test_a_run_is_known_again_until_its_factory_changes(here: Path) -> None:
     def keys(tokens: int = 4096) -> list[str]:
         family = theirs("plain", tokens)
-        return [family.trial(Setting(width, 1, lr, 0)).key for width in (16, 32) for lr in (1.0, 2.0)]
+        return [family.trial(RunSetting(width, 1, lr, 0)).key for width in (16, 32) for lr in (1.0, 2.0)]
 
     before = keys()
     assert len(set(before)) == 4
@@ -245,7 +249,7 @@ def test_equivalence_wants_a_rule_that_can_follow(here: Path, monkeypatch: pytes
     ran: dict[str, Outcome] = {}
 
     class Here(RunStore):
-        def run(self, trials: Iterable[Trial]) -> Callable[[Trial], Outcome]:
+        def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
             ran.update({trial.key: trial.run() for trial in trials})
             return lambda trial: ran[trial.key]
 

@@ -11,11 +11,11 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
 from leaven.verification import runs
+from leaven.verification.batches import synthetic
 from leaven.verification.equivalence import equivalence
-from leaven.verification.family import RecipeFamily, RecipeTrial
+from leaven.verification.model_family import RecipeFamily, RecipeTrial
 from leaven.verification.runs import RunStore
-from leaven.verification.samples import synthetic
-from leaven.verification.transfer import transfer
+from leaven.verification.sweep import transfer
 
 GRID = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
@@ -160,15 +160,15 @@ def test_what_has_run_is_not_run_again(tiny: Recipe, tmp_path: Path) -> None:
     short = tiny.replace({"data.tokens": 1024, "schedule.warmup_tokens": 256})
     counted: list[tuple[int, int]] = []
     seeds = [RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)]
-    runs.run_all(seeds[:1], tmp_path, 1)
+    RunStore(tmp_path, 1).run(seeds[:1])
     with (tmp_path / runs.LINES).open("a") as file:
         file.write('{"key": "torn')
-    outcome = runs.run_all(seeds, tmp_path, 2, on_run=lambda done, total: counted.append((done, total)))
+    outcome = RunStore(tmp_path, 2, lambda done, total: counted.append((done, total))).run(seeds)
     assert counted[0] == (1, 3)
     assert counted[-1] == (3, 3)
     kept = (tmp_path / runs.LINES).read_text()
-    again = runs.run_all([*seeds, RecipeTrial(short.replace({"name": "other"}))], tmp_path, 2)
+    again = RunStore(tmp_path, 2).run([*seeds, RecipeTrial(short.replace({"name": "other"}))])
     assert [again(trial) for trial in seeds] == [outcome(trial) for trial in seeds]
     assert (tmp_path / runs.LINES).read_text() == kept
-    with pytest.raises(runs.Stopped, match="3 of 4"):
-        runs.run_all([*seeds, RecipeTrial(short.replace({"data.seed": 9}))], tmp_path, 1, stop=lambda: True)
+    with pytest.raises(runs.ChecksStopped, match="3 of 4"):
+        RunStore(tmp_path, 1, stop=lambda: True).run([*seeds, RecipeTrial(short.replace({"data.seed": 9}))])

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from leaven.verification.optimum import Valley, exponent, shift
+from leaven.verification.optimum import LossGrid, exponent, shift
 from leaven.verification.verdict import slope
 
 LRS = [2.0**octave for octave in range(-10, -3)]
 
 
-def valley(best_octave: float, noise: float = 0.0, seed: int = 0) -> Valley:
+def valley(best_octave: float, noise: float = 0.0, seed: int = 0) -> LossGrid:
     random = np.random.default_rng(seed)
-    return Valley.of(
+    return LossGrid.of(
         {
             lr: [3.0 + 0.05 * (np.log2(lr) - best_octave) ** 2 + random.normal(0, noise) for _ in range(3)]
             for lr in LRS
@@ -34,7 +34,7 @@ def test_shift_and_regret_of_two_valleys():
 def test_a_valley_that_is_steeper_on_one_side_keeps_its_lowest_point():
     # Slow on the way down, a cliff and then a plateau, as losses over lrs are; the lowest point is the fifth.
     losses = dict(zip(LRS, ([loss] * 2 for loss in (4.58, 4.17, 3.81, 3.60, 3.49, 3.61, 3.65)), strict=True))
-    assert Valley.of(losses).optimum() == pytest.approx(np.log2(LRS[4]), abs=0.1)
+    assert LossGrid.of(losses).optimum() == pytest.approx(np.log2(LRS[4]), abs=0.1)
 
 
 def test_the_interval_covers_a_shift_that_only_noise_made():

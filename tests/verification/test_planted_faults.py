@@ -11,8 +11,8 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, resolve
 from leaven.verification import gradients as gradients_module
 from leaven.verification.coordinates import coordinates
-from leaven.verification.family import RecipeFamily
 from leaven.verification.gradients import gradients
+from leaven.verification.model_family import RecipeFamily
 from leaven.verification.verdict import Verdict
 
 
@@ -54,7 +54,7 @@ def test_a_right_rule_passes_the_gradient_check():
 
 
 def test_readout_lr_unscaled():
-    verdict = coordinate_check(family(families.readout_lr_unscaled))
+    verdict = coordinates(family(families.readout_lr_unscaled), WIDTHS, (2,), seeds=1)
     assert verdict.fault == "unembedding"
     assert ("unembedding", "width") in failing(verdict)
 
@@ -65,29 +65,29 @@ def test_embedding_eps_unscaled():
 
 
 def test_residual_multiplier_left_out():
-    verdict = coordinate_check(family(families.residual_left_out))
+    verdict = coordinates(family(families.residual_left_out), (64,), DEPTHS, seeds=1)
     assert verdict.fault == "residual"
     assert ("residual", "depth") in failing(verdict)
 
 
 def test_depth_in_the_init_on_top_of_the_multiplier():
-    verdict = coordinate_check(family(families.depth_in_the_init_as_well))
+    verdict = coordinates(family(families.depth_in_the_init_as_well), (64, 128), DEPTHS, seeds=1)
     assert verdict.fault in {"attention.out", "mlp.out"}
     assert {axis for _, axis in failing(verdict)} == {"depth"}
 
 
 def test_weight_decay_unscaled_is_seen_by_the_bookkeeping_alone():
-    verdict = gradient_check(family(families.decay_unscaled, start=gradients_module.START))
+    verdict = gradients(family(families.decay_unscaled, start=gradients_module.START), WIDTHS, (2,), seeds=1)
     assert {axis for _, axis in failing(verdict)} == {"width", "bookkeeping"}
     rows = {row.module: row for row in verdict.failed if row.axis == "width"}
     assert {"attention.query", "mlp.out", "unembedding"} <= rows.keys()
     assert "embedding" not in rows
     assert all("lr x decay FALLS" in row.note for row in rows.values())
-    assert coordinate_check(family(families.decay_unscaled)).passed
+    assert coordinates(family(families.decay_unscaled), WIDTHS, (2,), seeds=1).passed
 
 
 def test_rule_applied_twice():
-    verdict = coordinate_check(family(families.rule_applied_twice))
+    verdict = coordinates(family(families.rule_applied_twice), WIDTHS, (2,), seeds=1)
     assert {"attention.query", "mlp.in"} <= {module for module, axis in failing(verdict) if axis == "width"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.verification.test_long_checks import family, pretend
 
 from leaven.recipe.recipe import Recipe
-from leaven.verification import transfer as checks
+from leaven.verification import sweep as checks
 from leaven.verification.duration import duration, fitted
 from leaven.verification.verdict import MeasuredValue, Verdict
 from leaven.views.checks import conclusion

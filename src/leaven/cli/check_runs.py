@@ -26,7 +26,7 @@ from leaven.recipe.files import read_text, write_recipe
 
 if TYPE_CHECKING:
     from leaven.recipe.recipe import Recipe
-    from leaven.verification.family import Family
+    from leaven.verification.model_family import ModelFamily
     from leaven.verification.runs import RunStore
     from leaven.verification.sweep import SweptValue
     from leaven.verification.verdict import Verdict
@@ -66,7 +66,7 @@ def transfer(
     json_output: JsonOption = False,
 ) -> None:
     """Is the lr that is best for the small model best for the big one?"""
-    from leaven.verification import transfer as checks
+    from leaven.verification import sweep as checks
     from leaven.verification.sweep import SWEPT
 
     pairs = _scales(scales)
@@ -136,7 +136,7 @@ def batch(
     json_output: JsonOption = False,
 ) -> None:
     """Does the best lr move with the batch as the rule says, at the same tokens?"""
-    from leaven.verification import transfer as checks
+    from leaven.verification import sweep as checks
     from leaven.verification.sweep import SWEPT
 
     ratios = numbers(batches, "--batches", float)
@@ -165,7 +165,7 @@ def decay(
     json_output: JsonOption = False,
 ) -> None:
     """Is the weight decay that is best for the small model best for the big one, and for a longer run?"""
-    from leaven.verification import transfer as checks
+    from leaven.verification import sweep as checks
     from leaven.verification.sweep import SWEPT
 
     _require_recipe(subject, "weight decays")
@@ -191,7 +191,7 @@ def init(
     json_output: JsonOption = False,
 ) -> None:
     """Is the init std that is best for the small model best for the big one?"""
-    from leaven.verification import transfer as checks
+    from leaven.verification import sweep as checks
     from leaven.verification.sweep import SWEPT
 
     _require_recipe(subject, "init stds")
@@ -244,7 +244,7 @@ def _pair(subject: str, overrides: list[str] | None, scale: str | None) -> tuple
     return scale_of(scale, "--scale") if scale else own_scale(subject, overrides)
 
 
-def _grid(family: "Family", swept: "SweptValue", given: str | None) -> list[float]:
+def _grid(family: "ModelFamily", swept: "SweptValue", given: str | None) -> list[float]:
     return numbers(given, swept.option, float) if given else swept.grid(family)
 
 
@@ -255,12 +255,12 @@ def _require_recipe(subject: str, what: str) -> None:
 
 def _carried_out(check: "Callable[[RunStore], Verdict]", workers: int | None, run: Path) -> "Verdict":
     """The verdict of whole training runs, which can be stopped and resumed."""
-    from leaven.verification.runs import RunStore, Stopped
+    from leaven.verification.runs import ChecksStopped, RunStore
 
     with stopping() as stop, CountScreen("runs") as screen:
         try:
             return check(RunStore(run, workers or os.cpu_count() or 1, screen.update, stop))
-        except Stopped as stopped:
+        except ChecksStopped as stopped:
             errors.print(f"stopped: {stopped}; run the same command again to resume ({run})")
             raise typer.Exit(75) from None
 

@@ -15,8 +15,8 @@ from leaven.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
-    from leaven.verification.family import Family, Start
     from leaven.verification.foreign import ForeignFamily
+    from leaven.verification.model_family import CheckStart, ModelFamily
     from leaven.verification.verdict import Verdict
 
 SubjectArgument = Annotated[
@@ -74,15 +74,15 @@ def short(
     overrides: list[str] | None,
     widths: str | None,
     depths: str | None,
-    start: "Start",
+    start: "CheckStart",
     batch_tokens: int | None,
     source: str | None,
     alpha: float | None,
     grow_heads: bool,
-) -> "tuple[Family, list[int], list[int], tuple[str, ...]]":
+) -> "tuple[ModelFamily, list[int], list[int], tuple[str, ...]]":
     """What is checked within some steps: the family, its widths and depths, and how it differs from the recipe."""
-    from leaven.verification.family import RecipeFamily, calibrated, calibrated_table
-    from leaven.verification.samples import corpus
+    from leaven.verification.batches import corpus
+    from leaven.verification.model_family import RecipeFamily, calibrated, calibrated_table
     from leaven.verification.small_family import DEPTHS, TIMES, WIDTH, small_family
 
     wide = numbers(widths, "--widths", int) if widths else [WIDTH * times for times in TIMES]
@@ -112,11 +112,11 @@ def long(
     tokens: int | None,
     batch_tokens: int | None,
     source: str | None,
-) -> "Family":
+) -> "ModelFamily":
     """What is checked by whole runs."""
     from leaven.training.engine import check_trainable
-    from leaven.verification.family import RecipeFamily
-    from leaven.verification.samples import corpus
+    from leaven.verification.batches import corpus
+    from leaven.verification.model_family import RecipeFamily
 
     if is_entry(subject):
         return _foreign(subject, overrides, scale, tokens, batch_tokens, source)

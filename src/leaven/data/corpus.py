@@ -12,8 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from leaven.data.hub import SCHEME, open_split
-from leaven.data.readers import SUFFIXES, Fault, File, Part, suffix
-from leaven.data.survey import NAMED_FAULTS, Memory, Survey, Tally, encode_key, key_place
+from leaven.data.readers import SUFFIXES, Fault, File, SourcePart, suffix
+from leaven.data.survey import NAMED_FAULTS, Survey, SurveyCache, Tally, encode_key, key_place
 from leaven.recipe.data import Source
 from leaven.recipe.errors import InputError
 
@@ -25,7 +25,7 @@ VALIDATION_SHARE = 0.05
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
 
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Called with a stage, the bytes done and the bytes in all."""
 
 REPORT_EVERY_BYTES = 2**20
@@ -34,7 +34,7 @@ REPORT_EVERY_BYTES = 2**20
 class Meter:
     """One stage of a progress callback, which is called no more than once in `REPORT_EVERY_BYTES`."""
 
-    def __init__(self, progress: Progress | None, stage: str, total: int) -> None:
+    def __init__(self, progress: OnProgress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
         self._before = self._next = 0
 
@@ -72,7 +72,7 @@ class Corpus:
     """
 
     source: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
     surveys: tuple[Survey, ...]
     n_documents: int
     n_bytes: int
@@ -120,7 +120,7 @@ class Corpus:
 
 
 def open_corpora(
-    sources: Sequence[Source], corrupt_share: float, memory: Path | None = None, progress: Progress | None = None
+    sources: Sequence[Source], corrupt_share: float, memory: Path | None = None, progress: OnProgress | None = None
 ) -> list[Corpus]:
     """The corpora of sources, whose parts are read once from end to end to know their sizes and fingerprints.
 
@@ -145,11 +145,11 @@ def open_corpora(
 
 
 def _survey(
-    source: Source, parts: tuple[Part, ...], corrupt_share: float, memory: Path | None, meter: Meter
+    source: Source, parts: tuple[SourcePart, ...], corrupt_share: float, memory: Path | None, meter: Meter
 ) -> Corpus:
     name = source.source
     at = name if name.startswith(SCHEME) else os.path.abspath(name)
-    known = Memory(memory and memory / f"{_hash(f'{at} {source.text}')}.json")
+    known = SurveyCache(memory and memory / f"{_hash(f'{at} {source.text}')}.json")
     surveys = []
     for part in parts:
         size = part.size
@@ -197,7 +197,7 @@ def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
     return f"{said} and are skipped: {named}"
 
 
-def _parts(source: Source) -> list[Part]:
+def _parts(source: Source) -> list[SourcePart]:
     """What a source names, with keys: the path below what of it has no wildcard, or the name of a split."""
     if source.source.startswith(SCHEME):
         return [open_split(source.source, source.text)]

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from leaven.data.readers import Row, column_rows, missing_column
+from leaven.data.readers import TextRow, column_rows, missing_column
 from leaven.recipe.errors import InputError
 
 SCHEME = "hf://"
 
 
 @dataclass(frozen=True)
-class Split:
+class HubSplit:
     """A split of a data set, read as the columns of a parquet file are."""
 
     key: str
@@ -34,7 +34,7 @@ class Split:
         # What `datasets` itself knows a state of a data set by: the files of the Hub's revision, or of the folder.
         return [self.dataset._fingerprint, len(self.dataset)]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TextRow]:
         schema = self.dataset.features.arrow_schema
         if (fault := missing_column(self.name, self.dataset.column_names, schema, self.text)) is not None:
             yield fault
@@ -47,7 +47,7 @@ class Split:
                 number += len(column)
 
 
-def open_split(source: str, text: str) -> Split:
+def open_split(source: str, text: str) -> HubSplit:
     """The data set of ``hf://org/name?config=NAME&split=NAME&revision=NAME``; without a name the split is ``train``.
 
     ``hf:///path`` is a folder written by ``save_to_disk``, of which only a split can be named, where it has several,
@@ -79,7 +79,7 @@ def open_split(source: str, text: str) -> Split:
     except Exception as error:  # its own, the Hub's, Arrow's and plain ones
         remedy = "check the name, its config and its split"
         raise InputError(_why("data.source", source, error, remedy, "files of text")) from None
-    return Split(name, f"{source}:{name}", found, text)
+    return HubSplit(name, f"{source}:{name}", found, text)
 
 
 def fetch_tokenizer(tokenizer: str) -> Path:

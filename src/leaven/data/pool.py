@@ -10,11 +10,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
 
-from leaven.data.tokenizer import Encoded, Encoder, Piece, parallel_tokenizers
+from leaven.data.tokenizer import Encoded, Encoder, TextPiece, parallel_tokenizers
 from leaven.recipe.errors import InputError
 
-Batch = list[Piece]
-Work = tuple[int, Batch]
+PieceBatch = list[TextPiece]
+Work = tuple[int, PieceBatch]
 Done = tuple[int, int, tuple[Encoded, Encoded]]
 """The shard that a batch is of, the batch; its shard, its bytes, its two sides."""
 
@@ -69,16 +69,25 @@ def _in_order(executor: ProcessPoolExecutor, work: Iterator[Work], ahead: int) -
         yield number, size, future.result()
 
 
-def _submit(executor: ProcessPoolExecutor, batch: Batch) -> "Future[tuple[Encoded, Encoded]]":
-    # Processes are born here, and inherit what is blocked: a Ctrl-C is for the parent alone.
+def _submit(executor: ProcessPoolExecutor, batch: PieceBatch) -> "Future[tuple[Encoded, Encoded]]":
+    with ctrl_c_blocked():  # the executor may start a process
+        return executor.submit(_encode, batch)
+
+
+@contextmanager
+def ctrl_c_blocked() -> Iterator[None]:
+    """Block Ctrl-C in this thread and in processes started meanwhile, for good: it is for their parent to handle."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return executor.submit(_encode, batch)
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _size(batch: Sequence[Piece]) -> int:
+def _size(batch: Sequence[TextPiece]) -> int:
     return sum(len(piece.text.encode()) for piece in batch)
 
 
@@ -97,5 +106,5 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(batch: Batch) -> tuple[Encoded, Encoded]:
+def _encode(batch: PieceBatch) -> tuple[Encoded, Encoded]:
     return _encoder.encode(batch)

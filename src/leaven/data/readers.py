@@ -21,11 +21,11 @@ class Fault:
     whole: bool = False
 
 
-Row = tuple[str, str] | Fault
+TextRow = tuple[str, str] | Fault
 """The place of a document in its part ("" or ":LINE") and its text; or why there is none."""
 
 
-class Part(Protocol):
+class SourcePart(Protocol):
     """What is read in one go: a file, or a split of a data set."""
 
     @property
@@ -42,7 +42,7 @@ class Part(Protocol):
         """What changes when the content does, or None where nothing is known to."""
         ...
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TextRow]:
         """Its documents in order. It ends early after a fault of the whole."""
         ...
 
@@ -70,7 +70,7 @@ class File:
         # The time of change cannot be set by hand, as that of modification can.
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TextRow]:
         try:
             yield from READERS[suffix(self.path)](self.path, self.text)
         except (OSError, EOFError, zlib.error) as error:
@@ -78,32 +78,32 @@ class File:
             yield Fault(str(self.path), f"cannot be read to its end ({reason})", whole=True)
 
 
-def _read_whole(path: Path, text: str) -> Iterator[Row]:
+def _read_whole(path: Path, text: str) -> Iterator[TextRow]:
     yield _decoded(str(path), "", path.read_bytes())
 
 
-def _read_code(path: Path, text: str) -> Iterator[Row]:
+def _read_code(path: Path, text: str) -> Iterator[TextRow]:
     # Python's own library, which nobody can be asked to mend.
     yield "", path.read_bytes().decode("utf-8-sig", errors="replace")
 
 
-def _read_lines(path: Path, text: str) -> Iterator[Row]:
+def _read_lines(path: Path, text: str) -> Iterator[TextRow]:
     with path.open("rb") as lines:
         yield from _json_rows(path, lines, text)
 
 
-def _read_gzip_lines(path: Path, text: str) -> Iterator[Row]:
+def _read_gzip_lines(path: Path, text: str) -> Iterator[TextRow]:
     with gzip.open(path) as lines:
         yield from _json_rows(path, lines, text)
 
 
-def _read_zstandard_lines(path: Path, text: str) -> Iterator[Row]:
+def _read_zstandard_lines(path: Path, text: str) -> Iterator[TextRow]:
     pyarrow = _pyarrow(path)
     with pyarrow.input_stream(str(path), compression="zstd") as stream:
         yield from _json_rows(path, io.BufferedReader(stream, 2**20), text)
 
 
-def _json_rows(path: Path, lines: "BinaryIO | gzip.GzipFile | io.BufferedReader", text: str) -> Iterator[Row]:
+def _json_rows(path: Path, lines: "BinaryIO | gzip.GzipFile | io.BufferedReader", text: str) -> Iterator[TextRow]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -111,7 +111,7 @@ def _json_rows(path: Path, lines: "BinaryIO | gzip.GzipFile | io.BufferedReader"
         yield row if isinstance(row, Fault) else _of_json(f"{path}:{number}", *row, text)
 
 
-def _of_json(where: str, place: str, line: str, text: str) -> Row:
+def _of_json(where: str, place: str, line: str, text: str) -> TextRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -125,7 +125,7 @@ def _of_json(where: str, place: str, line: str, text: str) -> Row:
     return place, found.encode(errors="replace").decode()
 
 
-def _read_columns(path: Path, text: str) -> Iterator[Row]:
+def _read_columns(path: Path, text: str) -> Iterator[TextRow]:
     pyarrow = _pyarrow(path)
     from pyarrow import parquet
 
@@ -157,7 +157,7 @@ def missing_column(where: str, names: list[str], schema: Any, text: str) -> Faul
     return Fault(where, f"column {text} is {kind}, not string; cast it", whole=True)
 
 
-def column_rows(where: str, column: Any, number: int) -> Iterator[Row]:
+def column_rows(where: str, column: Any, number: int) -> Iterator[TextRow]:
     """The rows of a piece of a column of text, after the first ``number``."""
     import pyarrow
 
@@ -167,7 +167,7 @@ def column_rows(where: str, column: Any, number: int) -> Iterator[Row]:
         yield _decoded(f"{where}:{index}", f":{index}", raw or b"")
 
 
-def _decoded(where: str, place: str, raw: bytes) -> Row:
+def _decoded(where: str, place: str, raw: bytes) -> TextRow:
     try:
         return place, raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -182,7 +182,7 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, str], Iterator[TextRow]]] = {
     ".txt": _read_whole,
     ".jsonl": _read_lines,
     ".jsonl.gz": _read_gzip_lines,

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter
-from leaven.data.pool import Batch, encoding, processes_for
-from leaven.data.tokenizer import Encoded, Encoder, Piece, pieces
+from leaven.data.pool import PieceBatch, encoding, processes_for
+from leaven.data.tokenizer import Encoded, Encoder, TextPiece, pieces
 
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
@@ -51,7 +51,7 @@ class ShardedTokens:
 
 
 @dataclass(frozen=True)
-class Record:
+class ShardFile:
     """One file of a shard: its tokens, the documents that end in it, their bytes of UTF-8, its checksum."""
 
     tokens: int
@@ -97,7 +97,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
     try:
         index = json.loads(path.read_bytes())
         written = path.stat().st_mtime_ns
-        records = [{split: Record(**record[split]) for split in SPLITS} for record in index["shards"]]
+        records = [{split: ShardFile(**record[split]) for split in SPLITS} for record in index["shards"]]
         fingerprint = index["fingerprint"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None, {}
@@ -123,7 +123,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
     return Shards(train, validation, sizes["train"], sizes["validation"], fingerprint, ()), {}
 
 
-def _fault(file: Path, record: Record, dtype: np.dtype[Any], *, checksum: bool) -> str:
+def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: bool) -> str:
     """What is wrong with a file of a shard, or nothing."""
     size = record.tokens * dtype.itemsize
     if not file.exists():
@@ -145,7 +145,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         remains.unlink(missing_ok=True)
     count = 0
 
-    def work() -> Iterator[tuple[int, Batch]]:
+    def work() -> Iterator[tuple[int, PieceBatch]]:
         nonlocal count
         for number, batch in enumerate(_batches(corpus)):
             shard = number // SHARD_BATCHES
@@ -159,7 +159,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         for shard, done in groupby(encode(work()), key=lambda result: result[0]):
             with ExitStack() as files:
                 written = {
-                    split: _Draft(files.enter_context(storage.replacing(_file(folder, split, shard))))
+                    split: _ShardWriter(files.enter_context(storage.replacing(_file(folder, split, shard))))
                     for split in SPLITS
                 }
                 for _, size, sides in done:
@@ -186,12 +186,12 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     return damage
 
 
-def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, Record]], dict[Path, str]]:
+def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, ShardFile]], dict[Path, str]]:
     """The shards that are whole, by number; and the files that are not."""
-    records: dict[int, dict[str, Record]] = {}
+    records: dict[int, dict[str, ShardFile]] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
         with suppress(KeyError, TypeError):
-            records[entry["shard"]] = {split: Record(**entry[split]) for split in SPLITS}
+            records[entry["shard"]] = {split: ShardFile(**entry[split]) for split in SPLITS}
     damage = {}
     for shard, record in list(records.items()):
         for split in SPLITS:
@@ -202,7 +202,7 @@ def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, R
     return records, damage
 
 
-class _Draft:
+class _ShardWriter:
     """One file of a shard while it is written."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -218,17 +218,17 @@ class _Draft:
         self._documents += encoded.documents
         self._bytes += encoded.bytes
 
-    def record(self) -> Record:
-        return Record(self._tokens, self._documents, self._bytes, self._hash.hexdigest())
+    def record(self) -> ShardFile:
+        return ShardFile(self._tokens, self._documents, self._bytes, self._hash.hexdigest())
 
 
-def _batches(corpus: Corpus) -> Iterator[Batch]:
+def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
     """Pieces in groups large enough to keep all cores busy."""
-    batch: Batch = []
+    batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():
         for text, last in pieces(document.text):
-            batch.append(Piece(document.validation, text, last))
+            batch.append(TextPiece(document.validation, text, last))
             characters += len(text)
             if characters >= BATCH_CHARACTERS:
                 yield batch
@@ -241,7 +241,7 @@ def _file(folder: Path, split: str, shard: int) -> Path:
     return folder / f"{split}-{shard:05d}.bin"
 
 
-def _map(file: Path, record: Record, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _map(file: Path, record: ShardFile, dtype: np.dtype[Any]) -> NDArray[Any]:
     # A file of nothing cannot be mapped.
     return np.memmap(file, dtype=dtype, mode="r") if record.tokens else np.zeros(0, dtype)
 

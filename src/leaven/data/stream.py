@@ -9,12 +9,15 @@ Shape legend: N samples, T = seq_len.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leaven.recipe.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -137,3 +140,18 @@ def _count_windows(tokens: Tokens, seq_len: int, split: str) -> int:
             + (f"set seq_len to {len(tokens) - 1:,} at most or add text" if len(tokens) > 1 else "add text")
         )
     return count
+
+
+IGNORED = -100
+"""The target that torch's cross-entropy does not count."""
+
+
+def isolated(windows: "Tensor", end_of_text: int) -> "tuple[Tensor, Tensor]":
+    """The document of each input, numbered from 0 in its window, and the targets, both [B, T], of windows [B, T + 1].
+
+    A document includes the end-of-text token after it. What that token predicts is the start of another document,
+    which nothing before it tells: that target is `IGNORED`.
+    """
+    ends_BT = windows[:, :-1] == end_of_text
+    documents_BT = ends_BT.cumsum(1) - ends_BT.long()
+    return documents_BT, windows[:, 1:].masked_fill(ends_BT, IGNORED)

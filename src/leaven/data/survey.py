@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from leaven.data.readers import Fault, Part
+from leaven.data.readers import Fault, SourcePart
 from leaven.storage import write
 
 FORMAT = 1
@@ -57,7 +57,7 @@ class Tally:
         return self._digest.hexdigest()
 
 
-def survey(part: Part, on_bytes: Callable[[int], None]) -> Survey:
+def survey(part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
     """Read a part from end to end; ``on_bytes`` is called with the bytes of text so far."""
     tally = Tally()
     corrupt = highest = 0
@@ -93,7 +93,7 @@ def encode_key(key: str) -> bytes:
     return key.encode(errors="surrogateescape")
 
 
-class Memory:
+class SurveyCache:
     """The surveys of a source's parts in a file, if there is one; what cannot be read there is surveyed again.
 
     So is a broken part: it may be whole again, with the stamp it had.
@@ -106,7 +106,7 @@ class Memory:
         self._changed = False
         self._saved = time.monotonic()
 
-    def survey(self, part: Part, on_bytes: Callable[[int], None]) -> Survey:
+    def survey(self, part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
         """The survey of a part: as remembered if its stamp is the same and had settled then, else made."""
         stamp, now = part.stamp(), time.time_ns()
         if (found := self._remembered(part.key, stamp)) is None:

@@ -1,6 +1,8 @@
 """The tokenizer: trained on the training documents, or given as a file; and what a text's pieces become with it."""
 
+import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.data.corpus import Corpus, Meter, Progress
+from leaven.data.corpus import Corpus, Meter, OnProgress
 from leaven.data.hub import SCHEME, fetch_tokenizer
 from leaven.recipe.errors import InputError
 
@@ -24,9 +26,10 @@ TRAINING_BYTES = 2**26
 """About how much text a BPE is trained on at most, to bound its time: 0.1 s a MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document, of one side of the split, and whether the document ends with it."""
 
     validation: bool
@@ -64,7 +67,7 @@ class Encoder:
                 return token
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
-    def encode(self, pieces: Sequence[Piece]) -> tuple[Encoded, Encoded]:
+    def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
         """The training side and the validation side of some pieces."""
         # Text that spells a special token is text.
         self.tokenizer.encode_special_tokens = True
@@ -119,7 +122,7 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     return given
 
 
-def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: Progress | None) -> "Tokenizer":
+def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProgress | None) -> "Tokenizer":
     """A byte-level BPE of the training documents, to ``vocab_size`` tokens or as many as there are pairs to merge."""
     library = _library()
     meter = Meter(progress, "tokenizer", sum(corpus.n_bytes for corpus in corpora))
@@ -181,9 +184,44 @@ def parallel_tokenizers() -> Iterator[None]:
         os.environ["TOKENIZERS_PARALLELISM"] = asked or "false"
 
 
-def _library() -> Any:
+def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
+    """UTF-8 bytes by token id of a tokenizer.json; special tokens, end-of-text among them, have none.
+
+    Exact for byte-level tokenizers, and up to the space that some put before a text for those that write spaces
+    as "▁" (SentencePiece). None for any other: their tokens do not say what text they came from.
+    """
+    given: Tokenizer = _library("bits per byte need").Tokenizer.from_file(str(tokenizer))
+    decoder = given.decoder.__getstate__().decode() if given.decoder else ""
+    vocabulary: dict[str, int] = given.get_vocab(with_added_tokens=False)
+    if '"ByteLevel"' in decoder:
+        lengths = {number: len(token) for token, number in vocabulary.items()}  # a character stands for a byte
+    elif "▁" in decoder:
+        lengths = {
+            number: 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+            for token, number in vocabulary.items()
+        }
+    else:
+        return None
+    added: dict[int, Any] = given.get_added_tokens_decoder()
+    lengths |= {number: 0 if token.special else len(token.content.encode()) for number, token in added.items()}
+    counts = np.zeros(max(lengths) + 1, dtype=np.int64)
+    counts[list(lengths)] = list(lengths.values())
+    return counts
+
+
+def bits_per_byte_factor(tokenizer: Path, targets: NDArray[np.int64]) -> float | None:
+    """What a mean loss over these targets, in nats per token, is multiplied by for bits per byte of their text.
+
+    An end of text costs nats and has no bytes. None where the tokenizer does not tell bytes.
+    """
+    counts = bytes_by_token(tokenizer)
+    n_bytes = 0 if counts is None else int(counts[targets].sum())
+    return targets.size / n_bytes / math.log(2) if n_bytes else None
+
+
+def _library(what: str = "turning text into tokens needs") -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise InputError("turning text into tokens needs tokenizers; pip install 'leaven[train]'") from None
+        raise InputError(f"{what} tokenizers; pip install 'leaven[train]'") from None
     return tokenizers

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaven import storage
-from leaven.data.corpus import Corpus, Meter, Progress, open_corpora
+from leaven.data.corpus import Corpus, Meter, OnProgress, open_corpora
 from leaven.data.mixture import Mixture
 from leaven.data.shards import ShardedTokens, Shards, shards
 from leaven.data.stream import Stream, validation_windows
@@ -102,7 +102,7 @@ def prepare(
     data: Data,
     vocab_size: int,
     cache: Path | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     processes: int | None = None,
 ) -> TokenSet:
     """The tokens of a recipe's `[data]`, from the cache where the same content was prepared before.
@@ -151,7 +151,7 @@ def _tokenizer(
     given: "Tokenizer | None",
     corpora: Sequence[Corpus],
     vocab_size: int,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
     """The tokenizer in the cache, as it was given or as it was trained on this text."""
     if given is not None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leaven.data.documents import isolated
+from leaven.data.stream import isolated
 from leaven.distributed.pieces import Place
 from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.sharded import ShardedModel

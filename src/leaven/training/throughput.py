@@ -7,7 +7,6 @@ it stand the causal MFU (half of the attention) and the HFU (recomputation count
 
 import os
 import re
-import resource
 import sys
 import time
 from contextlib import suppress
@@ -148,6 +147,8 @@ def peak_memory(device: torch.device) -> int:
     """Returns the most bytes held so far: allocated on an accelerator; on a CPU by the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

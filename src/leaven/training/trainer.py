@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from leaven.data.text_bytes import bits_per_byte_factor
+from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.world import ALONE, World
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Recipe, rearrangement

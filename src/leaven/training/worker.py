@@ -1,7 +1,6 @@
 """Runs in processes of their own, on one thread each, and a pool of them that outlives any of its workers."""
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
+from leaven.data.pool import ctrl_c_blocked
 from leaven.recipe.recipe import Recipe
 
 Result = TypeVar("Result")
@@ -56,15 +56,12 @@ class Pool:
         return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start, initargs=(os.getpid(),))
 
     def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
-        # Processes are born here, and inherit what is blocked: a Ctrl-C is for the parent alone.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return self._executor.submit(function, *arguments, **named)
-        except BrokenProcessPool:
-            self._executor = self._new()
-            return self._executor.submit(function, *arguments, **named)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with ctrl_c_blocked():  # the executor may start a process
+            try:
+                return self._executor.submit(function, *arguments, **named)
+            except BrokenProcessPool:
+                self._executor = self._new()
+                return self._executor.submit(function, *arguments, **named)
 
     def __enter__(self) -> "Pool":
         return self

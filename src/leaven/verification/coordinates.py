@@ -36,9 +36,18 @@ import torch
 from torch import Tensor
 
 from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
-from leaven.verification.family import Family, Member, Start
-from leaven.verification.probe import LOGITS, Probe
-from leaven.verification.verdict import Curve, Row, Verdict, conclusive, curve, geometric_mean, more_sizes, slope
+from leaven.verification.activation_recorder import LOGITS, ActivationRecorder
+from leaven.verification.model_family import CheckStart, ModelFamily, ModelInstance
+from leaven.verification.verdict import (
+    CheckCurve,
+    CheckRow,
+    Verdict,
+    conclusive,
+    curve,
+    geometric_mean,
+    more_sizes,
+    slope,
+)
 
 STEPS = 3
 
@@ -58,7 +67,7 @@ attention, and its output falls with depth by up to 0.46 for a while (step 5 at 
 INDEPENDENT = -0.5
 """The slope of a mean of independent terms, in their number."""
 
-START = Start(hidden=1.0, residual=0.5)
+START = CheckStart(hidden=1.0, residual=0.5)
 """Hidden weights at 1/sqrt(fan in): with smaller ones the change of a module is mostly that of its own weights, whose
 alignment with the input still falls at these widths (-0.13 for 64 to 256). Branches at half: at depth 2 whole ones
 are as large as the embedding, and what reads the stream between them changes by 2^0.25 less than at depth 4; with
@@ -68,11 +77,11 @@ QUANTITIES = ("start", "end", "change")
 
 
 @dataclass(frozen=True)
-class Axis:
-    """One direction: the members' widths and depths, of which only one grows."""
+class SizeAxis:
+    """One direction: the models' widths and depths, of which only one grows."""
 
     name: str  # width | depth
-    members: tuple[tuple[int, int], ...]
+    scales: tuple[tuple[int, int], ...]
     where: str = ""
 
     @property
@@ -81,26 +90,26 @@ class Axis:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(member[self.name == "depth"] for member in self.members)
+        return tuple(scale[self.name == "depth"] for scale in self.scales)
 
 
-def axes(widths: Sequence[int], depths: Sequence[int]) -> tuple[Axis, ...]:
+def axes(widths: Sequence[int], depths: Sequence[int]) -> tuple[SizeAxis, ...]:
     """Widths at the smallest depth and depths at the smallest width; an axis of one size is none."""
-    width = Axis("width", tuple((size, min(depths)) for size in sorted(set(widths))))
-    depth = Axis("depth", tuple((min(widths), size) for size in sorted(set(depths))))
-    return tuple(axis for axis in (width, depth) if len(axis.members) > 1)
+    width = SizeAxis("width", tuple((size, min(depths)) for size in sorted(set(widths))))
+    depth = SizeAxis("depth", tuple((min(widths), size) for size in sorted(set(depths))))
+    return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
 
 
-def corner(widths: Sequence[int], depths: Sequence[int]) -> tuple[Axis, ...]:
+def corner(widths: Sequence[int], depths: Sequence[int]) -> tuple[SizeAxis, ...]:
     """From the narrowest to the widest at the largest depth: what is right on either axis alone may not be there."""
     if len(set(widths)) < 2 or len(set(depths)) < 2:
         return ()
-    members = tuple((width, max(depths)) for width in (min(widths), max(widths)))
-    return (Axis("width", members, f" at depth {max(depths)}"),)
+    scales = tuple((width, max(depths)) for width in (min(widths), max(widths)))
+    return (SizeAxis("width", scales, f" at depth {max(depths)}"),)
 
 
 @dataclass(frozen=True)
-class Recorded:
+class ActivationRecord:
     """What one module's line was in one run: mean squares by quantity, one a call, in the order of the calls.
 
     ``trained`` says whether the output depends on what is trained, ``stuck`` whether a weight of the module's own is
@@ -122,11 +131,11 @@ class Recorded:
         return math.sqrt(sum(values) / len(values))
 
 
-Run = dict[str, Recorded]
+ActivationRecords = dict[str, ActivationRecord]
 
 
 def coordinates(
-    family: Family,
+    family: ModelFamily,
     widths: Sequence[int],
     depths: Sequence[int],
     *,
@@ -138,19 +147,19 @@ def coordinates(
     """Run the check; ``lr_factor`` multiplies every lr.
 
     Raises:
-        InputError: if the family has no member of one of these sizes.
+        InputError: if the family has no model of one of these sizes.
     """
     chosen = (*axes(widths, depths), *corner(widths, depths))
-    wanted = sorted({member for axis in chosen for member in axis.members})
-    recorded: dict[tuple[int, int], list[Run]] = {}
-    for number, member in enumerate(wanted):
-        recorded[member] = [record(family.build(*member, seed), steps, lr_factor) for seed in range(seeds)]
+    wanted = sorted({scale for axis in chosen for scale in axis.scales})
+    recorded: dict[tuple[int, int], list[ActivationRecords]] = {}
+    for number, scale in enumerate(wanted):
+        recorded[scale] = [record(family.build(*scale, seed), steps, lr_factor) for seed in range(seeds)]
         on_member(number + 1, len(wanted))
-    rows: list[Row] = []
-    curves: list[Curve] = []
+    rows: list[CheckRow] = []
+    curves: list[CheckCurve] = []
     for axis in chosen:
-        for module in recorded[axis.members[0]][0]:
-            lines = [[run[module] for run in recorded[member]] for member in axis.members]
+        for module in recorded[axis.scales[0]][0]:
+            lines = [[run[module] for run in recorded[scale]] for scale in axis.scales]
             row = replace(_row(axis, module, lines, steps, family), axis=axis.title)
             rows.append(conclusive(row, axis.sizes, seeds))
             curves += [
@@ -179,38 +188,38 @@ def coordinates(
 class _Outputs(Callback[StepResult]):
     """Keeps what the first forward gave."""
 
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
+    def __init__(self, recorder: ActivationRecorder) -> None:
+        self._recorder = recorder
         self.first: dict[str, Tensor] = {}
 
     def after_step(self, step: StepResult) -> None:
-        outputs = self._probe.take()
+        outputs = self._recorder.take()
         self.first = self.first or outputs
 
 
-def record(member: Member, steps: int, lr_factor: float) -> Run:
-    """Train a member for some steps on its first batch and say what its outputs were and became."""
-    member.scale_lr(lr_factor)
-    trained = {name: parameter for name, parameter in member.model.named_parameters() if parameter.requires_grad}
+def record(instance: ModelInstance, steps: int, lr_factor: float) -> ActivationRecords:
+    """Train an instance for some steps on its first batch and say what its outputs were and became."""
+    instance.scale_lr(lr_factor)
+    trained = {name: parameter for name, parameter in instance.model.named_parameters() if parameter.requires_grad}
     before = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    with Probe(member.model, member.label) as probe:
-        recorder = _Outputs(probe)
-        Loop(PlainTraining(member.optimizer, lambda _: member.loss(0), 1, steps), [recorder]).run()
-        member.loss(0)
-        outputs = probe.take()
-    first = recorder.first or outputs
-    stuck = {member.label(name) for name, parameter in trained.items() if torch.equal(parameter, before[name])}
+    with ActivationRecorder(instance.model, instance.label) as recorder:
+        kept = _Outputs(recorder)
+        Loop(PlainTraining(instance.optimizer, lambda _: instance.loss(0), 1, steps), [kept]).run()
+        instance.loss(0)
+        outputs = recorder.take()
+    first = kept.first or outputs
+    stuck = {instance.label(name) for name, parameter in trained.items() if torch.equal(parameter, before[name])}
     return {
-        name: Recorded(
+        name: ActivationRecord(
             {
                 "start": _squares(start),
                 "end": _squares(outputs[name]),
                 "change": _squares(outputs[name] - start),
             },
-            features=probe.head_sizes.get(name, start.shape[-1]),
-            container=name in probe.containers,
-            matrix=name in probe.matrices,
-            trained=name in probe.trained,
+            features=recorder.head_sizes.get(name, start.shape[-1]),
+            container=name in recorder.containers,
+            matrix=name in recorder.matrices,
+            trained=name in recorder.trained,
             stuck=name in stuck,
         )
         for name, start in first.items()
@@ -222,21 +231,23 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
     return tuple(values)
 
 
-def _by_seed(lines: Sequence[Sequence[Recorded]], quantity: str, axis: Axis) -> list[list[float]]:
+def _by_seed(lines: Sequence[Sequence[ActivationRecord]], quantity: str, axis: SizeAxis) -> list[list[float]]:
     return [[line.rms(quantity, axis.name) for line in seeds] for seeds in lines]
 
 
-def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: int, family: Family) -> Row:
+def _row(
+    axis: SizeAxis, module: str, lines: Sequence[Sequence[ActivationRecord]], steps: int, family: ModelFamily
+) -> CheckRow:
     means = {q: [geometric_mean(values) for values in _by_seed(lines, q, axis)] for q in QUANTITIES}
     parts = {quantity: slope(axis.sizes, values) for quantity, values in means.items()}
     trained = "early" if steps <= STEPS else "late"
     limits = {q: LIMITS[axis.name]["start" if q == "start" else trained] for q in QUANTITIES}
     limit = limits["change"]
     if any(math.isnan(value) for values in means.values() for value in values):
-        return Row(module, axis.name, None, limit, False, parts, "no number any more: lower the lr?", math.inf)
+        return CheckRow(module, axis.name, None, limit, False, parts, "no number any more: lower the lr?", math.inf)
     still = _still(means, [line for seeds in lines for line in seeds])
     if still:
-        return Row(module, axis.name, None, limit, False, parts, still, math.inf)
+        return CheckRow(module, axis.name, None, limit, False, parts, still, math.inf)
     allowed = {q: _allowed(axis, module, [seeds[0] for seeds in lines], q, family.alpha) for q in QUANTITIES}
     beyond = {
         q: max(value - allowed[q][1], allowed[q][0] - value) - limits[q]
@@ -244,15 +255,15 @@ def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: in
         if value is not None
     }
     if not beyond:
-        return Row(module, axis.name, None, limit, None, parts, "always 0")
+        return CheckRow(module, axis.name, None, limit, None, parts, "always 0")
     worst = max(beyond, key=lambda quantity: beyond[quantity])
     if beyond[worst] <= 0:
-        return Row(module, axis.name, parts["change"], limit, True, parts)
+        return CheckRow(module, axis.name, parts["change"], limit, True, parts)
     note = _note(axis.name, module, parts[worst] or 0.0, family.rule is None)
-    return Row(module, axis.name, parts[worst], limits[worst], False, parts, note, beyond[worst])
+    return CheckRow(module, axis.name, parts[worst], limits[worst], False, parts, note, beyond[worst])
 
 
-def _still(means: dict[str, list[float]], lines: Sequence[Recorded]) -> str:
+def _still(means: dict[str, list[float]], lines: Sequence[ActivationRecord]) -> str:
     """Why there is no slope to judge where there has to be one: nothing moves, or at some sizes only."""
     if any(line.stuck for line in lines):
         return "its weights never move  <- an lr of 0, or no gradient within these steps?"
@@ -262,7 +273,9 @@ def _still(means: dict[str, list[float]], lines: Sequence[Recorded]) -> str:
     return f"{gone[0]} is 0 at some sizes only" if gone else ""
 
 
-def _allowed(axis: Axis, module: str, lines: Sequence[Recorded], quantity: str, alpha: float) -> tuple[float, float]:
+def _allowed(
+    axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
+) -> tuple[float, float]:
     """The lowest and the highest slope there may be but for the limits; see the top of this file."""
     if axis.name == "width":
         # Behind the attention logits stands the head dimension: with one that does not grow they do not fall.

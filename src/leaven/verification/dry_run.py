@@ -28,19 +28,19 @@ from leaven.model import transformer
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.verification.ledger import Ledger, Parts
+from leaven.verification.allocation_tracker import AllocationTracker, BytesByPart
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepMemory:
     """What a step takes, in bytes by part: what stays from one to the next, and the most at one time."""
 
-    stays: Parts
-    peak: Parts
+    stays: BytesByPart
+    peak: BytesByPart
     seconds: float
 
 
-def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> Taken:
+def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     """What the ``rank``-th process of a recipe's layout holds in its second step, when all there ever is is there.
 
     Of a model that is not compiled, on a device of that type: on a processor attention goes block by block and the
@@ -51,12 +51,12 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> Taken:
     if layout.ranks > 1:
         pretend(rank, layout.ranks)
         world = World(rank, layout.ranks, mesh_of(layout, processor))
-    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    fake, tracker = FakeTensorMode(allow_non_fake_inputs=True), AllocationTracker()
 
     def build(*arguments: Any, device: torch.device, **named: Any) -> Stage:
         # Meshes want numbers, so that a model is laid out on meta: outside, and made inside.
         stage = build_stage(*arguments, device=torch.device("meta"), **named)
-        with fake, ledger:
+        with fake, tracker:
             return stage.to_empty(device=device)
 
     try:
@@ -66,34 +66,34 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> Taken:
         ):
             text: Any = NoText(recipe.model.vocab_size)
             training = Training(recipe, text, device="cpu", world=world)
-        with fake, ledger, as_on(device):
-            return replace(two_steps(training, ledger, training.issue), seconds=time.perf_counter() - began)
+        with fake, tracker, as_on(device):
+            return replace(two_steps(training, tracker, training.issue), seconds=time.perf_counter() - began)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def two_steps(training: Training, ledger: Ledger, step: Callable[[], object]) -> Taken:
-    """What the second one takes of a training, as the ledger has it; parts are told apart by what they are for."""
+def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[], object]) -> StepMemory:
+    """What the second one takes of a training, as the tracker has it; parts are told apart by what they are for."""
     began = time.perf_counter()
-    ledger.mark(training.sharded.leaves, "weights")
+    tracker.mark(training.sharded.leaves, "weights")
     for stage in training.sharded.stages:
-        stage.loss = _within(ledger, "logits", stage.loss)
+        stage.loss = _within(tracker, "logits", stage.loss)
 
     def gradients(*_: Any) -> None:
-        ledger.mark((leaf.grad for leaf in training.sharded.leaves if leaf.grad is not None), "grads")
+        tracker.mark((leaf.grad for leaf in training.sharded.leaves if leaf.grad is not None), "grads")
 
     training.optimiser.adam.register_step_pre_hook(gradients)
     step()
-    ledger.mark(training.optimiser.state_dict().values(), "optimizer")
-    ledger.begin()
+    tracker.mark(training.optimiser.state_dict().values(), "optimizer")
+    tracker.begin()
     step()
-    return Taken(ledger.now(), ledger.peak(), time.perf_counter() - began)
+    return StepMemory(tracker.now(), tracker.peak(), time.perf_counter() - began)
 
 
-def _within(ledger: Ledger, part: str, loss: Loss) -> Loss:
+def _within(tracker: AllocationTracker, part: str, loss: Loss) -> Loss:
     def counted(*arguments: Any, **how: Any) -> Tensor:
-        with ledger.within(part):
+        with tracker.within(part):
             return loss(*arguments, **how)
 
     return counted

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from leaven.recipe.errors import InputError
-from leaven.verification.family import Family, Scale
-from leaven.verification.optimum import Estimate, Valley, estimate
+from leaven.verification.model_family import ModelFamily, RunScale
+from leaven.verification.optimum import Estimate, LossGrid, estimate
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import SWEPT, losses_of, setting, sweep
 from leaven.verification.verdict import MeasuredValue, Verdict
@@ -41,7 +41,7 @@ class TokenExponent:
 
 
 def duration(
-    family: Family,
+    family: ModelFamily,
     scale: tuple[int, int],
     ratios: Sequence[float],
     lrs: Sequence[float],
@@ -57,7 +57,7 @@ def duration(
     every = sorted({1.0, *ratios} - {1.0})
     if not every:
         raise InputError("a duration check needs another duration: --durations 1,2,4")
-    base, *longer = (Scale(*scale, tokens=ratio) for ratio in (1.0, *every))
+    base, *longer = (RunScale(*scale, tokens=ratio) for ratio in (1.0, *every))
     verdict, valleys = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
     measured = [*verdict.measured, *_regime(family, base, valleys, store, seeds)]
     measured += _arms(family, longer, store, seeds)
@@ -74,7 +74,7 @@ def fitted(verdict: Verdict) -> TokenExponent | None:
 
 
 def _regime(
-    family: Family, base: Scale, valleys: Mapping[Scale, Valley], store: RunStore, seeds: int
+    family: ModelFamily, base: RunScale, valleys: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> list[MeasuredValue]:
     """What twice the batch costs at the base's best lr, as a share of the gain of an octave of tokens."""
     longest = max(valleys, key=lambda scale: scale.tokens)
@@ -83,7 +83,7 @@ def _regime(
     double = replace(base, batch=2.0)
     larger = losses_of(family, LR, {double: [value]}, store, seeds)[double]
 
-    def share(found: Sequence[Valley]) -> float:
+    def share(found: Sequence[LossGrid]) -> float:
         at_base, at_longest, doubled = found
         octave = (at_base.lowest - at_longest.lowest) / math.log2(longest.tokens / base.tokens)
         cost = float(doubled.losses.mean() - at_base.losses[own.losses.mean(1).argmin()].mean())
@@ -112,7 +112,7 @@ def _regime_note(found: Estimate) -> str:
     return f"not told apart: the interval holds {CRITICAL:.2f}, the critical batch; more seeds"
 
 
-def _arms(family: Family, longer: Sequence[Scale], store: RunStore, seeds: int) -> list[MeasuredValue]:
+def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredValue]:
     """The family's own lr in longer runs: moved by the rule, the lr left alone, everything left alone."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     arms = {
@@ -133,7 +133,7 @@ def _arms(family: Family, longer: Sequence[Scale], store: RunStore, seeds: int) 
         ruled = losses[scale, "moved by the rule"]
         if values is ruled:
             continue
-        pairs = Valley.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
+        pairs = LossGrid.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
         difference = estimate(lambda valleys: float(valleys[0].losses.mean()), [pairs])
         note = f"loss {sum(values) / seeds:.4f}, moved by the rule {sum(ruled) / seeds:.4f}"
         found.append(

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from leaven.recipe.errors import InputError
-from leaven.verification.family import Family, Setting
+from leaven.verification.model_family import ModelFamily, RunSetting
 from leaven.verification.runs import RunStore
-from leaven.verification.verdict import Row, Verdict, curve
+from leaven.verification.verdict import CheckRow, Verdict, curve
 
 LEAST_STEPS = 200
 """Of the largest batch. With fewer a run is all warm-up and its loss is made by the number of steps: measured on 64
@@ -29,14 +29,14 @@ ARMS = ("rule", "no rule")
 
 
 def equivalence(
-    family: Family,
+    family: ModelFamily,
     scale: tuple[int, int],
     ratios: Sequence[float],
     store: RunStore,
     *,
     seeds: int = 3,
 ) -> Verdict:
-    """Run the check, or resume it, on the member of a width and depth at ``ratios`` times the family's batch.
+    """Run the check, or resume it, on the model of a width and depth at ``ratios`` times the family's batch.
 
     Raises:
         InputError: if a batch is no whole number of sequences, the rule cannot follow it, or the folder is in use.
@@ -54,7 +54,7 @@ def equivalence(
         )
     every = {
         (arm, kappa, seed): family.trial(
-            Setting(*scale, family.value("lr"), seed, kappa, ruled=arm == "rule" or kappa == 1)
+            RunSetting(*scale, family.value("lr"), seed, kappa, ruled=arm == "rule" or kappa == 1)
         )
         for arm in ARMS
         for kappa in kappas
@@ -94,7 +94,7 @@ def _limit(losses: np.ndarray, vocab_size: int) -> float:
     return max(2 * float(losses.std(ddof=1)) * math.sqrt(2 / len(losses)), TOLERANCE * learnt)
 
 
-def _row(arm: str, kappas: Sequence[float], losses: np.ndarray, limit: float) -> Row:
+def _row(arm: str, kappas: Sequence[float], losses: np.ndarray, limit: float) -> CheckRow:
     means = losses.mean(1)
     differences = means - means[list(kappas).index(1.0)]
     worst = float(differences[int(np.abs(differences).argmax())])
@@ -102,8 +102,8 @@ def _row(arm: str, kappas: Sequence[float], losses: np.ndarray, limit: float) ->
     same = abs(worst) <= limit  # not so for what is no number
     if arm == "rule":
         note = "" if same else "the loss moves with the batch  <- too few steps for the rule, or a lr too high?"
-        return Row(arm, "batch", worst, limit, same, parts, note, max(abs(worst) - limit, 0.0))
+        return CheckRow(arm, "batch", worst, limit, same, parts, note, max(abs(worst) - limit, 0.0))
     note = (
         "moves with the batch, as it should" if not same else "moves no more than noise: longer runs or more ratios"
     )
-    return Row(arm, "batch", worst, limit, not same, parts, note)
+    return CheckRow(arm, "batch", worst, limit, not same, parts, note)

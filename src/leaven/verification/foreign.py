@@ -11,7 +11,7 @@ tokens over the factory's own: the checks of batch and duration need it.
 
 A third thing returned is a function ``batch(seed, step) -> (inputs, targets)``, which has to give the same at each
 call; the sequences of a seed are one stream, cut anew where the check moves the batch, and those of the seed
-:data:`leaven.verification.samples.HELD_OUT` are for the validation loss. Without it the model is fed text: its
+:data:`leaven.verification.batches.HELD_OUT` are for the validation loss. Without it the model is fed text: its
 tokenizer is trained to the size of the model's first embedding.
 
 A whole run is as a recipe's: a warm-up over an eighth of the tokens, then a cosine to a tenth, of each group's lr;
@@ -42,8 +42,8 @@ from leaven.scaling.cells import Ratios
 from leaven.training.early_stopping import DivergenceMonitor, lost_above
 from leaven.training.loop import Diverged, Loop, PlainTraining
 from leaven.training.outcome import Outcome
-from leaven.verification.family import Axis, Member, Quantity, Setting, plain_label
-from leaven.verification.samples import HELD_OUT, Batches, corpus, synthetic, taken
+from leaven.verification.batches import HELD_OUT, Batches, corpus, sequences, synthetic
+from leaven.verification.model_family import ModelInstance, Quantity, RunSetting, ScaleAxis, plain_label
 
 MADE_UP = "made-up"
 """The source of a text that is drawn, not read: a chain with something to learn, endless and there at once."""
@@ -92,15 +92,15 @@ class ForeignFamily:
             )
         return 1.0
 
-    def exponent(self, quantity: Quantity, axis: Axis) -> float:
+    def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
         """0: values are multiples of what the factory makes of its ratios."""
         return 0.0
 
-    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
-        return self._member(width, depth, seed, Ratios(batch=batch, tokens=tokens))[0]
+    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> ModelInstance:
+        return self._instance(width, depth, seed, Ratios(batch=batch, tokens=tokens))[0]
 
-    def trial(self, setting: Setting) -> "ForeignTrial":
-        """A whole run, known by what the member is at the start: a factory that was changed has other runs."""
+    def trial(self, setting: RunSetting) -> "ForeignTrial":
+        """A whole run, known by what the model is at the start: a factory that was changed has other runs."""
         if setting.batch * self.sequences % 1:
             raise InputError(
                 f"{self.name}: a batch x {setting.batch:g} of {self.sequences} sequences is no whole number of them; "
@@ -113,25 +113,27 @@ class ForeignFamily:
         # A fresh one, without the text that this one holds: it goes to another process.
         return ForeignTrial(replace(self), setting, blake2b(repr(known).encode(), digest_size=12).hexdigest())
 
-    def train(self, setting: Setting) -> Outcome:
-        """Train a member from the start and return its validation loss."""
+    def train(self, setting: RunSetting) -> Outcome:
+        """Train an instance from the start and return its validation loss."""
         began = time.perf_counter()
-        member, batches = self._member(setting.width, setting.depth, setting.seed, _ratios(setting))
+        instance, batches = self._instance(setting.width, setting.depth, setting.seed, _ratios(setting))
         count = round(setting.batch * self.sequences)
         tokens = round(self.tokens * setting.tokens)
         schedule, limit = Schedule(warmup_tokens=tokens // 8), lost_above(self.vocab_size)
-        member.scale_lr(setting.value)
+        instance.scale_lr(setting.value)
         monitor = DivergenceMonitor(self.vocab_size, tokens)
         training = PlainTraining(
-            member.optimizer,
-            lambda done: member.loss_of(taken(batches, self.sequences, setting.seed, done // self.seq_len, count)),
+            instance.optimizer,
+            lambda done: instance.loss_of(
+                sequences(batches, self.sequences, setting.seed, done // self.seq_len, count)
+            ),
             count * self.seq_len,
             tokens,
             lambda done: schedule.multiplier(done, tokens),
         )
         try:
             Loop(training, [monitor]).run()
-            final = self._validation_loss(member, batches)
+            final = self._validation_loss(instance, batches)
         except Diverged:
             final = limit
         return Outcome(
@@ -142,16 +144,16 @@ class ForeignFamily:
         )
 
     @torch.no_grad()
-    def _validation_loss(self, member: Member, batches: Batches) -> float:
-        member.model.eval()
+    def _validation_loss(self, instance: ModelInstance, batches: Batches) -> float:
+        instance.model.eval()
         count = max(VALIDATION_TOKENS // (self.sequences * self.seq_len), 1)
-        return math.fsum(member.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
+        return math.fsum(instance.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
 
-    def _member(self, width: int, depth: int, seed: int, ratios: Ratios) -> tuple[Member, Batches]:
-        """A member, and the batches of all seeds."""
+    def _instance(self, width: int, depth: int, seed: int, ratios: Ratios) -> tuple[ModelInstance, Batches]:
+        """An instance, and the batches of all seeds."""
         model, optimizer, own = _made(self.name, width, depth, seed, ratios)
         batches = own or self._text
-        return Member(model, optimizer, partial(batches, seed), plain_label), batches
+        return ModelInstance(model, optimizer, partial(batches, seed), plain_label), batches
 
     @cached_property
     def _text(self) -> Batches:
@@ -161,13 +163,13 @@ class ForeignFamily:
         return corpus(prepare(text_of(self.source), self.vocab_size), self.seq_len, self.sequences)
 
     def _state(self, width: int, depth: int, ratios: Ratios) -> str:
-        """A hash of a member: its optimiser, its initial values, its first loss and gradient."""
-        member, _ = self._member(width, depth, 0, ratios)
-        loss = member.loss(0)
+        """A hash of an instance: its optimiser, its initial values, its first loss and gradient."""
+        instance, _ = self._instance(width, depth, 0, ratios)
+        loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
-        found = [type(member.optimizer).__name__]
+        found = [type(instance.optimizer).__name__]
         squares = 0.0
-        for group in member.optimizer.param_groups:
+        for group in instance.optimizer.param_groups:
             found.append(repr({name: value for name, value in group.items() if name != "params"}))
             for parameter in group["params"]:
                 # Rounded, here and below: the order of a sum may differ in another process.
@@ -182,7 +184,7 @@ class ForeignTrial:
     """One whole run of a foreign family."""
 
     family: ForeignFamily
-    setting: Setting
+    setting: RunSetting
     key: str
 
     @property
@@ -206,7 +208,7 @@ def foreign(
 ) -> ForeignFamily:
     """The family of ``module:factory``, looked up from the working directory as ``python -m`` does.
 
-    Its member of one ``width`` and ``depth`` is made once, to see what it has to be fed: the text of a ``source``
+    Its model of one ``width`` and ``depth`` is made once, to see what it has to be fed: the text of a ``source``
     (as ``data.source`` of a recipe, or :data:`MADE_UP`), unless the factory gives batches.
 
     Raises:
@@ -218,7 +220,7 @@ def foreign(
         if source is not None or batch_tokens is not None:
             raise InputError(f"{entry} gives its own batches; leave --source and --batch-tokens out")
         inputs, targets = own(0, 0)
-        vocab_size = Member(model, optimizer, partial(own, 0), plain_label).logits(inputs).shape[-1]
+        vocab_size = ModelInstance(model, optimizer, partial(own, 0), plain_label).logits(inputs).shape[-1]
         return ForeignFamily(entry, vocab_size, None, len(targets), targets[0].numel(), tokens)
     size = BATCH_TOKENS if batch_tokens is None else batch_tokens
     if size % SEQ_LEN:
@@ -235,7 +237,7 @@ def foreign(
     return ForeignFamily(entry, sizes[0], source, size // SEQ_LEN, SEQ_LEN, tokens)
 
 
-def _ratios(setting: Setting) -> Ratios:
+def _ratios(setting: RunSetting) -> Ratios:
     """What the rule is told."""
     return Ratios(batch=setting.batch, tokens=setting.tokens) if setting.ruled else Ratios()
 

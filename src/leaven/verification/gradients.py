@@ -8,7 +8,7 @@ the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
 Beside it stands the bookkeeping of decay: PyTorch's AdamW shrinks a weight by lr x weight_decay a step, so a rule
 that lowers the lr with width and forgets the decay lets it vanish. No check of activations sees that within a few
 steps. The product has to keep its exponent 0. What can be read off the optimiser without a step is in
-:mod:`leaven.verification.books`, over batch and duration as well.
+:mod:`leaven.verification.invariants`, over batch and duration as well.
 
 Every parameter has to move, and gains and biases by as much at every scale: Adam moves each entry by its lr a step.
 
@@ -29,10 +29,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
-from leaven.verification.books import Books, audit, read
-from leaven.verification.coordinates import Axis, axes
-from leaven.verification.family import Family, Member, Start
-from leaven.verification.verdict import Curve, Row, Verdict, conclusive, curve, geometric_mean, more_sizes, slope
+from leaven.verification.coordinates import SizeAxis, axes
+from leaven.verification.invariants import SettingsByLine, invariants, settings_of
+from leaven.verification.model_family import CheckStart, ModelFamily, ModelInstance
+from leaven.verification.verdict import (
+    CheckCurve,
+    CheckRow,
+    Verdict,
+    conclusive,
+    curve,
+    geometric_mean,
+    more_sizes,
+    slope,
+)
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """On the distance between the two exponents. Widths 64 to 512 and depths 2 to 32 measured at most 0.14 at the start;
@@ -40,13 +49,13 @@ later, models of different width have learnt different amounts and the slopes dr
 
 COHERENT_STEPS = 150
 WARMUP_STEPS = 20
-START = Start(hidden=0.5, residual=1.0)
+START = CheckStart(hidden=0.5, residual=1.0)
 """Hidden weights at half of 1/sqrt(fan in): the branches of a few blocks are then small beside the embedding, as
 those of many are, and the gradients inside have their exponent of depth from depth 2 on."""
 
 
 @dataclass(frozen=True)
-class Recorded:
+class GradientRecord:
     """One parameter line in one run: RMS of its gradient at the first and the last step, how far it ``moved`` in
     between (RMS), and its settings."""
 
@@ -59,11 +68,11 @@ class Recorded:
     layers: int
 
 
-Run = dict[str, Recorded]
+GradientRecords = dict[str, GradientRecord]
 
 
 def gradients(
-    family: Family,
+    family: ModelFamily,
     widths: Sequence[int],
     depths: Sequence[int],
     *,
@@ -72,27 +81,27 @@ def gradients(
     lr_factor: float = 0.125,
     on_member: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verdict:
-    """Run the check over the same members as the coordinate check; ``lr_factor`` multiplies every lr.
+    """Run the check over the same models as the coordinate check; ``lr_factor`` multiplies every lr.
 
-    A fraction of the lr for training keeps the members' gradients comparable: at all of it, without a schedule, the
+    A fraction of the lr for training keeps the models' gradients comparable: at all of it, without a schedule, the
     slopes of gains scatter by 0.3 after 20 steps; from 1/16 to 1/4 of it they stay within the limits.
 
     Raises:
-        InputError: if the family has no member of one of these sizes.
+        InputError: if the family has no model of one of these sizes.
     """
     chosen = axes(widths, depths)
-    wanted = sorted({member for axis in chosen for member in axis.members})
-    recorded: dict[tuple[int, int], list[Run]] = {}
-    books: dict[tuple[int, int], Books] = {}
-    for number, member in enumerate(wanted):
-        books[member] = read(family.build(*member, 0))
-        recorded[member] = [record(family.build(*member, seed), steps, lr_factor) for seed in range(seeds)]
+    wanted = sorted({scale for axis in chosen for scale in axis.scales})
+    recorded: dict[tuple[int, int], list[GradientRecords]] = {}
+    settings: dict[tuple[int, int], SettingsByLine] = {}
+    for number, scale in enumerate(wanted):
+        settings[scale] = settings_of(family.build(*scale, 0))
+        recorded[scale] = [record(family.build(*scale, seed), steps, lr_factor) for seed in range(seeds)]
         on_member(number + 1, len(wanted))
-    rows: list[Row] = []
-    curves: list[Curve] = []
+    rows: list[CheckRow] = []
+    curves: list[CheckCurve] = []
     for axis in chosen:
-        for module in recorded[axis.members[0]][0]:
-            lines = [[run[module] for run in recorded[member]] for member in axis.members]
+        for module in recorded[axis.scales[0]][0]:
+            lines = [[run[module] for run in recorded[scale]] for scale in axis.scales]
             rows.append(conclusive(_row(axis, module, lines, steps, family.alpha), axis.sizes, seeds))
             curves += [
                 curve(
@@ -104,7 +113,7 @@ def gradients(
         check="gradients",
         subject=family.name,
         quantity="slope of log2 gradient RMS over log2 size, less that of eps",
-        rows=(*audit(family, books), *rows),
+        rows=(*invariants(family, settings), *rows),
         curves=tuple(curves),
         settings={
             "rule": family.rule,
@@ -121,8 +130,8 @@ def gradients(
 class _Gradients(Callback[StepResult]):
     """Keeps the RMS of the gradients of the first step and of the last quarter of the ``steps``."""
 
-    def __init__(self, member: Member, steps: int) -> None:
-        self._member, self._steps = member, steps
+    def __init__(self, instance: ModelInstance, steps: int) -> None:
+        self._instance, self._steps = instance, steps
         self.first: dict[str, float] = {}
         self.late: list[dict[str, float]] = []
 
@@ -131,56 +140,58 @@ class _Gradients(Callback[StepResult]):
 
     def take(self, number: int) -> None:
         if number in {0, *range(self._steps - self._steps // 4, self._steps + 1)}:
-            found = _rms(self._member, lambda name, parameter: parameter.grad)
+            found = _rms(self._instance, lambda name, parameter: parameter.grad)
             self.first = self.first if number else found
             self.late += [found] if number >= self._steps - self._steps // 4 else []
 
 
-def record(member: Member, steps: int, lr_factor: float) -> Run:
-    """Train a member for some steps on new batches, with a warm-up, and say what its gradients were and became.
+def record(instance: ModelInstance, steps: int, lr_factor: float) -> GradientRecords:
+    """Train an instance for some steps on new batches, with a warm-up, and say what its gradients were and became.
 
     ``end`` is taken over the last quarter of the steps: a gain has few entries, and one batch is noise.
     """
-    member.scale_lr(lr_factor)
-    before = {name: parameter.detach().clone() for name, parameter in member.model.named_parameters()}
-    # Counted in batches: a batch is one token, so to say.
-    training = PlainTraining(member.optimizer, member.loss, 1, steps, lambda done: min(done / WARMUP_STEPS, 1.0))
-    peaks = [group["lr"] for group in member.optimizer.param_groups]
-    recorder = _Gradients(member, steps)
+    instance.scale_lr(lr_factor)
+    before = {name: parameter.detach().clone() for name, parameter in instance.model.named_parameters()}
+    # The loop counts tokens: a batch is one here.
+    training = PlainTraining(instance.optimizer, instance.loss, 1, steps, lambda done: min(done / WARMUP_STEPS, 1.0))
+    peaks = [group["lr"] for group in instance.optimizer.param_groups]
+    recorder = _Gradients(instance, steps)
     Loop(training, [recorder]).run()
-    member.optimizer.zero_grad(set_to_none=True)
-    member.loss(steps).backward()  # type: ignore[no-untyped-call]
+    instance.optimizer.zero_grad(set_to_none=True)
+    instance.loss(steps).backward()  # type: ignore[no-untyped-call]
     recorder.take(steps)
     first, late = recorder.first, recorder.late
-    moved = _rms(member, lambda name, parameter: parameter.detach() - before[name])
+    moved = _rms(instance, lambda name, parameter: parameter.detach() - before[name])
     settings = {
         parameter: (group.get("eps", 0.0), peak * group.get("weight_decay", 0.0))
-        for peak, group in zip(peaks, member.optimizer.param_groups, strict=True)
+        for peak, group in zip(peaks, instance.optimizer.param_groups, strict=True)
         for parameter in group["params"]
     }
-    run: Run = {}
-    for name, parameter in member.model.named_parameters():
-        label = member.label(name)
+    run: GradientRecords = {}
+    for name, parameter in instance.model.named_parameters():
+        label = instance.label(name)
         if label is not None and label in first:
             layers = run[label].layers + 1 if label in run else 1
             eps, decay = settings[parameter]
             end = math.sqrt(sum(gradient[label] ** 2 for gradient in late) / len(late))
-            run[label] = Recorded(first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers)
+            run[label] = GradientRecord(first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers)
     return run
 
 
-def _rms(member: Member, of: Callable[[str, Tensor], Tensor | None]) -> dict[str, float]:
+def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) -> dict[str, float]:
     """RMS of something of each parameter by line, over all entries of all layers."""
     sums: dict[str, tuple[float, int]] = {}
-    for name, parameter in member.model.named_parameters():
-        label, values = member.label(name), of(name, parameter)
+    for name, parameter in instance.model.named_parameters():
+        label, values = instance.label(name), of(name, parameter)
         if label is not None and values is not None:
             total, count = sums.get(label, (0.0, 0))
             sums[label] = (total + float(values.double().square().sum()), count + values.numel())
     return {label: math.sqrt(total / count) for label, (total, count) in sums.items()}
 
 
-def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: int, alpha: float) -> Row:
+def _row(
+    axis: SizeAxis, module: str, lines: Sequence[Sequence[GradientRecord]], steps: int, alpha: float
+) -> CheckRow:
     def exponent(name: str) -> float | None:
         return slope(axis.sizes, [geometric_mean([getattr(line, name) for line in seeds]) for seeds in lines])
 
@@ -188,9 +199,9 @@ def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: in
     start, end, eps, decay, moved = parts.values()
     still = _still(seed for seeds in lines for seed in seeds)
     if still:
-        return Row(module, axis.name, None, START_LIMIT, False, parts, still, math.inf)
+        return CheckRow(module, axis.name, None, START_LIMIT, False, parts, still, math.inf)
     if eps is None:
-        return Row(module, axis.name, None, None, None, parts, "no eps")
+        return CheckRow(module, axis.name, None, None, None, parts, "no eps")
     inside = lines[-1][0].layers > 1
     shared = axis.name == "width" and lines[0][0].layers > 1 and len({seeds[0].shape for seeds in lines}) == 1
     lower = alpha - 1 if axis.name == "depth" else 0.0  # what a rule of this alpha may lose; see the top of this file
@@ -207,19 +218,21 @@ def _row(axis: Axis, module: str, lines: Sequence[Sequence[Recorded]], steps: in
     went = (max(moved, lower * inside - moved) - END_LIMIT, moved, END_LIMIT) if gain and moved is not None else None
     judged += [went] if went else []
     if any(not math.isfinite(seed.end) for seeds in lines for seed in seeds):
-        return Row(module, axis.name, None, START_LIMIT, False, parts, "no number any more: lower the lr?", math.inf)
+        return CheckRow(
+            module, axis.name, None, START_LIMIT, False, parts, "no number any more: lower the lr?", math.inf
+        )
     if not judged:
         note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
-        return Row(module, axis.name, None, None, None, parts, note)
+        return CheckRow(module, axis.name, None, None, None, parts, note)
     worst = max(judged)
     beyond, value, limit = worst
     if beyond <= 0:
-        return Row(module, axis.name, value, limit, True, parts)
+        return CheckRow(module, axis.name, value, limit, True, parts)
     what = "decay" if worst is decayed else "gain" if worst is went else "eps"
-    return Row(module, axis.name, value, limit, False, parts, _note(axis.name, value, what), beyond)
+    return CheckRow(module, axis.name, value, limit, False, parts, _note(axis.name, value, what), beyond)
 
 
-def _still(runs: Iterable[Recorded]) -> str:
+def _still(runs: Iterable[GradientRecord]) -> str:
     """Why there is no slope to judge where there has to be one: nothing moves, or at some sizes only."""
     found = list(runs)
     if not all(run.moved for run in found):

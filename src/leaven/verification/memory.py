@@ -19,7 +19,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.machine import cores
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.worker import Pool
-from leaven.verification.dry_run import Taken, dry_run
+from leaven.verification.dry_run import StepMemory, dry_run
 
 LIMITS = {"between steps": 0.02, "peak": 0.05}
 """How far the planner may be off, as a share of what the dry run finds."""
@@ -29,7 +29,7 @@ _OF_PLANNER = {"accumulation": "grads"}
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """A part of a rank's memory; ``error`` is planned / found - 1. Parts of the peak are told and not judged: the
     planner adds up what is there at one time or another, the dry run what is there together."""
 
@@ -49,7 +49,7 @@ class MemoryCheck:
 
     subject: str
     arrangement: Arrangement
-    rows: tuple[Row, ...]
+    rows: tuple[MemoryRow, ...]
     seconds: float
 
     @property
@@ -136,7 +136,7 @@ def check_memory(
 ) -> MemoryCheck:
     """The planner against dry runs of some ranks, each in a process of its own."""
     recipe, how = rehearsed.recipe, rehearsed.how
-    began, rows = time.perf_counter(), dict[int, list[Row]]()
+    began, rows = time.perf_counter(), dict[int, list[MemoryRow]]()
     on_rank(0, len(ranks))
     # torch remembers meshes, and who it is in them: a process is one rank only, and one after the other.
     for first in range(0, len(ranks), cores()):
@@ -159,7 +159,7 @@ def tensors(recipe: Recipe) -> Implementation:
     return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
 
 
-def compare(rank: int, stage: int, planned: Memory, taken: Taken) -> list[Row]:
+def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryRow]:
     """The judged rows first, then the parts of the peak."""
     rows = [
         _row(rank, stage, "between steps", planned.states, taken.stays.total()),
@@ -173,7 +173,7 @@ def compare(rank: int, stage: int, planned: Memory, taken: Taken) -> list[Row]:
     return rows + [_row(rank, stage, part, size, taken.peak[part]) for part, size in said.items()]
 
 
-def _row(rank: int, stage: int, part: str, planned: float, found: float) -> Row:
+def _row(rank: int, stage: int, part: str, planned: float, found: float) -> MemoryRow:
     error, limit = (planned / found - 1 if found else None), LIMITS.get(part)
     passed = None if limit is None else error is not None and abs(error) <= limit
-    return Row(rank, stage, part, planned / GIB, found / GIB, error, limit, passed)
+    return MemoryRow(rank, stage, part, planned / GIB, found / GIB, error, limit, passed)

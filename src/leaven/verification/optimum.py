@@ -15,14 +15,14 @@ five points of a grid of octaves the vertex of one whose lowest point never move
 
 
 @dataclass(frozen=True)
-class Valley:
+class LossGrid:
     """Losses over three values or more: ``losses`` is (values, seeds), ``octaves`` has log2 of the values."""
 
     octaves: Array
     losses: Array
 
     @classmethod
-    def of(cls, losses: Mapping[float, Sequence[float]]) -> "Valley":
+    def of(cls, losses: Mapping[float, Sequence[float]]) -> "LossGrid":
         lrs = sorted(losses)
         return cls(np.log2(np.asarray(lrs)), np.asarray([losses[lr] for lr in lrs], dtype=float))
 
@@ -93,7 +93,7 @@ class Shift:
     regret_high: float
 
 
-def shift(base: Valley, target: Valley, draws: int = 1000) -> Shift:
+def shift(base: LossGrid, target: LossGrid, draws: int = 1000) -> Shift:
     """From the base's optimum to the target's, both lrs in the same coordinates.
 
     ``regret`` is what the base's best lr costs at the target, against the target's own best.
@@ -101,7 +101,7 @@ def shift(base: Valley, target: Valley, draws: int = 1000) -> Shift:
     random = np.random.default_rng(0)
     moved, regret = _moved(base, target)
     drawn = [
-        _moved(Valley(base.octaves, base.resampled(random)), Valley(target.octaves, target.resampled(random)))
+        _moved(LossGrid(base.octaves, base.resampled(random)), LossGrid(target.octaves, target.resampled(random)))
         for _ in range(draws)
     ]
     (low, regret_low), (high, regret_high) = np.percentile(drawn, [2.5, 97.5], axis=0)
@@ -117,30 +117,30 @@ class Estimate:
     high: float | None
 
 
-def exponent(valleys: Mapping[float, Valley], draws: int = 1000) -> Estimate:
+def exponent(valleys: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
     """The power of a ratio by which the optimum moves: the least-squares slope of its log2 over log2 of the ratio."""
     ratios = np.log2(list(valleys))
 
     ratios -= ratios.mean()
 
-    def fitted(found: Iterable[Valley]) -> float:
+    def fitted(found: Iterable[LossGrid]) -> float:
         return float(ratios @ [valley.optimum() for valley in found] / (ratios @ ratios))
 
     return estimate(fitted, list(valleys.values()), draws)
 
 
-def estimate(of: Callable[[Sequence[Valley]], float], valleys: Sequence[Valley], draws: int = 1000) -> Estimate:
+def estimate(of: Callable[[Sequence[LossGrid]], float], valleys: Sequence[LossGrid], draws: int = 1000) -> Estimate:
     """A number read off some valleys, with its bootstrap interval over their seeds."""
     value = of(valleys)
     if any(valley.losses.shape[1] < 2 for valley in valleys):
         return Estimate(value, None, None)
     random = np.random.default_rng(0)
-    drawn = [of([Valley(valley.octaves, valley.resampled(random)) for valley in valleys]) for _ in range(draws)]
+    drawn = [of([LossGrid(valley.octaves, valley.resampled(random)) for valley in valleys]) for _ in range(draws)]
     low, high = np.percentile(drawn, [2.5, 97.5])
     return Estimate(value, float(low), float(high))
 
 
-def _moved(base: Valley, target: Valley) -> tuple[float, float]:
+def _moved(base: LossGrid, target: LossGrid) -> tuple[float, float]:
     """The move and the regret of these very losses."""
     best, own = base.optimum(), target.optimum()
     return own - best, max(target.loss_at(best) - target.loss_at(own), 0.0)

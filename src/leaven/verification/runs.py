@@ -25,7 +25,7 @@ LINES = "runs.jsonl"
 VERDICT = "check.json"
 
 
-class Trial(Protocol):
+class CheckTrial(Protocol):
     """A whole training run as plain data, which goes to a worker process and is known again by its key."""
 
     @property
@@ -43,7 +43,7 @@ class Trial(Protocol):
         ...
 
 
-class Stopped(Exception):
+class ChecksStopped(Exception):
     """The runs were asked to stop before all had ended; those that had are kept."""
 
 
@@ -56,57 +56,45 @@ class RunStore:
     on_run: Callable[[int, int], None] = lambda done, total: None
     stop: Callable[[], bool] = lambda: False
 
-    def run(self, trials: Iterable[Trial]) -> Callable[[Trial], Outcome]:
-        """:func:`run_all` in this folder."""
-        return run_all(trials, self.folder, self.workers, on_run=self.on_run, stop=self.stop)
+    def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
+        """Run each trial once, the longest first so that none runs alone at the end; outcomes are looked up after.
+
+        Raises:
+            InputError: if the folder is in use or cannot be made, or the process of a run dies twice.
+            ChecksStopped: if ``stop`` said so.
+        """
+        wanted = {trial.key: trial for trial in trials}
+        with held(self.folder, "--run"):
+            ended = _read(self.folder / LINES)
+            missing = sorted(wanted.keys() - ended.keys(), key=lambda name: (-wanted[name].cost, name))
+            self.on_run(len(wanted) - len(missing), len(wanted))
+            with Pool(self.workers) as pool:
+                queue, died = list(reversed(missing)), set[str]()
+                pending: dict[Future[Outcome], str] = {}
+                while (queue or pending) and not self.stop():
+                    while queue and len(pending) < self.workers:
+                        name = queue.pop()
+                        pending[pool.submit(wanted[name].run)] = name
+                    for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                        name = pending.pop(future)
+                        try:
+                            ended[name] = future.result()
+                        except BrokenProcessPool:
+                            if name in died:
+                                raise InputError("the process of a run died twice; is there memory enough?") from None
+                            died.add(name)
+                            queue.append(name)
+                            continue
+                        storage.append_json(self.folder / LINES, {"key": name} | asdict(ended[name]))
+                        self.on_run(len(wanted.keys() & ended.keys()), len(wanted))
+        if wanted.keys() - ended.keys():
+            raise ChecksStopped(f"{len(wanted.keys() & ended.keys())} of {len(wanted)} runs have ended")
+        return lambda trial: ended[trial.key]
 
     def keep(self, verdict: Verdict) -> Verdict:
         """Write the verdict beside the runs, for ``leaven report``."""
         write_text(self.folder / VERDICT, json.dumps(verdict.document(), indent=2) + "\n")
         return verdict
-
-
-def run_all(
-    trials: Iterable[Trial],
-    folder: Path,
-    workers: int,
-    *,
-    on_run: Callable[[int, int], None] = lambda done, total: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> Callable[[Trial], Outcome]:
-    """Run each trial once, the longest first so that none runs alone at the end; outcomes are looked up after.
-
-    Raises:
-        InputError: if the folder is in use or cannot be made, or the process of a run dies twice.
-        Stopped: if ``stop`` said so.
-    """
-    wanted = {trial.key: trial for trial in trials}
-    with held(folder, "--run"):
-        ended = _read(folder / LINES)
-        missing = sorted(wanted.keys() - ended.keys(), key=lambda name: (-wanted[name].cost, name))
-        on_run(len(wanted) - len(missing), len(wanted))
-        with Pool(workers) as pool:
-            queue, died = list(reversed(missing)), set[str]()
-            pending: dict[Future[Outcome], str] = {}
-            while (queue or pending) and not stop():
-                while queue and len(pending) < workers:
-                    name = queue.pop()
-                    pending[pool.submit(wanted[name].run)] = name
-                for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                    name = pending.pop(future)
-                    try:
-                        ended[name] = future.result()
-                    except BrokenProcessPool:
-                        if name in died:
-                            raise InputError("the process of a run died twice; is there memory enough?") from None
-                        died.add(name)
-                        queue.append(name)
-                        continue
-                    storage.append_json(folder / LINES, {"key": name} | asdict(ended[name]))
-                    on_run(len(wanted.keys() & ended.keys()), len(wanted))
-    if wanted.keys() - ended.keys():
-        raise Stopped(f"{len(wanted.keys() & ended.keys())} of {len(wanted)} runs have ended")
-    return lambda trial: ended[trial.key]
 
 
 def _read(path: Path) -> dict[str, Outcome]:

@@ -23,10 +23,10 @@ from itertools import pairwise
 import numpy as np
 
 from leaven.recipe.errors import InputError
-from leaven.verification.family import Axis, Family, Quantity, Scale, Setting
-from leaven.verification.optimum import Valley, estimate, exponent, shift
+from leaven.verification.model_family import ModelFamily, Quantity, RunScale, RunSetting, ScaleAxis
+from leaven.verification.optimum import LossGrid, estimate, exponent, shift
 from leaven.verification.runs import RunStore
-from leaven.verification.verdict import Curve, MeasuredValue, Row, Verdict, curve
+from leaven.verification.verdict import CheckCurve, CheckRow, MeasuredValue, Verdict, curve
 
 REGRET_LIMIT = 0.01
 """Nats per token. Losses of published scaling laws are given to a hundredth."""
@@ -34,7 +34,7 @@ REGRET_LIMIT = 0.01
 EXTENSIONS = 3
 """Steps by which a grid grows on either side."""
 
-AXES: tuple[Axis, ...] = ("width", "depth", "batch", "tokens")
+AXES: tuple[ScaleAxis, ...] = ("width", "depth", "batch", "tokens")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SweptValue:
     octaves: tuple[int, ...]
     shift_limit: float
 
-    def grid(self, family: Family) -> list[float]:
+    def grid(self, family: ModelFamily) -> list[float]:
         """The usual grid."""
         return [family.value(self.key) * 2.0**octave for octave in self.octaves]
 
@@ -63,14 +63,14 @@ SWEPT: Mapping[Quantity, SweptValue] = {
 
 def sweep(
     check: str,
-    family: Family,
+    family: ModelFamily,
     quantity: Quantity,
-    scales: Sequence[Scale],
+    scales: Sequence[RunScale],
     grid: Sequence[float],
     *,
     store: RunStore,
     seeds: int = 3,
-) -> tuple[Verdict, dict[Scale, Valley]]:
+) -> tuple[Verdict, dict[RunScale, LossGrid]]:
     """Run a sweep, or resume it. The first scale is the base of the comparison; values are in the family's unit.
 
     Returns the verdict, which is not kept yet, and the losses behind it.
@@ -108,10 +108,55 @@ def sweep(
     return verdict, valleys
 
 
-def labels(scales: Sequence[Scale]) -> dict[Scale, str]:
+def transfer(
+    family: ModelFamily, scales: Sequence[tuple[int, int]], lrs: Sequence[float], store: RunStore, *, seeds: int = 3
+) -> Verdict:
+    """Check that the lr that is best at the first width and depth is best at the others; see :func:`sweep`."""
+    sizes = [RunScale(*pair) for pair in scales]
+    return store.keep(sweep("transfer", family, "lr", sizes, lrs, store=store, seeds=seeds)[0])
+
+
+def batch(
+    family: ModelFamily,
+    scale: tuple[int, int],
+    ratios: Sequence[float],
+    lrs: Sequence[float],
+    store: RunStore,
+    *,
+    seeds: int = 3,
+) -> Verdict:
+    """Check that the lr that is best at one batch is best at others, for as many tokens; see :func:`sweep`."""
+    scales = [RunScale(*scale, batch=ratio) for ratio in (1.0, *ratios)]
+    return store.keep(sweep("batch", family, "lr", scales, lrs, store=store, seeds=seeds)[0])
+
+
+def decay(
+    family: ModelFamily,
+    scales: Sequence[tuple[int, int]],
+    durations: Sequence[float],
+    decays: Sequence[float],
+    store: RunStore,
+    *,
+    seeds: int = 3,
+) -> Verdict:
+    """Check that the weight decay that is best at the first scale is best at others and in longer runs; see
+    :func:`sweep`."""
+    every = [*(RunScale(*pair) for pair in scales), *(RunScale(*scales[0], tokens=ratio) for ratio in durations)]
+    return store.keep(sweep("decay", family, "weight_decay", every, decays, store=store, seeds=seeds)[0])
+
+
+def init(
+    family: ModelFamily, scales: Sequence[tuple[int, int]], stds: Sequence[float], store: RunStore, *, seeds: int = 3
+) -> Verdict:
+    """Check that the init std that is best at the first scale is best at the others; see :func:`sweep`."""
+    sizes = [RunScale(*pair) for pair in scales]
+    return store.keep(sweep("init", family, "init_std", sizes, stds, store=store, seeds=seeds)[0])
+
+
+def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
     """What tells each scale from the others: ``64x4``, ``tokens x2``."""
 
-    def label(scale: Scale) -> str:
+    def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
         for axis in ("batch", "tokens"):
             if len({getattr(s, axis) for s in scales}) > 1:
@@ -122,8 +167,8 @@ def labels(scales: Sequence[Scale]) -> dict[Scale, str]:
 
 
 def _extended(
-    family: Family, swept: SweptValue, grids: Mapping[Scale, list[float]], store: RunStore, seeds: int
-) -> dict[Scale, Valley]:
+    family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, list[float]], store: RunStore, seeds: int
+) -> dict[RunScale, LossGrid]:
     """The losses of each scale, over a grid that holds its optimum if a few more steps can."""
     for extension in range(EXTENSIONS + 1):
         valleys = losses_of(family, swept, grids, store, seeds)
@@ -136,11 +181,13 @@ def _extended(
     return valleys
 
 
-def _wider(family: Family, swept: SweptValue, scale: Scale, grid: list[float], valley: Valley) -> list[float]:
+def _wider(
+    family: ModelFamily, swept: SweptValue, scale: RunScale, grid: list[float], grid_losses: LossGrid
+) -> list[float]:
     """The grid with a step more on the side where the optimum is, if a run can have that value."""
-    if not valley.edge:
+    if not grid_losses.edge:
         return grid
-    value = grid[0] ** 2 / grid[1] if valley.edge < 0 else grid[-1] ** 2 / grid[-2]
+    value = grid[0] ** 2 / grid[1] if grid_losses.edge < 0 else grid[-1] ** 2 / grid[-2]
     try:
         family.trial(setting(swept, scale, value, 0))
     except InputError:
@@ -149,8 +196,8 @@ def _wider(family: Family, swept: SweptValue, scale: Scale, grid: list[float], v
 
 
 def losses_of(
-    family: Family, swept: SweptValue, grids: Mapping[Scale, Sequence[float]], store: RunStore, seeds: int
-) -> dict[Scale, Valley]:
+    family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, Sequence[float]], store: RunStore, seeds: int
+) -> dict[RunScale, LossGrid]:
     """The loss at each value of each scale's grid."""
     runs = {
         (scale, value, seed): family.trial(setting(swept, scale, value, seed))
@@ -160,32 +207,36 @@ def losses_of(
     }
     outcome = store.run(runs.values())
     return {
-        scale: Valley.of({value: [outcome(runs[scale, value, seed]).loss for seed in range(seeds)] for value in grid})
+        scale: LossGrid.of(
+            {value: [outcome(runs[scale, value, seed]).loss for seed in range(seeds)] for value in grid}
+        )
         for scale, grid in grids.items()
     }
 
 
-def setting(swept: SweptValue, scale: Scale, value: float, seed: int, *, ruled: bool = True) -> Setting:
+def setting(swept: SweptValue, scale: RunScale, value: float, seed: int, *, ruled: bool = True) -> RunSetting:
     """The run of one value and seed at a scale."""
-    return Setting(scale.width, scale.depth, value, seed, scale.batch, scale.tokens, ruled=ruled, quantity=swept.key)
+    return RunSetting(
+        scale.width, scale.depth, value, seed, scale.batch, scale.tokens, ruled=ruled, quantity=swept.key
+    )
 
 
-def along(valleys: Mapping[Scale, Valley], axis: Axis) -> dict[Scale, Valley]:
+def along(valleys: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale, LossGrid]:
     """The base, which is the first, and the scales that differ from it in this axis alone."""
     base = next(iter(valleys))
     others = [name for name in AXES if name != axis]
     return {s: v for s, v in valleys.items() if all(getattr(s, name) == getattr(base, name) for name in others)}
 
 
-def _exponents(family: Family, swept: SweptValue, valleys: Mapping[Scale, Valley]) -> list[MeasuredValue]:
+def _exponents(family: ModelFamily, swept: SweptValue, valleys: Mapping[RunScale, LossGrid]) -> list[MeasuredValue]:
     """The power by which the best value moves with each axis, the rule's own power included."""
     found = []
     for axis in AXES:
         on_axis = along(valleys, axis)
-        if len(on_axis) < 2 or not all(np.isfinite(valley.losses).all() for valley in on_axis.values()):
+        if len(on_axis) < 2 or not all(np.isfinite(grid_losses.losses).all() for grid_losses in on_axis.values()):
             continue
         ruled = family.exponent(swept.key, axis)
-        fitted = exponent({getattr(scale, axis): valley for scale, valley in on_axis.items()})
+        fitted = exponent({getattr(scale, axis): grid_losses for scale, grid_losses in on_axis.items()})
         low, high = (None if end is None else end + ruled for end in (fitted.low, fitted.high))
         name = f"exponent of the best {swept.label} over {axis}"
         if axis in ("width", "depth") or family.rule is None:
@@ -197,34 +248,36 @@ def _exponents(family: Family, swept: SweptValue, valleys: Mapping[Scale, Valley
     return found
 
 
-def _curves(swept: SweptValue, valleys: Mapping[Scale, Valley], names: Mapping[Scale, str]) -> Iterator[Curve]:
+def _curves(
+    swept: SweptValue, valleys: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
+) -> Iterator[CheckCurve]:
     """The loss over the values, the optimum of each scale, and the best value over each axis."""
-    best: dict[Scale, tuple[float, float, float]] = {}
-    for scale, valley in valleys.items():
-        yield curve(names[scale], swept.key, "loss", (2**valley.octaves).tolist(), valley.losses.tolist())
-        if np.isfinite(valley.losses).all():
-            found = estimate(lambda valleys: valleys[0].optimum(), [valley])
+    best: dict[RunScale, tuple[float, float, float]] = {}
+    for scale, grid_losses in valleys.items():
+        yield curve(names[scale], swept.key, "loss", (2**grid_losses.octaves).tolist(), grid_losses.losses.tolist())
+        if np.isfinite(grid_losses.losses).all():
+            found = estimate(lambda valleys: valleys[0].optimum(), [grid_losses])
             ends = [found.value if end is None else end for end in (found.low, found.high)]
             best[scale] = 2**found.value, 2 ** ends[0], 2 ** ends[1]
-            lowest = (valley.lowest,)
-            yield Curve(names[scale], swept.key, "optimum", best[scale][:1], lowest, lowest, lowest)
+            lowest = (grid_losses.lowest,)
+            yield CheckCurve(names[scale], swept.key, "optimum", best[scale][:1], lowest, lowest, lowest)
     for axis in AXES:
         scales = sorted((scale for scale in along(valleys, axis) if scale in best), key=lambda s: getattr(s, axis))
         if len(scales) > 1:
             x = tuple(float(getattr(scale, axis)) for scale in scales)
             y, low, high = zip(*(best[scale] for scale in scales), strict=True)
-            yield Curve(f"best {swept.label}", axis, "best", x, y, low, high)
+            yield CheckCurve(f"best {swept.label}", axis, "best", x, y, low, high)
 
 
-def _row(swept: SweptValue, pair: Mapping[str, Valley], seeds: int) -> Row:
+def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> CheckRow:
     """The verdict on two scales by name, the base first."""
     module, axis, limit = f"best {swept.label}, octaves", " -> ".join(pair), swept.shift_limit
     small, big = pair.values()
-    for name, valley in pair.items():
-        lost = 2 ** valley.octaves[~np.isfinite(valley.losses).all(1)]
+    for name, grid_losses in pair.items():
+        lost = 2 ** grid_losses.octaves[~np.isfinite(grid_losses.losses).all(1)]
         if lost.size:
             note = f"a loss of {name} is no number, at {swept.label} {lost[0]:.3g}"
-            return Row(module, axis, None, limit, False, {}, note, math.inf)
+            return CheckRow(module, axis, None, limit, False, {}, note, math.inf)
     found = shift(small, big)
     parts = {
         f"best {swept.label}, base": 2 ** small.optimum(),
@@ -237,33 +290,33 @@ def _row(swept: SweptValue, pair: Mapping[str, Valley], seeds: int) -> Row:
         "regret, high": found.regret_high,
         "noise": big.noise,
     }
-    edges = [name for name, valley in pair.items() if valley.edge]
+    edges = [name for name, grid_losses in pair.items() if grid_losses.edge]
     if edges:
         note = (
             f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the grid, extended as far "
         )
         note += f"as it goes: {swept.option} {_round_the_edge(pair[edges[0]])}"
-        return Row(module, axis, found.octaves, limit, False, parts, note, undecided=True)
+        return CheckRow(module, axis, found.octaves, limit, False, parts, note, undecided=True)
     if seeds < 2:
         note = "undecided: one seed has no interval: --seeds 3"
-        return Row(module, axis, found.octaves, limit, False, parts, note, undecided=True)
+        return CheckRow(module, axis, found.octaves, limit, False, parts, note, undecided=True)
     costly, cheap = found.regret_low > REGRET_LIMIT, found.regret_high <= REGRET_LIMIT
     near = found.low >= -limit and found.high <= limit
     far = found.low > limit or found.high < -limit
     if cheap or (near and not costly):
-        return Row(module, axis, found.octaves, limit, True, parts)
+        return CheckRow(module, axis, found.octaves, limit, True, parts)
     beyond = max(abs(found.octaves) - limit, 0.0)
     if costly or far:
         note = f"the best {swept.label} moves by a factor of {2**found.octaves:.2g}, "
         note += f"the base's costs {found.regret:.2g} nats"
-        return Row(module, axis, found.octaves, limit, False, parts, note, beyond)
+        return CheckRow(module, axis, found.octaves, limit, False, parts, note, beyond)
     note = f"undecided: the noise between seeds hides it: --seeds {2 * seeds}"
-    return Row(module, axis, found.octaves, limit, False, parts, note, beyond, undecided=True)
+    return CheckRow(module, axis, found.octaves, limit, False, parts, note, beyond, undecided=True)
 
 
-def _round_the_edge(valley: Valley) -> str:
+def _round_the_edge(grid_losses: LossGrid) -> str:
     """A grid of five with the edge in its middle, as an option is written."""
-    values = (2**valley.octaves).tolist()
+    values = (2**grid_losses.octaves).tolist()
     steps = [high / low for low, high in pairwise(values)]
-    step, edge = (steps[0], values[0]) if valley.edge < 0 else (steps[-1], values[-1])
+    step, edge = (steps[0], values[0]) if grid_losses.edge < 0 else (steps[-1], values[-1])
     return ",".join(f"{edge * step**power:.3g}" for power in range(-2, 3))

@@ -11,7 +11,7 @@ Number = float | None
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """One thing that was judged.
 
     ``slope`` is the judged number that came closest to failing, or failed most: an exponent against ``axis``, or what
@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Curve:
+class CheckCurve:
     """Points behind a row, to draw: ``y`` over ``x`` (mean over seeds), ``low`` and ``high`` over seeds."""
 
     module: str
@@ -69,8 +69,8 @@ class Verdict:
     check: str
     subject: str
     quantity: str
-    rows: tuple[Row, ...]
-    curves: tuple[Curve, ...] = ()
+    rows: tuple[CheckRow, ...]
+    curves: tuple[CheckCurve, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     measured: tuple[MeasuredValue, ...] = ()
     advice: str = ""
@@ -81,7 +81,7 @@ class Verdict:
         return bool(judged) and all(judged)
 
     @property
-    def failed(self) -> tuple[Row, ...]:
+    def failed(self) -> tuple[CheckRow, ...]:
         return tuple(row for row in self.rows if row.passed is False)
 
     @property
@@ -93,7 +93,7 @@ class Verdict:
         return {"passed": self.passed, "fault": self.fault} | asdict(self)
 
 
-def conclusive(row: Row, sizes: Sequence[float], seeds: int) -> Row:
+def conclusive(row: CheckRow, sizes: Sequence[float], seeds: int) -> CheckRow:
     """The row, or an undecided one where it failed by a slope of two sizes and one seed: that may be noise."""
     if row.passed is not False or seeds > 1 or len(sizes) > 2 or not math.isfinite(row.beyond):
         return row
@@ -125,7 +125,9 @@ def geometric_mean(values: Sequence[float]) -> float:
     return float(np.exp(np.log(array).mean())) if (array > 0).all() else 0.0
 
 
-def curve(module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Curve:
+def curve(
+    module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
+) -> CheckCurve:
     """A curve from values by scale and seed."""
 
     def plain(values: Sequence[float]) -> tuple[Number, ...]:
@@ -133,4 +135,4 @@ def curve(module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Se
 
     means = [geometric_mean(values) for values in by_seed]
     low, high = [min(values) for values in by_seed], [max(values) for values in by_seed]
-    return Curve(module, axis, quantity, tuple(map(float, x)), plain(means), plain(low), plain(high))
+    return CheckCurve(module, axis, quantity, tuple(map(float, x)), plain(means), plain(low), plain(high))

@@ -15,8 +15,8 @@ from leaven.model.initialise import name_seed
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
-Batch = tuple[Tensor, Tensor]
-Batches = Callable[[int, int], Batch]
+TokenBatch = tuple[Tensor, Tensor]
+Batches = Callable[[int, int], TokenBatch]
 """(seed, step) -> inputs and targets, token ids (sequences, positions): the same of each call."""
 
 HELD_OUT = 1_000_000
@@ -25,7 +25,7 @@ HELD_OUT = 1_000_000
 def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
     """Batches of ``count`` sequences of a text; of its held-out split for the seed that is held out."""
 
-    def batch(seed: int, step: int) -> Batch:
+    def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
         windows = torch.from_numpy(Stream(split, seq_len, seed).batch(step * count, count))
         return windows[:, :-1], windows[:, 1:]
@@ -39,7 +39,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
     successor = torch.randperm(vocab_size, generator=chain)
     zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
 
-    def batch(seed: int, step: int) -> Batch:
+    def batch(seed: int, step: int) -> TokenBatch:
         generator = torch.Generator().manual_seed(name_seed(seed, "text", step))
         drawn = torch.multinomial(zipf, count * (seq_len + 1), replacement=True, generator=generator)
         windows = drawn.view(count, seq_len + 1)
@@ -52,7 +52,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
     return batch
 
 
-def taken(batches: Batches, size: int, seed: int, first: int, count: int) -> Batch:
+def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
     """Sequences ``first`` to ``first + count - 1`` of a seed's stream, whose batches have ``size`` of them."""
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)

@@ -24,18 +24,18 @@ _READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait
 
 
 @dataclass(eq=False)
-class Entry:
+class Allocation:
     """A storage: the bytes that it has now, and what it is a part of."""
 
     part: str
     size: int = 0
 
 
-Parts = Counter[str]
+BytesByPart = Counter[str]
 """Bytes by part."""
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes down what tensors take that are made inside of it, and changes nothing. ``of``: which kind; a number that
     is read off a fake one is 1.
 
@@ -47,12 +47,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of = of
-        self._entries: dict[int, Entry] = {}
+        self._allocations: dict[int, Allocation] = {}
         self._part, self._apart = "activations", 0
-        self._start: list[tuple[Entry, int]] = []
-        self._moves: list[tuple[Entry, int]] = []
+        self._start: list[tuple[Allocation, int]] = []
+        self._moves: list[tuple[Allocation, int]] = []
 
-    def __enter__(self) -> "Ledger":
+    def __enter__(self) -> "AllocationTracker":
         self._patches = ExitStack()
         self._patches.enter_context(resizes_seen(self._resized))
         self._patches.enter_context(shapes_apart(self._not_counting))
@@ -74,18 +74,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, tensors: Iterable[Tensor], part: str) -> None:
         for tensor in tensors:
-            self._entry(tensor).part = part
+            self._allocation(tensor).part = part
 
     def begin(self) -> None:
         """Forget what was there for a while only: :meth:`peak` is of what comes now."""
-        self._start = [(entry, entry.size) for entry in self._entries.values()]
+        self._start = [(entry, entry.size) for entry in self._allocations.values()]
         self._moves = []
 
-    def now(self) -> Parts:
+    def now(self) -> BytesByPart:
         """What is there."""
-        return _sum((entry, entry.size) for entry in self._entries.values())
+        return _sum((entry, entry.size) for entry in self._allocations.values())
 
-    def peak(self) -> Parts:
+    def peak(self) -> BytesByPart:
         """The most that was there at one time since :meth:`begin`."""
         level = highest = sum(size for _, size in self._start)
         at = 0
@@ -109,7 +109,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         for tensor in tree_leaves(result):
             if type(tensor) in {self._of, nn.Parameter} and tensor.device.type != "meta":
-                self._entry(tensor)
+                self._allocation(tensor)
         if func is aten._to_copy.default and self._is(args[0], "weights"):
             self.mark([result], "gathered")
         elif func is aten.clone.default and self._is(args[0], "weights"):
@@ -122,27 +122,27 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _is(self, tensor: Tensor, part: str) -> bool:
-        return tensor.untyped_storage()._cdata in self._entries and self._entry(tensor).part == part
+        return tensor.untyped_storage()._cdata in self._allocations and self._allocation(tensor).part == part
 
-    def _entry(self, tensor: Tensor) -> Entry:
+    def _allocation(self, tensor: Tensor) -> Allocation:
         storage = tensor.untyped_storage()
-        entry = self._entries.get(storage._cdata)
+        entry = self._allocations.get(storage._cdata)
         if entry is None:
-            entry = self._entries[storage._cdata] = Entry(self._part)
+            entry = self._allocations[storage._cdata] = Allocation(self._part)
             weakref.finalize(storage, self._gone, storage._cdata).atexit = False
             self._set(entry, storage.nbytes())
         return entry
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        entry = self._entries.get(storage._cdata)
+        entry = self._allocations.get(storage._cdata)
         if entry is not None:
             entry.part = "gathered"
             self._set(entry, storage.nbytes())
 
     def _gone(self, storage: int) -> None:
-        self._set(self._entries.pop(storage), 0)
+        self._set(self._allocations.pop(storage), 0)
 
-    def _set(self, entry: Entry, size: int) -> None:
+    def _set(self, entry: Allocation, size: int) -> None:
         size = -(-size // GRAIN) * GRAIN
         self._moves.append((entry, size - entry.size))
         entry.size = size
@@ -156,8 +156,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._apart -= 1
 
 
-def _sum(moves: Iterable[tuple[Entry, int]]) -> Parts:
-    found = Parts()
+def _sum(moves: Iterable[tuple[Allocation, int]]) -> BytesByPart:
+    found = BytesByPart()
     for entry, size in moves:
         found[entry.part] += size
     return found

@@ -29,25 +29,25 @@ from leaven.training.early_stopping import lost_above
 from leaven.training.optimiser import Optimiser
 from leaven.training.outcome import Outcome
 from leaven.training.trial import train_trial
-from leaven.verification.probe import tensor_of
-from leaven.verification.runs import Trial
-from leaven.verification.samples import Batch, Batches
+from leaven.verification.activation_recorder import tensor_of
+from leaven.verification.batches import Batches, TokenBatch
+from leaven.verification.runs import CheckTrial
 
 
 @dataclass(frozen=True)
-class Member:
+class ModelInstance:
     """One model of a family. ``label`` gives the line that a module or parameter stands in, None for no line."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    batch: Callable[[int], Batch]
+    batch: Callable[[int], TokenBatch]
     label: Callable[[str], str | None]
 
     def loss(self, step: int) -> Tensor:
         """Mean cross-entropy in nats of the batch of a step."""
         return self.loss_of(self.batch(step))
 
-    def loss_of(self, batch: Batch) -> Tensor:
+    def loss_of(self, batch: TokenBatch) -> Tensor:
         """Mean cross-entropy in nats of any batch."""
         inputs, targets = batch
         logits = self.logits(inputs)
@@ -66,11 +66,11 @@ class Member:
 Quantity = Literal["lr", "weight_decay", "init_std"]
 """A hyperparameter whose best value a check of whole runs looks for."""
 
-Axis = Literal["width", "depth", "batch", "tokens"]
+ScaleAxis = Literal["width", "depth", "batch", "tokens"]
 
 
 @dataclass(frozen=True)
-class Scale:
+class RunScale:
     """The scale of a run. ``batch`` and ``tokens`` are multiples of the family's own."""
 
     width: int
@@ -80,7 +80,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """One whole run of a family: ``quantity`` has ``value``, in the family's unit.
 
     ``batch`` and ``tokens`` are multiples of the family's own. Without ``ruled`` nothing else moves with them.
@@ -96,7 +96,7 @@ class Setting:
     quantity: Quantity = "lr"
 
 
-class Family(Protocol):
+class ModelFamily(Protocol):
     """``alpha`` is the depth exponent of the rule, 1 where it has none. ``tokens`` are those of a whole run,
     ``batch_tokens`` those of a step."""
 
@@ -111,7 +111,7 @@ class Family(Protocol):
 
     @property
     def unit(self) -> str:
-        """Of the values of a :class:`Setting`."""
+        """Of the values of a :class:`RunSetting`."""
         ...
 
     @property
@@ -125,7 +125,7 @@ class Family(Protocol):
 
     @property
     def takes_ratios(self) -> bool:
-        """Whether it has members of another batch or duration."""
+        """Whether it has models of another batch or duration."""
         ...
 
     def value(self, quantity: Quantity) -> float:
@@ -136,21 +136,21 @@ class Family(Protocol):
         """
         ...
 
-    def exponent(self, quantity: Quantity, axis: Axis) -> float:
+    def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
         """The power of the batch or the duration by which the rule moves a base value; 0 in width and depth, where
         the power is each tensor's own."""
         ...
 
-    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
+    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> ModelInstance:
         """A fresh model of this width and depth, and its first batches; ``batch`` and ``tokens`` are multiples of the
         family's own, for the optimiser.
 
         Raises:
-            InputError: if the family has no such member.
+            InputError: if the family has no such model.
         """
         ...
 
-    def trial(self, setting: Setting) -> Trial:
+    def trial(self, setting: RunSetting) -> CheckTrial:
         """A whole run, to be run anywhere.
 
         Raises:
@@ -218,7 +218,7 @@ class RecipeFamily:
             )
         return value
 
-    def exponent(self, quantity: Quantity, axis: Axis) -> float:
+    def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
         if cell is None or axis not in ("batch", "tokens"):
@@ -226,14 +226,14 @@ class RecipeFamily:
         at = TensorRatios(**{axis: 2.0})
         return round(math.log2(cell.factor(at, exponents(scaling))), 12)
 
-    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> Member:
+    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> ModelInstance:
         moved = self._moved(width, depth, round(self.recipe.batch.tokens * batch), round(self.tokens * tokens))
         table = self.table(moved)
         model = build_model(moved.model, table, seed)
         optimiser = Optimiser.build(dict(model.named_parameters()), table.rows, moved.hyperparameters.optimizer)
-        return Member(model, optimiser.adam, partial(self.batches, seed), _own_label)
+        return ModelInstance(model, optimiser.adam, partial(self.batches, seed), _own_label)
 
-    def trial(self, setting: Setting) -> "RecipeTrial":
+    def trial(self, setting: RunSetting) -> "RecipeTrial":
         assert self.table is resolve, "a whole run has its recipe's own table"
         recipe = self.recipe
         moved = self._moved(
@@ -291,14 +291,14 @@ class RecipeTrial:
 
 
 @dataclass(frozen=True)
-class Start:
+class CheckStart:
     """Where a check of some steps starts: hidden weights at ``hidden`` / sqrt(width), branches times ``residual``."""
 
     hidden: float
     residual: float
 
 
-def calibrated(recipe: Recipe, width: int, depth: int, start: Start) -> Recipe:
+def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
     """The recipe with its base at a width and depth, and with initial values that are near the limit of large models.
 
     Exponents depend on neither, but how soon they show does. Here the embedding starts at RMS 1 and the readout at

@@ -14,15 +14,15 @@ of them moves with the ratio between the two. The combinations are the same in e
   2205.10287; the literature finds 0.3 to 0.5). With width and depth it moves as its form has it.
 
 ``both`` is width and depth at once: an exponent can be right on either axis alone and wrong where they meet. It shows
-books, not behaviour: that an optimiser of these numbers trains alike is for the other checks to say.
+settings, not behaviour: that an optimiser of these numbers trains alike is for the other checks to say.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from leaven.verification.family import Family, Member
-from leaven.verification.verdict import Row
+from leaven.verification.model_family import ModelFamily, ModelInstance
+from leaven.verification.verdict import CheckRow
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
@@ -42,7 +42,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class GroupSettings:
     """What one parameter's group says. ``entries`` are those of its whole line, all layers."""
 
     lr: float
@@ -64,60 +64,68 @@ class Entry:
         return -math.log(2) / math.log(beta) / steps if beta else 0.0
 
 
-Books = Mapping[str, Sequence[Entry]]
+SettingsByLine = Mapping[str, Sequence[GroupSettings]]
 """By line, a parameter after the other, from the first layer to the last."""
 
 
 @dataclass(frozen=True)
-class Step:
+class ScaleChange:
     """From one scale to another: ``ratio`` is that of what grows, ``steps`` that of the number of steps."""
 
     axis: str
     ratio: float
-    small: Books
-    large: Books
+    small: SettingsByLine
+    large: SettingsByLine
     steps: float = 1.0
 
 
-def read(member: Member) -> Books:
-    """The books of a model; parameters without an eps, which no Adam trains, are left out."""
-    groups = {parameter: group for group in member.optimizer.param_groups for parameter in group["params"]}
+def settings_of(instance: ModelInstance) -> SettingsByLine:
+    """The settings of each parameter by line; parameters without an eps, which no Adam trains, are left out."""
+    groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     lines: dict[str, list[tuple[dict[str, float], int]]] = {}
-    for name, parameter in member.model.named_parameters():
-        label = member.label(name)
+    for name, parameter in instance.model.named_parameters():
+        label = instance.label(name)
         if label is not None and "eps" in groups.get(parameter, {}):
             lines.setdefault(label, []).append((dict(groups[parameter]), parameter.numel()))
     return {
         label: [
-            Entry(group["lr"], group["eps"], group["weight_decay"], tuple(group["betas"]), numel * len(line))  # type: ignore[arg-type]
+            GroupSettings(group["lr"], group["eps"], group["weight_decay"], tuple(group["betas"]), numel * len(line))  # type: ignore[arg-type]
             for group, numel in line
         ]
         for label, line in lines.items()
     }
 
 
-def audit(family: Family, read_already: Mapping[tuple[int, int], Books]) -> list[Row]:
-    """A row a line. ``read_already`` are the books by width and depth; what else it takes is built here."""
-    widths, depths = ({size[i] for size in read_already} for i in (0, 1))
+def invariants(family: ModelFamily, settings: Mapping[tuple[int, int], SettingsByLine]) -> list[CheckRow]:
+    """A row a line. ``settings`` are those width and depth; what else it takes is built here."""
+    widths, depths = ({size[i] for size in settings} for i in (0, 1))
     base, far = (min(widths), min(depths)), (max(widths), max(depths))
-    first = read_already[base]
-    steps = [Step("width", w / base[0], first, read_already[w, base[1]]) for w in sorted(widths - {base[0]})]
-    steps += [Step("depth", d / base[1], first, read_already[base[0], d]) for d in sorted(depths - {base[1]})]
-    if far not in read_already:
+    first = settings[base]
+    steps = [ScaleChange("width", w / base[0], first, settings[w, base[1]]) for w in sorted(widths - {base[0]})]
+    steps += [ScaleChange("depth", d / base[1], first, settings[base[0], d]) for d in sorted(depths - {base[1]})]
+    if far not in settings:
         grown = far[0] * far[1] / (base[0] * base[1])
-        steps.append(Step("both", grown, first, read(family.build(*far, 0))))
+        steps.append(ScaleChange("both", grown, first, settings_of(family.build(*far, 0))))
     silent = []
     if family.takes_ratios:
-        batch, tokens = read(family.build(*base, 0, batch=FACTOR)), read(family.build(*base, 0, tokens=FACTOR))
-        for step in (Step("batch", FACTOR, first, batch, 1 / FACTOR), Step("tokens", FACTOR, first, tokens, FACTOR)):
+        batch, tokens = (
+            settings_of(family.build(*base, 0, batch=FACTOR)),
+            settings_of(family.build(*base, 0, tokens=FACTOR)),
+        )
+        for step in (
+            ScaleChange("batch", FACTOR, first, batch, 1 / FACTOR),
+            ScaleChange("tokens", FACTOR, first, tokens, FACTOR),
+        ):
             if step.small == step.large:
-                silent.append(Row(step.axis, AXIS, None, None, None, {}, "nothing moves with it under this rule"))
+                silent.append(
+                    CheckRow(step.axis, AXIS, None, None, None, {}, "nothing moves with it under this rule")
+                )
             else:
                 steps.append(step)
     return [_row(line, steps, family.alpha) for line in first] + silent
 
 
-def _row(line: str, steps: Sequence[Step], alpha: float) -> Row:
+def _row(line: str, steps: Sequence[ScaleChange], alpha: float) -> CheckRow:
     worst: dict[str, float | None] = dict.fromkeys(COLUMNS)
     beyond, column, where = -math.inf, COLUMNS[0], ""
     for name in COLUMNS:
@@ -131,13 +139,15 @@ def _row(line: str, steps: Sequence[Step], alpha: float) -> Row:
                 if off > beyond:
                     beyond, column, where = off, name, step.axis
     if not math.isfinite(beyond) and beyond < 0:
-        return Row(line, AXIS, None, None, None, worst, "all 0")
+        return CheckRow(line, AXIS, None, None, None, worst, "all 0")
     passed = beyond <= LIMIT
     note = "" if passed else f"{column} moves with {'width and depth' if where == 'both' else where}  <- "
-    return Row(line, AXIS, worst[column], LIMIT, passed, worst, note and note + _REASONS[column], max(beyond, 0.0))
+    return CheckRow(
+        line, AXIS, worst[column], LIMIT, passed, worst, note and note + _REASONS[column], max(beyond, 0.0)
+    )
 
 
-def _exponents(line: str, column: str, step: Step) -> list[float]:
+def _exponents(line: str, column: str, step: ScaleChange) -> list[float]:
     """By parameter; with another number of layers those of the first and the last, at the same relative depth."""
     small, large = step.small[line], step.large[line]
     if len(small) != len(large):

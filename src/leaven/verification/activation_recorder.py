@@ -35,7 +35,7 @@ def tensor_of(output: Any) -> Tensor | None:
     return None
 
 
-class Probe(TorchFunctionMode):
+class ActivationRecorder(TorchFunctionMode):
     """While entered, records a sample of every module's output; :meth:`take` hands over one forward.
 
     ``label`` gives the name of a module's line, None for no line. Several modules of one name (the layers) and
@@ -61,7 +61,7 @@ class Probe(TorchFunctionMode):
         self.head_sizes: dict[str, int] = {}
         self._hooks = ExitStack()
 
-    def __enter__(self) -> "Probe":
+    def __enter__(self) -> "ActivationRecorder":
         for module in self._labels:
             # Before other hooks: what the module itself gives, not what a branch's multiplier makes of it. After
             # them what it made is noted, so that a container that hands it on is known to make nothing new.

@@ -1,4 +1,4 @@
-"""The books: exact faults that no few steps show, each named by its column, and a right rule that balances."""
+"""Invariants: exact faults that no few steps show, each named by its column, and a right rule that keeps them all."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,14 +9,16 @@ from tests.verification.families import family
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.table import Row, ratios
-from leaven.verification.books import audit, read
-from leaven.verification.verdict import Row as Judged
+from leaven.verification.invariants import invariants, settings_of
+from leaven.verification.verdict import CheckRow
 
 
-def audited(fault: Callable[[Row, Recipe], Row] | None = None, **more: object) -> dict[str, Judged]:
+def audited(fault: Callable[[Row, Recipe], Row] | None = None, **more: object) -> dict[str, CheckRow]:
     checked = family(fault, **more)  # type: ignore[arg-type]
     sizes = [(64, 2), (128, 2), (64, 4)]
-    return {row.module: row for row in audit(checked, {size: read(checked.build(*size, 0)) for size in sizes})}
+    return {
+        row.module: row for row in invariants(checked, {size: settings_of(checked.build(*size, 0)) for size in sizes})
+    }
 
 
 @pytest.mark.parametrize("more", [{}, {"alpha": 0.5}, {"grow_heads": True}])
