@@ -3,13 +3,12 @@
 import math
 import re
 
+from benchmarks.planner.conventions import counted
 from benchmarks.planner.machines import peak_tflops
 from benchmarks.planner.models import shape_of
 from benchmarks.planner.stacks import Unused, convention_of, conventions, recompute_of
 from benchmarks.planner.tables import Row, number
 from benchmarks.planner.verdict import Verdict
-
-from leaven.planning.conventions import counted
 
 
 def identities(row: Row, verdict: Verdict) -> None:

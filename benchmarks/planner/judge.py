@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.planner.cases import Case, case_of, fits
+from benchmarks.planner.conventions import counted
 from benchmarks.planner.exact import days, flops, identities, mfu, parameters
 from benchmarks.planner.machines import peak_tflops
 from benchmarks.planner.stacks import Unused, convention_of
@@ -14,7 +15,6 @@ from benchmarks.planner.tables import Row, Table
 from benchmarks.planner.verdict import Point, Verdict
 
 from leaven.planning.arrangement import Arrangement, bubble
-from leaven.planning.conventions import counted
 from leaven.planning.memory import GIB, stage_memory, worst_stage
 from leaven.planning.timing import block_time, step_time
 from leaven.recipe.layout import Recompute

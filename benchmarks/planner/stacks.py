@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass, replace
 
+from benchmarks.planner.conventions import CONVENTIONS
 from benchmarks.planner.tables import Row
 
-from leaven.planning.conventions import CONVENTIONS
 from leaven.planning.implementations import (
     LLM_FOUNDRY,
     MEGATRON,

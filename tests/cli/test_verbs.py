@@ -87,7 +87,7 @@ def test_transfer_warns_of_a_ramp_it_drops_and_of_adam(leaven: Verb, tiny_file: 
     assert "warning: complete-d-p multiplies the weight decay of" in err
 
 
-@pytest.mark.parametrize("name", ["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"])
+@pytest.mark.parametrize("name", ["standard", "mup", "completep", "complete-d-p"])
 def test_show_rule_prints_every_cell_with_its_source(leaven: Verb, name: str) -> None:
     shown = document(leaven("show", "--rule", name, "--json"))
     assert shown["rule"] == name

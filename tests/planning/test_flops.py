@@ -1,10 +1,10 @@
 """FLOPs against the closed forms of the papers, and their published rows."""
 
 import pytest
+from benchmarks.planner.conventions import CONVENTIONS, counted
 from tests.planning.shapes import LLAMA_8B, gpt
 
 from leaven.catalogue.runs import find_run
-from leaven.planning.conventions import CONVENTIONS, counted
 from leaven.planning.flops import flops_per_token, forward_flops, hardware_flops_per_token, operators
 from leaven.planning.published import published_blueprint
 from leaven.recipe.errors import InputError

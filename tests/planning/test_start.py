@@ -9,12 +9,12 @@ from leaven.catalogue.starter.base import tuned_bases
 from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, choose_proxy, proxy_shape, trials_worth
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.planning.start import StarterRecipes, start
-from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
+from leaven.scaling.tested_ground import warnings
 from leaven.scaling.transfer import transfer_like
 
 SIZES = [

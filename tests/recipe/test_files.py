@@ -119,6 +119,7 @@ def test_override_of_a_module_whose_name_has_a_dot(tiny_file: Path) -> None:
             r"no module 'attention.quary' .* did you mean attention.query\?",
         ),
         ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", r"scaling.base: width 20 is not"),
+        ("scaling.rule=complete-d-p-printed", 'was removed; write rule = "complete-d-p"'),
         ("name.x=3", "name is a value, not a table"),
         ("nothing", "write it as key.subkey=value"),
     ],

@@ -186,7 +186,7 @@ def test_the_init_is_moved_once_or_refused(tiny: Recipe, init: str, rule: str) -
     """Where a named init is let in, the rule has nothing to move and no branch is made smaller twice."""
     start = named(tiny, init, **{"scaling.rule": rule})
     for grown, says in ((WIDER, "both move the init"), (DEEPER, "the depth would count twice"), (LONGER, "")):
-        scales = rule in {"completep", "complete-d-p", "complete-d-p-printed"}
+        scales = rule in {"completep", "complete-d-p"}
         same_at_any_depth = init in {"small-init", "fan-in"}
         refused = (grown is WIDER and rule != "standard") or (grown is DEEPER and scales and not same_at_any_depth)
         if refused:

@@ -1,4 +1,4 @@
-"""The four rules as data, against the printed tables, row by row."""
+"""The rules as data, against the printed tables, row by row."""
 
 import math
 
@@ -42,7 +42,7 @@ BLOCK_EPS = lambda a: L**-a / N  # noqa: E731
 # Not in the printed tables; the embedding's row, whose gradient theirs moves with.
 INPUT = dict.fromkeys((Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS), (ONE, ONE, PER_N, 1, 1))
 HIDDEN = (PER_N, lambda a: L ** (a - 1) / N, BLOCK_EPS, N, 1)
-COMPLETE_D_P_ROWS = {  # arXiv 2512.22382, Table 1
+PRINTED_COMPLETE_D_P = {  # arXiv 2512.22382, Table 1
     Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
     **INPUT,
     Role.HIDDEN_WEIGHT: HIDDEN,
@@ -86,15 +86,15 @@ ROWS = {
         Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.TIED_EMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
     },
-    "complete-d-p-printed": COMPLETE_D_P_ROWS,
-    "complete-d-p": COMPLETE_D_P_ROWS
+    # The printed table but for the eps of the final norm, which is 1 there ("Output weights/biases/norms").
+    "complete-d-p": PRINTED_COMPLETE_D_P
     | {role: (ONE, ONE, PER_N, 1, 1) for role in (Role.FINAL_NORM, Role.FINAL_BIAS)},
 }
 # Batch and token columns: (lr, eps, decay, half-life in steps), and the residual multiplier.
 Q = B / D
-COLUMNS = dict.fromkeys(("standard", "mup", "completep"), (1, 1, 1, 1)) | dict.fromkeys(
-    ("complete-d-p", "complete-d-p-printed"), (math.sqrt(Q), 1 / math.sqrt(Q), math.sqrt(Q), 1 / Q)
-)
+COLUMNS = dict.fromkeys(("standard", "mup", "completep"), (1, 1, 1, 1)) | {
+    "complete-d-p": (math.sqrt(Q), 1 / math.sqrt(Q), math.sqrt(Q), 1 / Q)
+}
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.75, 1.0])
@@ -112,6 +112,15 @@ def test_tables_row_by_row(name: str, role: Role, alpha: float) -> None:
     deep = name not in {"standard", "mup"}
     assert found.residual == pytest.approx(L**-alpha if deep else 1)
     assert found.attention == 1  # the head dimension is kept
+
+
+def test_complete_d_p_departs_from_the_printed_table_in_the_eps_of_the_final_norm_alone() -> None:
+    for role in Role:
+        printed = [cell(0.75) for cell in PRINTED_COMPLETE_D_P[role][:3]]
+        found = moved("complete-d-p", role, 0.75)
+        values = [found.init_std**2, found.lr / math.sqrt(Q), found.eps * math.sqrt(Q)]
+        differs = [a for a, b in zip(values, printed, strict=True) if a != pytest.approx(b)]
+        assert differs == ([pytest.approx(1 / N)] if role in {Role.FINAL_NORM, Role.FINAL_BIAS} else [])
 
 
 def test_betas_keep_their_half_life_as_a_share_of_the_run_and_stay_in_range() -> None:

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from leaven.catalogue.runs import FOLDER as RUNS
-from leaven.planning.tested_ground import Caution
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity
+from leaven.scaling.tested_ground import Caution
 
 NO_TERMINAL = 120  # columns of what is piped or logged, whatever machine it runs on
 

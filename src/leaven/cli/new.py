@@ -12,10 +12,10 @@ from leaven.cli._common import JsonOption, console, count_option, emit_json, war
 from leaven.data.corpus import estimated_tokens
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import start
-from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.units import format_quantity, parse_quantity
+from leaven.scaling.tested_ground import warnings
 from leaven.views.derivation import derivation
 
 

@@ -9,12 +9,12 @@ import typer
 from leaven.cli import _next
 from leaven.cli._common import JsonOption, SetOption, console, emit_json, load, warn
 from leaven.planning.flops import flops_per_token
-from leaven.planning.tested_ground import warnings
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import resolve
+from leaven.scaling.tested_ground import warnings
 from leaven.views.rules import rule_table
 from leaven.views.starts import init_table
 from leaven.views.terminal import parameter_notes, parameter_table

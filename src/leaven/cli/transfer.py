@@ -9,11 +9,11 @@ import typer
 from leaven.cli import _next
 from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load, warn
 from leaven.planning.flops import flops_per_token
-from leaven.planning.tested_ground import dropped, warnings
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
+from leaven.scaling.tested_ground import dropped, warnings
 from leaven.scaling.transfer import transfer, transfer_like
 from leaven.views.terminal import parameter_table
 

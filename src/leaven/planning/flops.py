@@ -3,7 +3,7 @@
 A multiply-add is two operations. The backward pass costs twice the forward. Embedding lookups, norms, activations
 and softmax are not counted, the unembedding is: the convention of PaLM (appendix B), Narayanan 2021 and torchtitan.
 Of routed experts those count that a token is sent to, and the router. What a flash kernel computes again within its
-own backward pass is not counted, as nobody counts it. How published tables count: :mod:`leaven.planning.conventions`.
+own backward pass is not counted, as nobody counts it. How published tables count: benchmarks/planner/conventions.py.
 """
 
 from collections import defaultdict

@@ -5,10 +5,10 @@ from importlib.metadata import version
 from pydantic import ValidationError
 
 from leaven.planning.arrangement import forwards, pipeline_refusal, shape_refusal
-from leaven.planning.tested_ground import Caution
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
+from leaven.scaling.tested_ground import Caution
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:

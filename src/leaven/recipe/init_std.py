@@ -196,7 +196,7 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
 
 # Rules that multiply each branch by a power of the depth; all but ``standard`` move the init with the width. A test
 # holds both to the rules themselves, which stand in a layer above.
-SCALES_BRANCHES = frozenset({"completep", "complete-d-p", "complete-d-p-printed"})
+SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from leaven.recipe.base import Part
 from leaven.recipe.batch import Batch, BatchSchedule
@@ -17,8 +17,8 @@ from leaven.recipe.schedule import Schedule
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.tuning import Tuning
 
-RuleName = Literal["standard", "mup", "completep", "complete-d-p", "complete-d-p-printed"]
-BATCH_RULES = ("complete-d-p", "complete-d-p-printed")
+RuleName = Literal["standard", "mup", "completep", "complete-d-p"]
+BATCH_RULES = ("complete-d-p",)
 """The rules that move anything with the batch."""
 
 
@@ -73,6 +73,16 @@ class Scaling(Part):
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
     scale_decay_with_depth: bool = False
     base: Base | None = None
+
+    @field_validator("rule", mode="before")
+    @classmethod
+    def _refuse_the_removed_rule(cls, rule: Any) -> Any:
+        if rule == "complete-d-p-printed":
+            raise ValueError(
+                'complete-d-p-printed was removed; write rule = "complete-d-p", which differs only in the eps of the '
+                "final norm"
+            )
+        return rule
 
 
 class Precision(Part):

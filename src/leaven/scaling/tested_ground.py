@@ -39,21 +39,20 @@ class Tested:
 
 
 _NOT = (1.0, 1.0)
-_COMPLETE_D_P = Tested(
-    width=(1 / 16, 16),
-    depth=(1 / 32, 32),
-    batch=(1 / 8, 4),
-    tokens=(1 / 100, 100),
-    source="arXiv 2512.22382 as its readers report: width 128 to 2048, depth 4 to 128; tokens derived from compute",
-)
 TESTED = {
     "standard": Tested(_NOT, _NOT, _NOT, _NOT, "it moves nothing; the best values do move"),
     "mup": Tested((1 / 16, 16), _NOT, _NOT, _NOT, "arXiv 2203.03466, section 7, from memory: width 256 to 4096"),
     "completep": Tested(
         (1 / 16, 16), (1 / 32, 32), _NOT, _NOT, "code of arXiv 2505.01618: width 256 to 4096, depth 2 to 64"
     ),
-    "complete-d-p": _COMPLETE_D_P,
-    "complete-d-p-printed": _COMPLETE_D_P,
+    "complete-d-p": Tested(
+        width=(1 / 16, 16),
+        depth=(1 / 32, 32),
+        batch=(1 / 8, 4),
+        tokens=(1 / 100, 100),
+        source="arXiv 2512.22382 as its readers report: width 128 to 2048, depth 4 to 128; tokens derived from "
+        "compute",
+    ),
 }
 # At 4 times the tokens per parameter the best weight decay is about twice off (Power Lines' tau ~ TPP^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0

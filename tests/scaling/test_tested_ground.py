@@ -2,8 +2,8 @@
 
 import pytest
 
-from leaven.planning.tested_ground import TESTED, warnings
 from leaven.recipe.recipe import Recipe, RuleName
+from leaven.scaling.tested_ground import TESTED, warnings
 from leaven.scaling.transfer import transfer
 
 
