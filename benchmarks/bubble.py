@@ -33,7 +33,7 @@ FORWARD = 0.1  # s, of the layers of one rank
 
 
 @dataclass(frozen=True)
-class Pass:
+class MeasuredPass:
     """``kind``: forward, backward, or of the latter's two halves "input" or "weight"."""
 
     stage: int
@@ -59,17 +59,17 @@ class Pass:
         return [(self.stage + 1, self.micro_batch, kind) for kind in ("backward", "input")]
 
 
-def traced(recipe: Recipe, forward: float) -> list[Pass]:
+def traced(recipe: Recipe, forward: float) -> list[MeasuredPass]:
     """What this process does in a step, the second."""
-    seen: list[Pass] = []
+    seen: list[MeasuredPass] = []
 
     @contextmanager
     def asleep(stage: LeanStage, micro_batch: int, kind: str) -> Iterator[None]:
         start = time.monotonic()  # the same clock for all processes of a machine
         yield
-        it = Pass(stage.stage_index, micro_batch, kind, start, 0)
+        it = MeasuredPass(stage.stage_index, micro_batch, kind, start, 0)
         time.sleep(max(0.0, start + it.duration * forward / recipe.layout.stages_per_rank - time.monotonic()))
-        seen.append(Pass(it.stage, micro_batch, kind, start, time.monotonic()))
+        seen.append(MeasuredPass(it.stage, micro_batch, kind, start, time.monotonic()))
 
     class Sleeping(LeanStage):
         def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
@@ -98,13 +98,13 @@ def traced(recipe: Recipe, forward: float) -> list[Pass]:
     return seen
 
 
-def clock(ranks: Sequence[Sequence[Pass]]) -> float:
+def clock(ranks: Sequence[Sequence[MeasuredPass]]) -> float:
     """The bubble as it was measured."""
     span = max(each.end for rank in ranks for each in rank) - min(each.start for rank in ranks for each in rank)
     return 1 - sum(each.end - each.start for rank in ranks for each in rank) / (span * len(ranks))
 
 
-def order(ranks: Sequence[Sequence[Pass]]) -> Fraction:
+def order(ranks: Sequence[Sequence[MeasuredPass]]) -> Fraction:
     """The bubble of an order of passes."""
     ended: dict[tuple[int, int, str], int] = {}
     there = {(each.stage, each.micro_batch, each.kind) for rank in ranks for each in rank}
@@ -120,7 +120,7 @@ def order(ranks: Sequence[Sequence[Pass]]) -> Fraction:
     return 1 - Fraction(busy, max(free) * len(ranks))
 
 
-def alive(passes: Sequence[Pass]) -> int:
+def alive(passes: Sequence[MeasuredPass]) -> int:
     """The most micro-batches of a rank that are between forward and backward pass at once, times its stages."""
     most = now = 0
     for each in passes:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.world import AXES, World, joined
-from leaven.planning.memory import stage_layers
+from leaven.planning.stages import stage_layers
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe

@@ -21,9 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.world import joined
-from leaven.planning.arrangement import Arrangement
+from leaven.planning.arrangement import Arrangement, forwards
 from leaven.planning.memory import Memory, stage_memory
-from leaven.planning.trainable import micro_batches
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
@@ -108,7 +107,7 @@ def table(ranks: Pool, tiny: Recipe, names: list[str]) -> None:
 def predicted(recipe: Recipe, rank: int) -> Memory:
     layout, size = recipe.layout, recipe.batch.micro_batch
     assert isinstance(size, int)
-    how = Arrangement(layout, size, micro_batches(recipe, recipe.batch.tokens, size))
+    how = Arrangement(layout, size, forwards(layout, recipe.model.seq_len, recipe.batch.tokens, size))
     code = replace(tensors(recipe), logits_at_once=2**22)  # of a processor (model/loss.py)
     return stage_memory(recipe.model, how, rank, code)
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that it runs as a scrip
 from benchmarks.planner.judge import judge
 from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
 from benchmarks.planner.tables import Table, read
-from benchmarks.planner.verdict import Verdict
+from benchmarks.planner.verdict import TableVerdict
 
 from leaven.recipe.errors import InputError
 
@@ -47,7 +47,7 @@ _COLUMNS = (
 )
 
 
-def lines(verdicts: list[Verdict]) -> list[str]:
+def lines(verdicts: list[TableVerdict]) -> list[str]:
     """The table that is printed, and under it what is not in its columns."""
     width = max(len(verdict.table.id) for verdict in verdicts)
     found = [f"{'table':<{width}}" + "".join(f"{head:>9}" for head, _, _ in _COLUMNS)]
@@ -63,7 +63,7 @@ def lines(verdicts: list[Verdict]) -> list[str]:
     return found
 
 
-def _notes(verdict: Verdict) -> list[str]:
+def _notes(verdict: TableVerdict) -> list[str]:
     notes = [f"{verdict.identities} identities checked"] if verdict.identities else []
     for kind in ("memory", "time"):
         points = [point for point in verdict.points if point.kind == kind]
@@ -88,10 +88,10 @@ def _notes(verdict: Verdict) -> list[str]:
     return notes + [f"MISSED {bar}" for bar in verdict.missed()]
 
 
-def accuracy_line(verdicts: list[Verdict]) -> str:
+def accuracy_line(verdicts: list[TableVerdict]) -> str:
     """What ``leaven plan`` says of its error (ACCURACY of leaven.planning.plan): the tables of many rows."""
 
-    def told(verdict: Verdict, kind: str) -> str:
+    def told(verdict: TableVerdict, kind: str) -> str:
         errors = verdict.errors(kind)
         mean, worst = sum(map(abs, errors)) / len(errors), max(errors, key=abs)
         return f"{mean:.0%} over {len(errors)} rows of {_TOLD[verdict.table.id]} (worst {worst:+.0%})"

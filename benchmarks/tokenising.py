@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from leaven.data.corpus import open_corpora
 from leaven.data.tokens import prepare
-from leaven.recipe.data import Data, Source
+from leaven.recipe.data import Data, DataSource
 
 VOCAB_SIZE = 32_768
 WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0)}
@@ -29,7 +29,7 @@ WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0)}
 def generate(path: Path, n_bytes: int) -> None:
     """Documents of 20 to 400 consecutive lines of the standard library, in no order."""
     chance = random.Random(0)
-    (corpus,) = open_corpora([Source(source="python-stdlib")], 0.0)
+    (corpus,) = open_corpora([DataSource(source="python-stdlib")], 0.0)
     texts = [document.text.splitlines(keepends=True) for document in corpus.documents()]
     weights = [len(lines) for lines in texts]
     written = 0

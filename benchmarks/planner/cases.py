@@ -5,30 +5,31 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planner.machines import machine_of
 from benchmarks.planner.models import shape_of
-from benchmarks.planner.stacks import Stack, Unused, recompute_of, stack_of
-from benchmarks.planner.tables import Row
+from benchmarks.planner.stacks import RowStack, Unused, recompute_of, stack_of
+from benchmarks.planner.tables import PublishedRow
 from pydantic import ValidationError
 
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.hardware import Cluster
-from leaven.planning.implementations import MEGATRON_DEEPSPEED_FP16
 from leaven.planning.layouts import USABLE
 from leaven.planning.memory import GIB, worst_stage
-from leaven.planning.pace import DEEPSPEED_ZERO3_PACE, MEGATRON_PACE
 from leaven.planning.timing import step_time
+from leaven.planning.training_codes import TRAINING_CODES
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
+MEGATRON_CODES = [TRAINING_CODES[name] for name in ("megatron", "megatron-flash", "megatron-2021")]
+
 
 @dataclass(frozen=True)
-class Case:
+class PlannerCase:
     """A row as the planner is asked. ``gbs`` in sequences; ``chosen``: the fastest micro-batch, for it says none."""
 
-    row: Row
+    row: PublishedRow
     shape: ModelShape
     how: Arrangement
     cluster: Cluster
-    stack: Stack
+    stack: RowStack
     chosen: bool = False
 
     @property
@@ -41,7 +42,7 @@ class Case:
         return self.gbs * self.shape.seq_len
 
 
-def case_of(row: Row, recompute: Recompute | None = None) -> Case:
+def case_of(row: PublishedRow, recompute: Recompute | None = None) -> PlannerCase:
     """What the planner is asked of a row.
 
     Raises:
@@ -67,15 +68,15 @@ def case_of(row: Row, recompute: Recompute | None = None) -> Case:
     layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": row.whole("ep") or 1}, recompute)
     if layout.pp * layout.stages_per_rank > shape.n_layers + 2:  # the two ends may be stages of their own
         raise Unused(f"{shape.n_layers} layers do not fill pp {layout.pp} x {layout.stages_per_rank} stages")
-    if layout.zero == 3 and stack.code.pace is MEGATRON_PACE:  # DeepSpeed's, which Megatron was compared with
-        stack = replace(stack, code=replace(MEGATRON_DEEPSPEED_FP16, pace=DEEPSPEED_ZERO3_PACE))
+    if layout.zero == 3 and stack.code in MEGATRON_CODES:  # DeepSpeed's, which Megatron was compared with
+        stack = replace(stack, code=TRAINING_CODES["deepspeed-zero3"])
     cluster = Cluster(gpus, machine)
     micro_batch, accumulation = _batch(row, layout, shape.seq_len, stack)
     if micro_batch:
-        return Case(row, shape, Arrangement(layout, micro_batch, accumulation), cluster, stack)
+        return PlannerCase(row, shape, Arrangement(layout, micro_batch, accumulation), cluster, stack)
     if not any(row.get(name) for name in ("tp", "pp", "dp", "mp", "zero", "shard", "scheme", "layout")):
         raise Unused("no layout")
-    return Case(row, shape, _fastest(shape, layout, accumulation, cluster, stack), cluster, stack, chosen=True)
+    return PlannerCase(row, shape, _fastest(shape, layout, accumulation, cluster, stack), cluster, stack, chosen=True)
 
 
 def fits(needed: float, cluster: Cluster) -> bool:
@@ -83,7 +84,7 @@ def fits(needed: float, cluster: Cluster) -> bool:
     return needed <= USABLE * cluster.accelerator.memory_gib * GIB
 
 
-def _fastest(shape: ModelShape, layout: Layout, sequences: int, cluster: Cluster, stack: Stack) -> Arrangement:
+def _fastest(shape: ModelShape, layout: Layout, sequences: int, cluster: Cluster, stack: RowStack) -> Arrangement:
     """The fastest micro-batch that fits, of the powers of two that divide a rank's sequences; 1 where none fits."""
     sizes = (2**power for power in range(sequences.bit_length()) if sequences % 2**power == 0)
     ways = [Arrangement(layout, size, sequences // size) for size in sizes]
@@ -91,7 +92,7 @@ def _fastest(shape: ModelShape, layout: Layout, sequences: int, cluster: Cluster
     return min(room or ways[:1], key=lambda how: step_time(shape, how, cluster, stack.code).step)
 
 
-def _layout(row: Row, stack: Stack, degrees: dict[str, int], recompute: Recompute | None) -> Layout:
+def _layout(row: PublishedRow, stack: RowStack, degrees: dict[str, int], recompute: Recompute | None) -> Layout:
     shard = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}.get(str(row.get("shard")))
     said = re.search(r"zero[- ]?(\d)", f"{row.get('scheme', '')} {row.get('optimizer', '')}", re.IGNORECASE)
     zero = next((z for z in (row.whole("zero"), shard, int(said[1]) if said else None) if z is not None), None)
@@ -113,7 +114,7 @@ def _layout(row: Row, stack: Stack, degrees: dict[str, int], recompute: Recomput
         raise Unused(f"no such layout: {error.errors()[0]['msg']}") from None
 
 
-def _batch(row: Row, layout: Layout, seq_len: int, stack: Stack) -> tuple[int, int]:
+def _batch(row: PublishedRow, layout: Layout, seq_len: int, stack: RowStack) -> tuple[int, int]:
     """Micro-batch and accumulation; where only memory is asked, enough micro-batches to fill the pipeline. A
     micro-batch of 0 and all sequences of a rank where none is said."""
     micro_batch, given = row.whole("mbs"), row.whole("gas")

@@ -7,11 +7,11 @@ from benchmarks.planner.conventions import counted
 from benchmarks.planner.machines import peak_tflops
 from benchmarks.planner.models import shape_of
 from benchmarks.planner.stacks import Unused, convention_of, conventions, recompute_of
-from benchmarks.planner.tables import Row, number
-from benchmarks.planner.verdict import Verdict
+from benchmarks.planner.tables import PublishedRow, number
+from benchmarks.planner.verdict import TableVerdict
 
 
-def identities(row: Row, verdict: Verdict) -> None:
+def identities(row: PublishedRow, verdict: TableVerdict) -> None:
     get = row.whole
     degrees = [get(name) for name in ("dp", "tp", "pp")]
     gpus, nodes = get("gpus"), get("nodes")
@@ -36,7 +36,7 @@ def identities(row: Row, verdict: Verdict) -> None:
             verdict.broken.append(f"{row.where} ({left} is not {right:g})")
 
 
-def parameters(row: Row, verdict: Verdict) -> bool:
+def parameters(row: PublishedRow, verdict: TableVerdict) -> bool:
     """Exact ``params``, ``params_b`` in thousand millions, or a ``size`` as it is written: 176B."""
     exact, printed = row.mine("params"), row.number("params_b")
     text = next((value for value in (exact, row.mine("size")) if isinstance(value, str) and number(value)), "")
@@ -60,7 +60,7 @@ def _beyond(value: float, printed: float, slack: float) -> float:
     return max(0.0, abs(value - printed) - slack)
 
 
-def flops(row: Row, verdict: Verdict) -> bool:
+def flops(row: PublishedRow, verdict: TableVerdict) -> bool:
     """TFLOP/s as the row prints them: from those of all GPUs, and from its time and the FLOPs of its convention."""
     gpus, tflops, aggregate = row.whole("gpus"), row.number("tflops"), row.number("aggregate_pflops")
     if aggregate and tflops and gpus:
@@ -78,7 +78,7 @@ def flops(row: Row, verdict: Verdict) -> bool:
     return True
 
 
-def mfu(row: Row, verdict: Verdict) -> bool:
+def mfu(row: PublishedRow, verdict: TableVerdict) -> bool:
     """MFU and HFU: of the row's own TFLOP/s where those are what they are a share of, or else from its own time."""
     tflops, printed = row.number("tflops"), row.number("mfu_pct")
     share = row.spelled.get("mfu_pct") not in {"mfu", "mfu_pct"} or not conventions(row)
@@ -97,7 +97,7 @@ def mfu(row: Row, verdict: Verdict) -> bool:
     return found
 
 
-def _counted(row: Row, of: str) -> float:
+def _counted(row: PublishedRow, of: str) -> float:
     """FLOPs of a token as the table counts them for a column."""
     if row.get("tflops_formula") == "old":
         raise Unused("tflops_formula old")
@@ -108,7 +108,7 @@ def _counted(row: Row, of: str) -> float:
     return counted(shape_of(row), convention, recompute)
 
 
-def _tokens_per_second(row: Row) -> float | None:
+def _tokens_per_second(row: PublishedRow) -> float | None:
     """Of one GPU, from the row's own time."""
     if row.number("tps"):
         return row.number("tps")
@@ -117,7 +117,7 @@ def _tokens_per_second(row: Row) -> float | None:
     return batch * length / seconds / gpus if seconds and gpus and batch and length else None
 
 
-def days(row: Row, verdict: Verdict) -> bool:
+def days(row: PublishedRow, verdict: TableVerdict) -> bool:
     """Days (or GPU-days, GPU-hours) of the whole run from the row's own TFLOP/s, by the FLOPs of its convention."""
     columns = [key for key in row.own if _DAYS.search(key) and "predict" not in key and number(row.mine(key))]
     tflops, gpus = row.number("tflops"), row.whole("gpus")
@@ -137,7 +137,7 @@ _DAYS = re.compile(r"(?:^|_)(?:days?|gpu_?(?:days|hours))(?:_|$)", re.IGNORECASE
 _MANY = re.compile(r"(\d+(?:\.\d+)?) ?(B|billion|T|trillion)(?:[- ]tokens?)\b", re.IGNORECASE)
 
 
-def _tokens(row: Row, column: str) -> float:
+def _tokens(row: PublishedRow, column: str) -> float:
     """Of a whole run: as the column's name has it, or the row, or the words of the table."""
     inside = re.search(r"(\d+(?:\.\d+)?)(b|t)(?![a-z])", column, re.IGNORECASE)
     given = row.number("tokens")
@@ -149,7 +149,7 @@ def _tokens(row: Row, column: str) -> float:
     return given
 
 
-def _of_run(row: Row) -> str:
+def _of_run(row: PublishedRow) -> str:
     """The convention of the TFLOP/s of a run; where none is named, that of Megatron's papers for its runs."""
     named = convention_of(row, "tflops")
     if named is None and "megatron" not in row.table.origin.lower():

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.planner.cases import Case, case_of, fits
+from benchmarks.planner.cases import PlannerCase, case_of, fits
 from benchmarks.planner.conventions import counted
 from benchmarks.planner.exact import days, flops, identities, mfu, parameters
 from benchmarks.planner.machines import peak_tflops
 from benchmarks.planner.stacks import Unused, convention_of
-from benchmarks.planner.tables import Row, Table
-from benchmarks.planner.verdict import Point, Verdict
+from benchmarks.planner.tables import PublishedRow, Table
+from benchmarks.planner.verdict import Comparison, TableVerdict
 
 from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.memory import GIB, stage_memory, worst_stage
@@ -20,9 +20,9 @@ from leaven.planning.timing import block_time, step_time
 from leaven.recipe.layout import Recompute
 
 
-def judge(table: Table) -> Verdict:
+def judge(table: Table) -> TableVerdict:
     """Compare every row of a table."""
-    verdict = Verdict(table)
+    verdict = TableVerdict(table)
     for row in table.rows:
         if row.get("anomaly"):
             verdict.anomalies.append(f"{row.where}: {row.get('anomaly')}")
@@ -36,7 +36,7 @@ def judge(table: Table) -> Verdict:
     return verdict
 
 
-def _compare(row: Row, verdict: Verdict) -> None:
+def _compare(row: PublishedRow, verdict: TableVerdict) -> None:
     """All that is measured of a row; what of it is not compared is counted with its reason."""
     told = False
     for unclear in row.unclear if not row.ran_out else ():
@@ -52,7 +52,7 @@ def _compare(row: Row, verdict: Verdict) -> None:
         verdict.unused["row not used: nothing measured that the planner says"] += 1
 
 
-def _measured_step(case: Case) -> float | None:
+def _measured_step(case: PlannerCase) -> float | None:
     """Seconds of a step as the row has it, or as its speed says."""
     row, tokens, gpus = case.row, case.tokens, case.cluster.gpus
     seconds, rate = row.number("iter_s"), row.number("tps")
@@ -73,7 +73,7 @@ _TIMED = ("iter_s", "tps", "tflops", "mfu_pct")
 _BY_RECOMPUTE: dict[str, Recompute] = {"full_recompute_s": "full", "present_s": "selective"}
 
 
-def _memory(row: Row, verdict: Verdict) -> bool:
+def _memory(row: PublishedRow, verdict: TableVerdict) -> bool:
     gb, gib = row.number("mem_gb"), row.number("mem_gib")
     if row.ran_out:
         case = _as_it_ran(row)
@@ -88,18 +88,18 @@ def _memory(row: Row, verdict: Verdict) -> bool:
     if case.stack.first_rank:
         memory = stage_memory(case.shape, case.how, 0, case.stack.code)
     measured = gb * case.stack.gb if gb else (gib or 0) * GIB
-    verdict.points.append(Point(row.where, "memory", memory.total, measured, case))
+    verdict.points.append(Comparison(row.where, "memory", memory.total, measured, case))
     return True
 
 
-def _as_it_ran(row: Row) -> Case:
+def _as_it_ran(row: PublishedRow) -> PlannerCase:
     case = case_of(row)
     if case.chosen:
         raise Unused("no micro-batch")
     return case
 
 
-def _room(row: Row, verdict: Verdict) -> bool:
+def _room(row: PublishedRow, verdict: TableVerdict) -> bool:
     """Whether the planner calls a row that ran too large."""
     ran = any(row.number(name) for name in ("mem_gb", "mem_gib", *_TIMED)) and not row.ran_out
     if ran and not any(row.number(name) for name in ("total_ms", *_BY_RECOMPUTE)):
@@ -113,7 +113,7 @@ def _room(row: Row, verdict: Verdict) -> bool:
     return False
 
 
-def _time(row: Row, verdict: Verdict) -> bool:
+def _time(row: PublishedRow, verdict: TableVerdict) -> bool:
     if row.number("total_ms"):
         return _block(row, verdict)
     columns = {name: kind for name, kind in _BY_RECOMPUTE.items() if row.number(name)}
@@ -135,12 +135,12 @@ def _time(row: Row, verdict: Verdict) -> bool:
     return True
 
 
-def _timed(case: Case, measured: float) -> Point:
+def _timed(case: PlannerCase, measured: float) -> Comparison:
     predicted = step_time(case.shape, case.how, case.cluster, case.stack.code).step
-    return Point(case.row.where, "time", predicted, measured, case)
+    return Comparison(case.row.where, "time", predicted, measured, case)
 
 
-_COMPARISONS: dict[str, Callable[[Row, Verdict], bool]] = {
+_COMPARISONS: dict[str, Callable[[PublishedRow, TableVerdict], bool]] = {
     "parameters": parameters,
     "FLOPs": flops,
     "MFU": mfu,
@@ -151,18 +151,18 @@ _COMPARISONS: dict[str, Callable[[Row, Verdict], bool]] = {
 }
 
 
-def _block(row: Row, verdict: Verdict) -> bool:
+def _block(row: PublishedRow, verdict: TableVerdict) -> bool:
     """One block, timed: forward and backward with what is computed again."""
     setting = str(row.get("setting", "")).lower()
     recompute: Recompute = "full" if "full" in setting else "selective" if "selective" in setting else "none"
     case = case_of(row, recompute)
     code = replace(case.stack.code, sequence_parallel="sequence parallel" in setting)
     block = block_time(case.shape, case.how, case.cluster, code)
-    verdict.points.append(Point(row.where, "time", block.total, (row.number("total_ms") or 0) / 1e3, case))
+    verdict.points.append(Comparison(row.where, "time", block.total, (row.number("total_ms") or 0) / 1e3, case))
     return True
 
 
-def _bubbles(verdict: Verdict) -> None:
+def _bubbles(verdict: TableVerdict) -> None:
     """One layout at three batches or more: how far from a line in the planner's slots, which have the bubble."""
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for point in verdict.points:
@@ -181,10 +181,10 @@ def _bubbles(verdict: Verdict) -> None:
         verdict.bubbles.append(max(abs(my + slope * (x - mx) - y) / y for x, y in found))
 
 
-def _rankings(verdict: Verdict) -> None:
+def _rankings(verdict: TableVerdict) -> None:
     """Whether the fastest of four or more measured layouts of one model on one machine, in batches within 5%, is one
     of the three predicted fastest."""
-    groups: dict[Any, list[Point]] = defaultdict(list)
+    groups: dict[Any, list[Comparison]] = defaultdict(list)
     for point in verdict.points:
         case = point.case
         if point.kind == "time" and case and not case.chosen and not case.row.number("total_ms"):

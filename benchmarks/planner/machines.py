@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.planner.stacks import Unused, in_fp8
-from benchmarks.planner.tables import Row
+from benchmarks.planner.tables import PublishedRow
 
 from leaven.planning.accelerators import ACCELERATORS, Accelerator
 from leaven.planning.hardware import find_accelerator
@@ -14,7 +14,7 @@ from leaven.recipe.errors import InputError
 _KIND = re.compile(r"\b(GB?[23]00|GH200|[ABHLV]\d{2,3}S?|MI\d{3}X|TPUv\w+)", re.IGNORECASE)
 
 
-def machine_of(row: Row) -> Accelerator:
+def machine_of(row: PublishedRow) -> Accelerator:
     """The accelerator, with what the words say of it: "8 a node", "96 GB (HBM2e 2.4 TB/s)", "400 Gb/s"."""
     said = str(row.get("hardware", ""))
     text = str(row.get("gpu") or said)
@@ -55,7 +55,7 @@ def machine_of(row: Row) -> Accelerator:
     return replace(found, **changes)
 
 
-def peak_tflops(row: Row) -> float:
+def peak_tflops(row: PublishedRow) -> float:
     """What an MFU of the table is a share of: the peak that it states, or else the row's dtype's of the machine.
 
     Raises:

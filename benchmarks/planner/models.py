@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.planner.stacks import Unused, stack_of
-from benchmarks.planner.tables import Row, number
+from benchmarks.planner.tables import PublishedRow, number
 from pydantic import ValidationError
 
 from leaven.recipe.shape import ModelShape
@@ -35,7 +35,7 @@ _GPTS = {
 }
 
 
-def named(row: Row) -> dict[str, Any]:
+def named(row: PublishedRow) -> dict[str, Any]:
     """The shape that a name stands for: "mpt-30b", "8B" (Llama 3.1), "the 22B model" of the same source's tables."""
     name = _LLAMA_3.sub("llama-", re.sub(r"[\s_]+", "-", str(row.get("model_name") or "").strip().lower()))
     text = f"{row.get('note', '')} {row.get('case', '')}".lower()
@@ -53,7 +53,7 @@ def named(row: Row) -> dict[str, Any]:
     return found or next((gpt for known, gpt in _GPTS.items() if size and abs(size / known - 1) < 0.005), {})
 
 
-def shape_of(row: Row) -> ModelShape:
+def shape_of(row: PublishedRow) -> ModelShape:
     """The model. With ``ffn`` it is a gated one without biases (Llama's), else a GPT of 4h with learned positions; if
     ffn is 4h and it may be either, the one whose parameters are what the row prints."""
     known = named(row)
@@ -94,7 +94,7 @@ def shape_of(row: Row) -> ModelShape:
     return llama
 
 
-def _dropout(row: Row) -> float:
+def _dropout(row: PublishedRow) -> float:
     """Of a GPT, by what ran it; it has no parameters, so that they are counted where that is not said."""
     try:
         return stack_of(row).dropout
@@ -102,7 +102,7 @@ def _dropout(row: Row) -> float:
         return 0.0
 
 
-def _usual_heads(row: Row, width: int) -> int | None:
+def _usual_heads(row: PublishedRow, width: int) -> int | None:
     """Heads where a row has none: those of most rows of the table that divide the width."""
     stated = (other.whole("a") for other in row.table.rows if "a" in other.own)
     counts = Counter(heads for heads in stated if heads and width % heads == 0)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.planner.verdict import BARS, BUBBLE_BAR, Point, Verdict
+from benchmarks.planner.verdict import BARS, BUBBLE_BAR, Comparison, TableVerdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner-accuracy.md"
 PICTURE = PAGE.with_suffix(".svg")
@@ -26,13 +26,13 @@ text { fill: #e6edf3 } .small { fill: #9198a1 } .frame { stroke: #656c76 } .grid
 _SIZE, _LEFT, _TOP = 330, 62, 46
 
 
-def renewed(page: str, printed: str, verdicts: list[Verdict]) -> str:
+def renewed(page: str, printed: str, verdicts: list[TableVerdict]) -> str:
     """The page with what the benchmark prints now in its fence, and what it makes of the bars in their table."""
     page = _FENCE.sub(lambda _: f"```\n{_COMMAND}\n{printed}\n```", page)
     return _BARS.sub(lambda _: bars(verdicts), page)
 
 
-def bars(verdicts: list[Verdict]) -> str:
+def bars(verdicts: list[TableVerdict]) -> str:
     """The table of the bars: what each is, and what the tables have of it."""
     memory = [found for verdict in verdicts if (found := verdict.errors("memory"))]
     time = [found for verdict in verdicts if (found := verdict.errors("time"))]
@@ -76,7 +76,7 @@ def bars(verdicts: list[Verdict]) -> str:
     return "| what | bar | result |\n|---|---|---|\n" + "".join(rows)
 
 
-def picture(verdicts: list[Verdict]) -> str:
+def picture(verdicts: list[TableVerdict]) -> str:
     """An SVG of two panels: step time in seconds and memory in GiB, each point a published row."""
     tables = [verdict.table.id for verdict in verdicts if verdict.points]
     hues = dict(zip(tables, _HUES, strict=False))
@@ -102,7 +102,7 @@ def picture(verdicts: list[Verdict]) -> str:
 
 
 def _panel(
-    found: list[tuple[str, Point]],
+    found: list[tuple[str, Comparison]],
     hues: dict[str, str],
     panel: tuple[str, float, Callable[[float], float]],
     left: float,

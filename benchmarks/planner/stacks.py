@@ -4,20 +4,10 @@ import re
 from dataclasses import dataclass, replace
 
 from benchmarks.planner.conventions import CONVENTIONS
-from benchmarks.planner.tables import Row
+from benchmarks.planner.tables import PublishedRow
 
-from leaven.planning.implementations import (
-    LLM_FOUNDRY,
-    MEGATRON,
-    MEGATRON_2021,
-    MEGATRON_DEEPSPEED_BF16,
-    MEGATRON_DEEPSPEED_FP16,
-    NANOTRON,
-    TORCHTITAN,
-    Implementation,
-)
 from leaven.planning.memory import GIB
-from leaven.planning.pace import MEGATRON_2024_PACE
+from leaven.planning.training_codes import TRAINING_CODES, TrainingCode
 from leaven.recipe.layout import Recompute
 
 
@@ -26,7 +16,7 @@ class Unused(Exception):
 
 
 @dataclass(frozen=True)
-class Stack:
+class RowStack:
     """The code that ran a row: what it keeps, how many bytes what it calls GB is, and how it runs a pipeline.
 
     ``stages``: on a rank where the source says "interleaved" and no number. ``zero``: its stage where the
@@ -35,7 +25,7 @@ class Stack:
     memory printed is that of rank 0, not of the one that needs most.
     """
 
-    code: Implementation
+    code: TrainingCode
     gb: float = 1e9
     dropout: float = 0.0
     stages: int = 1
@@ -44,31 +34,29 @@ class Stack:
     first_rank: bool = False
 
 
-_FLASH = replace(MEGATRON, flash_attention=True)
-_MEGATRON_2024 = replace(_FLASH, pace=MEGATRON_2024_PACE)
 # Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the
 # two ends of the 405B are 128 = 16 ranks x 8 stages. ZeRO where nothing is said: torchtitan's and llm-foundry's FSDP
 # shares out everything, Megatron's examples (--use-distributed-optimizer) and Llama 3 the optimizer alone.
-STACKS: dict[str, Stack] = {
-    "nanotron": Stack(NANOTRON, gb=GIB, first_rank=True),
-    "torchtitan": Stack(TORCHTITAN, stages=2, zero=3, split_batch=True),
-    "llm-foundry": Stack(LLM_FOUNDRY, zero=3),
-    "llama 3": Stack(_FLASH, stages=8, zero=1),
-    "megatron-deepspeed": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
-    "deepspeed and megatron": Stack(MEGATRON_DEEPSPEED_FP16, dropout=0.1),
-    "korthikanti": Stack(MEGATRON, dropout=0.1),
-    "narayanan": Stack(MEGATRON_2021, dropout=0.1),
-    "megatron": Stack(_MEGATRON_2024, zero=1),
+STACKS: dict[str, RowStack] = {
+    "nanotron": RowStack(TRAINING_CODES["nanotron"], gb=GIB, first_rank=True),
+    "torchtitan": RowStack(TRAINING_CODES["torchtitan"], stages=2, zero=3, split_batch=True),
+    "llm-foundry": RowStack(TRAINING_CODES["llm-foundry"], zero=3),
+    "llama 3": RowStack(TRAINING_CODES["megatron-flash"], stages=8, zero=1),
+    "megatron-deepspeed": RowStack(TRAINING_CODES["megatron-deepspeed-fp16"], dropout=0.1),
+    "deepspeed and megatron": RowStack(TRAINING_CODES["megatron-deepspeed-fp16"], dropout=0.1),
+    "korthikanti": RowStack(TRAINING_CODES["megatron"], dropout=0.1),
+    "narayanan": RowStack(TRAINING_CODES["megatron-2021"], dropout=0.1),
+    "megatron": RowStack(TRAINING_CODES["megatron-2024"], zero=1),
 }
 
 
-def conventions(row: Row) -> list[str]:
+def conventions(row: PublishedRow) -> list[str]:
     """The FLOP conventions that a table names, in its order."""
     known = sorted(CONVENTIONS, key=len, reverse=True)
     return re.findall("|".join(known), str(row.get("flops_convention", "")))
 
 
-def convention_of(row: Row, of: str) -> str | None:
+def convention_of(row: PublishedRow, of: str) -> str | None:
     """The convention of a column: of the model for ``mfu``, of the hardware for ``hfu``, of a rate the first; None if
     the table names none for it."""
     named = conventions(row)
@@ -79,20 +67,20 @@ def convention_of(row: Row, of: str) -> str | None:
     return named[0] if named else None
 
 
-def recompute_of(row: Row) -> Recompute:
+def recompute_of(row: PublishedRow) -> Recompute:
     """What is computed again, as ``ac`` or ``recompute`` has it."""
     given = row.get("recompute") if row.get("ac") is None else row.get("ac")
     kinds: dict[str, Recompute] = {"full": "full", "true": "full", "sac": "selective", "selective": "selective"}
     return kinds.get(str(given).lower(), "none")
 
 
-def in_fp8(row: Row) -> bool:
+def in_fp8(row: PublishedRow) -> bool:
     """Whether its products are: by its own precision or options, or else the table's first word."""
     of_table = str(row.table.fields.get("precision", "")).partition(" ")[0]
     return bool(re.search(r"fp8|float8", f"{row.own.get('precision', of_table)} {row.get('options', '')}"))
 
 
-def stack_of(row: Row) -> Stack:
+def stack_of(row: PublishedRow) -> RowStack:
     """What ran a row, with the dtype of its products."""
     origin = row.table.origin.lower()
     stack = next((stack for word, stack in STACKS.items() if word in origin), None)
@@ -101,8 +89,8 @@ def stack_of(row: Row) -> Stack:
     if stack is STACKS["megatron"] and "a100" in f"{row.get('hardware')} {row.get('gpu')}".lower():
         stack = STACKS["narayanan"]  # Megatron-LM in those years
     code = stack.code
-    if code is MEGATRON_DEEPSPEED_FP16 and str(row.get("precision", "")).startswith("bf16"):
-        code = MEGATRON_DEEPSPEED_BF16
+    if code is TRAINING_CODES["megatron-deepspeed-fp16"] and str(row.get("precision", "")).startswith("bf16"):
+        code = TRAINING_CODES["megatron-deepspeed-bf16"]
     if in_fp8(row):
-        code = replace(code, pace=replace(code.pace, products="fp8"))
+        code = replace(code, products="fp8")
     return replace(stack, code=code)

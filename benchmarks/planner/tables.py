@@ -82,7 +82,7 @@ _SEQUENCE = re.compile(r"\b(?:seq|sequence length|at) (\d{3,6})(?: tokens)?\b|\b
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """A row with what its table says of all of them; ``spelled``: how the file names a field of its own, and
     ``printed`` its values under those names."""
 
@@ -166,12 +166,12 @@ class Table:
     id: str
     fields: dict[str, Any]
     sources: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PublishedRow] = field(default_factory=list)
     file: list["Table"] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
 
     @property
-    def siblings(self) -> list[Row]:
+    def siblings(self) -> list[PublishedRow]:
         """The rows of all tables of the same source."""
         source = self.fields.get("source")
         return [row for other in self.file if other.fields.get("source") == source for row in other.rows]
@@ -267,13 +267,13 @@ def _known(given: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     return found, spelled
 
 
-def _row(given: dict[Any, Any], table: Table) -> Row:
+def _row(given: dict[Any, Any], table: Table) -> PublishedRow:
     printed = {str(key): value for key, value in given.items()}
     for short in {"mfu", "hfu"} & {*printed}:
         if 0 < (number(printed[short]) or 0) < 1:  # a share, not a percentage
             printed[f"{short}_pct"] = round(100 * (number(printed.pop(short)) or 0), 6)
     own, spelled = _known(printed)
-    return Row(own, table, spelled, printed)
+    return PublishedRow(own, table, spelled, printed)
 
 
 def read(path: Path) -> list[Table]:

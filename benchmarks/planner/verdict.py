@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.planner.cases import Case
+from benchmarks.planner.cases import PlannerCase
 from benchmarks.planner.tables import Table
 
 BARS = {
@@ -22,14 +22,14 @@ BUBBLE_BAR = 0.005
 
 
 @dataclass(frozen=True)
-class Point:
+class Comparison:
     """One comparison; ``error`` is predicted / measured - 1."""
 
     where: str
     kind: Literal["memory", "time"]
     predicted: float
     measured: float
-    case: Case | None = None
+    case: PlannerCase | None = None
 
     @property
     def error(self) -> float:
@@ -41,11 +41,11 @@ class Point:
 
 
 @dataclass
-class Verdict:
+class TableVerdict:
     """What was found in a table. Errors of exact things are beyond the rounding of what is printed."""
 
     table: Table
-    points: list[Point] = field(default_factory=list)
+    points: list[Comparison] = field(default_factory=list)
     params: list[float] = field(default_factory=list)
     flops: list[float] = field(default_factory=list)
     mfu: list[float] = field(default_factory=list)

@@ -48,7 +48,7 @@ PARTS = ("searches", "proxy", "target")
 
 
 @dataclass(frozen=True)
-class Job:
+class StudyJob:
     arm: str
     scale: str  # proxy | target
     longer: float
@@ -98,7 +98,7 @@ def unpinned(recipe: Recipe) -> Recipe:
     return recipe.replace({"scaling.base": None, "why": {}})
 
 
-def jobs(answers: dict[str, Recipe], scale: str) -> list[Job]:
+def jobs(answers: dict[str, Recipe], scale: str) -> list[StudyJob]:
     found = []
     for arm, answer in answers.items():
         recipe = answer
@@ -114,7 +114,7 @@ def jobs(answers: dict[str, Recipe], scale: str) -> list[Job]:
             )
         for longer in (1.0, *(LONGER[scale] if arm == "global" else ())):
             at = recipe if longer == 1 else transfer(recipe, tokens=whole(recipe, longer))
-            found += [Job(arm, scale, longer, at.replace({"data.seed": seed})) for seed in SEEDS]
+            found += [StudyJob(arm, scale, longer, at.replace({"data.seed": seed})) for seed in SEEDS]
     # The runs that decide the difference first.
     return sorted(found, key=lambda job: (job.longer, job.recipe.data.seed, job.arm == "start"))
 
@@ -123,7 +123,7 @@ def whole(recipe: Recipe, longer: float) -> int:
     return round(longer * recipe.data.tokens / recipe.batch.tokens) * recipe.batch.tokens
 
 
-def train(folder: Path, asked: Sequence[Job], workers: int) -> None:
+def train(folder: Path, asked: Sequence[StudyJob], workers: int) -> None:
     """Run what has not run; a line a run."""
     results = folder / "runs.jsonl"
     done = {row["key"] for row in rows(folder)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from benchmarks.planner.judge import judge
 from benchmarks.planner.tables import read
-from benchmarks.planner.verdict import Verdict
+from benchmarks.planner.verdict import TableVerdict
 from benchmarks.planner_accuracy import lines, main
 
 KEYS = [
@@ -47,7 +47,7 @@ GPT = """
 """
 
 
-def one(tmp_path: Path, text: str) -> Verdict:
+def one(tmp_path: Path, text: str) -> TableVerdict:
     file = tmp_path / "tables.yaml"
     file.write_text(SOURCES + text)
     (table,) = read(file)
@@ -338,7 +338,7 @@ def test_a_bubble_is_held_to_half_a_percent_where_a_layout_ran_at_three_batches(
     # pp 8 in 2 stages a rank has m + 7/2 slots for m micro-batches: 3 s and 0.25 s a slot
     head, row = (GPT % ("batches", "iter_s: 1.0")).rsplit("      - ", 1)
 
-    def at(bent: float) -> Verdict:
+    def at(bent: float) -> TableVerdict:
         rows = ""
         for m in (16, 48, 96):
             seconds = (3 + 0.25 * (m + 3.5)) * (bent if m == 48 else 1)
@@ -372,8 +372,8 @@ def test_layouts_models_and_machines_in_words(tmp_path: Path) -> None:
     assert (big.case.shape.d_model, big.case.how.micro_batch, cluster.gpus) == (8192, 16, 256)
     assert (cluster.accelerator.memory_gib, cluster.accelerator.memory_tb_s) == (96, 2.4)
     assert cluster.accelerator.matmul_flops < 0.9 * 794.5e12  # held to less power
-    assert big.case.stack.code.pace.products == "fp8"
-    assert small.case.stack.code.pace.products == "bf16"
+    assert big.case.stack.code.products == "fp8"
+    assert small.case.stack.code.products == "bf16"
     assert (small.case.how.layout.cp, small.case.how.layout.dp, small.case.how.layout.recompute) == (
         2,
         4,

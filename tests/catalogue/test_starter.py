@@ -22,7 +22,7 @@ from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.shape import usual_ff_ratio
 from leaven.catalogue.starter.starter import starter
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.starter_layout import laid_out
+from leaven.planning.start import laid_out
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError

@@ -9,7 +9,7 @@ from tests.verification.test_sweeps import losses
 
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.tested_ground import warnings
+from leaven.scaling.tested_ranges import warnings
 from leaven.scaling.transfer import transfer as transferred
 
 Verb = Callable[..., tuple[int, str, str]]

@@ -9,8 +9,8 @@ import torch
 import typer
 
 from leaven.cli._measure import by_measurement
-from leaven.planning import history as planning
-from leaven.planning.asked import plan_recipe
+from leaven.planning import calibration as planning
+from leaven.planning.plan import plan_recipe
 from leaven.recipe.recipe import Recipe
 
 

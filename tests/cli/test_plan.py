@@ -13,7 +13,7 @@ from tests.views.planned import RYE
 
 from leaven.cli import _common
 from leaven.cli._plan import plan_screen
-from leaven.planning.asked import plan_recipe
+from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import read_recipe
 
 CLUSTER = ("--gpus", "32xH100-80GB")
@@ -115,7 +115,7 @@ def test_the_cpu_is_no_gpu(rye, leaven):
     assert "memory / process  " in out
     assert "tokens/s/process" in out
     assert re.search(r"budget  +\d,\d{3}\.\d days · [\d,]+ process-h", out)
-    assert re.search(r"[\d,]+ \(unit of the price\) at 2\.50 a process-h", out)
+    assert re.search(r"[\d,]+ \(no currency given\) at 2\.50 a process-h", out)
     assert "GPU" not in out
 
 

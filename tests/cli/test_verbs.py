@@ -63,7 +63,7 @@ def test_transfer_of_nothing_wrong_writes_nothing(leaven: Verb, tiny_file: Path,
     assert not (tmp_path / "big.toml").exists()
 
 
-def test_transfer_warns_with_numbers_where_it_leaves_tested_ground(leaven: Verb, tiny_file: Path) -> None:
+def test_transfer_warns_with_numbers_where_it_leaves_tested_ranges(leaven: Verb, tiny_file: Path) -> None:
     code, out, err = leaven("transfer", tiny_file, "--depth", "80", "--d-ff", "48", "--kv-heads", "2", "--json")
     assert code == 0
     shown = json.loads(out)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from leaven.data.corpus import VALIDATION_SHARE, Corpus, OnProgress, open_corpora
-from leaven.recipe.data import Source
+from leaven.recipe.data import DataSource
 from leaven.recipe.errors import InputError
 
 
 def open_corpus(source: str, progress: OnProgress | None = None, share: float = 0.0) -> Corpus:
-    return open_corpora([Source(source=source)], share, progress=progress)[0]
+    return open_corpora([DataSource(source=source)], share, progress=progress)[0]
 
 
 def write_texts(folder: Path, count: int) -> str:

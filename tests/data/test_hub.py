@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from leaven.data.corpus import Corpus, open_corpora
 from leaven.data.hub import fetch_tokenizer
 from leaven.data.tokens import prepare
-from leaven.recipe.data import Data, Source
+from leaven.recipe.data import Data, DataSource
 from leaven.recipe.errors import InputError
 
 datasets: Any = pytest.importorskip("datasets")
@@ -48,7 +48,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def opened(source: str, text: str = "text") -> Corpus:
-    return open_corpora([Source(source=source, text=text)], 0.0)[0]
+    return open_corpora([DataSource(source=source, text=text)], 0.0)[0]
 
 
 @pytest.mark.parametrize("name", ["saved", "splits", "files", "pieces"])

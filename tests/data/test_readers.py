@@ -10,12 +10,12 @@ import pytest
 from pyarrow import parquet
 
 from leaven.data.corpus import Corpus, open_corpora
-from leaven.recipe.data import Source
+from leaven.recipe.data import DataSource
 from leaven.recipe.errors import InputError
 
 
 def opened(source: object, share: float, text: str = "text") -> Corpus:
-    return open_corpora([Source(source=str(source), text=text)], share)[0]
+    return open_corpora([DataSource(source=str(source), text=text)], share)[0]
 
 
 def read(corpus: Corpus) -> dict[str, str]:

@@ -7,7 +7,7 @@ import pytest
 
 from leaven.data import survey
 from leaven.data.corpus import Corpus, open_corpora
-from leaven.recipe.data import Source
+from leaven.recipe.data import DataSource
 
 
 def write(path: Path, text: str, age_seconds: float = 60) -> None:
@@ -26,7 +26,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def opened(folder: Path, share: float = 0.0) -> Corpus:
-    return open_corpora([Source(source=f"{folder}/*.txt")], share, folder / "memory")[0]
+    return open_corpora([DataSource(source=f"{folder}/*.txt")], share, folder / "memory")[0]
 
 
 def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path, read: list[str]) -> None:
@@ -44,7 +44,7 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path, read: lis
     second = opened(tmp_path)
     assert read[3:] == ["b.txt", "d.txt"]
     assert second.fingerprint != first.fingerprint
-    assert second == open_corpora([Source(source=f"{tmp_path}/*.txt")], 0.0)[0]
+    assert second == open_corpora([DataSource(source=f"{tmp_path}/*.txt")], 0.0)[0]
 
 
 def test_a_file_that_was_written_a_moment_ago_is_read_again(
@@ -74,7 +74,7 @@ def test_a_memory_that_cannot_be_read_is_made_again(tmp_path: Path, read: list[s
 def test_faults_are_remembered_too_but_a_broken_file_is_tried_again(tmp_path: Path, read: list[str]) -> None:
     write(tmp_path / "a.jsonl", '{"text": "one"}\n{')
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    sources = [Source(source=f"{tmp_path}/*.*")]
+    sources = [DataSource(source=f"{tmp_path}/*.*")]
     (first,) = open_corpora(sources, 0.5, tmp_path / "memory")
     assert "a.jsonl:2 is not JSON" in first.skipped
     assert "b.txt is not UTF-8" in first.skipped

@@ -14,7 +14,7 @@ from leaven.data.corpus import Corpus, Meter, open_corpora
 from leaven.data.tokenizer import END_OF_TEXT, training_sample
 from leaven.data.tokens import TokenSet
 from leaven.data.tokens import prepare as prepare_data
-from leaven.recipe.data import Data, Source
+from leaven.recipe.data import Data, DataSource
 from leaven.recipe.errors import InputError
 
 
@@ -23,7 +23,7 @@ def prepare(source: str, tokenizer: str, vocab_size: int, *where: Any, **how: An
 
 
 def open_corpus(source: str) -> Corpus:
-    return open_corpora([Source(source=source)], 0.0)[0]
+    return open_corpora([DataSource(source=source)], 0.0)[0]
 
 
 WORDS = ["flour", "water", "salt", "leaven", "dough", "crumb", "crust", "oven", "fold", "rest", "ämne", "🍞"]

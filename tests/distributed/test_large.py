@@ -13,7 +13,7 @@ from tests.distributed.pool import Pool
 from leaven.distributed.compat import pretend
 from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.world import World, mesh_of
-from leaven.planning.memory import stage_layers, stage_parameters
+from leaven.planning.stages import stage_layers, stage_parameters
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve

@@ -9,7 +9,7 @@ from transformers.models.bloom.modeling_bloom import BloomForCausalLM
 
 import leaven
 from leaven.recipe.errors import InputError
-from leaven.scaling.table import Row
+from leaven.scaling.table import ParameterRow
 
 TUNED = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1}
 
@@ -34,7 +34,7 @@ class Model(nn.Module):
         self.unembedding = nn.Linear(width, VOCABULARY)
 
 
-def rows(model: nn.Module) -> dict[str, Row]:
+def rows(model: nn.Module) -> dict[str, ParameterRow]:
     return {row.name: row for row in model.leaven_rows}
 
 

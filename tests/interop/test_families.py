@@ -10,7 +10,7 @@ from torch import nn
 import leaven
 from leaven.interop.torch_models import groups
 from leaven.recipe.shape import Role
-from leaven.scaling.table import Row
+from leaven.scaling.table import ParameterRow
 
 KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
 TUNED = KEPT | {"init_std": 0.1}
@@ -103,7 +103,7 @@ def expected(family: str, depth: int) -> dict[str, tuple[str, str]]:
     }
 
 
-def rows_of(model: nn.Module) -> dict[str, Row]:
+def rows_of(model: nn.Module) -> dict[str, ParameterRow]:
     return {row.name: row for row in model.leaven_rows}
 
 

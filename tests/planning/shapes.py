@@ -1,10 +1,20 @@
 """Models of published measurements, and the code that ran them."""
 
-from leaven.planning.implementations import MEGATRON_DEEPSPEED_FP16 as MEGATRON_FP16
-from leaven.planning.implementations import NANOTRON
+from leaven.planning.training_codes import TRAINING_CODES
 from leaven.recipe.shape import ModelShape
 
-__all__ = ["LLAMA_8B", "LLAMA_405B", "MEGATRON_FP16", "NANOTRON", "SMALL", "bloom", "gpt"]
+MEGATRON, MEGATRON_2021, MEGATRON_FP16, MEGATRON_BF16, NANOTRON, TORCHTITAN, LLM_FOUNDRY = (
+    TRAINING_CODES[name]
+    for name in (
+        "megatron",
+        "megatron-2021",
+        "megatron-deepspeed-fp16",
+        "megatron-deepspeed-bf16",
+        "nanotron",
+        "torchtitan",
+        "llm-foundry",
+    )
+)
 
 
 def gpt(

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.planner.judge import judge
 from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
 from benchmarks.planner.tables import read
-from benchmarks.planner.verdict import BARS, Verdict
+from benchmarks.planner.verdict import BARS, TableVerdict
 from benchmarks.planner_accuracy import PUBLISHED, accuracy_line, lines
 
 from leaven.planning.plan import ACCURACY
@@ -26,7 +26,7 @@ MISSED = {("bloom_layout_search", "oom_called_fit"): "line 957 ran out of memory
 
 
 @cache
-def verdicts() -> dict[str, Verdict]:
+def verdicts() -> dict[str, TableVerdict]:
     return {table.id: judge(table) for table in read(PUBLISHED)}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from leaven.catalogue.laws import FRONTIERS
 from leaven.planning import budget as module
-from leaven.planning.budget import OVER_TRAINED, Budget, budget, parse_budget
+from leaven.planning.budget import OVER_TRAINED, BudgetPlan, budget, parse_budget
 from leaven.planning.cost import Price
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
@@ -17,7 +17,7 @@ TEXT = "8xH100-80GB x 3d"
 
 
 @pytest.fixture(scope="module")
-def found() -> Budget:
+def found() -> BudgetPlan:
     return budget(TEXT, price=Price(2.0, "$"))
 
 
@@ -59,7 +59,7 @@ def test_what_is_no_budget_is_told_so(text: str, says: str) -> None:
     assert says in str(refused.value)
 
 
-def test_every_law_speaks_and_so_do_longer_runs(found: Budget) -> None:
+def test_every_law_speaks_and_so_do_longer_runs(found: BudgetPlan) -> None:
     names = {row.law for row in found.rows}
     assert {frontier.name for frontier in FRONTIERS} <= names
     assert len(found.rows) == len(FRONTIERS) + len(OVER_TRAINED)
@@ -67,7 +67,7 @@ def test_every_law_speaks_and_so_do_longer_runs(found: Budget) -> None:
     assert not found.refused
 
 
-def test_a_row_is_on_its_law_and_uses_up_the_time(found: Budget) -> None:
+def test_a_row_is_on_its_law_and_uses_up_the_time(found: BudgetPlan) -> None:
     sizes = {frontier.name: frontier.sizes for frontier in FRONTIERS}
     for row in found.rows:
         spent = 6 * row.params * row.tokens
@@ -78,7 +78,7 @@ def test_a_row_is_on_its_law_and_uses_up_the_time(found: Budget) -> None:
             assert row.tokens_per_param == pytest.approx(float(row.law.split()[0].replace(",", "")))
 
 
-def test_its_speed_is_the_planner_s_at_about_that_size(found: Budget) -> None:
+def test_its_speed_is_the_planner_s_at_about_that_size(found: BudgetPlan) -> None:
     cluster = parse_cluster("8xH100-80GB")
     for row in found.rows[:: len(found.rows) // 3]:
         shape = row.speed.shape
@@ -119,7 +119,7 @@ def test_what_a_law_asks_for_and_cannot_be_is_said() -> None:
         assert "give it more time" in why
 
 
-def test_the_document(found: Budget) -> None:
+def test_the_document(found: BudgetPlan) -> None:
     document = found.to_json()
     assert (document["gpus"], document["days"], document["cost"]["money"]) == (8, 3, 8 * 72 * 2)
     assert document["rows"][0].keys() == {

@@ -9,9 +9,16 @@ from tests.conftest import TINY
 from tests.planning.records import record
 from tests.planning.shapes import SMALL
 
-from leaven.planning.asked import plan_recipe
-from leaven.planning.calibration import NEWEST, calibrated, calibration, weighted_median
-from leaven.planning.history import Cost, Record, predicted, processor
+from leaven.planning.calibration import (
+    NEWEST,
+    CalibrationRecord,
+    StepCost,
+    calibration,
+    predicted,
+    processor,
+    weighted_median,
+)
+from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
@@ -20,14 +27,14 @@ from leaven.recipe.shape import ModelShape
 H100 = "H100-SXM-80GB"
 
 
-def took(time: float, memory: float | None = None, **changes: object) -> Record:
+def took(time: float, memory: float | None = None, **changes: object) -> CalibrationRecord:
     """A run that took so many times what the planner says of it now."""
     one = record(**changes)
     said = predicted(one.model, one.arrangement, H100, "bf16")
     assert said is not None
     assert said.memory_gib is not None
     gib = None if memory is None else said.memory_gib * memory
-    return one.model_copy(update={"measured": Cost(step_seconds=said.step_seconds * time, memory_gib=gib)})
+    return one.model_copy(update={"measured": StepCost(step_seconds=said.step_seconds * time, memory_gib=gib)})
 
 
 def of(factor: float) -> ModelShape:
@@ -89,7 +96,7 @@ def test_the_nearer_of_the_far_ones_weighs_more() -> None:
 
 def test_a_planner_that_has_learnt_is_held_against_the_same_measurement() -> None:
     """What the record says was predicted is for people; where the accelerator is gone from the table, it counts."""
-    wrong = took(1.5).model_copy(update={"predicted": Cost(step_seconds=1e9)})
+    wrong = took(1.5).model_copy(update={"predicted": StepCost(step_seconds=1e9)})
     found = calibration([wrong], H100, SMALL.params, Layout(), "bf16")
     assert found is not None
     assert found.time == pytest.approx(1.5)
@@ -125,8 +132,8 @@ def recipe() -> Recipe:
 def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     bare = plan_recipe(recipe(), "1xH100", "mbs=8")
     runs = [took(0.9), took(1.3), took(1.18)]
-    plan = calibrated(bare, runs, "bf16")
-    assert calibrated(bare, [], "bf16") is bare
+    plan = bare.calibrated(runs, "bf16")
+    assert bare.calibrated([], "bf16") is bare
     assert plan.speed.step_seconds == pytest.approx(1.18 * bare.speed.step_seconds)
     assert plan.speed.mfu == pytest.approx(bare.speed.mfu / 1.18)
     assert plan.days == pytest.approx(1.18 * bare.days)
@@ -142,7 +149,7 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
 def test_a_calibration_is_in_every_time_of_a_plan() -> None:
     bare = plan_recipe(recipe(), "8xH100")
     bare.exploration  # noqa: B018  what was searched before is calibrated too
-    plan = calibrated(bare, [took(5.0)], "bf16").but(share=0.6)
+    plan = bare.calibrated([took(5.0)], "bf16").changed(share=0.6)
     layout = plan.arrangement.layout
     asked = f"tp={layout.tp},pp={layout.pp},zero={layout.zero},recompute=none,mbs={plan.arrangement.micro_batch}"
     found, own = plan.to_json(asked), bare.to_json(asked)
@@ -167,18 +174,18 @@ def test_a_guessed_device_is_a_caution_before_and_after_it_is_measured() -> None
         "the speed of cpu is a guess, and with it time, MFU and energy; --measure calibrates the time"
         in bare.cautions
     )
-    measured = calibrated(bare, [mine], "bf16").cautions
+    measured = bare.calibrated([mine], "bf16").cautions
     assert "the speed of cpu is a guess, and with it MFU and energy" in measured
     assert not any("guess" in said for said in plan_recipe(recipe(), "1xH100").cautions)
 
 
 def test_a_measurement_calibrates_alone() -> None:
-    plan = calibrated(plan_recipe(recipe(), "1xH100"), [took(2.5, by="measurement")], "bf16")
+    plan = plan_recipe(recipe(), "1xH100").calibrated([took(2.5, by="measurement")], "bf16")
     assert str(plan.calibration) == "x2.5 by a measurement on this accelerator"
 
 
 def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:
     bare = plan_recipe(recipe(), "1xH100", "mbs=8")
-    assert calibrated(bare, [took(1, 1.5)], "bf16").cautions == bare.cautions
-    (said,) = set(calibrated(bare, [took(1, 50.0)], "bf16").cautions) - set(bare.cautions)
+    assert bare.calibrated([took(1, 1.5)], "bf16").cautions == bare.cautions
+    (said,) = set(bare.calibrated([took(1, 50.0)], "bf16").cautions) - set(bare.cautions)
     assert said.startswith("it fits by the planner, and not by what runs on this accelerator took, x50 of that:")

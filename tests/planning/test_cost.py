@@ -15,7 +15,7 @@ def test_a_fortnight_of_64_boards_of_700_w() -> None:
     assert found.gpu_hours == 14 * 24 * 64 == 21_504
     assert found.energy_kwh == pytest.approx(21_504 * 0.7)
     assert found.money == 53_760
-    assert found.said == ["21,504 GPU-h", "15.1 MWh (boards at 700 W)", "53,760 (unit of the price) at 2.50 a GPU-h"]
+    assert found.said == ["21,504 GPU-h", "15.1 MWh (boards at 700 W)", "53,760 (no currency given) at 2.50 a GPU-h"]
 
 
 def test_a_building_takes_more_than_its_boards() -> None:

@@ -59,12 +59,6 @@ def test_nodes_are_counted_and_told() -> None:
     assert parse_cluster("7xH100").nodes_said == "one node"
 
 
-@pytest.mark.parametrize("text", ["8x8x8xH100", "8x8x8x8xH100", "H100", "8x"])
-def test_what_is_no_cluster_is_told_how_one_is_written(text: str) -> None:
-    with pytest.raises(InputError, match="is not a cluster; write for example 64xH100-80GB"):
-        parse_cluster(text)
-
-
 def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
     cluster = parse_cluster("cpu")
     assert (cluster.gpus, str(cluster)) == (1, "cpu")
@@ -79,9 +73,11 @@ def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
         parse_cluster("2xcpu")
 
 
-@pytest.mark.parametrize("text", ["64", "H100x8", "8 H100", "xH100", "-8xH100", "8x8", ""])
+@pytest.mark.parametrize(
+    "text", ["64", "H100x8", "8 H100", "xH100", "-8xH100", "8x8", "", "8x8x8xH100", "H100", "8x"]
+)
 def test_what_is_no_cluster_is_told_how_to_write_one(text: str) -> None:
-    with pytest.raises(InputError, match="64xH100-80GB"):
+    with pytest.raises(InputError, match="is not a cluster; write for example 64xH100-80GB"):
         parse_cluster(text)
 
 

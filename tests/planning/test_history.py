@@ -7,8 +7,8 @@ import pytest
 from tests.planning.records import record
 from tests.planning.shapes import SMALL
 
-from leaven.planning import history as module
-from leaven.planning.history import Cost, history, predicted, processor, remember
+from leaven.planning import calibration as module
+from leaven.planning.calibration import StepCost, history, predicted, processor, remember
 from leaven.recipe.layout import Layout
 
 
@@ -17,7 +17,7 @@ def numbers(folder: Path) -> list[int]:
 
 
 def test_what_is_remembered_is_read_back(tmp_path: Path) -> None:
-    one = record(layout=Layout(dp=8, zero=3, recompute="full"), measured=Cost(step_seconds=2.0), threads=4)
+    one = record(layout=Layout(dp=8, zero=3, recompute="full"), measured=StepCost(step_seconds=2.0), threads=4)
     assert remember(one, tmp_path / "not" / "there yet")
     assert history(tmp_path / "not" / "there yet") == [one]
 

@@ -4,26 +4,27 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, NANOTRON, SMALL, bloom, gpt
+from tests.planning.shapes import (
+    LLAMA_8B,
+    MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_BF16,
+    MEGATRON_FP16,
+    NANOTRON,
+    SMALL,
+    TORCHTITAN,
+    bloom,
+    gpt,
+)
 
 from leaven.catalogue.runs import find_run
-from leaven.planning.activations import block_kept, operators_kept
+from leaven.planning.activations import block_kept, layer_activation_bytes, operators_kept
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.blueprint import Block, Blueprint, Core, Matmul, blueprint
-from leaven.planning.breakdown import activation_parts
-from leaven.planning.implementations import MEGATRON, MEGATRON_2021, MEGATRON_DEEPSPEED_BF16, TORCHTITAN
-from leaven.planning.memory import (
-    GIB,
-    LEAVEN_BF16,
-    Implementation,
-    in_flight,
-    layer_activation_bytes,
-    stage_layers,
-    stage_memory,
-    stage_parameters,
-    worst_stage,
-)
+from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, blueprint
+from leaven.planning.memory import GIB, activation_parts, stage_memory, worst_stage
 from leaven.planning.published import published_blueprint
+from leaven.planning.stages import in_flight, stage_layers, stage_parameters
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
 KINDS: tuple[Recompute, ...] = ("none", "selective")
@@ -35,7 +36,7 @@ def test_korthikanti_2022_equation_2_activations_of_a_gpt_block(t: int) -> None:
     shape, a, s, h = gpt(48, 6144, 64), 64, 2048, 6144
     unfused = layer_activation_bytes(shape, 4, t, MEGATRON_FP16)
     assert unfused == pytest.approx(SBH * (10 + 24 / t + 5 * a * s / (h * t)))
-    together = Implementation(sequence_parallel=True)  # with a flash kernel: 34 s b h / t
+    together = TrainingCode(sequence_parallel=True)  # with a flash kernel: 34 s b h / t
     assert layer_activation_bytes(shape, 4, t, together) == pytest.approx(34 * SBH / t)
 
 
@@ -64,7 +65,7 @@ def test_korthikanti_2022_figure_9_activations_of_530b_on_35_stages() -> None:
 
 def test_a_swiglu_block_is_16_h_plus_8_d_ff_a_token_with_as_many_kv_heads_as_heads() -> None:
     tokens = 2 * SMALL.seq_len
-    plain = Implementation()
+    plain = TrainingCode()
     assert layer_activation_bytes(SMALL, 2, 1, plain) == tokens * (16 * SMALL.d_model + 8 * SMALL.d_ff)
     # leaven's residual stream is fp32, and norms keep their input.
     assert layer_activation_bytes(SMALL, 2, 1) == tokens * (20 * SMALL.d_model + 8 * SMALL.d_ff)
@@ -84,7 +85,7 @@ def test_zero_stages_divide_states_as_the_zero_paper_says(
 
 def test_zero_paper_figure_1_states_of_7_5b_on_64_ranks() -> None:
     """arXiv 1910.02054: 120, 31.4, 16.6 and 1.88 GB."""
-    one = Block((Matmul("all", 75_000, 100_000, "none"),), Core(1, 1, 1, 1), 0, 0, "gelu")
+    one = BlockTable((Matmul("all", 75_000, 100_000, "none"),), Core(1, 1, 1, 1), 0, 0, "gelu")
     model = Blueprint(1, 0, 2, (one,), tied=True)
     found = []
     for zero in range(4):
@@ -97,7 +98,7 @@ def test_zero_3_divides_everything_but_two_gathered_blocks_or_leavens_last_end()
     how = Arrangement(Layout(dp=8, zero=3), 1, 1)
     ends = 2 * 32_768 * 768 + 768
     blocks = 2 * 2 * (SMALL.params - ends) / 12
-    plain, memory = (stage_memory(SMALL, how, 0, code) for code in (Implementation(), LEAVEN_BF16))
+    plain, memory = (stage_memory(SMALL, how, 0, code) for code in (TrainingCode(), LEAVEN_BF16))
     assert plain.gathered == pytest.approx(blocks)
     # At the loss leaven has no block gathered, and has given the embedding up again.
     assert memory.gathered == pytest.approx(4 * (32_768 * 768 + 768))
@@ -129,7 +130,7 @@ def test_the_stages_of_a_model_with_dense_layers_first_hold_every_parameter_once
 
 def test_context_parallelism_divides_the_tokens_and_shares_the_states() -> None:
     alone, shared = (Arrangement(layout, 2, 1) for layout in (Layout(dp=2, zero=1), Layout(dp=2, cp=4, zero=1)))
-    bare = Implementation(fixed_gib=0.0, slack=0.0)
+    bare = TrainingCode(fixed_gib=0.0, slack=0.0)
     whole, part = (stage_memory(LLAMA_8B, how, 0, bare) for how in (alone, shared))
     assert part.logits == whole.logits / 4
     assert part.activations == pytest.approx(whole.activations / 4)  # less than the logits: keys that go round
@@ -230,7 +231,7 @@ def test_bloom_layouts_that_ran_out_of_memory_do_not_fit(layout: Layout) -> None
 def test_bloom_206b_ran_out_of_memory_too() -> None:
     # line 957: 82 layers, bf16 with fp32 gradient accumulation
     how = Arrangement(Layout(dp=8, tp=4, pp=12, zero=1, recompute="full"), 2, 128)
-    assert worst_stage(bloom(82, 128), how, MEGATRON_DEEPSPEED_BF16).total / GIB > 80
+    assert worst_stage(bloom(82, 128), how, MEGATRON_BF16).total / GIB > 80
 
 
 @pytest.mark.parametrize(
@@ -286,15 +287,15 @@ def test_torchtitan_8b_rows_are_predicted_within_6_percent(
 def test_in_flight_micro_batches_of_two_stages_in_the_middle(recompute: Recompute, factor: float) -> None:
     shape = gpt(48, 6144, 64)
     how = Arrangement(Layout(pp=4, recompute=recompute), 1, 16)
-    second, third = (stage_memory(shape, how, stage, Implementation()).activations for stage in (1, 2))
+    second, third = (stage_memory(shape, how, stage, TrainingCode()).activations for stage in (1, 2))
     assert second - third == pytest.approx(12 * 2 * 2048 * 6144 * factor)  # three micro-batches of 12 blocks, and two
 
 
 def test_what_a_stage_has_sent_on_is_kept_where_a_code_does_not_let_it_go() -> None:
     shape, how = gpt(48, 6144, 64), Arrangement(Layout(pp=4), 2, 16)
     grown = [
-        stage_memory(shape, how, stage, Implementation(keeps_outputs=True)).activations
-        - stage_memory(shape, how, stage, Implementation()).activations
+        stage_memory(shape, how, stage, TrainingCode(keeps_outputs=True)).activations
+        - stage_memory(shape, how, stage, TrainingCode()).activations
         for stage in range(4)
     ]
     output = 2 * 2 * 2048 * 6144
@@ -304,7 +305,7 @@ def test_what_a_stage_has_sent_on_is_kept_where_a_code_does_not_let_it_go() -> N
 def test_selective_recomputation_saves_the_scores_and_nothing_with_a_flash_kernel() -> None:
     (block, _) = blueprint(gpt(48, 6144, 64)).kinds[0]
     scores = 5 * 64 * 2048
-    for code, saved in ((MEGATRON_FP16, scores), (Implementation(), 0)):
+    for code, saved in ((MEGATRON_FP16, scores), (TrainingCode(), 0)):
         none, selective = (block_kept(block, 6144, 2048, 1, recompute=kind, code=code) for kind in KINDS)
         assert none.stays - selective.stays == selective.once == saved
         assert none.once == 0

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from tests.planning.shapes import LLAMA_8B, LLAMA_405B, SMALL, bloom
 
 from leaven.planning.arrangement import Arrangement, parse_layout, written
-from leaven.planning.asked import plan_recipe, plan_run
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job, evaluate, layouts, ranked
 from leaven.planning.memory import GIB
-from leaven.planning.plan import plan
-from leaven.planning.states import Moments
+from leaven.planning.plan import plan, plan_recipe, plan_run
+from leaven.planning.training_codes import Moments
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout

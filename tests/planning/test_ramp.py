@@ -6,11 +6,10 @@ import pytest
 from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, SMALL, gpt
 
 from leaven.planning.arrangement import Arrangement, bubble
-from leaven.planning.asked import plan_recipe
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
-from leaven.planning.plan import plan
-from leaven.planning.ramp import Throughput, plan_ramp
+from leaven.planning.plan import plan, plan_recipe
+from leaven.planning.ramp import RampThroughput, plan_ramp
 from leaven.planning.timing import step_time
 from leaven.recipe.batch import Batch, BatchSchedule, Ramp
 from leaven.recipe.layout import Layout
@@ -26,11 +25,11 @@ def test_the_shape_of_blooms_ramp_within_ten_points_of_the_full_batch(sequences:
     """BLOOM's README: 8 TFLOP/s at 16 sequences, 73 at 192 (with micro-batches of 1; 2 are counted here), 150 at
     2,048. Both are counted too high: what was done once a step took longer in 2022 than its bytes do."""
     job = Job(BLOOM, 2048 * 2048, JEAN_ZAY, 2, code=MEGATRON_FP16)
-    assert Throughput(job, FULL).point(sequences).share == pytest.approx(tflops / 150, abs=0.10)
+    assert RampThroughput(job, FULL).point(sequences).share == pytest.approx(tflops / 150, abs=0.10)
 
 
 def test_a_small_batch_has_small_micro_batches_and_an_idle_pipeline() -> None:
-    throughput = Throughput(Job(BLOOM, 2048 * 2048, JEAN_ZAY, code=MEGATRON_FP16), FULL)
+    throughput = RampThroughput(Job(BLOOM, 2048 * 2048, JEAN_ZAY, code=MEGATRON_FP16), FULL)
     how, seconds = throughput.step(16)  # two sequences on each of eight ranks
     assert how.micro_batch * how.grad_accumulation == 2
     ways = [Arrangement(FULL.layout, 1, 2), Arrangement(FULL.layout, 2, 1)]
@@ -43,7 +42,7 @@ def test_a_small_batch_has_small_micro_batches_and_an_idle_pipeline() -> None:
 
 def test_what_does_not_divide_waits_for_the_rank_with_most() -> None:
     job = Job(SMALL, 64 * 1024, parse_cluster("8xH100"))
-    throughput = Throughput(job, Arrangement(Layout(dp=8), 4, 2))
+    throughput = RampThroughput(job, Arrangement(Layout(dp=8), 4, 2))
     how, _ = throughput.step(41)  # six sequences on one rank
     assert how.micro_batch * how.grad_accumulation == 6
     assert throughput.seconds(41 * 1024) == throughput.seconds(48 * 1024)
@@ -72,7 +71,7 @@ def test_the_cost_of_a_ramp_is_the_sum_of_its_steps() -> None:
     batch, tokens = Batch(tokens=512 * 1024, ramp=ramp), 10**9
     own = plan_ramp(job, how, tokens, own=batch).own
     assert own is not None
-    throughput, schedule = Throughput(job, how), BatchSchedule(batch.sizes)
+    throughput, schedule = RampThroughput(job, how), BatchSchedule(batch.sizes)
     consumed, seconds, steps = 0, 0.0, 0
     while consumed < 10**8:
         size = schedule.batch_at(consumed)

@@ -9,8 +9,8 @@ import pytest
 
 from leaven.planning.arrangement import Arrangement, bubble, scheduled
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.memory import in_flight
 from leaven.planning.schedule import Timeline, order, simulate, timeline
+from leaven.planning.stages import in_flight
 from leaven.planning.timing import step_time
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape

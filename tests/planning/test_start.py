@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
-from leaven.scaling.tested_ground import warnings
+from leaven.scaling.tested_ranges import warnings
 from leaven.scaling.transfer import transfer_like
 
 SIZES = [

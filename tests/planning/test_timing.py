@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, bloom, gpt
+from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, MEGATRON_FP16, TORCHTITAN, bloom, gpt
 
 from leaven.catalogue.runs import find_run
 from leaven.planning.accelerators import Accelerator
@@ -13,12 +13,11 @@ from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.blueprint import blueprint
 from leaven.planning.collectives import LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, all_reduce, all_to_all, ring
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
-from leaven.planning.implementations import LEAVEN_BF16, LLM_FOUNDRY, TORCHTITAN, Implementation
 from leaven.planning.operators import FLASH, LAUNCH, STREAMED, SUSTAINED, matmul_seconds, stream_seconds
-from leaven.planning.pace import Pace
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import stage_parameters
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, step_time
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -92,8 +91,8 @@ def test_tensor_ranks_reduce_twice_forward_twice_backward_and_twice_more_if_all_
     kinds: tuple[tuple[Recompute, int], ...] = (("none", 4), ("full", 6))
     for recompute, times in kinds:
         how = Arrangement(Layout(tp=4, recompute=recompute), 1, 3)
-        assert step_time(shape, how, cluster, Implementation()).tensor_parallel == pytest.approx(3 * 2 * times * once)
-    pieces = Implementation(pace=Pace(behind_products=True))
+        assert step_time(shape, how, cluster, TrainingCode()).tensor_parallel == pytest.approx(3 * 2 * times * once)
+    pieces = TrainingCode(behind_products=True)
     hidden = step_time(shape, Arrangement(Layout(tp=4), 1, 1), cluster, pieces).tensor_parallel
     assert hidden == pytest.approx(2 * 4 * once / 4)
 
@@ -115,14 +114,14 @@ def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_wit
 
     def timed(**changes: object) -> tuple[float, float]:
         layout = Layout.model_validate({"pp": 4, **changes})
-        step = step_time(shape, Arrangement(layout, 1, 16), cluster, Implementation(balance="number"))
+        step = step_time(shape, Arrangement(layout, 1, 16), cluster, TrainingCode(balance="number"))
         return step.bubble, (step.compute + step.pipeline) / 16
 
     one, slot = timed()
     four, slot_of_four = timed(schedule="interleaved", stages_per_rank=4)
     assert one == pytest.approx(3 * slot)
     assert four == pytest.approx(3 * slot_of_four / 4)
-    how, code = Arrangement(Layout(pp=4), 1, 16), Implementation(balance="number")
+    how, code = Arrangement(Layout(pp=4), 1, 16), TrainingCode(balance="number")
     filled, _ = timed(schedule="zero-bubble")
     # ZB-H1: T_F + T_B - T_W for every rank but one, with T_B the half of the inputs alone
     weights = 8 * block_time(shape, how, cluster, code).weight + logits_seconds(shape, how, cluster, code) / 3
@@ -147,7 +146,7 @@ def test_operators_add_up_to_the_block_and_full_recomputation_is_its_forward_aga
 
 def test_selective_recomputation_repeats_the_core_or_all_but_every_second_product() -> None:
     cluster = parse_cluster("8xH100")
-    for code in (Implementation(), TORCHTITAN):
+    for code in (TrainingCode(), TORCHTITAN):
         none, some = (
             block_time(
                 LLAMA_8B, Arrangement(Layout.model_validate({"dp": 8, "recompute": kind}), 1, 1), cluster, code
@@ -165,8 +164,7 @@ def test_a_code_that_is_slower_is_so_in_all_of_a_block(recompute: Recompute) -> 
     cluster, how = parse_cluster("8xA100-80GB"), Arrangement(Layout(tp=8, recompute=recompute), 1, 1)
     for code in (MEGATRON_FP16, TORCHTITAN):
         usual, slow = (
-            block_time(gpt(8, 4096, 32), how, cluster, replace(code, pace=replace(code.pace, slower=factor)))
-            for factor in (1.0, 1.5)
+            block_time(gpt(8, 4096, 32), how, cluster, replace(code, slower=factor)) for factor in (1.0, 1.5)
         )
         for part in ("forward", "backward", "weight"):
             assert getattr(slow, part) == pytest.approx(1.5 * getattr(usual, part))
@@ -174,7 +172,7 @@ def test_a_code_that_is_slower_is_so_in_all_of_a_block(recompute: Recompute) -> 
 
 
 def test_attention_with_a_flash_kernel_is_the_full_matrix_and_two_and_a_half_times_that_backward() -> None:
-    block = block_time(LLAMA_8B, Arrangement(Layout(), 1, 1), Cluster(1, BUSY), Implementation())
+    block = block_time(LLAMA_8B, Arrangement(Layout(), 1, 1), Cluster(1, BUSY), TrainingCode())
     attention = next(operator for operator in block.operators if operator.name == "attention")
     assert attention.forward == pytest.approx(4 * 8192 * 8192 * 4096 / (1e15 * SUSTAINED * FLASH))
     assert attention.backward == pytest.approx(2.5 * attention.forward)
@@ -183,13 +181,13 @@ def test_attention_with_a_flash_kernel_is_the_full_matrix_and_two_and_a_half_tim
 def test_context_ranks_share_a_sequence_and_hide_the_ring_behind_attention() -> None:
     shape = LLAMA_8B.model_copy(update={"seq_len": 131_072})
     one, four = (
-        block_time(shape, Arrangement(Layout(cp=cp), 1, 1), parse_cluster(f"{cp}xH100"), Implementation())
+        block_time(shape, Arrangement(Layout(cp=cp), 1, 1), parse_cluster(f"{cp}xH100"), TrainingCode())
         for cp in (1, 4)
     )
     assert four.forward == pytest.approx(one.forward / 4, rel=0.02)
     assert four.all_reduce == 0
     slow = replace(find_accelerator("H100"), link_gb_s=1)
-    exposed = block_time(shape, Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), Implementation()).all_reduce
+    exposed = block_time(shape, Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), TrainingCode()).all_reduce
     keys = 2 * 131_072 / 4 * 8 * (128 + 128)  # of a rank, in bytes: three of them pass, forward and backward
     attention = next(operator.forward for operator in four.operators if operator.name == "attention")
     assert exposed == pytest.approx(2 * (3 * keys / (1e9 * LINK_SHARE) + 3 * LINK_LATENCY - attention))
@@ -200,7 +198,7 @@ def test_experts_are_reached_by_an_all_to_all_there_and_back_and_it_is_slower_be
 
     def exchanged(ep: int) -> float:
         how = Arrangement(Layout(dp=64, ep=ep), 1, 1)
-        return block_time(model, how, parse_cluster("64xH100"), Implementation()).all_reduce
+        return block_time(model, how, parse_cluster("64xH100"), TrainingCode()).all_reduce
 
     routed = sum(count for block, count in model.kinds if any(row.routed for row in block.matmuls)) / model.n_layers
     message = 2 * 4096 * 7168 * 8  # every token goes to eight experts
@@ -218,10 +216,10 @@ def test_experts_are_reached_by_an_all_to_all_there_and_back_and_it_is_slower_be
 
 def test_gradients_hide_behind_the_backward_pass_if_it_is_long_enough_and_the_code_lets_them() -> None:
     shape, cluster = gpt(24, 1024, 16, seq_len=256), parse_cluster("64xA100-80GB")
-    patient = Implementation(pace=Pace(overlap=False))
+    patient = TrainingCode(overlap=False)
     short, long, waiting = (
         step_time(shape, Arrangement(Layout(dp=64), micro_batch, 1), cluster, code).data_parallel
-        for micro_batch, code in ((1, Implementation()), (128, Implementation()), (128, patient))
+        for micro_batch, code in ((1, TrainingCode()), (128, TrainingCode()), (128, patient))
     )
     assert short > 0
     assert long == 0
@@ -251,7 +249,7 @@ def test_what_is_in_no_block_is_exchanged_after_the_backward_pass_and_in_a_pipel
     st.sampled_from([1, 2, 16]),
     st.sampled_from([LEAVEN_BF16, LLM_FOUNDRY, TORCHTITAN]),
 )
-def test_a_higher_zero_stage_exchanges_no_less(gpus: str, seq_len: int, m: int, code: Implementation) -> None:
+def test_a_higher_zero_stage_exchanges_no_less(gpus: str, seq_len: int, m: int, code: TrainingCode) -> None:
     shape, cluster = LLAMA_8B.model_copy(update={"seq_len": seq_len}), parse_cluster(gpus)
     one, two, three = (
         step_time(shape, Arrangement(Layout(dp=cluster.gpus, zero=zero), 1, m), cluster, code).data_parallel
@@ -279,7 +277,7 @@ def test_leaven_gathers_16_bits_of_blocks_and_fp32_of_the_ends_once_a_step_below
 @pytest.mark.parametrize(("zero", "moved"), [(0, 8), (1, 4 + 4)])
 def test_experts_are_exchanged_and_updated_over_the_ranks_that_have_the_same(zero: int, moved: int) -> None:
     model, slow = published_blueprint(find_run("deepseek-v3").arch, 4096), replace(ROUND, network_gb_s=1e-3)
-    code, cluster = Implementation(), Cluster(64, slow)
+    code, cluster = TrainingCode(), Cluster(64, slow)
     experts = sum(block.experts for block in model)
     for ep in (1, 4, 16):
         how = Arrangement(Layout(dp=64, ep=ep, zero=zero), 1, 1)
@@ -320,8 +318,8 @@ def test_messages_of_25_mib_over_512_gpus_cost_more_latency_than_one() -> None:
     model = gpt(16, 2048, 32)
     how = Arrangement(Layout(dp=512, zero=1), 1, 1)
     apart, together = (
-        step_time(model, how, parse_cluster("512xH100"), Implementation(pace=pace)).data_parallel
-        for pace in (Pace(overlap=False), Pace(overlap=False, message=float("inf")))
+        step_time(model, how, parse_cluster("512xH100"), code).data_parallel
+        for code in (TrainingCode(overlap=False), TrainingCode(overlap=False, message=float("inf")))
     )
     assert apart > 2 * together
 
@@ -330,7 +328,7 @@ def test_messages_of_25_mib_over_512_gpus_cost_more_latency_than_one() -> None:
 def test_zero_2_and_3_exchange_every_micro_batch(zero: int) -> None:
     model, cluster = gpt(16, 2048, 32, seq_len=128), parse_cluster("64xA100-80GB")
     one, two = (
-        step_time(model, Arrangement(Layout(dp=64, zero=zero), 1, m), cluster, Implementation()).data_parallel
+        step_time(model, Arrangement(Layout(dp=64, zero=zero), 1, m), cluster, TrainingCode()).data_parallel
         for m in (1, 2)
     )
     gather = 0.0 if zero == 3 else one - (two - one)  # weights go once a step

@@ -6,7 +6,7 @@ import pytest
 
 from leaven.recipe.init_std import COMPARED
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.starts import Start, describe_starts, distances, init_reason, starts
+from leaven.scaling.starts import ModuleStart, describe_starts, distances, init_reason, starts
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
@@ -64,7 +64,9 @@ def test_the_nearest_init_is_the_one_with_the_smallest_mean_of_octaves() -> None
     """Twice and a quarter of it are 1 and 2 octaves away; what starts at 0 has no distance."""
     away = [1.0, 2.0, 4.0, 0.0]
     stds = {name: [1.0, 1.0, 1.0, 1.0] if name == "gpt2" else [8.0, 8.0, 8.0, 8.0] for name in COMPARED}
-    found = [Start(f"m{n}", "", std, {name: each[n] for name, each in stds.items()}) for n, std in enumerate(away)]
+    found = [
+        ModuleStart(f"m{n}", "", std, {name: each[n] for name, each in stds.items()}) for n, std in enumerate(away)
+    ]
     first, second, *_ = distances(found)
     assert (first.init, first.octaves) == ("gpt2", pytest.approx(1))
     assert second.octaves == pytest.approx(2)

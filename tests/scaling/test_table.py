@@ -7,7 +7,7 @@ import pytest
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.describe import describe
-from leaven.scaling.table import Row, resolve
+from leaven.scaling.table import ParameterRow, resolve
 from leaven.scaling.transfer import transfer
 
 
@@ -215,4 +215,4 @@ def test_the_document_has_the_keys_that_stay(tiny: Recipe) -> None:
     assert set(document["totals"]) == {"params", "params_non_embedding", "flops_per_token"}
     keys = "name shape role module layer init_std lr weight_decay beta1 beta2 eps multiplier"
     assert set(keys.split()) <= document["parameters"][0].keys()
-    assert set(Row.__dataclass_fields__) == document["parameters"][0].keys()
+    assert set(ParameterRow.__dataclass_fields__) == document["parameters"][0].keys()

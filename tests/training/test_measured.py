@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from leaven.distributed.stage import Stage
-from leaven.planning import history as planning
-from leaven.planning.history import Cost, history
+from leaven.planning import calibration as planning
+from leaven.planning.calibration import StepCost, history
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training import measured
@@ -62,10 +62,10 @@ def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pyt
     """Steps that take 2 seconds and 3 a layer, and hold 1 GiB and half of one a layer: of 12 layers, 38 and 7."""
     taken = []
 
-    def steps(recipe: Recipe, *arguments: Any) -> Cost | None:
+    def steps(recipe: Recipe, *arguments: Any) -> StepCost | None:
         n = recipe.model.n_layers
         taken.append(n)
-        return Cost(step_seconds=2 + 3 * n, memory_gib=1 + n / 2) if n < 7 else None  # out of memory
+        return StepCost(step_seconds=2 + 3 * n, memory_gib=1 + n / 2) if n < 7 else None  # out of memory
 
     monkeypatch.setattr(measured, "_steps", steps)
     found = measure(tiny.replace({"model.n_layers": 12}), "cpu")

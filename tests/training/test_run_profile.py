@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from leaven.data.tokens import TokenSet, prepare
-from leaven.planning import history as planning
-from leaven.planning.history import Record, history, processor
+from leaven.planning import calibration as planning
+from leaven.planning.calibration import CalibrationRecord, history, processor
 from leaven.recipe.recipe import Recipe
 from leaven.training import run_profile
 from leaven.training.engine import Training
@@ -65,7 +65,7 @@ def test_a_run_has_what_was_said_beside_what_it_took(
     held = row["measured"]["memory_gib"]  # None where this process had as much before, and has grown by nothing
     assert ratio["memory_gib"] == (held and pytest.approx(held / row["predicted"]["memory_gib"]))
     (remembered,) = history(alone)
-    assert remembered == Record.model_validate_json(json.dumps(row))
+    assert remembered == CalibrationRecord.model_validate_json(json.dumps(row))
 
 
 def test_a_stopped_run_has_it_too_and_the_longer_start_stays(

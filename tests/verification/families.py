@@ -7,7 +7,7 @@ from pathlib import Path
 
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import ParameterTable, Row, resolve
+from leaven.scaling.table import ParameterRow, ParameterTable, resolve
 from leaven.verification.batches import synthetic
 from leaven.verification.coordinates import START
 from leaven.verification.model_family import CheckStart, RecipeFamily, calibrated, calibrated_table
@@ -15,7 +15,7 @@ from leaven.verification.model_family import CheckStart, RecipeFamily, calibrate
 PROXY = Path(__file__).parents[2] / "src/leaven/demo/proxy.toml"
 WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
 
-Fault = Callable[[Row, Recipe], Row]
+Fault = Callable[[ParameterRow, Recipe], ParameterRow]
 
 
 def family(
@@ -39,29 +39,29 @@ def family(
     return RecipeFamily(recipe, synthetic(256, 32, 8), planted, **more)
 
 
-def readout_lr_unscaled(row: Row, recipe: Recipe) -> Row:
+def readout_lr_unscaled(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     return replace(row, lr=recipe.hyperparameters.lr) if row.module == "unembedding" else row
 
 
-def embedding_eps_unscaled(row: Row, recipe: Recipe) -> Row:
+def embedding_eps_unscaled(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     return replace(row, eps=recipe.hyperparameters.eps) if row.module == "embedding" else row
 
 
-def residual_left_out(row: Row, recipe: Recipe) -> Row:
+def residual_left_out(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     return replace(row, multiplier=1.0)
 
 
-def depth_in_the_init_as_well(row: Row, recipe: Recipe) -> Row:
+def depth_in_the_init_as_well(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     """GPT-2's 1/sqrt(2L) on what ends a branch, on top of the branch's multiplier."""
     ends = row.module in {"attention.out", "mlp.out"}
     return replace(row, init_std=row.init_std / math.sqrt(2 * recipe.model.n_layers)) if ends else row
 
 
-def decay_unscaled(row: Row, recipe: Recipe) -> Row:
+def decay_unscaled(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     return replace(row, weight_decay=recipe.hyperparameters.weight_decay) if row.weight_decay else row
 
 
-def rule_applied_twice(row: Row, recipe: Recipe) -> Row:
+def rule_applied_twice(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     base = _base_row(row, recipe)
     squared = {}
     for name in ("lr", "eps", "weight_decay", "init_std", "multiplier"):
@@ -70,17 +70,17 @@ def rule_applied_twice(row: Row, recipe: Recipe) -> Row:
     return replace(row, **squared)
 
 
-def alpha_1_multiplier(row: Row, recipe: Recipe) -> Row:
+def alpha_1_multiplier(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     """The branch's multiplier of alpha 1 beside lrs and eps of the recipe's own alpha."""
     depth = recipe.model.n_layers / recipe.base.depth
     ends = row.module in {"attention.out", "mlp.out"}
     return replace(row, multiplier=row.multiplier * depth ** (recipe.scaling.alpha - 1)) if ends else row
 
 
-def hidden_lr_of_alpha_one_half(row: Row, recipe: Recipe) -> Row:
+def hidden_lr_of_alpha_one_half(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     depth = recipe.model.n_layers / recipe.base.depth
     return replace(row, lr=row.lr * depth**-0.5) if row.layer is not None else row
 
 
-def _base_row(row: Row, recipe: Recipe) -> Row:
+def _base_row(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     return resolve(recipe.replace({"scaling.base": None}))[row.name]

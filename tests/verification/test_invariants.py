@@ -8,12 +8,14 @@ from tests.verification.families import family
 
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
-from leaven.scaling.table import Row, ratios
+from leaven.scaling.table import ParameterRow, ratios
 from leaven.verification.invariants import invariants, settings_of
 from leaven.verification.verdict import CheckRow
 
 
-def audited(fault: Callable[[Row, Recipe], Row] | None = None, **more: object) -> dict[str, CheckRow]:
+def audited(
+    fault: Callable[[ParameterRow, Recipe], ParameterRow] | None = None, **more: object
+) -> dict[str, CheckRow]:
     checked = family(fault, **more)  # type: ignore[arg-type]
     sizes = [(64, 2), (128, 2), (64, 4)]
     return {
@@ -30,7 +32,7 @@ def test_a_right_rule_balances(more: dict[str, object]) -> None:
     assert None not in rows["mlp.out"].parts.values()
 
 
-def moved(module: str, **by: Callable[[Recipe], float]) -> Callable[[Row, Recipe], Row]:
+def moved(module: str, **by: Callable[[Recipe], float]) -> Callable[[ParameterRow, Recipe], ParameterRow]:
     """A fault of some modules: values times a function of the recipe."""
     return lambda row, recipe: (
         replace(row, **{name: getattr(row, name) * factor(recipe) for name, factor in by.items()})
@@ -85,7 +87,7 @@ def test_a_fault_is_named(name: str) -> None:
 
 
 def test_without_decay_the_lr_is_held_all_the_same() -> None:
-    def fault(row: Row, recipe: Recipe) -> Row:
+    def fault(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         hidden = row.role is Role.HIDDEN_WEIGHT
         return replace(row, weight_decay=0.0, lr=row.lr * depth(recipe) ** 0.5 if hidden else row.lr)
 

@@ -8,7 +8,7 @@ from tests.verification.families import family
 
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
-from leaven.scaling.table import Row, ratios
+from leaven.scaling.table import ParameterRow, ratios
 from leaven.verification import gradients as gradients_module
 from leaven.verification.coordinates import coordinates
 from leaven.verification.gradients import gradients
@@ -18,7 +18,7 @@ def wide(recipe: Recipe) -> bool:
     return ratios(recipe).width > 1
 
 
-FAULTS: dict[str, tuple[Callable[[Row, Recipe], Row], str]] = {
+FAULTS: dict[str, tuple[Callable[[ParameterRow, Recipe], ParameterRow], str]] = {
     "nothing is trained": (lambda row, recipe: replace(row, lr=0.0), "embedding"),
     "nothing is trained when wide": (lambda row, recipe: replace(row, lr=0.0) if wide(recipe) else row, "embedding"),
     "no hidden weight is trained": (
@@ -46,10 +46,10 @@ def test_no_check_passes_what_stands_still(name: str) -> None:
 
 
 def test_an_output_or_decay_that_is_0_at_some_sizes_only() -> None:
-    def value(row: Row, recipe: Recipe) -> Row:
+    def value(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         return replace(row, init_std=0.0) if row.module == "attention.value" and wide(recipe) else row
 
-    def undecayed(row: Row, recipe: Recipe) -> Row:
+    def undecayed(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         return replace(row, weight_decay=0.0) if wide(recipe) else row
 
     rows = {row.module: row for row in coordinates(family(value), (64, 128), (2,), seeds=1).failed}
@@ -60,7 +60,7 @@ def test_an_output_or_decay_that_is_0_at_some_sizes_only() -> None:
 
 
 def test_a_gain_that_moves_with_width_alone() -> None:
-    def fault(row: Row, recipe: Recipe) -> Row:
+    def fault(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         return replace(row, lr=row.lr * ratios(recipe).width) if row.module == "norm.mlp" else row
 
     checked = family(fault, start=gradients_module.START)
@@ -71,7 +71,7 @@ def test_a_gain_that_moves_with_width_alone() -> None:
 
 
 def test_a_fault_where_width_and_depth_both_grow() -> None:
-    def fault(row: Row, recipe: Recipe) -> Row:
+    def fault(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         both = wide(recipe) and ratios(recipe).depth > 1
         return replace(row, multiplier=4 * row.multiplier) if row.module == "mlp.out" and both else row
 

@@ -1,7 +1,6 @@
 """Plans to make pages of."""
 
-from leaven.planning.asked import plan_recipe
-from leaven.planning.plan import Plan
+from leaven.planning.plan import Plan, plan_recipe
 from leaven.recipe.files import parse_recipe
 
 RYE = """

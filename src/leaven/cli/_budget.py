@@ -6,7 +6,7 @@ from rich.console import Group
 
 from leaven.cli._common import console, emit_json
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.budget import Budget, Row, budget
+from leaven.planning.budget import BudgetPlan, BudgetRow, budget
 from leaven.planning.cost import parse_price
 from leaven.planning.plan import ACCURACY
 from leaven.recipe.units import format_quantity, format_seconds
@@ -36,7 +36,7 @@ def show_budget(text: str, mfu: float | None, price: str | None, json_output: bo
         console.print(budget_screen(found))
 
 
-def budget_screen(found: Budget) -> Group:
+def budget_screen(found: BudgetPlan) -> Group:
     """Rows from the largest model to the smallest, what it costs, and what to type next."""
     flops = [6 * row.params * row.tokens for row in found.rows]
     cluster = found.cluster
@@ -51,14 +51,14 @@ def budget_screen(found: Budget) -> Group:
     return Group(Columns(_COLUMNS, [_cells(row) for row in found.rows]), Facts(facts))
 
 
-def next_command(found: Budget) -> str:
+def next_command(found: BudgetPlan) -> str:
     """A recipe of the middle size."""
     middle = found.rows[len(found.rows) // 2]
     sizes = f"--params {_typed(middle.params)} --tokens {_typed(middle.tokens)}"
-    return f"leaven new OUT.toml {sizes} --gpus {found.cluster}"
+    return f"leaven new {_typed(middle.params)}.toml {sizes} --gpus {found.cluster}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: BudgetRow) -> tuple[str, ...]:
     shape, how = row.speed.shape, row.speed.plan and row.speed.plan.arrangement
     return (
         row.law,

@@ -17,7 +17,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity
-from leaven.scaling.tested_ground import Caution
+from leaven.scaling.tested_ranges import Caution
 
 NO_TERMINAL = 120  # columns of what is piped or logged, whatever machine it runs on
 

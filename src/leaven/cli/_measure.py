@@ -6,8 +6,7 @@ import typer
 
 from leaven.cli._common import errors, stopping
 from leaven.cli._screens import CountScreen
-from leaven.planning.calibration import calibrated
-from leaven.planning.history import history as of_before
+from leaven.planning.calibration import history as of_before
 from leaven.planning.plan import Plan
 from leaven.recipe.recipe import Recipe
 
@@ -27,7 +26,7 @@ def by_measurement(plan: Plan, recipe: Recipe, gpus: str, *, measure: bool, hist
         typer.Exit: 75, if the measurement was stopped.
     """
     if not measure:
-        return calibrated(plan, of_before() if history else [], recipe.precision.compute)
+        return plan.calibrated(of_before() if history else [], recipe.precision.compute)
 
     from leaven.training.measured import measure as take_steps
 
@@ -39,4 +38,4 @@ def by_measurement(plan: Plan, recipe: Recipe, gpus: str, *, measure: bool, hist
     depth, layers = recipe.model.n_layers, " and ".join(map(str, found.layers))
     of = "" if found.layers == (depth,) else f", of {layers} layers, from which {depth} follow"
     errors.print(f"measured {found.record.device}: best matmul {found.matmul_tflops:.3g} TFLOP/s{of}")
-    return calibrated(plan, [found.record], recipe.precision.compute)
+    return plan.calibrated([found.record], recipe.precision.compute)

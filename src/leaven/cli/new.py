@@ -15,7 +15,7 @@ from leaven.planning.start import start
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.units import format_quantity, parse_quantity
-from leaven.scaling.tested_ground import warnings
+from leaven.scaling.tested_ranges import warnings
 from leaven.views.derivation import derivation
 
 

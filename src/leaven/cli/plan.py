@@ -12,10 +12,10 @@ from leaven.cli._budget import show_budget
 from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
 from leaven.cli._measure import HistoryOption, MeasureOption, by_measurement
 from leaven.cli._plan import plan_screen
-from leaven.planning.asked import plan_recipe, plan_run
 from leaven.planning.cost import parse_price
+from leaven.planning.plan import plan_recipe, plan_run
 from leaven.planning.ramp import SHARE
-from leaven.planning.states import Moments
+from leaven.planning.training_codes import Moments
 from leaven.recipe.errors import InputError
 from leaven.views.plan import write_plan
 
@@ -102,7 +102,7 @@ def plan(
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
         following = _next.after_plan(recipe, read, found, overrides or ())
-    found = found.but(share=share)
+    found = found.changed(share=share)
     screen, document = (
         (None, found.to_json(explain, each)) if json_output else (plan_screen(found, each, explain), None)
     )

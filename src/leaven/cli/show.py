@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import resolve
-from leaven.scaling.tested_ground import warnings
+from leaven.scaling.tested_ranges import warnings
 from leaven.views.rules import rule_table
 from leaven.views.starts import init_table
 from leaven.views.terminal import parameter_notes, parameter_table

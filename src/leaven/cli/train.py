@@ -24,7 +24,7 @@ from leaven.cli._screens import TextScreen
 from leaven.cli._train_screen import TrainScreen, advice, summary_line
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
 from leaven.recipe.errors import InputError
-from leaven.scaling.tested_ground import warnings
+from leaven.scaling.tested_ranges import warnings
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder

@@ -13,7 +13,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
-from leaven.scaling.tested_ground import dropped, warnings
+from leaven.scaling.tested_ranges import dropped, warnings
 from leaven.scaling.transfer import transfer, transfer_like
 from leaven.views.terminal import parameter_table
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from leaven.data.hub import SCHEME, open_split
 from leaven.data.readers import SUFFIXES, Fault, File, SourcePart, suffix
 from leaven.data.survey import NAMED_FAULTS, Survey, SurveyCache, Tally, encode_key, key_place
-from leaven.recipe.data import Source
+from leaven.recipe.data import DataSource
 from leaven.recipe.errors import InputError
 
 VALIDATION_SHARE = 0.05
@@ -120,7 +120,10 @@ class Corpus:
 
 
 def open_corpora(
-    sources: Sequence[Source], corrupt_share: float, memory: Path | None = None, progress: OnProgress | None = None
+    sources: Sequence[DataSource],
+    corrupt_share: float,
+    memory: Path | None = None,
+    progress: OnProgress | None = None,
 ) -> list[Corpus]:
     """The corpora of sources, whose parts are read once from end to end to know their sizes and fingerprints.
 
@@ -145,7 +148,7 @@ def open_corpora(
 
 
 def _survey(
-    source: Source, parts: tuple[SourcePart, ...], corrupt_share: float, memory: Path | None, meter: Meter
+    source: DataSource, parts: tuple[SourcePart, ...], corrupt_share: float, memory: Path | None, meter: Meter
 ) -> Corpus:
     name = source.source
     at = name if name.startswith(SCHEME) else os.path.abspath(name)
@@ -197,7 +200,7 @@ def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
     return f"{said} and are skipped: {named}"
 
 
-def _parts(source: Source) -> list[SourcePart]:
+def _parts(source: DataSource) -> list[SourcePart]:
     """What a source names, with keys: the path below what of it has no wildcard, or the name of a split."""
     if source.source.startswith(SCHEME):
         return [open_split(source.source, source.text)]

@@ -19,10 +19,10 @@ from leaven.distributed.pieces import Piece
 from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
 from leaven.distributed.world import ALONE, World
 from leaven.model.kernels import norms
-from leaven.planning.memory import stage_layers
+from leaven.planning.stages import stage_layers
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
-from leaven.scaling.table import ParameterTable, Row
+from leaven.scaling.table import ParameterRow, ParameterTable
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Held:
     """A parameter of which this process holds a piece. ``parameter`` is the model's, ``leaf`` its local memory as a
     parameter of its own; without other processes they are one."""
 
-    row: Row
+    row: ParameterRow
     piece: Piece
     parameter: nn.Parameter
     leaf: nn.Parameter

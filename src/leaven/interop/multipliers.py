@@ -25,7 +25,7 @@ from leaven.interop.roles import is_linear
 from leaven.interop.structure import ModelStructure, ParameterSite, inspect_model, is_a, logit_scales, unwrapped
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS, Role
-from leaven.scaling.table import Row
+from leaven.scaling.table import ParameterRow
 
 ROWS = "leaven_rows"  # on a parametrized model: what each of its parameters gets
 LOGIT_SCALES = "leaven_logit_scales"  # and where attention scales were moved: (module's name, attribute, before)
@@ -60,7 +60,7 @@ class ScaleInput:
 Hook = tuple[nn.Module, ScaleOutput | ScaleInput]
 
 
-def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Row]) -> list[Hook]:
+def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[ParameterRow]) -> list[Hook]:
     """The hooks for all multipliers of the rows that are not 1; nothing is installed yet.
 
     Raises:
@@ -85,7 +85,9 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Row]
     return found
 
 
-def _logits(site: ParameterSite, row: Row, sites: dict[str, ParameterSite], rows: Sequence[Row]) -> Hook:
+def _logits(
+    site: ParameterSite, row: ParameterRow, sites: dict[str, ParameterSite], rows: Sequence[ParameterRow]
+) -> Hook:
     """On the final norm's output, which every way to the logits reads: losses that never form them (and leaven's own
     model) take the readout's weight without calling its module. Without a final norm, on what that module reads."""
     final = [other for other in rows if other.role is Role.FINAL_NORM]
@@ -227,7 +229,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 def _factors(target: nn.Module) -> Factors:
     """What each parameter is multiplied by; those that stay are absent."""
-    rows: tuple[Row, ...] | None = getattr(target, ROWS, None)
+    rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
     sites = {site.name: site for site in inspect_model(target).sites}

@@ -31,7 +31,7 @@ from leaven.recipe.shape import Parameter, Role
 from leaven.scaling.apply import factors, tensor_ratios
 from leaven.scaling.cells import Ratios, TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import Row, exponents, optimiser_groups, resolve_row
+from leaven.scaling.table import ParameterRow, exponents, optimiser_groups, resolve_row
 
 _SAME = Ratios()
 _UNUSED_STD = 1.0  # of hyperparameters without init_std, where nothing is initialised
@@ -168,7 +168,7 @@ def parametrize(
 
     chosen, free = RULES[scaling.rule], exponents(scaling)
     gated = any(kind.module == "mlp.gate" for kind in classified.values())
-    rows: list[Row] = []
+    rows: list[ParameterRow] = []
     for site in structure.sites:
         kind = classified[site.name]
         parameter = Parameter(site.name, site.shape, kind.role, kind.module, site.layer)
@@ -200,7 +200,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
         InputError: if it has not been called, or the parameters have other names since.
     """
     target = unwrapped(model, "groups: model")
-    rows: tuple[Row, ...] | None = getattr(target, ROWS, None)
+    rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"this {type(target).__name__} has no groups yet; call leaven.parametrize on it")
     parameters = {site.name: site.parameter for site in inspect_model(target).sites}
@@ -333,7 +333,7 @@ def _require_a_readout(structure: ModelStructure, roles: Mapping[str, Role]) -> 
 
 
 @torch.no_grad()
-def _initialise(structure: ModelStructure, rows: list[Row], seed: int) -> None:
+def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
     sites = {site.name: site for site in structure.sites}
     trained = [row for row in rows if sites[row.name].parameter.requires_grad]
     for row in trained:
@@ -343,6 +343,6 @@ def _initialise(structure: ModelStructure, rows: list[Row], seed: int) -> None:
         _fill(sites[row.name], row, seed)
 
 
-def _fill(site: ParameterSite, row: Row, seed: int) -> None:
+def _fill(site: ParameterSite, row: ParameterRow, seed: int) -> None:
     piece = piece_of(row.name, site.parameter)
     fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

@@ -1,4 +1,4 @@
-"""What one accelerator can do, where each number is from, and how well it is known: accelerators.toml and the user's.
+"""Accelerators: their numbers, each with a source, from accelerators.toml and from the user's own file.
 
 A user's file has the same form and may add an accelerator or give another group (its own network, say) to a known
 one: ``$LEAVEN_ACCELERATORS``, or else accelerators.toml in leaven's folder of ``$XDG_CONFIG_HOME`` or ~/.config.
@@ -25,7 +25,7 @@ Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
 CONFIDENCE: dict[Confidence, str] = {
     "vendor": "read in the vendor's own documentation",
     "read": "read in another's table or page",
-    "memory": "read nowhere, remembered",
+    "memory": "unverified, from memory",
     "yours": "from your own file",
     "guess": "a guess",
 }
@@ -40,37 +40,31 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 
 
 @dataclass(frozen=True)
-class Source:
+class NumberSource:
     """Where a group of numbers stands, and how well it is known."""
 
-    group: str
+    group: str  # peak, matmul, memory, board, link or network
     text: str
     confidence: Confidence
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator.
-
-    ``peak_tflops`` dense bf16, or fp16 where it has no bf16; ``best_matmul_tflops`` the best such matmul anybody
-    measured, None if nobody did; ``memory_tb_s`` bandwidth of its memory; ``link_gb_s`` to its neighbours in the node
-    and ``network_gb_s`` to other nodes, one direction; ``node_size`` accelerators joined by the link; ``power_w`` of
-    the board and ``multiprocessors`` None where they are not known.
-    """
+    """The published numbers of one accelerator. Links and networks count one direction."""
 
     name: str
-    peak_tflops: float
-    best_matmul_tflops: float | None
+    peak_tflops: float  # dense, in bf16, or fp16 where there is no bf16
+    best_matmul_tflops: float | None  # the best such matmul that anybody measured
     memory_gib: float
-    memory_tb_s: float
-    link_gb_s: float
-    network_gb_s: float
-    node_size: int = 8
-    power_w: float | None = None
+    memory_tb_s: float  # bandwidth of its memory
+    link_gb_s: float  # to its neighbours in the node
+    network_gb_s: float  # to other nodes
+    node_size: int = 8  # accelerators joined by the link
+    power_w: float | None = None  # rated, of the board
     multiprocessors: int | None = None
-    peaks: tuple[tuple[Dtype, float], ...] = ()
-    matmuls: tuple[tuple[Dtype, float], ...] = ()
-    sources: tuple[Source, ...] = ()
+    peaks: tuple[tuple[Dtype, float], ...] = ()  # dense TFLOP/s by dtype
+    matmuls: tuple[tuple[Dtype, float], ...] = ()  # best measured TFLOP/s by dtype
+    sources: tuple[NumberSource, ...] = ()
     note: str = ""
 
     def peak(self, dtype: Dtype) -> float | None:
@@ -152,7 +146,7 @@ class _Entry(Part):
         return self
 
     def accelerator(self, name: str, named: Mapping[str, str]) -> Accelerator:
-        """``named``: what the short names of sources stand for."""
+        """The accelerator of an entry; ``named`` maps short names of sources to full ones."""
         peaks, matmuls = dict(self.peak.pairs()), dict(self.matmul.pairs())
         half: Dtype = "bf16" if "bf16" in peaks else "fp16"
         return Accelerator(
@@ -169,7 +163,7 @@ class _Entry(Part):
             peaks=self.peak.pairs(),
             matmuls=self.matmul.pairs(),
             sources=tuple(
-                Source(group, _spelt(part.source, named), part.confidence)
+                NumberSource(group, _spelt(part.source, named), part.confidence)
                 for group in _Entry.model_fields
                 if isinstance(part := getattr(self, group), _Group) and group in self.model_fields_set
             ),
@@ -178,7 +172,7 @@ class _Entry(Part):
 
 
 def _spelt(source: str, named: Mapping[str, str]) -> str:
-    """A source with its short name spelt out, which may stand first or after a semicolon."""
+    """A source with its short names, at the start or after a semicolon, replaced by the full ones."""
     parts = []
     for part in source.split("; "):
         short = re.split(r"[ :]", part, maxsplit=1)[0]
@@ -213,7 +207,7 @@ def user_file() -> Path:
 
 @cache
 def _known(path: Path) -> dict[str, Accelerator]:
-    """The built-in ones in their order, then those that only the user has.
+    """All accelerators: the built-in ones in their order, then the user's.
 
     Raises:
         InputError: naming file, entry and remedy, if the user's file cannot be read or is wrong.
@@ -297,11 +291,13 @@ def _explain(error: ValidationError) -> str:
 
 
 def this_machine() -> Accelerator:
-    """The processors here as one accelerator. Memory and cores are the machine's own; the rest is a guess by the
-    core, of the order of a server's with AVX2: what is measured calibrates the time of a step."""
+    """The processors of this machine as one accelerator.
+
+    Memory and cores are the machine's own; the rest is a guess by the core, of the order of a server's with AVX2.
+    """
     cores = os.cpu_count() or 1
     rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
-    guess = tuple(Source(group, f"a guess for {cores} cores", "guess") for group in ("peak", "memory", "board"))
+    guess = tuple(NumberSource(group, f"a guess for {cores} cores", "guess") for group in ("peak", "memory", "board"))
     return Accelerator(
         name="cpu",
         peak_tflops=rate,

@@ -7,10 +7,9 @@ what the kernel of attention reads again. With context parallelism a rank has fe
 from dataclasses import dataclass
 from functools import cache
 
-from leaven.planning.blueprint import Block, Blueprint, blueprint
-from leaven.planning.implementations import LEAVEN_BF16, Implementation
+from leaven.planning.blueprint import BlockTable, Model, blueprint
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Recompute
-from leaven.recipe.shape import ModelShape
 
 # Tensors of the width of the MLP that its backward pass needs: before and after the activation; of a gated one also
 # the gate and its activation. The gradient of a rectified unit is told by its output.
@@ -19,17 +18,16 @@ _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes a token of one block on one rank: ``stays`` for every micro-batch in flight, ``once`` while one block is
-    computed again, and ``gradients`` within one block at the most."""
+    """Bytes a token of one block on one rank."""
 
-    stays: float
-    once: float
-    gradients: float
+    stays: float  # for every micro-batch in flight
+    once: float  # while one block is computed again
+    gradients: float  # within one block at the most
 
 
 @cache
 def operators_kept(
-    block: Block, d_model: int, seq_len: int, tp: int, code: Implementation = LEAVEN_BF16
+    block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
     """Bytes a token that a block keeps without recomputation, by operator, on one of ``tp`` ranks.
 
@@ -79,7 +77,7 @@ def operators_kept(
 
 @cache
 def block_kept(
-    block: Block, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: Implementation = LEAVEN_BF16
+    block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
     """The same, summed up, under a mode of recomputation."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
@@ -104,16 +102,14 @@ def block_kept(
     return Kept(stays, everything - stays, max(gradients, scores - mlp))
 
 
-def _every_second_product(block: Block, tp: int, code: Implementation) -> float:
+def _every_second_product(block: BlockTable, tp: int, code: TrainingCode) -> float:
     """Bytes a token of the outputs of the first, third ... product of a block (torchtitan's way)."""
     stretch = tp if code.sequence_parallel else 1
     kept = block.matmuls[::2]
     return sum(code.element * row.n * row.passed / (tp if row.split == "column" else stretch) for row in kept)
 
 
-def layer_activation_bytes(
-    model: ModelShape | Blueprint, sequences: int, tp: int, code: Implementation = LEAVEN_BF16
-) -> float:
+def layer_activation_bytes(model: Model, sequences: int, tp: int, code: TrainingCode = LEAVEN_BF16) -> float:
     """What a block keeps without recomputation, in bytes, for ``sequences`` sequences on one rank; the mean over the
     blocks, where they differ."""
     table = blueprint(model)

@@ -1,4 +1,4 @@
-"""One way to run a step on a cluster: layout, micro-batch and accumulation. Written form, and what is allowed."""
+"""One way to run a step on a cluster: layout, micro-batch and accumulation; how it is written, what is allowed."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.planning.blueprint import Blueprint, blueprint
+from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
@@ -25,11 +25,11 @@ _KEYS = (*_NUMBERS, *_WORDS, *_SWITCHES)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A layout, the sequences of one forward on a rank, and the forwards of a rank in one step."""
+    """One way to run a step."""
 
     layout: Layout
-    micro_batch: int
-    grad_accumulation: int
+    micro_batch: int  # sequences of one forward on a rank
+    grad_accumulation: int  # forwards of a rank in a step
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -53,8 +53,11 @@ class Arrangement:
 
 
 def scheduled(layout: Layout, micro_batches: int) -> int:
-    """Micro-batches of a step as the schedule does them: with several stages on a rank whole rounds go through, the
-    last one filled up with targets that do not count."""
+    """Micro-batches of a step that the schedule runs.
+
+    With several stages on a rank whole rounds of pp go through; the last one is filled up with targets that do not
+    count.
+    """
     if layout.schedule in {"gpipe", "1f1b"}:
         return micro_batches
     return -(-micro_batches // layout.pp) * layout.pp
@@ -102,9 +105,7 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
         raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
 
 
-def parse_layout(
-    text: str, gpus: int, model: ModelShape | Blueprint, *, compile: bool = False
-) -> tuple[Layout, int | None]:
+def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -> tuple[Layout, int | None]:
     """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
 
     What is left out has its default, ``compile`` the one given; ``dp`` takes the GPUs that tp, pp and cp leave. A
@@ -126,7 +127,7 @@ def parse_layout(
     return layout, micro_batch
 
 
-def _would(model: ModelShape | Blueprint, layout: Layout, gpus: int) -> str:
+def _would(model: Model, layout: Layout, gpus: int) -> str:
     """The degrees of one kind that the model has and that divide the GPUs beside the others."""
     said = []
     for key, possible in (("tp", tensor_degrees(model)), ("pp", range(1, model.n_layers + 1))):
@@ -144,13 +145,13 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def written(layout: Layout) -> str:
-    """A layout as ``--layout`` takes it, without what is default."""
+    """A layout as ``--layout`` takes it, without default values."""
     values = layout.model_dump(exclude_defaults=True)
     return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
 
 
 def degrees(layout: Layout) -> str:
-    """What a layout's ranks are the product of, in words."""
+    """The degrees of a layout: ``dp 2 x tp 4 x pp 1``."""
     cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
     return f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp}"
 
@@ -160,14 +161,14 @@ def _ranks(layout: Layout, gpus: int) -> str:
     return f"layout {degrees(layout)} is {ranks}, the cluster has {has}"
 
 
-def tensor_degrees(model: ModelShape | Blueprint) -> list[int]:
+def tensor_degrees(model: Model) -> list[int]:
     """The tensor-parallel degrees that cut heads, key-value heads, the MLP, the vocabulary and, between products, the
     sequence into whole parts."""
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
     return [tp for tp in range(1, unit + 1) if unit % tp == 0]
 
 
-def check_layout(model: ModelShape | Blueprint, layout: Layout, cluster: Cluster) -> None:
+def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
     """Refuse a layout that the model or the cluster cannot have.
 
     Raises:
@@ -180,7 +181,7 @@ def check_layout(model: ModelShape | Blueprint, layout: Layout, cluster: Cluster
         raise InputError(f"layout {refusal}")
 
 
-def shape_refusal(model: ModelShape | Blueprint, layout: Layout) -> str | None:
+def shape_refusal(model: Model, layout: Layout) -> str | None:
     """Why a model cannot be laid out like this, and what would work; None if it can."""
     tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
     possible = tensor_degrees(model)
@@ -199,7 +200,7 @@ def shape_refusal(model: ModelShape | Blueprint, layout: Layout) -> str | None:
     return None
 
 
-def _cut_by_tensor_ranks(model: ModelShape | Blueprint) -> str:
+def _cut_by_tensor_ranks(model: Model) -> str:
     if isinstance(model, ModelShape):
         return (
             f"{model.n_heads} heads, {model.n_kv_heads} kv heads, d_ff {model.d_ff}, a vocabulary of "
@@ -235,7 +236,7 @@ def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_b
 
 
 def arrangements(
-    model: ModelShape | Blueprint,
+    model: Model,
     layout: Layout,
     batch_tokens: int,
     micro_batch: int | None,

@@ -1,4 +1,4 @@
-"""What the planner knows of a model: one table of operators, from which FLOPs, memory and time are counted.
+"""The planner's model: one table of operators, from which FLOPs, memory and time are counted.
 
 A :class:`Blueprint` is wider than the models that leaven builds: experts, latent attention, widths that change from
 layer to layer. It is made from a :class:`ModelShape`, or from the architecture of a published run. Every row of a
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from leaven.recipe.shape import ModelShape
 
@@ -21,19 +21,15 @@ Attention = Literal["full", "causal"]
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product of a block: ``k`` inputs become ``n`` outputs for every token.
-
-    Tensor parallelism cuts the outputs (``column``), the inputs (``row``, an all-reduce follows) or nothing. Of an
-    expert's matrix ``stored`` copies exist and every token passes ``passed`` of them.
-    """
+    """A product of a block: ``k`` inputs become ``n`` outputs for every token."""
 
     name: str
     k: int
     n: int
-    split: Split
+    split: Split  # tensor parallelism cuts the outputs (column), the inputs (row, an all-reduce follows), or nothing
     bias: bool = False
-    stored: int = 1
-    passed: int = 1
+    stored: int = 1  # copies that exist, of an expert's matrix
+    passed: int = 1  # of those, the ones that a token passes
 
     @property
     def routed(self) -> bool:
@@ -57,13 +53,13 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Core:
-    """Scores, softmax and the weighted sum of values. ``window``: keys that a query sees at most, None for all."""
+    """Scores, softmax and the weighted sum of values."""
 
     heads: int
     kv_heads: int
-    d_qk: int
-    d_v: int
-    window: int | None = None
+    d_qk: int  # width of a head's queries and keys
+    d_v: int  # width of a head's values
+    window: int | None = None  # keys that a query sees at most; None for all
 
     def keys(self, seq_len: int, attention: Attention = "full") -> float:
         """Keys that a query meets on average: all of its window, or of them those that are not in the future."""
@@ -76,13 +72,13 @@ class Core:
 
 
 @dataclass(frozen=True)
-class Block:
-    """One layer. ``vectors`` are gains and biases that every tensor rank has, ``split_vectors`` those they share."""
+class BlockTable:
+    """One layer."""
 
     matmuls: tuple[Matmul, ...]
     core: Core
-    vectors: int
-    split_vectors: int
+    vectors: int  # gains and biases that every tensor rank has
+    split_vectors: int  # gains and biases that tensor ranks share out
     activation: str
     qk_norm: bool = False
     dropout: bool = False
@@ -122,21 +118,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model for the planner: its blocks in order, and its two ends.
-
-    ``unembedding`` has as many weights as ``embedding``; of a ``tied`` model they are the same. The vectors are those
-    of the norms after the embedding and before the unembedding, ``positions`` the weights of learned positions.
-    """
+    """A model for the planner: its blocks in order, and its two ends."""
 
     seq_len: int
     d_model: int
     vocab_size: int
-    blocks: tuple[Block, ...]
-    tied: bool
-    positions: int = 0
+    blocks: tuple[BlockTable, ...]
+    tied: bool  # the unembedding is the embedding
+    positions: int = 0  # weights of learned positions
     embedding_norm: bool = False
-    embedding_vectors: int = 0
-    final_vectors: int = 0
+    embedding_vectors: int = 0  # of the norm after the embedding
+    final_vectors: int = 0  # of the norm before the unembedding
 
     def __hash__(self) -> int:
         return self._hash
@@ -150,7 +142,7 @@ class Blueprint:
         return len(self.blocks)
 
     @cached_property
-    def kinds(self) -> tuple[tuple[Block, int], ...]:
+    def kinds(self) -> tuple[tuple[BlockTable, int], ...]:
         """The different blocks, and how many there are of each."""
         return tuple(Counter(self.blocks).items())
 
@@ -169,7 +161,7 @@ class Blueprint:
 
     @cached_property
     def active_params(self) -> int:
-        """Of the routed experts only those that a token is sent to."""
+        """Parameters that one token passes; of routed experts only those it is sent to."""
         return self.ends + sum(count * block.active for block, count in self.kinds)
 
     @cached_property
@@ -186,13 +178,17 @@ class Blueprint:
             sizes += [row.n if row.split == "column" else row.k for row in block.matmuls if row.split != "none"]
         return gcd(*sizes)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[BlockTable]:
         return iter(self.blocks)
 
 
+Model: TypeAlias = ModelShape | Blueprint
+"""What the planner takes as a model."""
+
+
 @cache
-def blueprint(model: ModelShape | Blueprint) -> Blueprint:
-    """The table of a model that leaven can build. One that is a table already is given back."""
+def blueprint(model: Model) -> Blueprint:
+    """The table of a model that leaven can build; a table is returned as it is."""
     if isinstance(model, Blueprint):
         return model
     d, d_q, d_kv = model.d_model, model.n_heads * model.d_head, model.n_kv_heads * model.d_head
@@ -208,7 +204,7 @@ def blueprint(model: ModelShape | Blueprint) -> Blueprint:
         Matmul("mlp.out", model.d_ff, d, "row", bias),
     )
     per_head = model.qk_norm and model.qk_norm_per_head
-    block = Block(
+    block = BlockTable(
         matmuls,
         Core(model.n_heads, model.n_kv_heads, model.d_head, model.d_head),
         # The bias of a row-parallel product is added after the sum over ranks, so every rank has all of it.

@@ -1,4 +1,4 @@
-"""The planner the other way round: which model and how many tokens fit a cluster for so many days.
+"""The planner in reverse: which model and how many tokens fit a cluster for so many days.
 
 A law says which size N is best for C = 6 N D FLOPs; how many FLOPs a cluster yields in the time depends on how fast
 it trains that size. So each row is a fixed point: a size -> a shape (as ``leaven new`` builds it) -> its fastest
@@ -41,25 +41,24 @@ _STEPS = 4
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of one shape on the cluster: ``flops`` 6 N D a second, of all GPUs; ``mfu`` over the dense peak (full
-    attention); ``plan`` None where the MFU was given."""
+class BudgetSpeed:
+    """How fast the cluster trains one shape."""
 
     shape: ModelShape
     batch_tokens: int
-    flops: float
-    mfu: float
-    plan: Plan | None
+    flops: float  # 6 N D a second, of all GPUs
+    mfu: float  # over the dense peak (full attention)
+    plan: Plan | None  # None where the MFU was given
 
 
 @dataclass(frozen=True)
-class Row:
-    """One answer: the size and tokens of a law, at the speed of a shape of about that size."""
+class BudgetRow:
+    """The size and tokens of one law, at the speed of a shape of about that size."""
 
     law: str
     params: float
     tokens: float
-    speed: Speed
+    speed: BudgetSpeed
 
     @property
     def tokens_per_param(self) -> float:
@@ -67,13 +66,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What fits; ``refused`` says of a law why nothing does."""
+class BudgetPlan:
+    """What fits a cluster for a time."""
 
     cluster: Cluster
     seconds: float
-    rows: tuple[Row, ...]
-    refused: tuple[tuple[str, str], ...]
+    rows: tuple[BudgetRow, ...]  # from the largest model to the smallest
+    refused: tuple[tuple[str, str], ...]  # law, and why nothing fits by it
     cost: Cost
 
     def to_json(self) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def parse_budget(text: str) -> tuple[Cluster, float]:
     return parse_cluster(match["cluster"]), seconds
 
 
-def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> Budget:
+def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetPlan:
     """The sizes and tokens that fit ``64xH100 x 14d`` by every law of the best size, and over-trained ones.
 
     With ``mfu`` the speed is that share of the dense peak, and no layout is looked for.
@@ -142,11 +141,11 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
     if not rows:
         raise InputError(f"--budget {text}: {refused[0][1]}")
     rows.sort(key=lambda row: row.params, reverse=True)
-    return Budget(cluster, seconds, tuple(rows), tuple(refused), cost(seconds, cluster, price))
+    return BudgetPlan(cluster, seconds, tuple(rows), tuple(refused), cost(seconds, cluster, price))
 
 
 def _answers() -> list[tuple[str, Callable[[float], float]]]:
-    """Names, and sizes for so many FLOPs."""
+    """Laws of the best size by name, each as a function from FLOPs to parameters."""
     frontiers = [(frontier.name, frontier.sizes.optimal_params) for frontier in FRONTIERS]
 
     def at(ratio: int) -> Callable[[float], float]:
@@ -156,13 +155,13 @@ def _answers() -> list[tuple[str, Callable[[float], float]]]:
 
 
 class _Speeds:
-    """Speeds of one budget by size; sizes that are nearly equal are planned once."""
+    """Plans of one budget by size; nearly equal sizes share a plan."""
 
     def __init__(self, cluster: Cluster, seconds: float, mfu: float | None) -> None:
         self._cluster, self._seconds, self._mfu = cluster, seconds, mfu
-        self._planned: dict[float, Speed] = {}
+        self._planned: dict[float, BudgetSpeed] = {}
 
-    def row(self, law: str, size: Callable[[float], float]) -> Row:
+    def row(self, law: str, size: Callable[[float], float]) -> BudgetRow:
         """The fixed point of one law."""
         # From the speed of the last size planned, or to begin with from the usual share of the peak.
         last = next(reversed(self._planned.values()), None)
@@ -175,9 +174,9 @@ class _Speeds:
             settled = size(flops * self._seconds)
             if abs(settled / params - 1) < _SAME / 2:
                 break
-        return Row(law, settled, flops * self._seconds / 6 / settled, speed)
+        return BudgetRow(law, settled, flops * self._seconds / 6 / settled, speed)
 
-    def _at(self, params: float, tokens: float) -> Speed:
+    def _at(self, params: float, tokens: float) -> BudgetSpeed:
         """The speed of a shape of about so many parameters."""
         for planned, speed in self._planned.items():
             if abs(planned / params - 1) < _SAME:
@@ -194,7 +193,7 @@ class _Speeds:
         else:
             found, mfu = None, self._mfu
             rate = mfu * cluster.accelerator.peak_tflops * 1e12 * cluster.gpus / flops_per_token(shape)
-        self._planned[params] = Speed(shape, batch, 6 * shape.params * rate, mfu, found)
+        self._planned[params] = BudgetSpeed(shape, batch, 6 * shape.params * rate, mfu, found)
         return self._planned[params]
 
 

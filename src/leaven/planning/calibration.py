@@ -1,30 +1,161 @@
-"""How far the planner is off on an accelerator, by what runs on it took.
+"""What runs and measurements took, and how far the planner was off: the calibration history and its factors.
 
-The factor is the weighted median of measured over predicted. Where there are runs that are near (within 4 times the
-parameters, the same kinds of parallelism, recomputation, compiled or not) they alone count, else all within 16 times:
-a small model, which waits for launches, says nothing of a large one. A run counts 1 / (1 + doublings of the
-parameters between + kinds that differ), and the newest hundred do. What was predicted is computed anew, so that a
-planner that has learnt since is held against the same measurements.
+The history lies in leaven's cache (``LEAVEN_CACHE``), a line a record, for every run of the user. It is written at
+the end of a run, which it must never harm: a disk without room or a folder that is read-only costs the line. Lines
+that are not of this version of leaven are skipped.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import platform
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Literal
 
-from leaven.planning.history import Record, predicted, processor
-from leaven.planning.plan import Calibration, Plan
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from leaven import storage
+from leaven.planning.arrangement import Arrangement
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.memory import GIB, worst_stage
+from leaven.planning.timing import step_time
+from leaven.planning.training_codes import in_precision
+from leaven.recipe.files import cache_folder
 from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
 
+# Ratio of parameters within which a run is near, and within which it counts at all.
 NEAR, FAR = 4.0, 16.0
+# Runs that count at most: older ones were of other versions.
 NEWEST = 100
-"""Runs that count at most: what was measured long ago was of other versions."""
+# Size of a file of the history, about 400 lines. A full one replaces the one before it.
+LIMIT_BYTES = 512 * 1024
+# A line that has to wait longer than this is given up.
+LOCK_SECONDS = 5.0
+
+
+class StepCost(BaseModel):
+    """Time and memory of one optimizer step."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    step_seconds: float = Field(gt=0)
+    memory_gib: float | None = Field(default=None, gt=0)  # the most that tensors hold on a rank
+
+
+class CalibrationRecord(BaseModel):
+    """One batch size of one start of a run, or a measurement: a line of the history."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    by: Literal["run", "measurement"]
+    device: str  # what its driver calls it; of a processor its kind
+    accelerator: str | None  # its name in the planner's table, if it is there
+    threads: int | None = None
+    compute: str  # dtype
+    model: ModelShape
+    layout: Layout
+    batch_tokens: int = Field(gt=0)
+    micro_batch: int = Field(gt=0)
+    grad_accumulation: int = Field(gt=0)
+    predicted: StepCost | None  # None for an accelerator that is not in the table
+    measured: StepCost | None
+    steps: int = Field(ge=0)  # that were measured
+    torch: str  # version
+    leaven: str  # version
+    seconds: float  # since 1970
+
+    @property
+    def arrangement(self) -> Arrangement:
+        return Arrangement(self.layout, self.micro_batch, self.grad_accumulation)
+
+
+def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> StepCost | None:
+    """The planner's time and memory of a step by leaven; None if it has none.
+
+    Memory is without the context and fragmentation, which cannot be measured. No error may stop the run that asks.
+    """
+    try:
+        cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
+        cluster, code = in_precision(cluster, compute)
+        memory = worst_stage(model, how, replace(code, fixed_gib=0.0, slack=0.0)).total / GIB
+        return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
+    except Exception:
+        return None
+
+
+def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
+    """Append a record to the history. Returns whether that was possible."""
+    folder = folder or cache_folder()
+    path = folder / "history.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with storage.lock(folder / ".history.lock", seconds=LOCK_SECONDS):
+            storage.append(path, record.model_dump_json(exclude_defaults=True).encode() + b"\n")
+            if path.stat().st_size > LIMIT_BYTES:
+                path.replace(_before(path))
+    except OSError:
+        return False
+    return True
+
+
+def _before(path: Path) -> Path:
+    return path.with_name("history-before.jsonl")
+
+
+def history(folder: Path | None = None) -> list[CalibrationRecord]:
+    """The records of this user, the oldest first."""
+    path = (folder or cache_folder()) / "history.jsonl"
+    return [*_records(_before(path)), *_records(path)]
+
+
+def _records(path: Path) -> Iterator[CalibrationRecord]:
+    with suppress(OSError):
+        for line in storage.read_json_lines(path).documents:
+            with suppress(ValidationError):
+                yield CalibrationRecord.model_validate(line)
+
+
+def processor() -> str:
+    """The kind of this machine's processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors on what the planner says, by what runs on this accelerator took."""
+
+    time: float  # of a step
+    memory: float | None  # None if it was not measured
+    runs: int  # that were counted
+    low: float  # smallest factor of a run in time
+    high: float  # largest
+    measurement: bool = False  # the one run was --measure
+
+    def __str__(self) -> str:
+        runs = "a measurement" if self.measurement else "1 run" if self.runs == 1 else f"{self.runs} runs"
+        spread = f" ({self.low:.3g} to {self.high:.3g})" if self.runs > 1 else ""
+        return f"x{self.time:.3g} by {runs} on this accelerator{spread}"
 
 
 def calibration(
-    records: Iterable[Record], accelerator: str, params: int, layout: Layout, compute: str
+    records: Iterable[CalibrationRecord], accelerator: str, params: int, layout: Layout, compute: str
 ) -> Calibration | None:
-    """What the records of an accelerator, and of the same dtype, say of a model of so many parameters in a layout;
-    None if nothing. Those of a processor count on one of its kind."""
+    """The factor for a model of so many parameters in a layout, from the records of its accelerator and dtype.
+
+    None if there are none. Those of a processor count on one of its kind. The factor is the weighted median of
+    measured over predicted. Where there are runs that are near (within 4 times the parameters, the same kinds of
+    parallelism, recomputation, compiled or not) they alone count, else all within 16 times: a small model, which
+    waits for launches, says nothing of a large one. A run counts 1 / (1 + doublings of the parameters between +
+    kinds that differ). What was predicted is computed again, so that a newer planner is held against the same
+    measurements.
+    """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
         mine = record.accelerator == accelerator and device in {None, record.device}
@@ -37,27 +168,20 @@ def calibration(
     times, memories = [], []
     found = found[-NEWEST:]
     for _, weight, record in found:
-        # Of an accelerator that the table has no more, what was predicted then.
-        said = predicted(record.model, record.arrangement, accelerator, compute) or record.predicted
+        # For an accelerator that is no longer in the table, what was predicted then.
+        expected = predicted(record.model, record.arrangement, accelerator, compute) or record.predicted
         took = record.measured
-        if said is None or took is None:
+        if expected is None or took is None:
             continue
-        times.append((took.step_seconds / said.step_seconds, weight))
-        if took.memory_gib is not None and said.memory_gib is not None:
-            memories.append((took.memory_gib / said.memory_gib, weight))
+        times.append((took.step_seconds / expected.step_seconds, weight))
+        if took.memory_gib is not None and expected.memory_gib is not None:
+            memories.append((took.memory_gib / expected.memory_gib, weight))
     if not times:
         return None
     ratios = [ratio for ratio, _ in times]
     memory = weighted_median(memories) if memories else None
     here = len(found) == 1 and found[0][2].by == "measurement"
     return Calibration(weighted_median(times), memory, len(times), min(ratios), max(ratios), here)
-
-
-def calibrated(plan: Plan, records: Sequence[Record], compute: str) -> Plan:
-    """A plan in this dtype with what the records of its accelerator say of its speed, its length and its memory."""
-    layout, model = plan.arrangement.layout, plan.job.model
-    found = calibration(records, plan.cluster.accelerator.name, model.params, layout, compute)
-    return plan if found is None else plan.but(calibration=found)
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
@@ -78,7 +202,7 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def _kinds(layout: Layout) -> set[str]:
-    """What of a layout a time depends on in another way than the planner may know."""
+    """The features of a layout whose time the planner may misjudge."""
     kinds = {
         "dp": layout.dp > 1,
         "tp": layout.tp > 1,

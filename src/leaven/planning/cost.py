@@ -16,7 +16,7 @@ _PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*
 
 @dataclass(frozen=True)
 class Price:
-    """Money for one GPU and hour; ``currency`` as it was typed, a sign or letters, or none."""
+    """Money for one GPU-hour; ``currency`` as it was typed."""
 
     amount: float
     currency: str = ""
@@ -30,15 +30,14 @@ class Price:
 
 @dataclass(frozen=True)
 class Cost:
-    """``energy_kwh`` at the boards' rated power, an upper bound for them; None where it is not known. ``money`` None
-    without a price. ``device``: what is paid by the hour, as :func:`device` names it."""
+    """Time, energy and money of a run; energy is None for a board of unknown power, money without a price."""
 
     seconds: float
     gpus: int
-    board_power_w: float | None
-    pue: float
-    price: Price | None
-    device: str = "GPU"
+    board_power_w: float | None  # of one GPU
+    pue: float  # power of the building over that of the boards
+    price: Price | None  # of a GPU for an hour
+    device: str = "GPU"  # what is paid by the hour, as :func:`device` names it
 
     @property
     def days(self) -> float:
@@ -67,7 +66,7 @@ class Cost:
             energy = format_number(self.energy_kwh / scale)
             said.append(f"{energy} {unit} (boards at {self.board_power_w:g} W{building})")
         if self.price is not None:
-            unit = "" if self.price.currency else " (unit of the price)"
+            unit = "" if self.price.currency else " (no currency given)"
             said.append(f"{self.price.said(self.gpu_hours)}{unit} at {self.price.said()} a {self.device}-h")
         return said
 
@@ -92,7 +91,7 @@ def cost(
 
 
 def device(cluster: Cluster) -> str:
-    """What a rank computes on, in a word: the CPU is there once, for one process."""
+    """``GPU``, or ``process`` on a CPU."""
     return "process" if cluster.accelerator.name == "cpu" else "GPU"
 
 

@@ -1,16 +1,30 @@
-"""Why not: what somebody asks about, against what was chosen, by part of the step and of the memory."""
+"""Why not another layout, and what to do if none fits: what was asked for, the neighbours of the choice, advice."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from leaven.planning.arrangement import Arrangement, layout_of, parse_keys, shape_refusal
-from leaven.planning.layouts import EQUAL, USABLE, Candidate, Exploration, Job, explore
-from leaven.planning.memory import GIB, Memory
+from leaven.planning.accelerators import ACCELERATORS
+from leaven.planning.arrangement import (
+    Arrangement,
+    check_layout,
+    layout_of,
+    parse_keys,
+    shape_refusal,
+    tensor_degrees,
+    written,
+)
+from leaven.planning.blueprint import Blueprint, Model, blueprint
+from leaven.planning.hardware import Cluster, parse_cluster
+from leaven.planning.layouts import EQUAL, USABLE, Candidate, Exploration, Job, explore, fits, in_a_node, layouts
+from leaven.planning.memory import GIB, Memory, worst_stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import format_quantity
 
-# What each part of a step is to a person.
+# How the parts of a step are called in a sentence.
 PARTS = {
     "compute": "compute",
     "tensor_parallel": "all-reduce",
@@ -19,37 +33,40 @@ PARTS = {
     "data_parallel": "gradient exchange",
     "optimizer": "optimizer",
 }
+# Neighbours of the choice that are listed at most, and the share of a step by which one must be slower to be listed.
 _N_NOT = 4
-# What is slower by less is no reason.
 _SLOWER = 0.03
+# Multiples of the GPUs that are tried when nothing fits.
+_MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
+# Numbers of GPUs tried on either side of one that no layout divides.
+_TRIED = 64
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was asked, the best that has it, and one line that says why it is not the choice.
-
-    ``found`` is None where nothing has it or nothing of that fits; then ``needs`` is the leanest of what does not
-    fit, or None too.
-    """
+    """A layout that was asked for beside the choice."""
 
     asked: str
+    """What was asked for, as it was written."""
     chosen: Candidate
+    """The choice of the plan."""
     found: Candidate | None
+    """The best layout that has what was asked for; None if there is none, or none fits."""
     needs: tuple[Arrangement, Memory] | None
+    """Where none fits, the one that needs least."""
     line: str
+    """Why it is not the choice, in a line."""
 
     @property
     def seconds(self) -> dict[str, tuple[float, float]]:
-        """Seconds of a step by part: of what was asked, and of the choice."""
-        return {} if self.found is None else _beside(vars(self.found.time), vars(self.chosen.time))
-
-    @property
-    def memory_gib(self) -> dict[str, tuple[float, float]]:
-        memory = self.found.memory if self.found else self.needs[1] if self.needs else None
-        return {} if memory is None else _beside(memory.parts_gib, self.chosen.memory.parts_gib)
+        """Seconds of a step by part: of what was asked for, and of the choice."""
+        return {} if self.found is None else _side_by_side(vars(self.found.time), vars(self.chosen.time))
 
     def to_json(self) -> dict[str, Any]:
+        """The part ``explain`` of ``leaven plan --json``."""
         how = self.found.arrangement if self.found else self.needs[0] if self.needs else None
+        memory = self.found.memory if self.found else self.needs[1] if self.needs else None
+        gib = {} if memory is None else _side_by_side(memory.parts_gib, self.chosen.memory.parts_gib)
         return {
             "asked": self.asked,
             "line": self.line,
@@ -58,12 +75,16 @@ class Explanation:
             "layout": how and how.to_json(),
             "step_seconds": self.found and self.found.time.step,
             "seconds": {part: {"asked": a, "chosen": c} for part, (a, c) in self.seconds.items()},
-            "gib": {part: {"asked": a, "chosen": c} for part, (a, c) in self.memory_gib.items()},
+            "gib": {part: {"asked": a, "chosen": c} for part, (a, c) in gib.items()},
         }
 
 
+def _side_by_side(asked: dict[str, float], chosen: dict[str, float]) -> dict[str, tuple[float, float]]:
+    return {part: (asked.get(part, 0.0), chosen.get(part, 0.0)) for part in {**asked, **chosen}}
+
+
 def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanation:
-    """What a part of a layout, ``tp=4`` or ``pp=8,recompute=full``, would be at its best, the rest being free.
+    """Compare the choice with the best layout that has ``tp=4`` or ``pp=8,recompute=full``, the rest being free.
 
     Raises:
         InputError: if what is asked is no part of a layout.
@@ -79,7 +100,7 @@ def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanat
         fixed = {"cp": 1, "ep": 1} | fixed
     if fixed.get("zero", 0) > 1 and not {"pp", "schedule", "stages_per_rank"} & {*fixed}:
         fixed["pp"] = 1
-    refusal = _impossible(exploration, fixed)
+    refusal = _refusal(job, fixed)
     if refusal is not None:
         return Explanation(asked, chosen, None, None, refusal.removeprefix(f"{asked}: "))
     seen = explore(job, fixed)
@@ -87,37 +108,37 @@ def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanat
         found = seen.fitting[0]
         return Explanation(asked, chosen, found, None, _slower(found, chosen) + notes)
     if seen.too_large:
-        return Explanation(asked, chosen, None, seen.too_large[0], _too_large(exploration, seen.too_large[0][1]))
-    said = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
+        return Explanation(asked, chosen, None, seen.too_large[0], too_large(job.cluster, seen.too_large[0][1]))
+    reason = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
     if not fixed.keys() - {"cp", "ep", "compile"}:  # of the layout at hand, where its own degrees are asked for
         try:
             job.arrangements(chosen.arrangement.layout)
         except InputError as error:
-            said = str(error)
-    return Explanation(asked, chosen, None, None, said)
+            reason = str(error)
+    return Explanation(asked, chosen, None, None, reason)
 
 
 def not_lines(exploration: Exploration, chosen: Candidate) -> tuple[str, ...]:
     """The neighbours of the choice that are slower by more than 3% or do not fit, each with its reason.
 
-    A neighbour has another value of one key, dp what is left, and the micro-batch that suits it. Where no such layout
-    is possible, what else is another is named: ``pp 2 (with zero 1)``.
+    A neighbour has another value of one key, dp what is left, and the best micro-batch. Where that is impossible, the
+    other values that change are named: ``pp 2 (with zero 1)``.
     """
+    cluster = exploration.job.cluster
     found: list[tuple[float, str]] = []
     for key in ("tp", "pp", "zero", "recompute"):
         own = chosen.arrangement.layout
         fitting: dict[Any, list[Candidate]] = {}
         for candidate in exploration.layouts:
             fitting.setdefault(getattr(candidate.arrangement.layout, key), []).append(candidate)
-        too_large: dict[Any, list[tuple[Arrangement, Memory]]] = {}
-        for how, memory in exploration.too_large:
-            if how.layout.cp == how.layout.ep == 1 or not exploration.job.by_leaven:
-                too_large.setdefault(getattr(how.layout, key), []).append((how, memory))
-        for value in _neighbours(getattr(own, key), {*fitting, *too_large}):
+        misfits: dict[Any, list[tuple[Arrangement, Memory]]] = {}
+        for how, memory in exploration.misfits:
+            misfits.setdefault(getattr(how.layout, key), []).append((how, memory))
+        for value in _neighbours(getattr(own, key), {*fitting, *misfits}):
             alike = [each for each in fitting.get(value, []) if not _others(each.arrangement.layout, own, key)]
-            lean = [memory for how, memory in too_large.get(value, []) if not _others(how.layout, own, key)]
+            lean = [memory for how, memory in misfits.get(value, []) if not _others(how.layout, own, key)]
             if lean and not alike:
-                found.append((float("inf"), f"{key} {value}: {_too_large(exploration, lean[0])}"))
+                found.append((float("inf"), f"{key} {value}: {too_large(cluster, lean[0])}"))
             elif value in fitting:
                 near = (alike or fitting[value])[0]
                 others = _others(near.arrangement.layout, own, key)
@@ -126,12 +147,12 @@ def not_lines(exploration: Exploration, chosen: Candidate) -> tuple[str, ...]:
                     what = f"{key} {value}" + (f" (with {', '.join(others)})" if others else "")
                     found.append((slower, f"{what}: {_reason(near, chosen)}"))
             else:
-                found.append((float("inf"), f"{key} {value}: {_too_large(exploration, too_large[value][0][1])}"))
+                found.append((float("inf"), f"{key} {value}: {too_large(cluster, misfits[value][0][1])}"))
     return tuple(line for _, line in sorted(found)[:_N_NOT])
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """What of a layout is another than in the choice beside one key and what follows from it."""
+    """The values in which a layout differs from the choice, but for one key and what follows from it."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     mine, theirs = layout.model_dump(), own.model_dump()
@@ -139,7 +160,7 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """The next lower and the next higher number; of words all others."""
+    """The next lower and the next higher number; all other words."""
     others = [value for value in values if value != own]
     if isinstance(own, str):
         return others
@@ -162,9 +183,7 @@ def _slower(found: Candidate, chosen: Candidate) -> str:
 
 def _reason(found: Candidate, chosen: Candidate) -> str:
     """The part of a step that grows most, and its share."""
-    more = {
-        part: found_s - chosen_s for part, (found_s, chosen_s) in _beside(vars(found.time), vars(chosen.time)).items()
-    }
+    more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
     if part == "bubble":
@@ -177,9 +196,10 @@ def _reason(found: Candidate, chosen: Candidate) -> str:
     return f"{PARTS.get(part, part.replace('_', ' '))} {share:.0%} of the step"
 
 
-def _too_large(exploration: Exploration, memory: Memory) -> str:
-    gib = exploration.job.cluster.accelerator.memory_gib
-    return f"needs {memory.total / GIB:.1f} GiB, {USABLE * gib:.0f} of {gib:g} are counted on"
+def too_large(cluster: Cluster, memory: Memory) -> str:
+    """``needs 75.8 GiB, limit 68 of 80 GiB (85%)``."""
+    gib = cluster.accelerator.memory_gib
+    return f"needs {memory.total / GIB:.1f} GiB, limit {USABLE * gib:.0f} of {gib:g} GiB ({USABLE:.0%})"
 
 
 def _require_values(asked: str, fixed: dict[str, Any]) -> None:
@@ -193,7 +213,7 @@ def _require_values(asked: str, fixed: dict[str, Any]) -> None:
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """What of it is never the choice, on principle, as the end of a line."""
+    """What the search leaves out on principle, as the end of a line."""
     left_out = []
     if fixed.get("tp", 1) > job.cluster.accelerator.node_size:
         left_out.append("tensor parallelism across nodes")
@@ -201,24 +221,141 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
         left_out.append(f"ZeRO {fixed['zero']} with a pipeline")
     if fixed.get("schedule") == "zero-bubble":
         left_out.append("a zero-bubble schedule")
-    said = f"; {' and '.join(left_out)} is not searched" if left_out else ""
+    notes = f"; {' and '.join(left_out)} is not searched" if left_out else ""
     if job.by_leaven and max(fixed.get("cp", 1), fixed.get("ep", 1)) > 1:
-        said += "; leaven plans and exports that and does not train with it"
-    return said
+        notes += "; leaven plans and exports that and does not train with it"
+    return notes
 
 
-def _impossible(exploration: Exploration, fixed: dict[str, Any]) -> str | None:
-    """Why a model or a cluster has no layout of that, whatever the rest is."""
-    job, degrees = exploration.job, {key: fixed[key] for key in ("tp", "pp", "cp", "ep", "dp") if key in fixed}
-    tp, pp, cp, ep = (degrees.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
-    refusal = shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep))
-    if refusal is not None:
-        return refusal
-    product = tp * pp * cp * degrees.get("dp", 1)
-    if job.cluster.gpus % product:
-        return f"{job.cluster.gpus:,} GPUs do not divide by {product}"
-    return None
+def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
+    """Why the model or the cluster has no layout with these values, whatever the others are."""
+    tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
+    product = tp * pp * cp * fixed.get("dp", 1)
+    divides = job.cluster.gpus % product == 0
+    return shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep)) or (
+        None if divides else f"{job.cluster.gpus:,} GPUs do not divide by {product}"
+    )
 
 
-def _beside(asked: dict[str, float], chosen: dict[str, float]) -> dict[str, tuple[float, float]]:
-    return {part: (asked.get(part, 0.0), chosen.get(part, 0.0)) for part in {**asked, **chosen}}
+def no_layout(seen: Exploration) -> InputError:
+    """The error of a search that found nothing: why, and what would work, in one line."""
+    job, beyond = seen.job, seen.untrained
+    if seen.misfits:
+        message = _nothing_fits(job, *seen.misfits[0])
+    elif near := _near(job):
+        message = (
+            f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of "
+            f"{job.batch_tokens // job.model.seq_len:,} sequences over so many; "
+            f"{' or '.join(f'{count:,}' for count in near)} GPUs would do"
+        )
+    else:
+        message = str(seen.refusal or f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
+    if beyond is not None:
+        message += f"; leaven plans and exports, and does not train, --layout {written(beyond.arrangement.layout)}"
+    return InputError(message)
+
+
+def lacking(job: Job, chosen: Candidate) -> str:
+    """What a layout that does not fit needs, and one change that would make it fit."""
+    layout, message = chosen.arrangement.layout, too_large(job.cluster, chosen.memory)
+    changes: list[dict[str, Any]] = [{"recompute": "full"}, *({"zero": zero} for zero in range(layout.zero + 1, 4))]
+    for key in ("tp", "pp"):
+        changes += [{key: getattr(layout, key) * n, "dp": layout.dp // n} for n in (2, 4, 8) if layout.dp % n == 0]
+    for change in changes:
+        try:
+            other = Layout.model_validate(layout.model_dump() | change)
+            check_layout(job.model, other, job.cluster)
+            how = job.arrangements(other)[0]
+        except ValueError:  # of the layout by itself, or with this model or batch
+            continue
+        memory = worst_stage(job.model, how, job.code)
+        if other != layout and fits(memory, job.cluster):
+            asked = ",".join(f"{key}={value}" for key, value in change.items())
+            return f"{message}; {asked} would fit in {memory.total / GIB:.1f}"
+    return f"{message}; leave out --layout to see what fits"
+
+
+def possible(job: Job) -> bool:
+    """Whether some layout that may be chosen fits."""
+    fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
+    for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # the leanest are at the end
+        try:
+            smallest = job.arrangements(layout)[0]  # where the smallest micro-batch does not fit, nothing does
+        except InputError:
+            continue
+        if fits(worst_stage(job.model, smallest, job.code), job.cluster):
+            return True
+    return False
+
+
+def _nothing_fits(job: Job, least: Arrangement, memory: Memory) -> str:
+    accelerator = job.cluster.accelerator
+    message = (
+        f"nothing fits: the leanest layout ({least}) needs {memory.total / GIB:.1f} GiB of "
+        f"{accelerator.memory_gib:g} on each GPU"
+    )
+    larger = (_of_gpus(job.cluster, job.cluster.gpus * times) for times in _MORE)
+    more = next((cluster for cluster in larger if possible(replace(job, cluster=cluster))), None)
+    would = [f"{more} would do"] if more else []
+    # What fits with some layers fits with fewer.
+    layers = bisect_left(
+        range(1, job.model.n_layers), True, key=lambda n: not possible(replace(job, model=_of_layers(job, n)))
+    )
+    if layers:
+        size = format_quantity(blueprint(_of_layers(job, layers)).params)
+        would.append(f"{job.cluster} could hold {layers} of the {job.model.n_layers} layers, {size} parameters")
+    padded = _padded(job)
+    if padded is not None and possible(padded):
+        vocab = padded.model.vocab_size
+        would.append(f"a vocabulary of {vocab:,} instead of {job.model.vocab_size:,} lets tp divide it, and would do")
+    elif not more:
+        would.append("more GPUs do not help this batch: take a larger accelerator or a shorter seq_len")
+    return f"{message}; {'; '.join(would)}"
+
+
+def _padded(job: Job) -> Job | None:
+    """The job with a vocabulary of whole 128s, if that is what tensor parallelism lacks."""
+    if not isinstance(job.model, ModelShape) or job.model.vocab_size % 128 == 0:
+        return None
+    model = job.model.model_copy(update={"vocab_size": -(-job.model.vocab_size // 128) * 128})
+    return replace(job, model=model)
+
+
+def _of_layers(job: Job, layers: int) -> Model:
+    if isinstance(job.model, Blueprint):
+        return replace(job.model, blocks=job.model.blocks[:layers])
+    return job.model.model_copy(update={"n_layers": layers})
+
+
+def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
+    """So many of the same GPUs, in whole nodes if the table has them and no other nodes were asked for."""
+    name = cluster.accelerator.name
+    if name in ACCELERATORS and str(cluster) == f"{cluster.gpus}x{name}":
+        nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
+        return Cluster(gpus, replace(cluster.accelerator, node_size=nodes))
+    return replace(cluster, gpus=gpus)
+
+
+def _near(job: Job) -> list[int]:
+    """The next lower and the next higher number of GPUs that a layout divides and the model fits."""
+    counts, found = sorted(_dividing(job)), []
+    own = bisect_left(counts, job.cluster.gpus)
+    for near in (counts[:own][::-1], counts[own:]):
+        some = (count for count in near[:_TRIED] if count != job.cluster.gpus)
+        found += [next((n for n in some if possible(replace(job, cluster=_of_gpus(job.cluster, n)))), None)]
+    return [count for count in found if count]
+
+
+def _dividing(job: Job) -> set[int]:
+    """All numbers of GPUs that are dp x tp x pp of a layout that divides the batch, the heads and the layers, and
+    whose pipeline the batch fills."""
+    model, node = job.model, job.cluster.accelerator.node_size
+    sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)
+    return {
+        dp * tp * pp
+        for dp in range(1, 0 if rest else sequences + 1)
+        if sequences % dp == 0
+        for pp in range(1, min(model.n_layers, sequences // dp) + 1)
+        for tp in tensor_degrees(model)
+        if in_a_node(tp, dp * tp * pp, node)
+    }

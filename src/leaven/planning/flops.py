@@ -10,9 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
-from leaven.planning.blueprint import Attention, Blueprint, blueprint
+from leaven.planning.blueprint import Attention, Model, blueprint
 from leaven.recipe.layout import Recompute
-from leaven.recipe.shape import ModelShape
 
 CONVENTION = (
     "6 per matmul weight and token (unembedding counted, embedding lookup not) + attention over the full matrix; "
@@ -36,7 +35,7 @@ class ForwardFlops:
 
 
 @cache
-def forward_flops(model: ModelShape | Blueprint) -> ForwardFlops:
+def forward_flops(model: Model) -> ForwardFlops:
     """Operations of one forward pass per token."""
     table = blueprint(model)
     return ForwardFlops(
@@ -47,7 +46,7 @@ def forward_flops(model: ModelShape | Blueprint) -> ForwardFlops:
     )
 
 
-def operators(model: ModelShape | Blueprint, attention: Attention = "full") -> dict[str, float]:
+def operators(model: Model, attention: Attention = "full") -> dict[str, float]:
     """Model FLOPs of training on one token by operator, over all layers; they add up to :func:`flops_per_token`.
 
     The core of attention is ``attention.core``; the products have the names that they have in the model.
@@ -61,7 +60,7 @@ def operators(model: ModelShape | Blueprint, attention: Attention = "full") -> d
     return dict(found) | {"unembedding": 3 * 2 * table.embedding}
 
 
-def flops_per_token(model: ModelShape | Blueprint, attention: Attention = "full") -> float:
+def flops_per_token(model: Model, attention: Attention = "full") -> float:
     """Model FLOPs of training on one token, forward and backward: 6 N + 12 L d s for full attention.
 
     N counts the matrices of the blocks and the unembedding. Source: PaLM, arXiv 2204.02311, appendix B;
@@ -71,9 +70,7 @@ def flops_per_token(model: ModelShape | Blueprint, attention: Attention = "full"
     return 3 * (forward.layers(attention) + forward.unembedding)
 
 
-def hardware_flops_per_token(
-    model: ModelShape | Blueprint, recompute: Recompute, attention: Attention = "full"
-) -> float:
+def hardware_flops_per_token(model: Model, recompute: Recompute, attention: Attention = "full") -> float:
     """Model FLOPs plus what is computed again: all blocks (``full``), the attention core (``selective``).
 
     With ``full`` this is Narayanan 2021, equation 3. For ``selective`` Korthikanti 2022 prints s/(3h), two thirds

@@ -1,4 +1,4 @@
-"""Clusters as people write them, and accelerators by whatever they are called."""
+"""Clusters and accelerators by the names that people and drivers use."""
 
 import re
 from dataclasses import dataclass, replace
@@ -6,16 +6,6 @@ from difflib import get_close_matches
 
 from leaven.planning.accelerators import ACCELERATORS, EXAMPLE, Accelerator, this_machine, user_file
 from leaven.recipe.errors import InputError
-
-__all__ = [
-    "ACCELERATORS",
-    "Accelerator",
-    "Cluster",
-    "find_accelerator",
-    "known_device",
-    "nearest_names",
-    "parse_cluster",
-]
 
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
 _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", re.IGNORECASE)
@@ -26,7 +16,7 @@ _MEMORY = re.compile(r"\d+GB")
 
 @dataclass(frozen=True)
 class Cluster:
-    """``gpus`` accelerators of one kind, in nodes of ``accelerator.node_size``."""
+    """Accelerators of one kind, in nodes of ``accelerator.node_size``."""
 
     gpus: int
     accelerator: Accelerator
@@ -83,7 +73,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """GPUs used of each node: as many in every one, if that is at least half of a node."""
+    """GPUs in each node: the same number in all, if that is at least half of a node."""
     return (
         next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node) if gpus > node else node
     )
@@ -111,7 +101,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def nearest_names(name: str, n: int = 3) -> list[str]:
-    """The names most like one that is not known, with their memory or without."""
+    """The known names that are most like an unknown one."""
     by_short: dict[str, str] = {}
     for known in ACCELERATORS:
         by_short.setdefault(known.upper(), known)

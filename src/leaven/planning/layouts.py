@@ -14,13 +14,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from leaven.planning.arrangement import Arrangement, arrangements, tensor_degrees
-from leaven.planning.blueprint import Blueprint, blueprint
+from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
-from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, worst_stage
+from leaven.planning.memory import GIB, Memory, worst_stage
 from leaven.planning.timing import StepTime, step_time
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
-from leaven.recipe.shape import ModelShape
 
 # Of an accelerator's memory: the count is up to 16% low on published rows, and what ran out of memory must not be
 # said to fit (docs/planner-accuracy.md).
@@ -42,7 +42,7 @@ _WORTH_A_WORD = 0.02
 
 @dataclass(frozen=True)
 class Candidate:
-    """An arrangement with what it needs and how long it takes."""
+    """An arrangement with its memory and time."""
 
     arrangement: Arrangement
     memory: Memory
@@ -63,61 +63,59 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be laid out: a model, its batch, a cluster, and the code that trains it.
+    """What is to be laid out: a model, its batch, a cluster, and the code that trains it."""
 
-    ``micro_batch`` where it is not free; ``smallest_tokens``: the batch that a ramp begins with; ``by_leaven``: only
-    what leaven's own trainer has is a choice, the rest is told; ``compile``: blocks are compiled in every layout;
-    ``slower``: factor on the planner's own time of every step, by what was measured.
-    """
-
-    model: ModelShape | Blueprint
+    model: Model
     batch_tokens: int
     cluster: Cluster
-    micro_batch: int | None = None
-    smallest_tokens: int | None = None
-    code: Implementation = LEAVEN_BF16
-    by_leaven: bool = True
-    compile: bool = False
-    slower: float = 1.0
+    micro_batch: int | None = None  # sequences; None where it is free
+    smallest_tokens: int | None = None  # the batch that a ramp begins with
+    code: TrainingCode = LEAVEN_BF16
+    by_leaven: bool = True  # only what leaven's own trainer has may be chosen
+    compile: bool = False  # blocks are compiled in every layout
+    slower: float = 1.0  # factor on the planner's time of a step, by what was measured
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """A layout with every micro-batch. Raises InputError as :func:`arrangement.arrangements`."""
         return arrangements(self.model, layout, self.batch_tokens, self.micro_batch, self.smallest_tokens)
 
     def time(self, how: Arrangement) -> StepTime:
-        """Of a step."""
+        """Time of a step."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
 
 @dataclass(frozen=True)
 class Exploration:
-    """What a search has seen: ``fitting``, the best first; ``too_large``, with its memory, the leanest first, of each
-    layout the smallest micro-batch; ``refusal``, why a layout could not cut the batch, if one could not.
-
-    ``evaluations``: how many memories and times were computed.
-    """
+    """The result of a search."""
 
     job: Job
-    fitting: tuple[Candidate, ...]
-    too_large: tuple[tuple[Arrangement, Memory], ...]
-    refusal: InputError | None
-    evaluations: int = field(compare=False, default=0)
+    fitting: tuple[Candidate, ...]  # the best first
+    too_large: tuple[tuple[Arrangement, Memory], ...]  # of each layout the smallest micro-batch, the leanest first
+    refusal: InputError | None  # why a layout could not cut the batch, if one could not
+    evaluations: int = field(compare=False, default=0)  # memories and times that were computed
 
     def slower(self, factor: float) -> "Exploration":
         """The same search, every step by a factor longer than the planner's own."""
         fitting = tuple(candidate.times(factor / self.job.slower) for candidate in self.fitting)
         return replace(self, job=replace(self.job, slower=factor), fitting=fitting)
 
+    @property
+    def misfits(self) -> tuple[tuple[Arrangement, Memory], ...]:
+        """The part of ``too_large`` that might be chosen if it fitted."""
+        if not self.job.by_leaven:
+            return self.too_large
+        return tuple(each for each in self.too_large if each[0].layout.cp == each[0].layout.ep == 1)
+
     @cached_property
     def choices(self) -> tuple[Candidate, ...]:
-        """What fits and may be chosen, the best first."""
+        """The fitting arrangements that may be chosen, the best first."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked(self.job.model, [candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
     def layouts(self) -> tuple[Candidate, ...]:
-        """Of every layout that may be chosen its best micro-batch, the best first."""
+        """Every layout that may be chosen with its best micro-batch, the best first."""
         best: dict[Layout, Candidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -137,17 +135,15 @@ def fits(memory: Memory, cluster: Cluster) -> bool:
     return memory.total <= USABLE * cluster.accelerator.memory_gib * GIB
 
 
-def evaluate(
-    model: ModelShape | Blueprint, arrangement: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
-) -> Candidate:
+def evaluate(model: Model, arrangement: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Candidate:
     """Memory and time of one arrangement."""
     return Candidate(arrangement, worst_stage(model, arrangement, code), step_time(model, arrangement, cluster, code))
 
 
 def layouts(
-    model: ModelShape | Blueprint,
+    model: Model,
     cluster: Cluster,
-    code: Implementation = LEAVEN_BF16,
+    code: TrainingCode = LEAVEN_BF16,
     fixed: Mapping[str, Any] | None = None,
 ) -> Iterator[Layout]:
     """Every layout of the cluster worth a look, with some keys at a fixed value if they are given.
@@ -196,7 +192,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     return Exploration(job, tuple(ranked(job.model, fitting)), tuple(too_large), refusal, evaluations + len(fitting))
 
 
-def ranked(model: ModelShape | Blueprint, candidates: list[Candidate]) -> list[Candidate]:
+def ranked(model: Model, candidates: list[Candidate]) -> list[Candidate]:
     """The fastest first, times within 1% of each other being equal: the planner does not know them better.
 
     Then what leaven trains, a pipeline that is filled by the rule of thumb, the lower ZeRO stage, fewer replicas and
@@ -225,7 +221,7 @@ def thin_pipeline(how: Arrangement) -> bool:
 
 
 def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that no other beats in time and in memory, the fastest first."""
+    """The candidates that no other beats in both time and memory, the fastest first."""
     front: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
         if not front or candidate.memory.total < front[-1].memory.total:
@@ -234,7 +230,7 @@ def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _kinds(
-    model: ModelShape | Blueprint, degrees: dict[str, int], node: int, code: Implementation, fixed: Mapping[str, Any]
+    model: Model, degrees: dict[str, int], node: int, code: TrainingCode, fixed: Mapping[str, Any]
 ) -> Iterator[Layout]:
     """Layouts of the same degrees: ZeRO stage, replicas, stages on a rank, and what is recomputed."""
     pp, sharers = degrees["pp"], degrees["dp"] * degrees["cp"]
@@ -283,5 +279,5 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def _cuts(seq_len: int, cp: int) -> bool:
-    """Each rank has a piece from either half of a sequence, so that causal attention is equal work."""
+    """Whether each of ``cp`` ranks gets a piece of either half of a sequence: equal work for causal attention."""
     return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)

@@ -1,66 +1,38 @@
-"""Memory of one rank, by part, in bytes: that of the rank of a pipeline that needs most.
+"""Memory of one rank by part, in bytes.
 
 First principles: what the optimiser needs for every parameter, what the backward pass needs of every operator, the
 logits, the buffers, and a fixed amount that no formula gives. States: ZeRO paper, arXiv 1910.02054. How far that is
 off on published measurements: docs/planner-accuracy.md; on leaven's own steps: benchmarks/memory.py.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
-from leaven.planning.activations import block_kept, layer_activation_bytes
+from leaven.planning.activations import block_kept, operators_kept
 from leaven.planning.arrangement import Arrangement, scheduled
-from leaven.planning.blueprint import Blueprint, blueprint
-from leaven.planning.implementations import LEAVEN_BF16, Balance, Implementation
-from leaven.planning.stages import (
-    end_parameters,
-    in_flight,
-    rank_blocks,
-    rank_layers,
-    stage_layers,
-    stage_parameters,
-)
+from leaven.planning.blueprint import Blueprint, Model, blueprint
+from leaven.planning.stages import end_parameters, in_flight, rank_blocks
+from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout
-from leaven.recipe.shape import ModelShape
-
-# What is counted on the way is asked for here too.
-__all__ = [
-    "GIB",
-    "LEAVEN_BF16",
-    "Implementation",
-    "Memory",
-    "in_flight",
-    "layer_activation_bytes",
-    "rank_layers",
-    "stage_layers",
-    "stage_memory",
-    "stage_parameters",
-    "worst_stage",
-]
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by part. ``total`` is their sum.
-
-    ``accumulation``: the sum of gradients over micro-batches, where it is kept beside them. ``gathered``: weights as
-    the products read them, copies of the rank's own or fetched from others. ``buffers``: for the exchange of
-    gradients and weights, and what an update needs beside the states. ``fixed``: what is there before a tensor is.
-    ``reserve``: what the allocator holds and cannot use.
-    """
+    """Bytes of one rank by part; ``total`` is their sum."""
 
     weights: float
     grads: float
-    accumulation: float
+    accumulation: float  # the sum of gradients over micro-batches, where it is kept beside them
     optimizer: float
-    gathered: float
+    gathered: float  # weights as products read them: copies of the rank's own, or fetched from others
     activations: float
     logits: float
-    buffers: float
-    fixed: float
-    reserve: float
+    buffers: float  # for the exchange of gradients and weights, and what an update needs beside the states
+    fixed: float  # context, NCCL, kernels
+    reserve: float  # what the allocator holds and cannot use
 
     @property
     def total(self) -> float:
@@ -68,7 +40,7 @@ class Memory:
 
     @property
     def states(self) -> float:
-        """What stays from step to step, but for the gradients."""
+        """What stays from step to step, without the gradients."""
         return self.weights + self.optimizer
 
     @property
@@ -78,27 +50,24 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """Of a rank, whatever its micro-batch: bytes by part, bytes that every token in flight keeps, and bytes a token
-    that exist once."""
+    """What a rank needs whatever its micro-batch is: bytes, where nothing else is said."""
 
     weights: float
     grads: float
     accumulation: float
     optimizer: float
-    gathered: float
-    units: float
+    gathered: float  # as in Memory, but for ``units``
+    units: float  # gathered units of ZeRO 3, while a block is in use
     buffers: float
-    exchange: float
-    update: float
-    stays: float
-    once: float
-    unembedding: float  # parameters, of the last rank
+    exchange: float  # a block's gradients on their way
+    update: float  # what an update needs beside the states
+    stays: float  # bytes of every token in flight
+    once: float  # bytes a token that exist once
+    unembedding: float  # parameters of the unembedding on this rank
 
 
-def stage_memory(
-    model: ModelShape | Blueprint, how: Arrangement, stage: int, code: Implementation = LEAVEN_BF16
-) -> Memory:
-    """Memory of one rank in one place of the pipeline.
+def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
+    """Memory of one rank of a pipeline stage.
 
     The logits and what there is inside a block in its backward pass, when its gradients are exchanged too and its
     weights gathered, are never there together: the larger counts.
@@ -148,7 +117,7 @@ def stage_memory(
 
 
 @cache
-def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) -> _States:
+def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> _States:
     t, first, last = layout.tp, stage == 0, stage == layout.pp - 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
     ends = end_parameters(table, t, first=first, last=last)
@@ -198,7 +167,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: Implementation) 
     )
 
 
-def _per_token(table: Blueprint, layout: Layout, stage: int, code: Implementation) -> tuple[float, float]:
+def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float]:
     """Bytes that every token in flight keeps on a rank, and bytes a token that exist once."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
@@ -221,7 +190,7 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: Implementatio
     return stays, max(each.once + each.gradients for each, _ in kept) + ring
 
 
-def worst_stage(model: ModelShape | Blueprint, how: Arrangement, code: Implementation = LEAVEN_BF16) -> Memory:
+def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Memory of the rank of the pipeline that needs most."""
     layout = how.layout
     ranks = _telling_ranks(blueprint(model), layout.pp, layout.stages_per_rank, code.balance)
@@ -231,7 +200,33 @@ def worst_stage(model: ModelShape | Blueprint, how: Arrangement, code: Implement
 
 @cache
 def _telling_ranks(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """The ranks one of which needs most: both ends, and behind the first of them the first with each set of blocks,
-    since fewer micro-batches wait on those after it."""
+    """Candidates for the rank that needs most: both ends, and the first rank with each set of blocks.
+
+    Fewer micro-batches wait on the ranks behind it.
+    """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
+
+
+def activation_parts(
+    model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16
+) -> dict[str, float]:
+    """Bytes of the activations of one rank by operator, of all its blocks and micro-batches in flight.
+
+    They add up to the activations of :func:`stage_memory`. With recomputation what stays is ``kept``, whatever it is
+    of. ``elsewhere`` is outside the blocks, sent on to the next stage, or inside one block in its backward pass.
+    """
+    table, layout = blueprint(model), how.layout
+    tokens = how.micro_batch * table.seq_len / layout.cp
+    tokens *= in_flight(layout, stage, scheduled(layout, how.grad_accumulation))
+    found: defaultdict[str, float] = defaultdict(float)
+    for block, count in rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance):
+        if layout.recompute == "none":
+            by_operator = operators_kept(block, table.d_model, table.seq_len, layout.tp, code)
+        else:
+            kept = block_kept(block, table.d_model, table.seq_len, layout.tp, recompute=layout.recompute, code=code)
+            by_operator = {"kept": kept.stays}
+        for name, each in by_operator.items():
+            found[name] += tokens * count * each
+    everything = stage_memory(table, how, stage, code).activations
+    return dict(found) | {"elsewhere": max(0.0, everything - sum(found.values()))}

@@ -16,25 +16,22 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
+# First measurements that are left out: the running averages hold too few values.
 SETTLING = 10
-"""Measurements that are left out at the start: the running averages hold too few by then."""
+# Measurements that a fit needs after those.
 FEWEST = 10
-"""Measurements that a fit needs after those."""
 
 
 @dataclass(frozen=True)
 class NoiseFit:
-    """A power of the tokens through ``points`` measured noise scales: ``last`` (in tokens) at ``to_tokens``.
-
-    ``scatter``: the factor by which a typical point is off.
-    """
+    """A power law of the tokens through measured noise scales."""
 
     points: int
-    from_tokens: int
-    to_tokens: int
-    last: float
+    from_tokens: int  # of the first point
+    to_tokens: int  # of the last point
+    last: float  # noise scale at ``to_tokens``, in tokens
     exponent: float
-    scatter: float
+    scatter: float  # factor by which a typical point is off
 
     def at(self, tokens: float) -> float:
         """The noise scale in tokens; before the first point it is that of the first."""
@@ -48,7 +45,7 @@ class NoiseFit:
 
 
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
-    """A straight line through the logarithms of (tokens, noise scale); one that falls is taken as constant.
+    """Fit a line to the logarithms of (tokens, noise scale); a falling one is replaced by a constant.
 
     Raises:
         InputError: if there are too few.
@@ -76,16 +73,15 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 
 @dataclass(frozen=True)
 class NoiseRamp:
-    """``stages`` that double the batch, up to the recipe's where that is ``reached``; ``steps`` of the optimiser with
-    them, ``full_steps`` without. ``end_batch`` is the batch that the noise scale allows when the run ends."""
+    """Stages that double the batch as the noise scale allows."""
 
     recipe: Recipe
     fit: NoiseFit
-    multiple: float
-    stages: tuple[Stage, ...]
-    end_batch: int
-    steps: int
-    full_steps: int
+    multiple: float  # noise scales that a batch may have
+    stages: tuple[Stage, ...]  # up to the recipe's batch, if that is reached
+    end_batch: int  # tokens that the noise scale allows when the run ends
+    steps: int  # of the optimizer with the stages
+    full_steps: int  # without them
 
     @property
     def reached(self) -> bool:
@@ -131,8 +127,10 @@ class NoiseRamp:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> NoiseRamp:
-    """Stages of the full batch over powers of two, in whole sequences, each from where it is ``multiple`` noise
-    scales. The first is the largest that the first measurements allow, one sequence at the least."""
+    """Stages that halve the full batch, in whole sequences; each begins where it is ``multiple`` noise scales.
+
+    The first is the largest that the first measurements allow, or one sequence.
+    """
     seq_len, full, tokens = recipe.model.seq_len, recipe.batch.tokens, recipe.data.tokens
     sequences = full // seq_len
     sizes = sorted({max(sequences >> n, 1) * seq_len for n in range(sequences.bit_length())})

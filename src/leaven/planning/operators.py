@@ -11,8 +11,8 @@ from functools import cache
 from math import ceil
 
 from leaven.planning.accelerators import Accelerator, Dtype
-from leaven.planning.blueprint import Block, Matmul
-from leaven.planning.implementations import Implementation
+from leaven.planning.blueprint import BlockTable, Matmul
+from leaven.planning.training_codes import TrainingCode
 
 # The share of the best measured matmul that large products sustain in training: the best is of the best shape, alone
 # and on a cool device.
@@ -38,12 +38,12 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 64, 0.6))
 
 @dataclass(frozen=True)
 class Operator:
-    """Seconds of one operator for one micro-batch; ``weight`` what of ``backward`` computes gradients of weights."""
+    """Seconds of one operator for one micro-batch."""
 
     name: str
     forward: float
     backward: float
-    weight: float = 0.0
+    weight: float = 0.0  # the part of ``backward`` that computes gradients of weights
 
     def times(self, factor: float) -> "Operator":
         return Operator(self.name, factor * self.forward, factor * self.backward, factor * self.weight)
@@ -51,16 +51,15 @@ class Operator:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank has to do of one micro-batch: ``tokens`` of its own, of sequences of ``seq_len``, in a model of
-    ``width``; ``fused``: elementwise operators are."""
+    """What a rank does of one micro-batch."""
 
-    tokens: int
+    tokens: int  # its own
     seq_len: int
     width: int
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    fused: bool = False
+    fused: bool = False  # elementwise operators are
 
 
 def matmul_seconds(
@@ -86,13 +85,15 @@ def matmul_seconds(
 
 
 def stream_seconds(size: float, accelerator: Accelerator) -> float:
-    """Seconds of a kernel that reads and writes ``size`` bytes together."""
+    """Seconds of a kernel that reads and writes ``size`` bytes in all."""
     return max(size / (accelerator.memory_tb_s * 1e12 * STREAMED), LAUNCH)
 
 
 @cache
-def block_operators(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> tuple[Operator, ...]:
-    """What one block does with a rank's part of a micro-batch, in the time that a code takes for it."""
+def block_operators(
+    block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode
+) -> tuple[Operator, ...]:
+    """The operators of one block on a rank's part of a micro-batch, with their times."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
@@ -101,11 +102,11 @@ def block_operators(block: Block, work: Work, accelerator: Accelerator, code: Im
         turned = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
         seconds = stream_seconds(turned, accelerator)
         found.append(Operator("positions", seconds, seconds))
-    return tuple(operator.times(code.pace.slower) for operator in found)
+    return tuple(operator.times(code.slower) for operator in found)
 
 
-def _together(block: Block) -> list[tuple[Matmul, ...]]:
-    """Products with the same input are one: queries, keys and values; gate and in."""
+def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
+    """Group products with the same input: queries, keys and values; gate and in."""
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -113,9 +114,9 @@ def _together(block: Block) -> list[tuple[Matmul, ...]]:
     return list(groups.values())
 
 
-def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
+def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """A product, and backward those with the weights and with the inputs; of experts, all of a rank in one launch."""
-    first, dtype = rows[0], code.pace.products
+    first, dtype = rows[0], code.products
     k, n = first.on_rank(work.tp)[0], sum(row.on_rank(work.tp)[1] for row in rows)
     count = max(1, first.stored // work.ep) if first.routed else 1
     m = ceil(work.tokens * first.passed / count)
@@ -125,7 +126,7 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
     return Operator(" + ".join(row.name for row in rows), forward, inputs + weight, weight)
 
 
-def _attention(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
+def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Scores, softmax and the weighted sum. A flash kernel computes the scores again backward: five products for two.
     Without one every score is written and read, by product, softmax, dropout, product."""
     core = block.core
@@ -143,7 +144,7 @@ def _attention(block: Block, work: Work, accelerator: Accelerator, code: Impleme
     return Operator("attention", forward, 2 * (scores + values) + stream_seconds(3 * each, accelerator) + dropped)
 
 
-def _norms(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
+def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Of each of two branches: the norm reads the stream and writes the branch's input, and the branch is added to
     the stream, with the mask of its dropout. Backward each reads what it had and what comes, and writes what goes."""
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
@@ -154,7 +155,7 @@ def _norms(block: Block, work: Work, accelerator: Accelerator, code: Implementat
     return Operator("norms and residuals", 2 * forward, 2 * backward)
 
 
-def _activation(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> Operator:
+def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """From what enters the MLP's middle to what leaves it. The gate's activation and the product with it are two
     kernels where they are not fused."""
     entering = sum(

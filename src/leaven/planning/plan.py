@@ -1,18 +1,16 @@
-"""The plan of a run on a cluster: will it fit, how fast, how long."""
+"""The plan of a run on a cluster: will it fit, how fast, how long; of a recipe, or of a published run."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from leaven.planning.advice import lacking, no_layout
-from leaven.planning.arrangement import Arrangement, check_layout
-from leaven.planning.blueprint import Blueprint, blueprint
-from leaven.planning.breakdown import activation_parts
+from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
+from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.cost import Cost, Price, cost
-from leaven.planning.explain import Explanation, explain, not_lines
+from leaven.planning.explain import Explanation, explain, lacking, no_layout, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
-from leaven.planning.hardware import Cluster
-from leaven.planning.implementations import LEAVEN_BF16, Implementation
+from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import (
     FILLS,
     Candidate,
@@ -24,13 +22,25 @@ from leaven.planning.layouts import (
     ranked,
     thin_pipeline,
 )
-from leaven.planning.memory import GIB, Memory, stage_memory
-from leaven.planning.ramp import SHARE, RampPlan, Throughput, plan_ramp
-from leaven.planning.states import State, states
+from leaven.planning.memory import GIB, Memory, activation_parts, stage_memory
+from leaven.planning.ramp import SHARE, RampPlan, RampThroughput, plan_ramp
 from leaven.planning.timing import StepTime
+from leaven.planning.training_codes import (
+    LEAVEN_BF16,
+    TRAINING_CODES,
+    Moments,
+    State,
+    TrainingCode,
+    in_precision,
+    states,
+)
 from leaven.recipe.batch import Batch
+from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
-from leaven.recipe.shape import ModelShape
+
+if TYPE_CHECKING:
+    from leaven.planning.calibration import Calibration, CalibrationRecord
+    from leaven.recipe.recipe import Recipe
 
 N_ALTERNATIVES = 5
 # What benchmarks/planner_accuracy.py finds: mean and worst error over every usable row of published tables.
@@ -44,54 +54,32 @@ ACCURACY = (
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one GPU, except ``step_seconds`` and ``tokens_per_second``, which are of the cluster.
-
-    MFU under three conventions: full attention matrix (comparable with PaLM, Llama, MPT), causal half of it, and
-    with recomputation counted (HFU).
-    """
+    """Of one GPU, where nothing else is said. The three MFUs differ in the FLOPs that are counted."""
 
     tflops_per_gpu: float
-    mfu: float
-    mfu_causal: float
-    hfu: float
-    step_seconds: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Factors on what the planner says, by what runs of this accelerator took: ``runs``, between ``low`` and ``high``
-    in time; or by a measurement alone."""
-
-    time: float
-    memory: float | None
-    runs: int
-    low: float
-    high: float
-    measurement: bool = False
-
-    def __str__(self) -> str:
-        runs = "a measurement" if self.measurement else "1 run" if self.runs == 1 else f"{self.runs} runs"
-        spread = f" ({self.low:.3g} to {self.high:.3g})" if self.runs > 1 else ""
-        return f"x{self.time:.3g} by {runs} on this accelerator{spread}"
+    mfu: float  # full attention matrix: comparable with PaLM, Llama, MPT
+    mfu_causal: float  # causal half of it
+    hfu: float  # full, with recomputation
+    step_seconds: float  # of the cluster
+    tokens_per_second: float  # of the cluster
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One arrangement on a cluster, and what there is beside it, which is computed when it is asked for.
+    """One arrangement on a cluster. What there is beside it is computed when it is asked for.
 
-    ``calibration`` is in every time, of the choice and of what is beside it (``job.slower``); ``memory`` is the
-    planner's own. A ramp is to keep ``share`` of the full batch's throughput from its start.
+    ``calibration`` is in every time, of the choice and of the other layouts (``job.slower``); ``memory`` is the
+    planner's own.
     """
 
     job: Job
-    tokens: int
+    tokens: int  # of the run
     batch: Batch
     chosen: Candidate
-    share: float = SHARE
-    calibration: Calibration | None = None
+    share: float = SHARE  # of the full batch's throughput, that a ramp keeps from its start
+    calibration: "Calibration | None" = None
 
-    def but(self, *, calibration: Calibration | None = None, share: float | None = None) -> "Plan":
+    def changed(self, *, calibration: "Calibration | None" = None, share: float | None = None) -> "Plan":
         """The plan with another calibration or share."""
         calibration, share = calibration or self.calibration, self.share if share is None else share
         slower = calibration.time if calibration else 1.0
@@ -100,6 +88,14 @@ class Plan:
         if "exploration" in vars(self):  # not a second time
             vars(plan)["exploration"] = self.exploration.slower(slower)
         return plan
+
+    def calibrated(self, records: "Iterable[CalibrationRecord]", compute: str) -> "Plan":
+        """The plan with the factors of the records of its accelerator, computing in this dtype."""
+        from leaven.planning.calibration import calibration
+
+        layout, accelerator = self.arrangement.layout, self.cluster.accelerator.name
+        found = calibration(records, accelerator, self.job.model.params, layout, compute)
+        return self if found is None else self.changed(calibration=found)
 
     @property
     def cluster(self) -> Cluster:
@@ -111,7 +107,7 @@ class Plan:
 
     @property
     def memory(self) -> Memory:
-        """Of the rank that needs most."""
+        """Memory of the rank that needs most."""
         return self.chosen.memory
 
     @property
@@ -120,12 +116,12 @@ class Plan:
 
     @property
     def time(self) -> StepTime:
-        """Of a step at the full batch."""
+        """Time of a step at the full batch."""
         return self.chosen.time
 
     @cached_property
     def speed(self) -> Speed:
-        """At the full batch."""
+        """Speed at the full batch."""
         model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step
         peak = self.cluster.accelerator.peak_tflops * 1e12
         rate = batch_tokens / step / self.cluster.gpus
@@ -141,8 +137,8 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the run, with its ramp."""
-        return Throughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
+        """Seconds of the run, with its ramp."""
+        return RampThroughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
     @property
     def days(self) -> float:
@@ -160,7 +156,7 @@ class Plan:
 
     @property
     def activations(self) -> dict[str, float]:
-        """Bytes of the rank that needs most, by operator."""
+        """Bytes of activations by operator, on the rank that needs most."""
         totals = [memory.total for memory in self.stages]
         return activation_parts(self.job.model, self.arrangement, totals.index(max(totals)), self.job.code)
 
@@ -173,12 +169,12 @@ class Plan:
 
     @cached_property
     def exploration(self) -> Exploration:
-        """Every layout of the job with every micro-batch, also where the plan's own was given."""
+        """The search over all layouts and micro-batches, also where the plan's own layout was given."""
         return explore(self.job)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """All that fit, the best first."""
+        """All arrangements that fit, the best first."""
         return self.exploration.fitting
 
     @cached_property
@@ -190,7 +186,7 @@ class Plan:
 
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
-        """Of what may be chosen, the candidates that no other beats in time and in memory, the fastest first."""
+        """The choices that no other beats in both time and memory, the fastest first."""
         return tuple(pareto(self.exploration.choices))
 
     @property
@@ -200,12 +196,12 @@ class Plan:
 
     @cached_property
     def not_lines(self) -> tuple[str, ...]:
-        """Why not something near: ``tp 8: all-reduce 38% of the step``."""
+        """Why the neighbours were not chosen: ``tp 8: all-reduce 38% of the step``."""
         return not_lines(self.exploration, self.chosen)
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
-        """What is lacking if it does not fit, and what is allowed and against a rule of thumb."""
+        """Warnings: what does not fit, and what is allowed but against a rule of thumb."""
         found = [] if self.fits else [lacking(self.job, self.chosen)]
         device = self.cluster.accelerator
         if any(of.confidence == "guess" for of in device.sources):
@@ -229,11 +225,11 @@ class Plan:
 
     @cached_property
     def ramp(self) -> RampPlan:
-        """Where a ramp in this layout should start, and what it costs."""
+        """Where a batch ramp in this layout should start, and what it costs."""
         return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=self.share)
 
     def explain(self, asked: str) -> Explanation:
-        """Why not ``tp=4``. Raises InputError as :func:`leaven.planning.explain.explain`."""
+        """Compare the choice with the best layout that has ``tp=4``; see :func:`leaven.planning.explain.explain`."""
         return explain(self.exploration, self.chosen, asked)
 
     def cost(self, price: Price | None = None) -> Cost:
@@ -241,7 +237,7 @@ class Plan:
         return cost(self.seconds, self.cluster, price)
 
     def to_json(self, asked: str | None = None, price: Price | None = None) -> dict[str, Any]:
-        """The contract of ``leaven plan --json``; memory in GiB. ``asked``: what to explain."""
+        """The document of ``leaven plan --json``; memory in GiB. ``asked``: the layout to explain."""
         return {
             "layout": self.arrangement.to_json(),
             "memory": {
@@ -286,8 +282,83 @@ def _point(candidate: Candidate) -> dict[str, Any]:
     }
 
 
+def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
+    """Plan a recipe on ``64xH100-80GB``, in a layout written ``tp=8,pp=12,zero=1,mbs=2`` or in the best one.
+
+    Blocks are compiled in either if they are in the recipe's own layout and nothing else is written. ``moments`` of
+    another optimizer than Adam are planned, and not trained.
+
+    Raises:
+        InputError: as :func:`plan_job` and :func:`in_precision`.
+    """
+    cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
+    compiled = recipe.layout.compile
+    asked, micro_batch = (
+        parse_layout(layout, cluster.gpus, recipe.model, compile=compiled) if layout else (None, None)
+    )
+    if micro_batch is None and recipe.batch.micro_batch != "auto":
+        micro_batch = recipe.batch.micro_batch
+    job = Job(
+        recipe.model,
+        recipe.batch.tokens,
+        cluster,
+        micro_batch,
+        smallest_tokens=min(tokens for _, tokens in recipe.batch.sizes),
+        code=code.with_moments(moments),
+        compile=asked.compile if asked else compiled,
+    )
+    return plan_job(job, recipe.data.tokens, asked, recipe.batch)
+
+
+def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
+    """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
+
+    Its own sequence, batch and tokens; the vocabulary is padded to whole 128s. Nothing is ruled out for being beyond
+    leaven's own trainer.
+
+    Raises:
+        InputError: if there is no such run, or too little of it is published to plan it.
+    """
+    from leaven.catalogue.runs import find_run  # a recipe is planned without the catalogue
+    from leaven.planning.published import published_blueprint
+
+    run = find_run(id)
+    seq_len = run.data.seq_len if run.data else None
+    known = {"sequence length": seq_len, "batch": run.batch_tokens, "number of tokens": run.tokens}
+    missing = [name for name, value in known.items() if value is None]
+    if seq_len is None or run.batch_tokens is None or run.tokens is None:
+        raise InputError(f"{id}: no {' and no '.join(missing)} is published; plan a recipe: leaven new --from {id}")
+    model = published_blueprint(run.arch, seq_len)
+    model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
+    cluster = parse_cluster(gpus)
+    asked, micro_batch = parse_layout(layout, cluster.gpus, model) if layout else (None, None)
+    job = Job(
+        model,
+        _sequences(run.batch_tokens, seq_len) * seq_len,
+        cluster,
+        micro_batch,
+        code=TRAINING_CODES["megatron-flash"].with_moments(moments),
+        by_leaven=False,
+        compile=asked is not None and asked.compile,
+    )
+    return plan_job(job, run.tokens, asked)
+
+
+def _sequences(batch_tokens: int, seq_len: int) -> int:
+    """The sequences of a batch that was published as a round number of tokens: the roundest count within 5%.
+
+    16M tokens in sequences of 8,192 are 2,048.
+    """
+    count = batch_tokens / seq_len
+    if count == int(count):
+        return int(count)
+    units = [2**n for n in range(20, -1, -1)]
+    near = [round(count / unit) * unit for unit in units]
+    return next((sequences for sequences in near if abs(sequences / count - 1) <= 0.05), max(round(count), 1))
+
+
 def plan(
-    model: ModelShape | Blueprint,
+    model: Model,
     tokens: int,
     batch_tokens: int,
     cluster: Cluster,
@@ -295,7 +366,7 @@ def plan(
     *,
     micro_batch: int | None = None,
     smallest_tokens: int | None = None,
-    code: Implementation = LEAVEN_BF16,
+    code: TrainingCode = LEAVEN_BF16,
 ) -> Plan:
     """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``; ``smallest_tokens``: if they ramp, the first.
 

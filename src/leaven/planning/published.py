@@ -5,7 +5,7 @@ from itertools import cycle, islice
 
 from leaven.catalogue.counting import Widths, layer_widths
 from leaven.catalogue.groups import PublishedArchitecture
-from leaven.planning.blueprint import Block, Blueprint, Core, Matmul
+from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul
 from leaven.recipe.errors import InputError
 
 _NEEDED = ("n_layers", "d_model", "n_heads", "gated", "norm", "tied_embeddings", "qk_norm")
@@ -38,7 +38,7 @@ def published_blueprint(
         )
     d, vocab = arch.d_model or 0, arch.vocab_padded or arch.vocab_size or 0
     gains = _gains(arch)
-    made: dict[tuple[Widths, int | None], Block] = {}
+    made: dict[tuple[Widths, int | None], BlockTable] = {}
     blocks = []
     for layer, window in zip(widths, islice(cycle(windows), len(widths)), strict=True):
         key = (layer, window)
@@ -64,7 +64,7 @@ def _gains(arch: PublishedArchitecture) -> int:
     return (1 + (arch.norm == "layernorm" and bool(bias))) if arch.norm_affine else 0
 
 
-def _block(arch: PublishedArchitecture, layer: Widths, window: int | None, *, dropout: bool) -> Block:
+def _block(arch: PublishedArchitecture, layer: Widths, window: int | None, *, dropout: bool) -> BlockTable:
     heads, kv_heads, d_ff = layer
     d, gains = arch.d_model or 0, _gains(arch)
     if arch.kv_lora_rank is not None:
@@ -78,7 +78,7 @@ def _block(arch: PublishedArchitecture, layer: Widths, window: int | None, *, dr
         elif row.bias:
             split_vectors += row.n
     activation = arch.activation or ("swiglu" if arch.gated else "gelu")
-    return Block(
+    return BlockTable(
         tuple(matmuls), core, vectors + 2 * d * gains, split_vectors, activation, bool(arch.qk_norm), dropout
     )
 

@@ -1,4 +1,4 @@
-"""Throughput while the batch grows: where a ramp should start, and what each start costs in hours.
+"""Throughput while the batch grows: where a ramp should start, and how many hours each start costs.
 
 A small batch is few micro-batches on each rank: a pipeline stands still for most of the step, and what is done once
 a step (gradient exchange, optimiser) is shared by few tokens. The layout is the run's; the micro-batch follows, since
@@ -15,55 +15,52 @@ from leaven.planning.layouts import Job
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.batch import Ramp as BatchRamp
 
+# Share of the full batch's throughput that a ramp keeps from its start, by default.
 SHARE = 0.7
-"""Of the full batch's throughput: the least that a ramp is to begin with, if nothing else is said."""
+# Length of a ramp as a share of the run, if the recipe has none (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
-"""Of the run: how long a ramp is taken to be if the recipe has none (GPT-3 1.3 to 4%, BLOOM 4%)."""
 _MOST_INCREMENTS = 64
 
 
 @dataclass(frozen=True)
 class RampPoint:
-    """A step at one global batch, in sequences and in tokens; ``share`` of the full batch's throughput. ``filled``:
-    every stage of the pipeline has a micro-batch, without which leaven does not train."""
+    """A step at one global batch."""
 
-    global_batch: int
+    global_batch: int  # sequences
     batch_tokens: int
-    micro_batch: int
+    micro_batch: int  # sequences
     grad_accumulation: int
     step_seconds: float
     tokens_per_second: float
     tflops_per_gpu: float
-    share: float
-    filled: bool
+    share: float  # of the full batch's throughput
+    filled: bool  # every stage of the pipeline has a micro-batch, without which leaven does not train
 
 
 @dataclass(frozen=True)
 class RampChoice:
-    """A ramp and its cost: ``hours`` of the tokens of the ramp, of which ``extra_hours`` would not have been spent at
-    the full batch; ``steps`` of the optimiser in it, of which the full batch takes ``full_steps``."""
+    """A ramp and its cost."""
 
-    start_tokens: int
+    start_tokens: int  # the first batch
     increment_tokens: int | None
-    over_tokens: int
-    share: float
-    hours: float
-    extra_hours: float
-    steps: int
-    full_steps: int
+    over_tokens: int  # length of the ramp
+    share: float  # of the full batch's throughput, at the start
+    hours: float  # for the tokens of the ramp
+    extra_hours: float  # of those, what the full batch would have saved
+    steps: int  # of the optimizer in the ramp
+    full_steps: int  # of the full batch for as many tokens
 
 
 @dataclass(frozen=True)
 class RampPlan:
-    """``points`` from the smallest batch to the full one; ``start``, the first that keeps ``wanted`` of the full
-    throughput; ``choices``, what it costs to start there and elsewhere; ``own``, the recipe's ramp, if it has one."""
+    """Where a ramp should start, and what it costs to start there or elsewhere."""
 
-    wanted: float
-    points: tuple[RampPoint, ...]
-    start: RampPoint
+    wanted: float  # share of the full throughput that the start is to keep
+    points: tuple[RampPoint, ...]  # from the smallest batch to the full one
+    start: RampPoint  # the first that keeps ``wanted``
     increment_tokens: int
     choices: tuple[RampChoice, ...]
-    own: RampChoice | None
+    own: RampChoice | None  # the recipe's ramp
 
     @cached_property
     def chosen(self) -> RampChoice:
@@ -92,8 +89,8 @@ class RampPlan:
         }
 
 
-class Throughput:
-    """Steps of one layout at any batch, each computed once."""
+class RampThroughput:
+    """Times a step of one layout at any batch; each batch is computed once."""
 
     def __init__(self, job: Job, full: Arrangement) -> None:
         self.job, self.full = job, full
@@ -137,7 +134,7 @@ class Throughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Of a run whose batch grows by these sizes."""
+        """Seconds of a run whose batch grows by these sizes."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
@@ -171,7 +168,7 @@ def plan_ramp(
     Increments are Megatron's: equal, of as many sequences on every rank, 64 at the most. A ramp is as long as the
     recipe's own, or 3% of the run.
     """
-    throughput, seq_len = Throughput(job, full), job.model.seq_len
+    throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch_tokens // seq_len, full.layout.dp
     increment = _increment(sequences, dp, full.micro_batch)
     below = {dp * 2**n for n in range((sequences // dp).bit_length())}
@@ -198,16 +195,17 @@ def plan_ramp(
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Of the multiples of dp x micro-batch that divide a batch into at most 64 increments the smallest; of dp alone,
-    if that leaves less than eight."""
+    """The smallest multiple of dp x micro-batch that divides a batch into at most 64 increments.
+
+    A multiple of dp alone, if there would be fewer than eight increments.
+    """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
     return unit * next(n for n in range(-(-whole // _MOST_INCREMENTS), whole + 1) if whole % n == 0)
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Of the points that a ramp can start from the first, the one chosen, and those next above a half, a quarter, ...
-    of the batch."""
+    """Starts to compare: the first possible, the chosen one, and those next above 1/2, 1/4, ... of the batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -219,7 +217,7 @@ def _sizes(job: Job, start: int, increment: int, over: int) -> tuple[tuple[int, 
 
 
 def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:
-    """(batch in tokens, steps with it) of a run of so many tokens."""
+    """(batch in tokens, steps of that batch) of a run of so many tokens."""
     schedule = BatchSchedule(sizes)
     ends = [segment.first_step for segment in schedule.segments[1:]] + [schedule.first_step_at(tokens)]
     last = ends[-1]

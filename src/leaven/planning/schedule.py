@@ -1,4 +1,4 @@
-"""A step of a pipeline as its passes: who computes what, when, and when nobody does.
+"""A pipeline step pass by pass: which rank computes what, and when.
 
 A schedule is an order of passes on every rank (torch.distributed.pipelining's own, held against it in tests); times
 follow from it alone: a pass begins when its rank is free and what it needs is there. From that come the bubble and
@@ -14,21 +14,23 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from leaven.planning.arrangement import Arrangement, scheduled
-from leaven.planning.blueprint import Blueprint
+from leaven.planning.blueprint import Model
 from leaven.planning.hardware import Cluster
-from leaven.planning.implementations import LEAVEN_BF16, Implementation
 from leaven.planning.stages import stage_layers, stage_parameters
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, transfer_seconds
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout
-from leaven.recipe.shape import ModelShape
 
 Kind = Literal["forward", "backward", "input", "weight"]
 Key = tuple[Kind, int, int]  # kind, stage, micro-batch
 
 
 class Pass(NamedTuple):
-    """A stage's work on one micro-batch. Zero-bubble cuts a backward pass in two: for the stage's input, which the
-    stage before waits for, and for its weights, which nobody does."""
+    """A stage's work on one micro-batch.
+
+    Zero-bubble splits a backward pass: gradients of the stage's input, which the previous stage waits for, and of its
+    weights, which nobody waits for.
+    """
 
     kind: Kind
     stage: int
@@ -39,7 +41,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of every rank in the order they are done, in the unit of time that was given."""
+    """The passes of every rank in order, in the unit of time that was given."""
 
     ranks: tuple[tuple[Pass, ...], ...]
 
@@ -49,7 +51,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the time that a rank stands still, the mean over the ranks."""
+        """Share of the time that ranks are idle, on average."""
         busy = sum(each.end - each.start for passes in self.ranks for each in passes)
         return 1 - busy / (self.end * len(self.ranks))
 
@@ -63,7 +65,7 @@ class Timeline:
 
 
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
-    """What a rank does, one after the other. ``micro_batches`` as :func:`arrangement.scheduled` counts them.
+    """The passes of a rank in order. ``micro_batches`` as :func:`arrangement.scheduled` counts them.
 
     Forward passes fill the pipeline, then each is followed by a backward pass, then backward passes empty it. With
     several stages on a rank a round of p micro-batches goes through one after the other: the passes ahead of rank r
@@ -128,7 +130,7 @@ def simulate(
         return weight[stage] if kind == "weight" else backward[stage] - weight[stage]
 
     def needs(kind: Kind, stage: int, micro_batch: int) -> Key | None:
-        """What comes from another rank; what a rank needs of its own it has done before."""
+        """The pass of another rank that must be done before."""
         if kind == "forward" and stage:
             return ("forward", stage - 1, micro_batch)
         if kind == half and stage < stages - 1:
@@ -156,9 +158,7 @@ def simulate(
     return Timeline(tuple(map(tuple, done)))
 
 
-def timeline(
-    model: ModelShape | Blueprint, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16
-) -> Timeline:
+def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Timeline:
     """The step of an arrangement, in seconds: each stage with its own blocks, the last one with the logits, and in
     every pass what it sends on. Of :func:`timing.step_time` it leaves out what comes once a step."""
     layout = how.layout

@@ -1,16 +1,15 @@
-"""Which blocks are on which rank of a pipeline, how many parameters that is, how many micro-batches wait there."""
+"""Blocks, parameters and waiting micro-batches of each rank of a pipeline."""
 
 from collections import Counter
 from functools import cache
 
-from leaven.planning.blueprint import Block, Blueprint, blueprint
-from leaven.planning.implementations import LEAVEN_BF16, Balance, Implementation
+from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
+from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout
-from leaven.recipe.shape import ModelShape
 
 
 @cache
-def stage_layers(model: ModelShape | Blueprint, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
+def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Blocks of each pipeline stage, one at least.
 
     ``weight``: so that the most loaded has the least, where the embedding weighs on the first stage and the
@@ -63,26 +62,24 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 @cache
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
-) -> tuple[tuple[Block, int], ...]:
-    """The different blocks on a rank of the pipeline, of all its stages: r, r + pp, ...; how many of each."""
+) -> tuple[tuple[BlockTable, int], ...]:
+    """The different blocks on a pipeline rank, with their counts, over all its stages r, r + pp, ..."""
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)
-    found: Counter[Block] = Counter()
+    found: Counter[BlockTable] = Counter()
     for stage in range(rank, len(layers), pp):
         first = sum(layers[:stage])
         found.update(model.blocks[first : first + layers[stage]])
     return tuple(found.items())
 
 
-def rank_layers(model: ModelShape | Blueprint, layout: Layout, rank: int, code: Implementation = LEAVEN_BF16) -> int:
+def rank_layers(model: Model, layout: Layout, rank: int, code: TrainingCode = LEAVEN_BF16) -> int:
     """Blocks on a rank of the pipeline, of all its stages."""
     return sum(stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)[rank :: layout.pp])
 
 
-def stage_parameters(
-    model: ModelShape | Blueprint, layout: Layout, stage: int, code: Implementation = LEAVEN_BF16
-) -> float:
+def stage_parameters(model: Model, layout: Layout, stage: int, code: TrainingCode = LEAVEN_BF16) -> float:
     """Parameters on one tensor-parallel rank of a rank of the pipeline. Tied embeddings are on both ends; routed
     experts are shared out over the ``ep`` ranks too."""
     table = blueprint(model)
@@ -93,7 +90,7 @@ def stage_parameters(
 
 
 def end_parameters(table: Blueprint, tp: int, *, first: bool, last: bool) -> float:
-    """Of those parameters what is in no block."""
+    """Parameters of the ends, outside the blocks, on one tensor-parallel rank."""
     parameters = 0.0
     if first:
         parameters += table.embedding / tp + table.embedding_vectors + table.positions
@@ -103,7 +100,7 @@ def end_parameters(table: Blueprint, tp: int, *, first: bool, last: bool) -> flo
 
 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
-    """Micro-batches of which a rank of the pipeline keeps what it needs, of all its stages, at the most.
+    """The most micro-batches whose activations a pipeline rank keeps at once, over all its stages.
 
     All under GPipe, p - r under 1F1B; of v stages 2 (p - r - 1) + (v - 1) p + 1 of the v m passes (Narayanan et al.
     2021, arXiv 2104.04473, 2.2); p under zero-bubble, which puts the weights' half of a backward pass off. So torch's

@@ -1,7 +1,7 @@
-"""What `leaven new` writes: a target, its proxy, and what the rule gives the target beside published runs."""
+"""What `leaven new` writes: a target, its proxy, and a comparison of the target with published runs."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -10,16 +10,19 @@ from leaven.catalogue.starter.decisions import Derivation
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter
 from leaven.planning.hardware import Cluster
-from leaven.planning.starter_layout import laid_out
+from leaven.planning.memory import GIB
+from leaven.planning.plan import ACCURACY, plan
+from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
+from leaven.recipe.units import format_seconds
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
 _ROUNDING = 1.02  # published values are rounded
+# Times the published range; below this there is no disagreement, since published values are rounded and set by hand.
 FAR = 1.25
-"""Times the published range: less is no disagreement, for published values are rounded and chosen by hand."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,7 @@ class Compared:
 
     @property
     def factor(self) -> float:
-        """How far outside of the published range the value lies, as a factor; 1 inside. Betas count as the number of
-        steps that they look back."""
+        """Factor by which the value is outside the published range; 1 inside. Betas count by their half-life."""
         value, low, high = self.value, self.low, self.high
         if self.what.startswith("beta"):
             value, low, high = (1 / (1 - beta) for beta in (value, low, high))
@@ -93,8 +95,48 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     return StarterRecipes(derived, _proxy(derived), compared)
 
 
+def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
+    """Put the starter on a cluster, in the fastest layout that fits.
+
+    Raises:
+        InputError: if nothing fits or the batch divides over no layout; says what would.
+    """
+    recipe = derivation.recipe
+    smallest = min(tokens for _, tokens in recipe.batch.sizes)
+    try:
+        found = plan(recipe.model, recipe.data.tokens, recipe.batch.tokens, cluster, smallest_tokens=smallest)
+    except InputError as error:
+        raise InputError(f"--gpus {cluster}: {error}; or take fewer GPUs") from None
+    how = found.arrangement
+    memory = f"{found.memory.total / GIB:.1f} GiB of {cluster.accelerator.memory_gib:g}"
+    speed = f"{found.speed.tflops_per_gpu:.0f} TFLOP/s a GPU, MFU {found.speed.mfu:.0%}"
+    reason = f"the fastest that fits {cluster} by the planner: {how}; {memory}, {speed}"
+    always = {"dp", "tp", "pp", "zero", "recompute"}
+    chosen = {
+        f"layout.{key}": value
+        for key, value in how.layout.model_dump().items()
+        if key in always or value != Layout.model_fields[key].default
+    }
+    chosen["batch.micro_batch"] = how.micro_batch
+    placed = recipe.replace(chosen)
+    placed = placed.replace({"why": recipe.why | dict.fromkeys(chosen, reason)})
+    said = (str(how), memory, speed, f"{format_seconds(found.seconds)} on {cluster}")
+    steps = tuple(
+        replace(
+            step,
+            lines=(step.lines[0], *said, *step.lines[2:]),
+            values={**step.values, **chosen},
+            sources=(*step.sources, ACCURACY),
+        )
+        if "precision.compute" in step.values
+        else step
+        for step in derivation.steps
+    )
+    return replace(derivation, recipe=placed, steps=steps)
+
+
 def _proxy(derived: Derivation) -> Recipe | None:
-    """The proxy's recipe, in one process: the target moved down to its own base."""
+    """The recipe of the proxy: the target transferred down to its own base, in one process."""
     proxy, target = derived.tuning.proxy, derived.recipe
     if proxy is None:
         return None
@@ -149,7 +191,7 @@ def _compared(target: Recipe, near: Neighbours) -> list[Compared]:
 
 
 def _said(near: Neighbours, compared: tuple[Compared, ...], *, tuned: bool) -> list[str]:
-    """What the rule gives the target, value by value, and both readings where it leaves the published range."""
+    """Lines that compare the target with published runs, and both readings where it is outside their range."""
     if not near.close:
         return ["no published run is near this size, so there is nothing to compare with"]
     said = [_line(one) for one in compared]

@@ -1,4 +1,4 @@
-"""How long a step takes, from the device's published numbers: operators, transfers, bubble, optimiser.
+"""Time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
 A block is its operators (operators.py) and what its ranks exchange (collectives.py). Gathers and scatters of ZeRO 2
 and 3 hide behind the compute of their own micro-batch, and the gradients of ZeRO 0 and 1, in code that overlaps them,
@@ -13,36 +13,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
-from typing import TypeAlias
 
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import Arrangement, scheduled
-from leaven.planning.blueprint import Block, Blueprint, blueprint
+from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.collectives import all_reduce, all_to_all, hop, one_nic, ring
 from leaven.planning.hardware import Cluster
-from leaven.planning.implementations import LEAVEN_BF16, Implementation
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
 from leaven.planning.stages import end_parameters, rank_blocks, rank_layers, stage_parameters
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
-from leaven.recipe.shape import ModelShape
-
-Model: TypeAlias = ModelShape | Blueprint
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimiser step, and where they go. ``step`` is their sum.
+    """Seconds of one optimizer step by part; ``step`` is their sum."""
 
-    ``compute`` of all micro-batches without ``tensor_parallel`` exchanges (and those of context and experts) and
-    ``pipeline`` transfers; ``bubble`` idle at both ends of the pipeline; ``data_parallel`` what of the gradient and
-    weight exchange is not hidden.
-    """
-
-    compute: float
-    tensor_parallel: float
-    pipeline: float
-    bubble: float
-    data_parallel: float
+    compute: float  # of all micro-batches
+    tensor_parallel: float  # exchanges of tensor, context and expert ranks
+    pipeline: float  # transfers between stages
+    bubble: float  # idle at both ends of the pipeline
+    data_parallel: float  # exchange of gradients and weights that no compute hides
     optimizer: float
 
     @property
@@ -55,24 +46,20 @@ class StepTime:
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Seconds of the mean block for one micro-batch: forward, backward with recomputation, and what ranks exchange.
-
-    ``weight`` is the part of ``backward`` that computes gradients of weights. ``operators``: where forward and
-    backward go in the first block, without recomputation.
-    """
+    """Seconds of the mean block for one micro-batch."""
 
     forward: float
-    backward: float
-    all_reduce: float
-    weight: float
-    operators: tuple[Operator, ...]
+    backward: float  # with recomputation
+    all_reduce: float  # what ranks exchange
+    weight: float  # the part of ``backward`` that computes gradients of weights
+    operators: tuple[Operator, ...]  # of the first block, without recomputation
 
     @property
     def total(self) -> float:
         return self.forward + self.backward + self.all_reduce
 
 
-def block_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> BlockTime:
+def block_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> BlockTime:
     """Time of the mean block of a model for one micro-batch."""
     layout, table = how.layout, blueprint(model)
     work = Work(
@@ -82,14 +69,14 @@ def block_time(model: Model, how: Arrangement, cluster: Cluster, code: Implement
         tp=layout.tp,
         cp=layout.cp,
         ep=layout.ep,
-        fused=layout.compile or code.pace.fused,
+        fused=layout.compile or code.fused,
     )
     return _block_time(table, work, layout.recompute, cluster.accelerator, code)
 
 
 @cache
 def _block_time(
-    table: Blueprint, work: Work, recompute: Recompute, accelerator: Accelerator, code: Implementation
+    table: Blueprint, work: Work, recompute: Recompute, accelerator: Accelerator, code: TrainingCode
 ) -> BlockTime:
     forward = backward = exchanged = weight = 0.0
     for block, count in table.kinds:
@@ -106,8 +93,8 @@ def _block_time(
     return BlockTime(forward, backward, exchanged, weight, first)
 
 
-def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: Implementation) -> float:
-    """Seconds of what is computed again in the backward pass."""
+def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
+    """Seconds of recomputation in the backward pass."""
     if recompute == "none":
         return 0.0
     core = sum(operator.forward for operator in operators if operator.name == "attention")
@@ -118,14 +105,16 @@ def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, c
     return once - (kept if recompute == "selective" else 0.0)
 
 
-def _exchange(block: Block, work: Work, accelerator: Accelerator, code: Implementation) -> float:
-    """Seconds that the ranks of a block exchange in one pass, forward or backward: tensor ranks after each of two
-    branches, context ranks keys and values in a ring as far as attention does not hide it, experts tokens there and
-    back."""
+def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
+    """Seconds of communication inside a block in one pass, forward or backward.
+
+    Tensor ranks exchange after each of two branches, context ranks send keys and values round a ring as far as
+    attention does not hide it, experts receive their tokens and send them back.
+    """
     node = Cluster(work.tp * work.cp * work.ep, accelerator)
     stream = code.element * work.tokens * work.width
     seconds = 2 * all_reduce(stream, work.tp, 1, node)
-    if code.pace.behind_products:
+    if code.behind_products:
         seconds /= work.tp
     if work.cp > 1:
         core = block.core
@@ -142,14 +131,13 @@ def _exchange(block: Block, work: Work, accelerator: Accelerator, code: Implemen
 
 @dataclass(frozen=True)
 class _Stage:
-    """Blocks of the ranks of a pipeline that have most, and of the last; parameters of the rank that has most, in
-    blocks but for routed experts, in these, and in no block."""
+    """Sizes of the ranks of a pipeline that matter for time."""
 
-    most: int
-    last: int
-    blocks: float
-    experts: float
-    ends: float
+    most: int  # blocks of the rank that has most
+    last: int  # blocks of the last rank
+    blocks: float  # parameters in blocks, but for routed experts, of the rank that has most parameters
+    experts: float  # its routed experts
+    ends: float  # its parameters in no block
 
     @property
     def parameters(self) -> float:
@@ -157,7 +145,7 @@ class _Stage:
 
 
 @cache
-def _stages(table: Blueprint, layout: Layout, code: Implementation) -> _Stage:
+def _stages(table: Blueprint, layout: Layout, code: TrainingCode) -> _Stage:
     ranks, t, v = range(layout.pp), layout.tp, layout.stages_per_rank
     counts = [rank_layers(table, layout, rank, code) for rank in ranks]
     parameters, rank = max((stage_parameters(table, layout, rank, code), rank) for rank in ranks)
@@ -167,7 +155,7 @@ def _stages(table: Blueprint, layout: Layout, code: Implementation) -> _Stage:
     return _Stage(max(counts), counts[-1], parameters - experts - ends, experts, ends)
 
 
-def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> float:
+def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
     """Seconds of the logits and their loss for one micro-batch, forward and backward: every byte at the peak is
     written and read."""
     table = blueprint(model)
@@ -175,14 +163,14 @@ def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Imple
 
 
 @cache
-def _logits_seconds(table: Blueprint, m: int, tp: int, accelerator: Accelerator, code: Implementation) -> float:
+def _logits_seconds(table: Blueprint, m: int, tp: int, accelerator: Accelerator, code: TrainingCode) -> float:
     n, k = table.vocab_size // tp, table.d_model
     products = sum(matmul_seconds(sizes, accelerator) for sizes in ((m, n, k), (m, k, n), (n, k, m)))
     return products + stream_seconds(2.0 * code.logit * m * n, accelerator)
 
 
-def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> float:
-    """Seconds that a pass of one micro-batch is on the way from a stage to the next."""
+def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
+    """Seconds to send the activations of one micro-batch to the next stage."""
     table, layout = blueprint(model), how.layout
     if layout.pp == 1:
         return 0.0
@@ -190,20 +178,20 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Imp
     return hop(message, layout.ranks, cluster)
 
 
-def adding_seconds(parameters: float, accelerator: Accelerator, code: Implementation = LEAVEN_BF16) -> float:
-    """Seconds in which the gradients of a micro-batch are added to those before."""
+def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
+    """Seconds to add the gradients of a micro-batch to the sum."""
     summed = code.accumulation or code.grads
     return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
 
 
 def _tokens(table: Blueprint, how: Arrangement) -> int:
-    """Of a micro-batch on one rank."""
+    """Tokens of a micro-batch on one rank."""
     return how.micro_batch * table.seq_len // how.layout.cp
 
 
-def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementation = LEAVEN_BF16) -> StepTime:
-    """Time of one optimiser step: (m + (p - 1) / v) slots of the slowest of p ranks with v stages each, then the
-    optimiser.
+def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> StepTime:
+    """Time of one optimizer step: (m + (p - 1) / v) slots of the slowest of p ranks with v stages each, then the
+    optimizer.
 
     A zero-bubble schedule fills the bubble with the weights' halves of backward passes: of every forward and backward
     pass twice that half is gone from it (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - T_W, where T_B is the
@@ -241,26 +229,26 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: Implementa
 
 
 def _data_parallel(
-    how: Arrangement, cluster: Cluster, code: Implementation, stage: _Stage, *, forward: float, backward: float
+    how: Arrangement, cluster: Cluster, code: TrainingCode, stage: _Stage, *, forward: float, backward: float
 ) -> float:
     """Seconds a step of data-parallel exchange that no compute hides; ``forward`` and ``backward`` are those of the
     stage, one micro-batch."""
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
-    if not code.pace.shared_nics:
+    if not code.shared_nics:
         cluster = one_nic(cluster)
     tp, ep, often = layout.tp, layout.ep, layout.zero > 1
     sharers = ranks // layout.dp_replicate
     expert_sharers = max(1, sharers // ep)
-    each, units = code.accumulation or code.grads, code.pace.units * stage.most
+    each, units = code.accumulation or code.grads, code.units * stage.most
     # The ends are the root unit's, or else in the messages.
     ends, blocks = (stage.ends, stage.blocks) if units else (0.0, stage.blocks + stage.ends)
-    messages = units or (stage.most if often else ceil(each * (blocks + stage.experts) / code.pace.message))
-    hidden = backward if often or (code.pace.overlap and not (units and layout.pp > 1)) else 0.0
+    messages = units or (stage.most if often else ceil(each * (blocks + stage.experts) / code.message))
+    hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Of the blocks; the ranks of ``ep`` have different experts."""
+        """Seconds to exchange the blocks; the ranks of ``ep`` hold different experts."""
         of_experts = collective(of_each * stage.experts, expert_sharers, tp * ep, cluster, messages)
         return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if stage.experts else 0.0)
 

@@ -1,21 +1,21 @@
-"""What a layout asks of the model, the batch and the processes: said before anything is started."""
+"""Whether leaven can train a recipe in its layout on so many processes; checked before anything is started."""
 
 from importlib.metadata import version
 
 from pydantic import ValidationError
 
-from leaven.planning.arrangement import forwards, pipeline_refusal, shape_refusal
+from leaven.planning.arrangement import pipeline_refusal, shape_refusal
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.tested_ground import Caution
+from leaven.scaling.tested_ranges import Caution
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """That a recipe can be trained as it is laid out on so many processes.
+    """Check that a recipe can be trained in its layout on so many processes.
 
     Raises:
-        InputError: saying what would work.
+        InputError: says what would work.
     """
     for key in ("cp", "ep"):
         if getattr(recipe.layout, key) > 1:
@@ -23,7 +23,13 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
                 f"[layout] {key}: leaven plans and exports it and does not train with it; --set layout.{key}=1"
             )
     require_ranks(recipe, processes)
-    for refusal in (shape_refusal(recipe.model, recipe.layout), _batch_refusal(recipe), _torch_refusal(recipe)):
+    micro_batch = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
+    smallest = min(tokens for _, tokens in recipe.batch.sizes)
+    for refusal in (
+        shape_refusal(recipe.model, recipe.layout),
+        pipeline_refusal(recipe.layout, recipe.model.seq_len, smallest, micro_batch),
+        _torch_refusal(recipe),
+    ):
         if refusal is not None:
             raise InputError(f"[layout] {refusal}")
     if recipe.stability.noise_scale_every_tokens is not None:
@@ -33,8 +39,7 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
 
 
 def require_ranks(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if a layout is not one of so many processes; it names the nearest that are and that the model
-    can have."""
+    """Raise InputError if a layout does not have so many ranks; it names the nearest possible layouts that have."""
     layout = recipe.layout
     if layout.ranks == processes:
         return
@@ -50,7 +55,7 @@ def require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
-    """A run's recipe for another number of processes than it began with, where dp can give; else as it is."""
+    """The recipe of a run for another number of processes than before, with another dp; unchanged if none fits."""
     layout = recipe.layout
     dp, rest = divmod(processes, layout.tp * layout.pp)
     if rest or not dp or dp == layout.dp:
@@ -60,15 +65,22 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
 
 
 def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
-    """(dp, tp, pp) of so many ranks that the model can have, at most two, the ones that change the fewest and least
-    degrees first; dp is what gives most easily."""
+    """At most two possible (dp, tp, pp) of so many ranks, the nearest to the recipe's first."""
     layout = recipe.layout
+
+    def possible(degrees: dict[str, int]) -> bool:
+        try:
+            other = Layout.model_validate(layout.model_dump() | degrees)
+        except ValidationError:
+            return False
+        return shape_refusal(recipe.model, other) is None
+
     degrees = [
         (processes // tp // pp, tp, pp)
         for tp in range(1, processes + 1)
         if processes % tp == 0
         for pp in range(1, processes // tp + 1)
-        if processes // tp % pp == 0 and _possible(recipe, {"dp": processes // tp // pp, "tp": tp, "pp": pp})
+        if processes // tp % pp == 0 and possible({"dp": processes // tp // pp, "tp": tp, "pp": pp})
     ]
 
     def distance(degree: tuple[int, int, int]) -> tuple[int, float]:
@@ -77,26 +89,6 @@ def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
         return changed, max(tp / layout.tp, layout.tp / tp) * max(pp / layout.pp, layout.pp / pp) + dp / processes
 
     return sorted(degrees, key=distance)[:2]
-
-
-def _possible(recipe: Recipe, degrees: dict[str, int]) -> bool:
-    try:
-        layout = Layout.model_validate(recipe.layout.model_dump() | degrees)
-    except ValidationError:
-        return False
-    return shape_refusal(recipe.model, layout) is None
-
-
-def micro_batches(recipe: Recipe, batch_tokens: int, micro_batch: int) -> int:
-    """Forwards of a rank in a step."""
-    return forwards(recipe.layout, recipe.model.seq_len, batch_tokens, micro_batch)
-
-
-def _batch_refusal(recipe: Recipe) -> str | None:
-    size = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
-    return pipeline_refusal(
-        recipe.layout, recipe.model.seq_len, min(tokens for _, tokens in recipe.batch.sizes), size
-    )
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
@@ -132,7 +124,7 @@ def _torch_refusal(recipe: Recipe) -> str | None:
 
 
 def layout_cautions(recipe: Recipe) -> list[Caution]:
-    """What is allowed and hardly meant."""
+    """Warnings about layouts that are allowed and probably a mistake."""
     layout = recipe.layout
     found = []
     if layout.zero and layout.dp == 1:

@@ -1,4 +1,4 @@
-"""The common ground of all parts of a recipe: frozen, complete, strict."""
+"""The base class of all parts of a recipe."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,4 +1,4 @@
-"""When the batch reaches its size: the ramp, as a pure function of tokens consumed."""
+"""The global batch and its ramp, as a pure function of tokens consumed."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -10,44 +10,39 @@ from pydantic import Field, model_validator
 from leaven.recipe.base import Part
 
 Count = Annotated[int, Field(gt=0)]
+# What the optimizer gets while the batch is smaller than the full one: the full batch's values, or those that the
+# scaling rule gives for the smaller batch.
 RampRule = Literal["fixed", "scaled"]
-"""What the optimiser gets while the batch is smaller than the full one: the full batch's values, or those that the
-scaling rule gives for the smaller batch."""
 
 
 class Ramp(Part):
-    """From ``start_tokens`` to the full batch in equal increments spread evenly over the first ``over_tokens``.
+    """The batch grows in equal increments, spread evenly over the first part of the run.
 
     Megatron's ``--rampup-batch-size START INCREMENT SAMPLES`` in tokens: SAMPLES is the length of the whole ramp,
     not of one increment (BLOOM: 192 16 9765625 is 116 increments of about 84,186 samples each).
-    ``rule``: whether lr, betas, eps and weight decay move with the batch (:data:`RampRule`).
     """
 
-    start_tokens: Count
+    start_tokens: Count  # the first batch
     increment_tokens: Count
-    over_tokens: Count
-    rule: RampRule = "fixed"
+    over_tokens: Count  # length of the ramp
+    rule: RampRule = "fixed"  # whether lr, betas, eps and weight decay move with the batch
 
 
 class Stage(Part):
-    """From ``from_tokens`` consumed on, a batch is ``tokens``."""
+    """A batch size that holds from some point of the run on."""
 
-    from_tokens: int = Field(ge=0)
-    tokens: Count
+    from_tokens: int = Field(ge=0)  # tokens consumed
+    tokens: Count  # of the batch
 
 
 class Batch(Part):
-    """The global batch in tokens, how it is reached, and the most sequences of one forward pass on one rank.
-
-    A batch that the micro-batch does not divide is cut evenly; ``auto`` is chosen where the run starts.
-    ``stages_rule`` is for ``stages`` what ``ramp.rule`` is for a ramp; "fixed" if it is not given.
-    """
+    """The global batch, and how it is reached. A batch that the micro-batch does not divide is cut evenly."""
 
     tokens: Count
     ramp: Ramp | None = None
     stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
-    stages_rule: RampRule | None = None
-    micro_batch: Count | Literal["auto"] = "auto"
+    stages_rule: RampRule | None = None  # for ``stages`` what ``ramp.rule`` is for a ramp; None is "fixed"
+    micro_batch: Count | Literal["auto"] = "auto"  # sequences of one forward on a rank; auto: chosen at the start
 
     @model_validator(mode="after")
     def _reaches_its_size(self) -> "Batch":
@@ -80,7 +75,7 @@ class Batch(Part):
 
     @property
     def rule(self) -> RampRule:
-        """Of the ramp or of the stages."""
+        """The rule of the ramp or of the stages."""
         return self.ramp.rule if self.ramp else self.stages_rule or "fixed"
 
     @property
@@ -103,19 +98,22 @@ class Batch(Part):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps of one batch size: it begins with step ``first_step`` at ``first_token`` consumed."""
+    """Consecutive steps of one batch size."""
 
     first_step: int
-    first_token: int
+    first_token: int  # tokens consumed before it
     batch_tokens: int
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Which step consumes which tokens, for an endless run. A step's batch is decided before it, by the tokens
-    consumed so far; so the sizes of all steps before step n add up to ``tokens_at_step(n)``, exactly."""
+    """Which step consumes which tokens, for an endless run.
 
-    sizes: tuple[tuple[int, int], ...]
+    A step's batch is decided before it, by the tokens consumed so far; so the sizes of all steps before step n add up
+    to ``tokens_at_step(n)``, exactly.
+    """
+
+    sizes: tuple[tuple[int, int], ...]  # (tokens consumed from which it holds, batch in tokens)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

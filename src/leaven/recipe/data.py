@@ -14,43 +14,35 @@ LONGEST_PERIOD = 100_000
 """Samples after which a mixture repeats, at most: the common denominator of its proportions."""
 
 
-class Source(Part):
-    """One of several places that text comes from.
+class DataSource(Part):
+    """One of several places that text comes from."""
 
-    ``source`` is what ``[data] source`` may be by itself. ``weight`` is its share of the samples, against the sum of
-    all weights. ``text`` names the key (.jsonl) or column (.parquet, hf://) that holds the text.
-    """
-
-    source: str
-    weight: float = Field(default=1.0, gt=0)
-    text: str = "text"
+    source: str  # what ``[data] source`` may be by itself
+    weight: float = Field(default=1.0, gt=0)  # share of the samples, against the sum of all weights
+    text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that holds the text
 
 
 def _form(source: Any) -> str:
     return "tag:several" if isinstance(source, list | tuple) else "tag:one"
 
 
-_Several = Annotated[tuple[Source, ...], Field(strict=False, min_length=1)]
+_Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
 
 
 class Data(Part):
-    """``source`` is python-stdlib, a path or glob, or hf://org/dataset; or a list of :class:`Source`.
+    """Where the text comes from, and how much of it is consumed."""
 
-    ``tokenizer`` is bpe (trained on the sources), the path of a tokenizer.json, or hf://org/model. ``tokens`` is the
-    duration; epochs are tokens / corpus tokens. ``seed`` fixes the initialisation, the order of the data and the
-    masks of dropout. ``documents`` are "packed" end to end, each token seeing all before it in its window, or
-    "isolated": attention, positions and loss stop at the end of a document. Up to ``corrupt_share`` of the lines, and
-    of the files, of a source may be unreadable and are skipped.
-    """
-
+    # python-stdlib, a path or glob, hf://org/dataset; or a list of :class:`DataSource`.
     source: Annotated[
         Annotated[str, Tag("tag:one")] | Annotated[_Several, Tag("tag:several")], Discriminator(_form)
     ] = "python-stdlib"
-    tokenizer: str = "bpe"
-    tokens: int = Field(gt=0)
-    seed: int = Field(default=0, ge=0)
+    tokenizer: str = "bpe"  # trained on the sources; or the path of a tokenizer.json, or hf://org/model
+    tokens: int = Field(gt=0)  # of the run; epochs are tokens / corpus tokens
+    seed: int = Field(default=0, ge=0)  # of the initialisation, the order of the data and the masks of dropout
+    # Packed end to end, each token seeing all before it in its window; or attention, positions and loss stop at the
+    # end of a document.
     documents: Literal["packed", "isolated"] = "packed"
-    corrupt_share: float = Field(default=0.001, ge=0, le=1)
+    corrupt_share: float = Field(default=0.001, ge=0, le=1)  # lines, and files, of a source that may be unreadable
 
     @model_validator(mode="after")
     def _can_be_mixed(self) -> "Data":
@@ -67,8 +59,8 @@ class Data(Part):
         return self
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return (Source(source=self.source),) if isinstance(self.source, str) else self.source
+    def sources(self) -> tuple[DataSource, ...]:
+        return (DataSource(source=self.source),) if isinstance(self.source, str) else self.source
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:

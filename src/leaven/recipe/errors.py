@@ -1,19 +1,19 @@
-"""What is said to the user in one line."""
+"""Errors that the user sees as one line."""
 
 
 class InputError(ValueError):
-    """The input is wrong. The message is one line that says what is wrong and how to mend it.
+    """The input is wrong. The message is one line that says what is wrong and what to type.
 
     The command line prints it and exits with code 2; nothing has been written.
     """
 
 
 class Settled(InputError):
-    """One that every process of a run raises, so that one of them says it for all."""
+    """An input error that every process of a run raises; one of them prints it."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is full: Python's, numpy's or torch's, which has one for each device."""
+    """Whether an error of Python, numpy or torch says that memory is full."""
     said = str(error)
     return (
         isinstance(error, MemoryError)
@@ -23,4 +23,4 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Lost(RuntimeError):
-    """Of the processes of a run one is gone or hangs. Says what is known of it; the run can be taken up again."""
+    """A process of a run is gone or hangs. The message says what is known; the run can be resumed."""

@@ -1,4 +1,4 @@
-"""The recipe file: TOML in and out with comments kept, overrides, and errors that say what to type."""
+"""Recipe files: reading, overrides, writing with comments kept, and errors that say what to type."""
 
 import math
 import os
@@ -75,7 +75,7 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
 
 
 def _take_out(document: dict[str, Any], path: str) -> None:
-    """``--set a.b=``: as if the file had not said it."""
+    """Remove a key, for ``--set a.b=``."""
     *outer, last = split_path(path)
     part: Any = document
     for key in outer:
@@ -220,7 +220,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """What leaven keeps between runs: ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """leaven's cache: ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"

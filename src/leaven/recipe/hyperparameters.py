@@ -1,4 +1,4 @@
-"""What is tuned: values in base coordinates, multipliers per module, multipliers over depth."""
+"""Hyperparameters: values in base coordinates, multipliers per module and over depth."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -18,20 +18,17 @@ Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """What one module multiplies the global values by. 1.0 is neutral, to the last bit.
-
-    ``beta1`` and ``beta2`` multiply 1 - beta to first order: they divide the half-life of the moment, beta ** m, so
-    that beta stays within (0, 1) whatever they are multiplied with. ``residual`` is for the modules that end a
-    branch, ``attention.out`` and ``mlp.out``.
-    """
+    """What one module multiplies the global values by. 1.0 is neutral, to the last bit."""
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
     weight_decay: NonNegative = 1.0
+    # Divide the half-life of the moment, beta ** m, so that beta stays within (0, 1): to first order they multiply
+    # 1 - beta.
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
-    residual: Positive = 1.0
+    residual: Positive = 1.0  # for the modules that end a branch, ``attention.out`` and ``mlp.out``
 
 
 class DepthProfile(Part):
@@ -63,15 +60,15 @@ class DepthProfile(Part):
 
 
 class Clip(Part):
-    """Gradient clipping: which norm, and what it is limited to.
+    """Gradient clipping.
 
     ``global`` limits the norm over all parameters, ``per-module`` that of each module in each block by itself.
     ``running`` limits the global norm to ``limit`` times its own running root mean square, which looks back as far as
-    Adam's second moment does. A ``limit`` of 0 switches clipping off.
+    Adam's second moment does.
     """
 
     mode: Literal["global", "per-module", "running"]
-    limit: NonNegative = 1.0
+    limit: NonNegative = 1.0  # 0 switches clipping off
 
     @staticmethod
     def read(value: Any) -> Any:
@@ -83,28 +80,23 @@ class Clip(Part):
 
 
 class Hyperparameters(Part):
-    """The values that are right at ``[scaling].base``.
+    """The values that are right at ``[scaling].base``."""
 
-    ``lr`` is the peak. ``adamw`` decouples the decay (each step shrinks a weight by lr x weight_decay); ``adam`` adds
-    weight_decay x weight to the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019,
-    arXiv 1711.05101). ``residual`` multiplies every branch before it is added to the residual stream.
-    ``decay_norm_and_bias`` decays gains and biases too, which published recipes do not (nanoGPT, OLMo 2).
-    ``init`` is the scaling rule's own, which starts from ``init_std``, or a published one by name
-    (:data:`leaven.recipe.init_std.INITS`), which sets every standard deviation itself.
-    ``grad_clip`` is a limit on the global gradient norm (0 switches clipping off), or a
-    :class:`Clip`.
-    """
-
+    # adamw decouples the decay (each step shrinks a weight by lr x weight_decay); adam adds weight_decay x weight to
+    # the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019, arXiv 1711.05101).
     optimizer: Literal["adamw", "adam"] = "adamw"
-    lr: Positive
+    lr: Positive  # the peak
+    # The scaling rule's own, which starts from init_std, or a published one (:data:`leaven.recipe.init_std.INITS`),
+    # which sets every standard deviation itself.
     init: InitName = "rule"
     init_std: Positive | None = None
     weight_decay: NonNegative = 0.1
-    decay_norm_and_bias: bool = False
+    decay_norm_and_bias: bool = False  # decays gains and biases too; published recipes do not (nanoGPT, OLMo 2)
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Positive = 1e-8
-    residual: Positive = 1.0
+    residual: Positive = 1.0  # multiplies every branch before it is added to the residual stream
+    # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
     modules: dict[str, Multipliers] = {}
     depth: DepthProfile = DepthProfile()
@@ -130,7 +122,7 @@ class Hyperparameters(Part):
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
-        """Every module that has multipliers is one of ``known``, and each multiplier has something to multiply.
+        """Check that modules with multipliers are known, and that each multiplier has something to multiply.
 
         Raises:
             ValueError: naming the module and what it may have meant.

@@ -25,8 +25,8 @@ InitName = Literal[
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a matrix stands: width d, layers L, its layer l counted from 0, its own fan in f and fan out o."""
+class MatrixPlace:
+    """The letters of a formula: width d, layers L, the layer l from 0, fan in f and fan out o of the matrix."""
 
     d: int
     L: int
@@ -37,10 +37,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Formula:
-    """A standard deviation as it is printed, in the letters of :class:`Place`, and as a function."""
+    """A standard deviation as it is printed, in the letters of :class:`MatrixPlace`, and as a function."""
 
     text: str
-    std: Callable[[Place], float]
+    std: Callable[[MatrixPlace], float]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Init:
     @property
     def sees_depth(self) -> bool:
         """Whether the end of a branch at the same relative depth starts otherwise in a deeper model."""
-        shallow, deep = (Place(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
+        shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
     def formula(self, parameter: Parameter, gated: bool) -> Formula:
@@ -91,7 +91,7 @@ class Init:
         """The initial standard deviation of one matrix of a model of ``n_layers`` blocks."""
         out, into = parameter.shape
         width = out if parameter.module in BRANCH_ENDS else into
-        return self.formula(parameter, gated).std(Place(width, n_layers, parameter.layer or 0, into, out))
+        return self.formula(parameter, gated).std(MatrixPlace(width, n_layers, parameter.layer or 0, into, out))
 
 
 _GPT2 = Formula("0.02", lambda at: 0.02)
@@ -200,7 +200,7 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
-    """That a named init and a scaling rule do not both move the init between base and target.
+    """Check that a named init and a scaling rule do not both change the init between base and target.
 
     Across widths every rule but ``standard`` wants another power of the width in some module than a named init has.
     Across depths a branch's multiplier L^-alpha and a smaller start of the matrix that ends it would count the depth

@@ -1,4 +1,4 @@
-"""How a run is laid out over accelerators. Not part of the model: it may change without changing a loss."""
+"""The layout: how a run is spread over ranks. It may change without changing a loss."""
 
 from typing import Literal
 
@@ -11,28 +11,20 @@ Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 class Layout(Part):
-    """Data, tensor and pipeline degree in ranks, the ZeRO stage, what is recomputed in the backward pass, and whether
-    each block is compiled (by torch.compile: a minute at the start for faster steps, and other last bits).
+    """How a run is laid out over accelerators. dp x cp x tp x pp ranks."""
 
-    ``dp_replicate`` of the dp ranks hold the same pieces, so that ZeRO shards over dp / dp_replicate ranks only (one
-    node's, where the wires between nodes are slow). ``schedule`` is the pipeline's; ``stages_per_rank`` the stretches
-    of layers that a rank of it holds, 1 but for interleaved and zero-bubble. A process that keeps the others waiting
-    for ``timeout_seconds`` ends the run. ``cp`` ranks share each sequence (context parallelism) and ``ep`` of the
-    dp x cp ranks share out the experts: both are planned and exported, and leaven's own trainer has neither.
-    """
-
-    dp: int = Field(default=1, gt=0)
-    tp: int = Field(default=1, gt=0)
-    pp: int = Field(default=1, gt=0)
-    cp: int = Field(default=1, gt=0)
-    ep: int = Field(default=1, gt=0)
-    zero: int = Field(default=0, ge=0, le=3)
-    dp_replicate: int = Field(default=1, gt=0)
+    dp: int = Field(default=1, gt=0)  # data-parallel degree
+    tp: int = Field(default=1, gt=0)  # tensor-parallel degree
+    pp: int = Field(default=1, gt=0)  # pipeline-parallel degree
+    cp: int = Field(default=1, gt=0)  # ranks that share each sequence; planned and exported only
+    ep: int = Field(default=1, gt=0)  # of the dp x cp ranks, those that share out experts; planned and exported only
+    zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
+    dp_replicate: int = Field(default=1, gt=0)  # replicas, so that ZeRO shards over dp / dp_replicate ranks only
     schedule: Pipeline = "1f1b"
-    stages_per_rank: int = Field(default=1, gt=0)
-    recompute: Recompute = "none"
-    compile: bool = False
-    timeout_seconds: int = Field(default=600, gt=0)
+    stages_per_rank: int = Field(default=1, gt=0)  # stretches of layers that a pipeline rank holds
+    recompute: Recompute = "none"  # in the backward pass
+    compile: bool = False  # each block by torch.compile: a minute at the start, faster steps, other last bits
+    timeout_seconds: int = Field(default=600, gt=0)  # a process that keeps the others waiting for longer ends the run
 
     @model_validator(mode="after")
     def _goes_together(self) -> "Layout":

@@ -23,13 +23,13 @@ BATCH_RULES = ("complete-d-p",)
 
 
 class Start(Part):
-    """Where the parameters start: at the initial values of the table, or at ``weights``, a folder in Hugging Face's
-    format with a model of this shape.
+    """Where the parameters start: at the initial values of the table, or at weights.
 
-    The weights say which function the run starts from: what the rule multiplies in the forward pass is divided out
-    of them (:mod:`leaven.scaling.folding`).
+    Weights say which function the run starts from: what the rule multiplies in the forward pass is divided out of
+    them (:mod:`leaven.scaling.folding`).
     """
 
+    # A folder in Hugging Face's format with a model of this shape.
     weights: str | None = Field(default=None, min_length=1)
 
     @property
@@ -38,11 +38,7 @@ class Start(Part):
 
 
 class Base(Part):
-    """The scale at which the hyperparameters were found.
-
-    ``d_ff``, ``d_head`` and ``n_kv_heads`` are for a base of other proportions; without them it has the recipe's own
-    head dimension, d_ff / d_model and heads per kv head.
-    """
+    """The scale at which the hyperparameters were found. Proportions that are left out are the recipe's own."""
 
     width: int = Field(gt=0)
     depth: int = Field(gt=0)
@@ -54,23 +50,17 @@ class Base(Part):
 
 
 class Scaling(Part):
-    """How the base values move with scale. Without a base the recipe is its own: all ratios are 1.
-
-    ``alpha`` splits the 1/depth between branch multiplier (depth^-alpha) and learning rate (depth^(alpha-1)).
-    ``token_exponent`` is that of the learning rate's fall with duration; the literature says 0.3 to 0.5.
-    ``token_exponent_interval`` is the 95% interval that ``leaven check duration`` measured: outside of it a transfer
-    warns.
-
-    ``scale_decay_with_depth`` multiplies the weight decay of hidden weights by depth^(1-alpha). Below alpha = 1 their
-    lr falls with depth, and lr x decay x steps with it: deeper models forget more slowly, although every other axis
-    keeps that product constant. CompleteP and Complete(d)P leave this out, so it is off by default; at alpha = 1 it
-    changes nothing.
-    """
+    """How the base values move with scale. Without a base the recipe is its own: all ratios are 1."""
 
     rule: RuleName = "complete-d-p"
+    # Splits the 1/depth between branch multiplier (depth^-alpha) and learning rate (depth^(alpha-1)).
     alpha: float = Field(default=1.0, ge=0.5, le=1)
-    token_exponent: float = Field(default=0.5, ge=0, le=1)
+    token_exponent: float = Field(default=0.5, ge=0, le=1)  # of the lr's fall with duration; literature: 0.3 to 0.5
+    # 95% interval that ``leaven check duration`` measured; outside of it a transfer warns.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
+    # Multiplies the weight decay of hidden weights by depth^(1-alpha). Below alpha = 1 their lr falls with depth, and
+    # lr x decay x steps with it: deeper models forget more slowly, although every other axis keeps that product
+    # constant. CompleteP and Complete(d)P leave this out; at alpha = 1 it changes nothing.
     scale_decay_with_depth: bool = False
     base: Base | None = None
 
@@ -86,33 +76,24 @@ class Scaling(Part):
 
 
 class Precision(Part):
-    """``compute`` is the dtype of the matrix products; weights, gradients, moments, softmax and loss are fp32.
+    """Weights, gradients, moments, softmax and loss are fp32. fp16 has a loss scale, for it loses small gradients."""
 
-    fp16 loses small gradients without a loss scale, which is then there and looks after itself.
-    """
-
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the matrix products
 
 
 class Stability(Part):
-    """What happens when a run comes into trouble (:mod:`leaven.training.spikes`), and what is kept to go back to.
+    """What happens when a run meets an anomaly (:mod:`leaven.training.spikes`), and which checkpoints are kept."""
 
-    ``rollback`` goes back to before the trouble and leaves out its data, ``max_rollbacks`` times for one trouble,
-    then stops; the lr is multiplied by ``rollback_lr`` there and rises back over ``rollback_lr_tokens``. ``skip``
-    does not apply a step of outstanding loss or gradient, ``stop`` stops. The newest ``keep`` checkpoints stay, and
-    for good the first one in every ``keep_every_tokens``.
-
-    ``noise_scale_every_tokens``: measure the gradient noise scale so often (:mod:`leaven.training.noise`).
-    """
-
+    # rollback: go back to before the anomaly and leave out its data; skip: do not apply a step of outstanding loss or
+    # gradient; stop; off.
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
-    max_rollbacks: int = Field(default=3, gt=0)
-    rollback_lr: float = Field(default=1.0, gt=0, le=1)
-    rollback_lr_tokens: int | None = Field(default=None, gt=0)
+    max_rollbacks: int = Field(default=3, gt=0)  # for one anomaly; then the run stops
+    rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # over which that lr rises back
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
-    keep: int = Field(default=2, gt=0)
-    keep_every_tokens: int | None = Field(default=None, gt=0)
-    noise_scale_every_tokens: int | None = Field(default=None, gt=0)
+    keep: int = Field(default=2, gt=0)  # newest checkpoints
+    keep_every_tokens: int | None = Field(default=None, gt=0)  # the first checkpoint in each stays for good
+    noise_scale_every_tokens: int | None = Field(default=None, gt=0)  # gradient noise scale is measured so often
 
     @model_validator(mode="after")
     def _a_lower_lr_rises_again(self) -> "Stability":

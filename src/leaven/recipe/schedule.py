@@ -11,16 +11,12 @@ Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 class Schedule(Part):
-    """Linear warm-up, then a decay to ``min_lr_ratio`` of the peak.
-
-    The schedule multiplies each parameter group's own peak, so the floor keeps the ratios between groups.
-    ``decay_ratio`` is the share of the run that ``wsd`` spends cooling down (Hägele et al. 2024, arXiv 2405.18392:
-    20%, in the 1 - sqrt form).
-    """
+    """Linear warm-up, then a decay. It multiplies each parameter group's own peak, so ratios between groups stay."""
 
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # of the peak, at the end
+    # Share of the run that wsd cools down for (Hägele et al. 2024, arXiv 2405.18392: 20%, in the 1 - sqrt form).
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
 
     @model_validator(mode="after")

@@ -45,17 +45,13 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the model.
-
-    ``shape`` is (fan out, fan in) for a matrix. ``module`` is the name a person tunes by, ``layer`` the
-    index of the block or None outside the blocks.
-    """
+    """One tensor of the model."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a matrix (fan out, fan in)
     role: Role
-    module: str
-    layer: int | None = None
+    module: str  # the name it is tuned by
+    layer: int | None = None  # index of the block; None outside the blocks
 
     @property
     def size(self) -> int:
@@ -63,20 +59,14 @@ class Parameter:
 
 
 class ModelShape(Part):
-    """A decoder-only, pre-norm transformer. Every field is a count or a choice; nothing here is tuned.
-
-    ``embedding_norm`` normalises the token embedding before positions are added, as BLOOM did for stability (in
-    Megatron-DeepSpeed it is part of the embedding). ``dropout`` is the rate of GPT-2's three: on what enters the
-    first block, on the attention weights, and on each branch before it is added to the residual stream.
-    ``d_attention`` is the width of all heads together where that is not d_model, as in most of Qwen3.
-    """
+    """A decoder-only, pre-norm transformer. Every field is a count or a choice; nothing here is tuned."""
 
     n_layers: int = Field(gt=0)
     d_model: int = Field(gt=0)
     n_heads: int = Field(gt=0)
     n_kv_heads: int = Field(gt=0)
     d_head: int = Field(gt=0)
-    d_attention: int | None = Field(default=None, gt=0)
+    d_attention: int | None = Field(default=None, gt=0)  # all heads together, where not d_model (most of Qwen3)
     d_ff: int = Field(gt=0)
     vocab_size: int = Field(gt=1)
     seq_len: int = Field(gt=0)
@@ -86,10 +76,11 @@ class ModelShape(Part):
     positions: Positions = "rope"
     rope_theta: float = Field(default=10_000.0, gt=0)
     qk_norm: bool = False
-    qk_norm_per_head: bool = False
+    qk_norm_per_head: bool = False  # a gain for each head instead of one that all heads share
     tied_embeddings: bool = False
-    embedding_norm: bool = False
+    embedding_norm: bool = False  # the token embedding is normalised before positions are added (BLOOM)
     bias: bool = False
+    # Rate of GPT-2's three: on what enters the first block, on the attention weights, and on each branch.
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What ``leaven tune`` searches, where the recipe says it. No part of what is trained."""
+"""What ``leaven tune`` searches; it changes nothing in training."""
 
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ Octaves = Annotated[float, Field(ge=-64, le=64)]  # no hyperparameter spans 2^64
 
 
 def _both_sides(value: Any) -> Any:
-    """A plain number is as far down as up."""
+    """Validate the octaves of a path; a plain number is as far down as up."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = (-value, value)
     if not isinstance(value, list | tuple) or len(value) != 2:
@@ -31,13 +31,11 @@ Ends = Annotated[tuple[Octaves, Octaves], BeforeValidator(_both_sides), PlainSer
 
 
 class Tuning(Part):
-    """``space`` is what ``leaven tune --space`` takes. ``octaves`` has paths of the recipe, or patterns of them with
-    ``*``, and how far from the recipe's value each is searched, and no farther: in octaves, or in tenths what may be
-    0 (dropout, min_lr_ratio). Where several fit a path, the last holds. What it names is searched besides the space.
-    ``--space`` takes the place of both, and ``octaves`` still says how far.
-    """
+    """What ``leaven tune`` searches. ``--space`` replaces both, and ``octaves`` still says how far."""
 
-    space: str | None = Field(default=None, min_length=1)
+    space: str | None = Field(default=None, min_length=1)  # as ``--space`` takes it
+    # By path of the recipe, or pattern of paths with ``*`` (the last that fits holds): how far from the recipe's
+    # value it is searched, in octaves, or in tenths what may be 0 (dropout, min_lr_ratio). Besides the space.
     octaves: dict[str, Ends] = {}
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""A rule applied to one tensor. It does not know which rule it is, nor whose model the tensor belongs to."""
+"""Apply any rule to a tensor of any model."""
 
 import math
 from dataclasses import dataclass
@@ -10,21 +10,16 @@ from leaven.scaling.rules import Rule
 
 @dataclass(frozen=True)
 class Factors:
-    """What each value of a tensor is multiplied by on the way from base to target; all exactly 1.0 at the base.
-
-    ``forward`` acts on the output of the tensor (the logits), ``residual`` on a branch before it is added to the
-    residual stream, ``attention`` on the usual logit scale 1 / sqrt(d_head). ``half_life`` is the factor on the
-    number of steps that the Adam moments look back.
-    """
+    """What each value of a tensor is multiplied by on the way from base to target; all exactly 1.0 at the base."""
 
     init_std: float
     lr: float
     eps: float
     weight_decay: float
-    forward: float
-    residual: float
-    attention: float
-    half_life: float
+    forward: float  # on the output of the tensor (the logits)
+    residual: float  # on a branch before it is added to the residual stream
+    attention: float  # on the usual logit scale 1 / sqrt(d_head)
+    half_life: float  # on the number of steps that the Adam moments look back
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
         """``beta ** (multiplier / half_life)``: to first order ``1 - beta`` is multiplied by ``multiplier`` and

@@ -35,16 +35,11 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """What a rule sees of one tensor: target over base.
+    """What a rule sees of one tensor: target over base. A finite side (vocabulary, input of a gain) counts as 1."""
 
-    ``fan_in`` and ``fan_out`` are the tensor's own, so that d_ff / d_model or heads per kv head may change between
-    base and target. A finite side (the vocabulary, the single input of a gain) counts as 1. ``head`` is the ratio of
-    the head dimension.
-    """
-
-    fan_in: float = 1.0
+    fan_in: float = 1.0  # the tensor's own, so that d_ff / d_model or heads per kv head may change
     fan_out: float = 1.0
-    head: float = 1.0
+    head: float = 1.0  # head dimension
     depth: float = 1.0
     batch: float = 1.0
     tokens: float = 1.0

@@ -8,7 +8,7 @@ from leaven.scaling.table import ParameterTable
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """What each parameter is multiplied by so that a model without multipliers computes the same; what is absent, 1.
+    """Factors on the weights with which a model without multipliers computes the same; a missing name means 1.
 
     A branch's multiplier goes into the matrix that ends it, the scale of the attention logits into the queries (into
     their norm's gain where they have one, for it would undo a change of the matrix), the multiplier of the logits

@@ -32,20 +32,15 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True)
 class Rule:
-    """A table: ``cells`` by quantity and role, and what all roles share.
-
-    ``columns`` multiply every row of a quantity's block (the batch and token column). ``residual`` multiplies each
-    branch, ``attention`` the logit scale 1 / sqrt(d_head), and ``half_life`` the number of steps that the Adam
-    moments look back, which to first order divides ``1 - beta``.
-    """
+    """A table: a cell for each quantity and role, and what all roles share."""
 
     name: str
     source: str
-    cells: Mapping[str, Mapping[Role, Cell]]
-    residual: Cell
-    attention: Cell
-    half_life: Cell
-    columns: Mapping[str, Cell] = field(default_factory=dict)
+    cells: Mapping[str, Mapping[Role, Cell]]  # by quantity
+    residual: Cell  # multiplies each branch
+    attention: Cell  # multiplies the logit scale 1 / sqrt(d_head)
+    half_life: Cell  # of the Adam moments, in steps; to first order it divides 1 - beta
+    columns: Mapping[str, Cell] = field(default_factory=dict)  # by quantity: for batch and tokens, on every row
 
     def of(self, quantity: str, role: Role) -> tuple[Cell, ...]:
         """The cells whose product moves a quantity of a role."""

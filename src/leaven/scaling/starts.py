@@ -1,4 +1,4 @@
-"""What every matrix of a recipe starts from, beside what each published initialisation would give it."""
+"""Initial standard deviations of a recipe, compared with published initialisations."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,28 +9,25 @@ from typing import Any
 from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Parameter
-from leaven.scaling.table import ParameterTable, Row
+from leaven.scaling.table import ParameterRow, ParameterTable
 
 
 @dataclass(frozen=True)
-class Start:
-    """The matrices of a module in the blocks ``layers``, which start alike ("" outside the blocks).
-
-    ``std`` is this recipe's, multipliers and rule included; ``published`` is each init's own, by name.
-    """
+class ModuleStart:
+    """The matrices of a module that start alike."""
 
     module: str
-    layers: str
-    std: float
-    published: dict[str, float]
+    layers: str  # the blocks they are in; "" outside the blocks
+    std: float  # this recipe's, multipliers and rule included
+    published: dict[str, float]  # each init's own, by name
 
 
-def starts(recipe: Recipe, table: ParameterTable) -> list[Start]:
-    """A line a module; one for its first block and one for its last where blocks differ."""
-    by_module: dict[str, list[Row]] = {}
+def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
+    """One entry a module; two, for its first and its last block, where blocks differ."""
+    by_module: dict[str, list[ParameterRow]] = {}
     for row in matrices(table):
         by_module.setdefault(row.module, []).append(row)
-    found: list[Start] = []
+    found: list[ModuleStart] = []
     for rows in by_module.values():
         lines = [_start(recipe, row) for row in rows]
         if len({(line.std, *line.published.values()) for line in lines}) > 1:
@@ -41,23 +38,23 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[Start]:
     return found
 
 
-def _start(recipe: Recipe, row: Row) -> Start:
+def _start(recipe: Recipe, row: ParameterRow) -> ModuleStart:
     parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
     shape = recipe.model
     published = {name: init.std(parameter, shape.n_layers, shape.gated) for name, init in COMPARED.items()}
-    return Start(row.module, "" if row.layer is None else str(row.layer), row.init_std, published)
+    return ModuleStart(row.module, "" if row.layer is None else str(row.layer), row.init_std, published)
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a published init is from the recipe's: octaves, the mean over ``starts`` that are not 0 in either."""
+    """How far a published init is from the recipe's."""
 
     init: str
-    octaves: float
+    octaves: float  # mean over the modules that are not 0 in either
 
 
-def distances(found: Sequence[Start]) -> list[Distance]:
-    """Of every published init, the nearest first."""
+def distances(found: Sequence[ModuleStart]) -> list[Distance]:
+    """Distances of all published inits, the nearest first."""
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]
@@ -66,7 +63,7 @@ def distances(found: Sequence[Start]) -> list[Distance]:
     return sorted(away, key=lambda each: each.octaves)
 
 
-def matrices(table: ParameterTable) -> Iterator[Row]:
+def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
     """The rows that start from random numbers; gains, biases and gains per head do not."""
     return (row for row in table.rows if len(row.shape) == 2 and not row.init_mean)
 
@@ -85,7 +82,7 @@ def init_reason(recipe: Recipe) -> str:
 
 
 def describe_starts(recipe: Recipe, table: ParameterTable) -> dict[str, Any]:
-    """As plain data: which init applies, and all of them side by side, the nearest first."""
+    """Plain data: which init applies, and all published ones, the nearest first."""
     found = starts(recipe, table)
     return {
         "name": recipe.hyperparameters.init,

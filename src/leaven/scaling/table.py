@@ -1,4 +1,4 @@
-"""The parameter table: what every parameter really gets. No other code decides any of these numbers.
+"""The parameter table: the values that every parameter gets. No other code decides them.
 
 value = rule(role, ratios) x base value x module multiplier x depth multiplier
 """
@@ -23,39 +23,36 @@ _LAYER = re.compile(r"layers\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One parameter, resolved. It starts as ``init_mean`` plus a normal of ``init_std``; ``lr`` is its own peak.
-
-    ``multiplier`` acts in the forward pass: on the branch that this matrix ends, or on the logits it makes.
-    """
+class ParameterRow:
+    """One parameter, resolved."""
 
     name: str
     shape: tuple[int, ...]
     role: Role
     module: str
     layer: int | None
-    init_mean: float
+    init_mean: float  # it starts as this plus a normal of ``init_std``
     init_std: float
-    lr: float
+    lr: float  # its own peak
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
-    multiplier: float
+    multiplier: float  # in the forward pass: on the branch that this matrix ends, or on the logits it makes
     ratios: TensorRatios = field(compare=False)  # what the rule saw, not what the parameter gets
 
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """``attention_scale`` multiplies query . key; ``beta2`` is that of a module without multipliers."""
+    """What every parameter of a recipe gets."""
 
     rule: Rule
-    ratios: Ratios
-    rows: tuple[Row, ...]
-    attention_scale: float
-    beta2: float
+    ratios: Ratios  # of the run, target over base
+    rows: tuple[ParameterRow, ...]
+    attention_scale: float  # multiplies query . key
+    beta2: float  # of a module without multipliers
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> ParameterRow:
         return next(row for row in self.rows if row.name == name)
 
 
@@ -106,8 +103,9 @@ def resolve(recipe: Recipe) -> ParameterTable:
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """What a scaled ramp multiplies the values of the full batch by at optimiser step ``step`` (from 0), and how many
-    times as long as at the step before the half-life of the moments is, counted in steps.
+    """Factors of a scaled ramp at optimizer step ``step`` (from 0), on the values of the full batch.
+
+    With them the half-life of the moments in steps, over that of the step before.
 
     They are the rule's own factors from the full batch to that of the step, the same for every parameter: the powers
     of the batch are in the columns that all rows share. All are exactly 1 where the ramp is fixed or over.
@@ -133,8 +131,8 @@ def resolve_row(
     base: Hyperparameters,
     n_layers: int,
     gated: bool,
-) -> Row:
-    """What one parameter gets, whoever's model it belongs to; ``base`` is in base coordinates."""
+) -> ParameterRow:
+    """The row of one parameter, of any model; ``base`` is in base coordinates."""
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     moved = factors(rule, role, at, free)
@@ -150,7 +148,7 @@ def resolve_row(
     if parameter.module in BRANCH_ENDS:
         forward *= base.residual * multiplier("residual") * moved.residual
     decay = base.weight_decay if role.is_matrix or base.decay_norm_and_bias else 0.0
-    return Row(
+    return ParameterRow(
         name=parameter.name,
         shape=parameter.shape,
         role=role,
@@ -179,7 +177,7 @@ def _start(base: Hyperparameters, parameter: Parameter, n_layers: int, gated: bo
     return base.init_std
 
 
-def optimiser_groups(rows: Iterable[Row]) -> list[dict[str, Any]]:
+def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
     """Optimiser groups but for the tensors: one for each module and set of values, every row in exactly one.
 
     Keys: module, param_names, peak_lr, lr, betas, eps, weight_decay.

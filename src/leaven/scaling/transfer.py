@@ -203,7 +203,7 @@ def searched_paths(recipe: Recipe) -> set[str]:
 
 
 def _require_moments(recipe: Recipe) -> None:
-    """Refuse a run so much shorter than its base, in steps, that the rule leaves nothing of a moment of Adam."""
+    """Refuse a run with so few steps, compared with its base, that a beta of Adam would be near 0."""
     base = recipe.hyperparameters
     for row in resolve(recipe).rows:
         for name in ("beta1", "beta2"):
@@ -218,7 +218,7 @@ def _require_moments(recipe: Recipe) -> None:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """The recipe's base; proportions that the target has not are written out."""
+    """The recipe's base, with the proportions in which the target differs."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from leaven import __version__
-from leaven.planning.history import processor
+from leaven.planning.calibration import processor
 
 
 def machine() -> dict[str, Any]:

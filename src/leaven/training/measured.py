@@ -13,10 +13,11 @@ import torch
 from leaven.data.shards import ShardedTokens, Shards
 from leaven.data.tokens import TokenSet
 from leaven.planning.arrangement import Arrangement
+from leaven.planning.calibration import CalibrationRecord, StepCost, remember
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.history import Cost, Record, remember
-from leaven.planning.memory import GIB, LEAVEN_BF16
+from leaven.planning.memory import GIB
+from leaven.planning.training_codes import LEAVEN_BF16
 from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
@@ -51,7 +52,7 @@ class Measurement:
     """``record`` is of the recipe's own depth. ``layers`` were measured at ``step_seconds``, one depth or two: from
     two it is extrapolated. ``matmul_tflops`` is the best matmul of this device in the recipe's dtype."""
 
-    record: Record
+    record: CalibrationRecord
     layers: tuple[int, ...]
     step_seconds: tuple[float, ...]
     matmul_tflops: float
@@ -83,7 +84,7 @@ def measure(
     try:
         while deepest >= min(2, full):
             depths = (full,) if deepest == full else (deepest // 2, deepest)
-            costs: list[Cost] = []
+            costs: list[StepCost] = []
             for number, depth in enumerate(depths):
                 told = partial(_told, on_step, number, len(depths))
                 cost = _steps(_cut(recipe, depth), device, footing, stop, told)
@@ -158,7 +159,7 @@ def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) 
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
 
 
-def _extrapolated(depths: tuple[int, ...], costs: list[Cost], full: int) -> Cost:
+def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> StepCost:
     """At full depth, from two: what is not in the layers counts once."""
 
     def line(low: float, high: float) -> float:
@@ -166,12 +167,12 @@ def _extrapolated(depths: tuple[int, ...], costs: list[Cost], full: int) -> Cost
 
     low, high = costs
     held = line(low.memory_gib, high.memory_gib) if low.memory_gib and high.memory_gib else None
-    return Cost(step_seconds=line(low.step_seconds, high.step_seconds), memory_gib=held)
+    return StepCost(step_seconds=line(low.step_seconds, high.step_seconds), memory_gib=held)
 
 
 def _steps(
     recipe: Recipe, device: torch.device, footing: int, stop: Callable[[], bool], on_step: Callable[[int], None]
-) -> Cost | None:
+) -> StepCost | None:
     """A few steps from the start, over random tokens; None if they run out of memory.
 
     Raises:
@@ -193,7 +194,7 @@ def _steps(
             raise
     else:
         held = (peak_memory(device) - footing) / GIB
-        return Cost(step_seconds=median(seconds[WARM_UP:]), memory_gib=held if held > 0 else None)
+        return StepCost(step_seconds=median(seconds[WARM_UP:]), memory_gib=held if held > 0 else None)
     finally:
         del training
         if device.type == "cuda":

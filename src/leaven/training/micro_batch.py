@@ -13,7 +13,8 @@ import torch
 
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.memory import GIB, LEAVEN_BF16, stage_memory
+from leaven.planning.memory import GIB, stage_memory
+from leaven.planning.training_codes import LEAVEN_BF16
 from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from leaven.model.kernels import gate
 from leaven.scaling.apply import AT_BASE, Factors
-from leaven.scaling.table import Row, optimiser_groups
+from leaven.scaling.table import ParameterRow, optimiser_groups
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What Adam knows of a parameter: its steps (), and two tensors like it."""
@@ -17,7 +17,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 Moments = Mapping[tuple[str, str], Tensor]
 
 
-def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[Row]) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
     """Groups for ``torch.optim``: module, param_names, params, peak_lr, lr, betas, eps, weight_decay.
 
     Raises:
@@ -47,7 +47,7 @@ class Optimiser:
     adam: torch.optim.Adam
 
     @classmethod
-    def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[Row], kind: str) -> "Optimiser":
+    def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], kind: str) -> "Optimiser":
         """``adamw`` decouples the decay; ``adam`` adds it to the gradient (L2 in the loss)."""
         algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
         return cls(algorithm(parameter_groups(parameters, rows), fused=True))

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from leaven import __version__
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.history import Cost, Record, predicted, remember
+from leaven.planning.calibration import CalibrationRecord, StepCost, predicted, remember
 from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
@@ -75,7 +75,7 @@ class RunProfile(Callback[Step]):
             if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
                 remember(record)
 
-    def _write(self, records: list[Record]) -> None:
+    def _write(self, records: list[CalibrationRecord]) -> None:
         rows = {_key(record): record for record in self._before}
         for record in records:
             older = rows.get(_key(record))
@@ -85,26 +85,26 @@ class RunProfile(Callback[Step]):
         with suppress(InputError):
             write_text(self._run.plan_file, json.dumps(document, indent=1))
 
-    def _records(self) -> list[Record]:
+    def _records(self) -> list[CalibrationRecord]:
         """Of the batch sizes so far, and of the one that is next."""
         training = self._training
         following = training.recipe.batches.batch_at(training.progress.tokens)
         return [self._record(size) for size in dict.fromkeys((*self._seen, following))]
 
-    def _record(self, batch_tokens: int) -> Record:
+    def _record(self, batch_tokens: int) -> CalibrationRecord:
         training, seconds = self._training, self._seconds.get(batch_tokens)
         held = max(self._memory.get(batch_tokens, 0.0), self._elsewhere) - self._footing / GIB
-        took = Cost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
+        took = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
         size, forwards = training.forwards(batch_tokens // training.recipe.model.seq_len)
         how = Arrangement(training.recipe.layout, size, forwards)
         record = record_of(training.recipe, training.device, batch_tokens, how)
         return record.model_copy(update={"measured": took, "steps": len(seconds or ())})
 
 
-def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arrangement) -> Record:
+def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arrangement) -> CalibrationRecord:
     """What is known of a step before one is measured."""
     name, accelerator = device_name(device), accelerator_of(device)
-    return Record(
+    return CalibrationRecord(
         by="run",
         device=name,
         accelerator=accelerator.name if accelerator else None,
@@ -124,12 +124,12 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
     )
 
 
-def _key(record: Record) -> tuple[object, ...]:
+def _key(record: CalibrationRecord) -> tuple[object, ...]:
     """What makes two starts measure the same."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: CalibrationRecord) -> dict[str, Any]:
     said, took = record.predicted, record.measured
     ratio: dict[str, float | None] | None = None
     if said is not None and took is not None:
@@ -138,9 +138,12 @@ def _row(record: Record) -> dict[str, Any]:
     return record.model_dump(mode="json") | {"params": record.model.params, "measured_over_predicted": ratio}
 
 
-def _rows(run: RunFolder) -> list[Record]:
+def _rows(run: RunFolder) -> list[CalibrationRecord]:
     """Of the starts before; what is damaged is measured again."""
     try:
-        return [Record.model_validate_json(json.dumps(row)) for row in json.loads(run.plan_file.read_bytes())["rows"]]
+        return [
+            CalibrationRecord.model_validate_json(json.dumps(row))
+            for row in json.loads(run.plan_file.read_bytes())["rows"]
+        ]
     except (OSError, ValueError, TypeError, KeyError, ValidationError):
         return []

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from leaven.planning.accelerators import Accelerator
+from leaven.planning.calibration import processor
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
-from leaven.planning.hardware import Accelerator, known_device, parse_cluster
-from leaven.planning.history import processor
+from leaven.planning.hardware import known_device, parse_cluster
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
 

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from leaven.planning.arrangement import Arrangement, layout_of, parse_keys
-from leaven.planning.memory import GIB, LEAVEN_BF16, Implementation, Memory, stage_memory
+from leaven.planning.memory import GIB, Memory, stage_memory
 from leaven.planning.trainable import require_trainable
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
@@ -153,7 +154,7 @@ def check_memory(
     )
 
 
-def tensors(recipe: Recipe) -> Implementation:
+def tensors(recipe: Recipe) -> TrainingCode:
     """leaven's own trainer without what is no tensor."""
     code = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)

@@ -3,7 +3,7 @@
 import math
 
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import ParameterTable, Row
+from leaven.scaling.table import ParameterRow, ParameterTable
 from leaven.views import numbers
 from leaven.views.html import Html, element, join
 from leaven.views.parameters import label
@@ -12,7 +12,7 @@ from leaven.views.parameters import label
 def picture(recipe: Recipe, table: ParameterTable) -> Html:
     """Inline SVG bands with names beside them. What stands outside the blocks spans all layers."""
     base = recipe.hyperparameters.lr
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[ParameterRow]] = {}
     for row in table.rows:
         rows.setdefault(label(row), []).append(row)
     reach = max((abs(math.log2(row.lr / base)) for row in table.rows if row.lr > 0), default=0.0)
@@ -52,7 +52,7 @@ def _numbers(n_layers: int) -> list[Html]:
     ]
 
 
-def _band(name: str, members: list[Row], base: float, reach: int, n_layers: int) -> Html:
+def _band(name: str, members: list[ParameterRow], base: float, reach: int, n_layers: int) -> Html:
     inside = members[0].layer is not None
     columns = n_layers if inside else 1
     # The same few pixels between two layers as between twenty; between a hundred there is no room.
@@ -93,7 +93,7 @@ def _band(name: str, members: list[Row], base: float, reach: int, n_layers: int)
     )
 
 
-def _range(members: list[Row], base: float) -> str:
+def _range(members: list[ParameterRow], base: float) -> str:
     rates = [row.lr / base for row in members]
     return numbers.span(min(rates), max(rates), numbers.ratio)
 

@@ -11,7 +11,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Parameter
 from leaven.scaling.cells import Cell
 from leaven.scaling.rules import Rule
-from leaven.scaling.table import ParameterTable, Row, exponents, resolve
+from leaven.scaling.table import ParameterRow, ParameterTable, exponents, resolve
 from leaven.scaling.transfer import transfer
 from leaven.views.numbers import value
 
@@ -27,8 +27,8 @@ class Group:
     label: str
     first: int | None
     last: int | None
-    row: Row
-    base: Row | None
+    row: ParameterRow
+    base: ParameterRow | None
 
     @property
     def layers(self) -> str:
@@ -37,7 +37,7 @@ class Group:
         return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
 
 
-def label(row: Row) -> str:
+def label(row: ParameterRow) -> str:
     """``layers.3.attention.query.weight`` is attention.query: what a person tunes by."""
     return LAYER.sub("", row.name).removesuffix(".weight")
 
@@ -56,15 +56,15 @@ def groups(table: ParameterTable, base: ParameterTable | None = None) -> list[Gr
     return [group for runs in found.values() for group in runs]
 
 
-def _alike(a: Row | None, b: Row | None) -> bool:
+def _alike(a: ParameterRow | None, b: ParameterRow | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and all(getattr(a, quantity) == getattr(b, quantity) for quantity in QUANTITIES)
 
 
-def _twins(table: ParameterTable, base: ParameterTable) -> Iterator[tuple[str, Row]]:
+def _twins(table: ParameterTable, base: ParameterTable) -> Iterator[tuple[str, ParameterRow]]:
     """Each row's name with the base row of the same name at the nearest relative depth."""
-    by_label: dict[str, list[Row]] = {}
+    by_label: dict[str, list[ParameterRow]] = {}
     for row in base.rows:
         by_label.setdefault(label(row), []).append(row)
     depth = 1 + max((row.layer or 0 for row in table.rows), default=0)
@@ -97,7 +97,7 @@ def at_base(recipe: Recipe) -> Recipe | None:
         return None
 
 
-def reason(recipe: Recipe, table: ParameterTable, row: Row, quantity: str) -> str:
+def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
     """How the value follows from the one in base coordinates: ``m_in^-1 m_L^(alpha-1) = 0.25``.
 
     m_in, m_out, m_L, m_B and m_D are target / base of the tensor's fan in and fan out, depth, batch and tokens.
@@ -121,7 +121,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: Row, quantity: str) -> st
     return f"{formula} = {value(factor)}"
 
 
-def _cells(rule: Rule, row: Row, quantity: str) -> tuple[Cell, ...]:
+def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

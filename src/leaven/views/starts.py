@@ -6,7 +6,7 @@ from rich.console import Group
 
 from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.starts import Start, distances, init_reason, starts, usual_std
+from leaven.scaling.starts import ModuleStart, distances, init_reason, starts, usual_std
 from leaven.scaling.table import ParameterTable
 from leaven.views import numbers
 from leaven.views.terminal import Column, Columns, Facts
@@ -57,11 +57,11 @@ def init_table(table: ParameterTable, recipe: Recipe) -> Group:
     )
 
 
-def _of(start: Start, name: str) -> float:
+def _of(start: ModuleStart, name: str) -> float:
     return start.std if name == OWN else start.published[name]
 
 
-def _blocks(found: Sequence[Start], name: str, n_layers: int) -> tuple[str, ...]:
+def _blocks(found: Sequence[ModuleStart], name: str, n_layers: int) -> tuple[str, ...]:
     """One line for all blocks, or one for the first and one for the last where they differ."""
     for module in {start.module for start in found}:
         if len({_of(start, name) for start in found if start.module == module}) > 1:
@@ -69,7 +69,7 @@ def _blocks(found: Sequence[Start], name: str, n_layers: int) -> tuple[str, ...]
     return ("all",)
 
 
-def _cell(found: Sequence[Start], module: str, name: str, line: int) -> str:
+def _cell(found: Sequence[ModuleStart], module: str, name: str, line: int) -> str:
     """Of the first block's line, or the last's; what is outside the blocks stands in the first."""
     there = [start for start in found if start.module == module]
     if line and not there[0].layers:

@@ -27,7 +27,7 @@ quarter of the gain was left (docs/log.md)."""
 FARTHEST_PROXY = 100
 """Target over proxy at most, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
 NARROWER, SHALLOWER = 16, 32
-"""Width and depth of the target over the proxy's at most (same source; scaling.tested_ground)."""
+"""Width and depth of the target over the proxy's at most (same source; scaling.tested_ranges)."""
 THINNEST, WIDEST = 16.0, 125.0
 """d / L of a proxy, where the target's own lies within."""
 LEAST_WIDTH, LEAST_DEPTH = 32, 2

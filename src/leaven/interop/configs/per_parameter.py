@@ -11,7 +11,7 @@ from typing import Any
 from leaven.interop.architectures import Architecture
 from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
-from leaven.scaling.table import Row, optimiser_groups
+from leaven.scaling.table import ParameterRow, optimiser_groups
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
     end_lr = lrs.pop() if len(lrs) == 1 else hidden.lr
     embedding_std = next(iter(ends.values())).init_std
 
-    def start(row: Row, settings: ParameterSettings) -> ParameterSettings:
+    def start(row: ParameterRow, settings: ParameterSettings) -> ParameterSettings:
         if not row.role.is_matrix:
             gain = row.module.startswith("norm.") and not row.role.endswith("bias")
             return replace(settings, init_mean=float(gain), init_std=0.0, weight_decay=0.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from leaven.recipe.recipe import Recipe, RuleName
-from leaven.scaling.tested_ground import TESTED, warnings
+from leaven.scaling.tested_ranges import TESTED, warnings
 from leaven.scaling.transfer import transfer
 
 
@@ -11,7 +11,7 @@ def about(recipe: Recipe) -> dict[str, tuple[float, float]]:
     return {warning.about: (warning.value, warning.limit) for warning in warnings(recipe)}
 
 
-def test_the_base_and_a_near_target_are_tested_ground(tiny: Recipe) -> None:
+def test_the_base_and_a_near_target_are_tested_ranges(tiny: Recipe) -> None:
     assert about(tiny) == {}
     assert about(transfer(tiny, width=32, depth=4, tokens=40_960)) == {}
 

@@ -1,6 +1,6 @@
-"""Where a transferred recipe leaves the ground that its rule was tested on, with numbers.
+"""Warnings where a transferred recipe leaves the range that its rule was tested on.
 
-A warning is no error: nobody has tested a ratio of 100 in depth, and some will have to. It says what to look at.
+Not errors: nobody has tested a ratio of 100 in depth, and somebody will have to. Each says what to look at.
 """
 
 import math
@@ -19,12 +19,12 @@ from leaven.scaling.transfer import NO_RAMP
 
 @dataclass(frozen=True)
 class Caution:
-    """``value`` is beyond ``limit``; the message says of what, why it matters and what to do."""
+    """A warning: a value beyond a limit."""
 
     about: str
     value: float
     limit: float
-    message: str
+    message: str  # of what, why it matters and what to do
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ LARGE_LOGITS = 1.5
 
 
 def warnings(recipe: Recipe) -> list[Caution]:
-    """What a recipe's distance from its base asks to be careful about."""
+    """Warnings about a recipe's distance from its base."""
     table = resolve(recipe)
     return [
         *_ratios(recipe, table),
@@ -83,7 +83,7 @@ def warnings(recipe: Recipe) -> list[Caution]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[Caution]:
-    """What a transfer could not take along."""
+    """Warnings about what a transfer dropped."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     sequences = after.batch.tokens / after.model.seq_len
@@ -203,10 +203,12 @@ def _betas(table: ParameterTable) -> Iterator[Caution]:
 
 
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """The rules for weight decay are AdamW's. With L2 in the loss lr x decay is no pace, and a check of activations
-    does not show that a rule is wrong (microsoft/mup, PR 73). A warning and no refusal, for the run itself is sound:
-    it is its decay that is not the base's. Measured over width 64 to 512: the L2 term over the gradient grows as
-    width^1.5, for the rule multiplies the decay by the width and the gradient falls."""
+    """Weight decay of Adam, with L2 in the loss: the rules for weight decay are AdamW's.
+
+    A check of activations does not show that the rule is wrong (microsoft/mup, PR 73). It is a warning and no error,
+    for the run itself is sound; only its decay is not the base's. Measured over width 64 to 512: the L2 term over the
+    gradient grows as width^1.5, for the rule multiplies the decay by the width and the gradient falls.
+    """
     if recipe.hyperparameters.optimizer != "adam":
         return
     free = exponents(recipe.scaling)
@@ -225,8 +227,10 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """A block's matrix that starts far above sqrt(1 / (3 d)), its branch's multiplier included; and logits that start
-    large: the final norm hands on a unit RMS, so theirs is the std of a row x sqrt(d) x the forward multiplier."""
+    """Large initial values: a block's matrix far above sqrt(1 / (3 d)), its branch's multiplier included, or logits.
+
+    The final norm gives a unit RMS, so that of the logits is the std of a row x sqrt(d) x the forward multiplier.
+    """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier
     if logits > LARGE_LOGITS:
