@@ -22,7 +22,8 @@ from leaven.verification.batches import corpus
 from leaven.verification.model_family import RecipeFamily
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import transfer
-from leaven.views.checks import conclusion, terminal, write_check
+from leaven.views.check_page import write_check
+from leaven.views.checks import conclusion, terminal
 
 RECIPE = """\
 name = "lr-transfer"

@@ -67,7 +67,7 @@ class Browser:
             message["sessionId"] = session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._next(20.0)
+            answer = self._next(60.0)
             if answer.get("id") == self._last:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]

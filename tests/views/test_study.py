@@ -1,26 +1,33 @@
 """The page of a study: what it says of one that went well, and of one that did not."""
 
+import html
 import json
 import math
+import re
 import shlex
 from collections import Counter
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 import studied
 from studied import replace
-from test_page import Reader
 
 from leaven.recipe.hyperparameters import Multipliers
-from leaven.recipe.recipe import short_path
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
 from leaven.tuning.document import Dimension
 from leaven.tuning.space import space
-from leaven.views import chapters, multipliers, points, searches, slices, study_tables, trial_marks
+from leaven.views import points, recipe_view, study_charts
 from leaven.views.folders import read_study
 from leaven.views.page import write_page
-from leaven.views.study import verdict
+from leaven.views.study_page import UNSURE, changes, durations, study_page, tune_command, word
+
+
+def told(page: str) -> str:
+    """The words of a page."""
+    body = re.sub(r"<[^>]+>", " ", page.partition("<main>")[2].partition("<noscript>")[0])
+    return " ".join(html.unescape(body).split())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,7 @@ def test_what_is_written_is_read(state, study):
 
 def test_the_page_says_what_came_out_first(study, state, tmp_path):
     page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
-    text = Reader(page).text
+    text = told(page.read_text())
     assert f"{len(state.idle)} of 31 were not worth tuning: back at the start all of them together cost less" in text
     worth = sum(coordinate.worth for coordinate in state.coordinates)
     assert f"{state.gain:.3f} below the start" in text
@@ -51,38 +58,41 @@ def test_the_page_says_what_came_out_first(study, state, tmp_path):
 
 
 def test_each_kind_of_trial_has_a_mark_of_its_own(study):
-    kinds = trial_marks.by_kind(study)
+    kinds = study_charts.by_kind(study)
     ended = Counter(trial.purpose for trial in study.trials if trial.state == "complete")
     assert {name: len(trials) for name, trials in kinds.items()} == {
         "complete": ended["search"] - 1, "stopped": study.count("stopped"), "diverged": study.count("diverged"),
         "noise": 4, "rerun": ended["rerun"], "best": 1,
     }  # fmt: skip
-    chart = searches.search(study)
+    chart = go.Figure(study_charts.search(study))
     marks = {trace.marker.symbol: list(trace.x) for trace in chart.data if trace.mode == "markers"}
     assert marks["circle-open"] == [1, 2, 3, 4]
     assert marks["diamond-open"] == [trial.number for trial in kinds["rerun"]]
     line = next(trace for trace in chart.data if trace.mode == "lines")
     # The lowest so far is of the search alone: a lucky rerun does not count.
-    assert line.y[-1] == min(trial.loss for trial in kinds["complete"] + kinds["best"])
+    assert line.y[-1] == pytest.approx(min(trial.loss for trial in kinds["complete"] + kinds["best"]), abs=1e-5)
     answer = next(trace for trace in chart.data if trace.error_y.array is not None)
     low, high = study.best.interval
-    assert (answer.y[0] - answer.error_y.arrayminus[0], answer.y[0] + answer.error_y.array[0]) == (low, high)
+    assert [answer.y[0] - answer.error_y.arrayminus[0], answer.y[0] + answer.error_y.array[0]] == pytest.approx(
+        [low, high], abs=1e-4
+    )
 
 
 def test_a_slice_shows_its_cliff_its_flat_part_and_one_scale_for_all(study):
-    height, kinds = slices.scale(study), trial_marks.by_kind(study)
-    charts = {c.path: slices.panel(study, c, height) for c in study.coordinates[:12]}
+    height, kinds = study_charts.slice_frame(study), study_charts.by_kind(study)
+    charts = {c.path: go.Figure(study_charts.slice_chart(study, c, height)) for c in study.coordinates[:12]}
     assert len({chart.layout.yaxis.range for chart in charts.values()}) == 1
     for coordinate in study.coordinates[:12]:
         chart = charts[coordinate.path]
         flat, start = chart.layout.shapes[:2]
         assert (flat.x0, flat.x1) == coordinate.flat
         assert start.x0 == start.x1 == 0
-        hills = [trace for trace in chart.data if trace.yaxis == "y2"]
+        hills = [trace for trace in chart.data if trace.fillcolor == "var(--risk)"]
         risks = [point.risk for point in coordinate.slice]
         assert bool(hills) == (max(risks) > 0.05)
         if hills:
-            assert list(hills[0].y) == pytest.approx(risks, abs=1e-3)
+            bottom, top = chart.layout.yaxis.range
+            assert [(y - bottom) / (top - bottom) for y in hills[0].y] == pytest.approx(risks, abs=1e-3)
         lost = {round(t.octaves[coordinate.path], 2) for t in kinds["diverged"] if t.purpose == "search"}
         crosses = [trace for trace in chart.data if trace.marker.symbol == "x-thin"]
         assert {place for trace in crosses for place in trace.x} == lost
@@ -92,13 +102,13 @@ def test_the_picture_has_what_the_parameters_really_get(study):
     """Against the parameter table: what a recipe gives its weights, over what it gives them without multipliers."""
     best = study.best_recipe
     plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
-    assert multipliers.kinds(best, study.space) == ["lr", "init_std", "residual"]
+    assert recipe_view.multiplier_kinds(best, study.space) == ["lr", "init_std", "residual"]
     mine, without = resolve(best), resolve(plain)
     compared = 0
     for row, neutral in zip(mine.rows, without.rows, strict=True):
         for kind in ("lr", "init_std"):
-            if multipliers.acts(best, row.module, kind) and getattr(neutral, kind):
-                got = multipliers.layers(best, row.module, kind)
+            if recipe_view.acts(best, row.module, kind) and getattr(neutral, kind):
+                got = recipe_view.module_layers(best, row.module, kind)
                 factor = got[row.layer if len(got) > 1 else 0]
                 assert factor == pytest.approx(getattr(row, kind) / getattr(neutral, kind))
                 compared += 1
@@ -108,25 +118,25 @@ def test_the_picture_has_what_the_parameters_really_get(study):
 def test_a_module_without_a_multiplier_has_no_band():
     recipe = studied.recipe()
     known = {
-        kind: [m for m in recipe.model.modules if multipliers.acts(recipe, m, kind)]
+        kind: [m for m in recipe.model.modules if recipe_view.acts(recipe, m, kind)]
         for kind in Multipliers.model_fields
     }
     assert known["residual"] == ["attention.out", "mlp.out"]
     assert not {"norm.final", "norm.query"} & {*known["init_std"], *known["weight_decay"]}
     assert known["lr"] == list(recipe.model.modules)
-    assert multipliers.picture(recipe.replace({"hyperparameters.depth": {}}), ()) is None
+    assert recipe_view.multipliers_view(recipe.replace({"hyperparameters.depth": {}}), ()) is None
 
 
 def test_curves_are_thin_and_the_best_is_no_better_than_itself(study):
-    known = searches.known_curves(study)
-    ahead = searches.against_best(study)
+    known = study_charts.known_curves(study)
+    ahead = study_charts.against_best(study)
     assert set(ahead) == set(known) == {trial.number for trial in study.trials}
     assert [loss for _, loss in ahead[study.best.number]] == pytest.approx([0.0] * 80, abs=1e-12)
     # Each trial's curve was made as its loss above a common one, with a noise of 0.004 nats.
     ended = [trial for trial in study.trials if trial.state == "complete"]
     final = [ahead[trial.number][-1][1] for trial in ended]
     assert final == pytest.approx([trial.loss - study.best_trial.loss for trial in ended], abs=0.02)
-    chart = searches.curves(study, known, "loss")
+    chart = go.Figure(study_charts.curves(study, known, "loss"))
     drawn = sum(x is not None for trace in chart.data if trace.mode == "lines" for x in trace.x)
     assert drawn <= 60 * len(known) + 80
     ends = next(trace for trace in chart.data if trace.marker.symbol == "triangle-down-open")
@@ -134,29 +144,29 @@ def test_curves_are_thin_and_the_best_is_no_better_than_itself(study):
 
 
 def test_loss_against_cost_is_drawn_where_durations_are_compared(study):
-    assert searches.front(study) is None
+    assert study_charts.front(study) is None
     compared = studied.durations(study)
-    ends, steps, answer = searches.front(compared).data
+    ends, steps, answer = go.Figure(study_charts.front(compared)).data
     assert len(ends.x) == 3 * study.count("complete")
-    assert list(steps.y) == [one.loss for one in compared.front]
+    assert list(steps.y) == pytest.approx([one.loss for one in compared.front], abs=1e-5)
     assert list(np.diff(steps.y) < 0) == [True, True]
     assert min(ends.y) == pytest.approx(steps.y[-1])
     assert answer.y == pytest.approx([study.best.loss], abs=1e-5)
     assert answer.x == pytest.approx([steps.x[-1]])
     # Whole batches end a little apart: that is no choice of cost.
     near = replace(study, front=tuple(replace(compared.front[-1], number=k, tokens=1_000_000 + k) for k in range(2)))
-    assert searches.front(near) is None
+    assert study_charts.front(near) is None
 
 
 def test_the_fewest_changes_stand_beside_the_best(study):
-    text = study_tables.changes(study)
+    rows = changes(study)["rows"]
     kept = [path for path, octaves in study.fewest_octaves.items() if abs(octaves) > points.UNMOVED]
     moved = [path for path, octaves in study.best_trial.octaves.items() if abs(octaves) > points.UNMOVED]
-    assert text.count("as at the start") == len(moved) - len(kept)
-    assert text.count("<tr>") == len(moved) + 4  # two tables, of two head rows
-    alone = study_tables.changes(replace(study, fewest_octaves=study.best_trial.octaves))
-    assert "fewest changes" in text
-    assert "fewest changes" not in alone
+    assert [row["path"] for row in rows if row["fewest"]] == sorted(kept, key=[r["path"] for r in rows].index)
+    assert len(rows) == len(moved)
+    alone = replace(study, fewest_octaves=study.best_trial.octaves)
+    assert "fewest changes" in told(study_page(study))
+    assert "fewest changes" not in told(study_page(alone))
 
 
 def test_octaves_of_a_beta_are_those_of_its_exponent(study):
@@ -181,22 +191,21 @@ def test_a_value_that_was_not_run_is_one_that_a_recipe_can_have(study, octaves):
 
 def test_the_lowest_of_each_duration_is_said_to_be_one_run(study):
     compared = studied.durations(study)
-    text = study_tables.durations(compared)
     searched = [trial for trial in compared.trials if trial.branches and trial.purpose == "search"]
-    for i in range(3):
-        least = min(searched, key=lambda trial: trial.branches[i][1])
-        assert f'<td class="number strong">{least.branches[i][1]:.4f}</td>' in text
+    found = durations(compared)
+    assert [loss for _, _, loss in found] == [min(trial.branches[i][1] for trial in searched) for i in range(3)]
+    text = told(study_page(compared))
     assert text.count("one run, of the seed that chose it") == 3
     assert "the answer: mean of 3 fresh seeds" in text
-    unjudged = study_tables.durations(replace(compared, best=replace(study.best, fresh=0)))
-    assert "the answer" not in unjudged
-    assert study_tables.durations(study) is None
+    unjudged = replace(compared, best=replace(study.best, fresh=0))
+    assert "the answer: mean" not in told(study_page(unjudged))
+    assert durations(study) == []
 
 
 def test_not_worth_tuning_is_what_may_go_back_together(study):
-    told = {each.path: study_tables.word(each, study) for each in study.coordinates}
-    assert {path for path, word in told.items() if word == "not worth tuning"} == set(study.idle)
-    unsure = [each for each in study.coordinates if told[each.path] == "unsure"]
+    words = {each.path: word(each, study) for each in study.coordinates}
+    assert {path for path, said in words.items() if said == "not worth tuning"} == set(study.idle)
+    unsure = [each for each in study.coordinates if words[each.path] == UNSURE]
     assert unsure  # none alone is known to have gained more than the noise, and yet not said to be worth nothing
     assert not any(each.worth for each in unsure)
 
@@ -207,28 +216,17 @@ def test_what_is_not_known_is_not_said_to_be_small(tmp_path):
     first, *others = (replace(each, worth=False) for each in state.coordinates)
     first = replace(first, gain=5 * studied.NOISE, gain_deviation=6 * studied.NOISE)
     doubtful = replace(state, coordinates=(first, *others), idle=tuple(each.path for each in others))
-    text = Reader(write_page(studied.write(tmp_path / "study", doubtful), tmp_path / "study.html")).text
+    text = told(write_page(studied.write(tmp_path / "study", doubtful), tmp_path / "study.html").read_text())
     assert "none is known to have gained more than the noise by itself" in text
     assert "1 is not known to have gained more than the noise: −0.0155 nats." in text
     assert "gained less than the noise:" not in text
-    assert "small" not in [study_tables.word(each, doubtful) for each in doubtful.coordinates]
-
-
-def test_of_gains_nothing_is_said_where_the_start_is_the_best(tmp_path):
-    state = studied.study(6, 24)
-    unmoved = [replace(each, best=0.0, gain=0.0, worth=False) for each in state.coordinates]
-    same = replace(state, coordinates=tuple(unmoved), idle=(), gain=0.0, best=replace(state.best, number=0))
-    page = write_page(studied.write(tmp_path / "study", same), tmp_path / "study.html")
-    text = Reader(page).text
-    assert "nats per token, the start itself: nothing was found that is known to be better" in text
-    assert "known to have gained" not in text
-    assert "unsure" not in text
+    assert "small" not in [word(each, doubtful) for each in doubtful.coordinates]
 
 
 def test_a_run_of_the_start_is_one_however_late_it_is(study):
     again = replace(study.trials[0], number=64, purpose="rerun", confirms=True, seed=9)
     with_it = replace(study, trials=(*study.trials, again))
-    kinds = trial_marks.by_kind(with_it)
+    kinds = study_charts.by_kind(with_it)
     assert [trial.number for trial in kinds["noise"]] == [1, 2, 3, 4, 64]
     assert 64 not in [trial.number for trial in kinds["rerun"]]
     assert points.told(again, with_it, 72) == points.told(again, with_it, 72, study.best_trial)
@@ -250,11 +248,11 @@ def test_a_rerun_of_a_point_that_was_never_run_says_its_seed(study):
 def test_a_slice_below_the_best_is_inside_its_frame(study):
     first = study.coordinates[0]
     for depth in (0.4, 1.0, 3.0):  # of the frame's height
-        height = slices.scale(study)[1]
+        height = study_charts.slice_frame(study)[1]
         low = min(first.slice, key=lambda point: abs(point.octaves - first.best))
         curve = tuple(replace(p, loss=-depth * height) if p is low else p for p in first.slice)
         dipped = replace(study, coordinates=(replace(first, slice=curve), *study.coordinates[1:]))
-        chart = slices.panel(dipped, dipped.coordinates[0], slices.scale(dipped))
+        chart = go.Figure(study_charts.slice_chart(dipped, dipped.coordinates[0], study_charts.slice_frame(dipped)))
         line = next(trace for trace in chart.data if trace.line.width == 2)
         bottom, top = chart.layout.yaxis.range
         assert bottom < min(line.y) <= -min(depth, 1.0) * height + 1e-4
@@ -264,24 +262,8 @@ def test_a_slice_below_the_best_is_inside_its_frame(study):
         assert bottom < ticks.y[0] < min(line.y)
 
 
-def test_the_gain_is_the_one_that_the_terminal_says(study):
-    assert f"{study.gain:.3f} below the start" in verdict(study)
-    assert "the start" not in verdict(replace(study, gain=None))
-
-
-def test_what_is_at_the_end_of_its_range_is_named(tmp_path):
-    state = studied.study(6, 24)
-    first, *others = state.coordinates
-    ends = replace(state, coordinates=(replace(first, at_end=True, end="the bound, 2"), *others))
-    page = write_page(studied.write(tmp_path / "study", ends), tmp_path / "study.html")
-    assert (
-        f"At the end of its range: {short_path(first.path)} (the bound, 2). The optimum may lie beyond"
-        in Reader(page).text
-    )
-
-
 def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):
-    said = verdict(replace(study, best=replace(study.best, fresh=0, runs=2)))
+    said = told(study_page(replace(study, best=replace(study.best, fresh=0, runs=2))))
     assert f"Trial {study.best.number} is the best of" in said
     assert "the mean of 2 runs that chose it among several: expect a little worse" in said
 
@@ -289,7 +271,7 @@ def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(stud
 def test_what_no_fresh_seed_has_judged_is_said_to_be_too_low(tmp_path):
     state = studied.unjudged(studied.study(6, 24))
     page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
-    text = Reader(page).text
+    text = told(page.read_text())
     assert "has the lowest loss of" in text
     assert "expect worse" in text
     assert "fresh seeds: expect worse" in text
@@ -310,7 +292,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     searched = space(study.centre, which)
     if durations:
         searched = searched.without("batch.tokens", "").without("schedule.decay", "")
-    command = chapters.tune_command(replace(study, space=searched.paths, durations=durations), "centre.toml", ".")
+    command = tune_command(replace(study, space=searched.paths, durations=durations), "centre.toml", ".")
     words = shlex.split(command)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert space(study.centre, options["--space"]).paths == searched.paths
@@ -340,7 +322,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
 )
 def test_a_study_of_any_kind_has_a_page(tmp_path, made, said):
     page = write_page(studied.write(tmp_path / "study", made(studied.study(6, 24))), tmp_path / "study.html")
-    assert said in Reader(page).text
+    assert said in told(page.read_text())
 
 
 def test_a_loss_that_is_no_number_is_none_however_it_is_written(tmp_path):
@@ -355,10 +337,3 @@ def test_a_loss_that_is_no_number_is_none_however_it_is_written(tmp_path):
     assert trial.loss is None
     assert len(trial.curve) == len(lost["curve"]) - 2
     assert write_page(folder, tmp_path / "study.html").exists()
-
-
-def test_a_long_search_of_many_dimensions_stays_a_page_one_can_send(tmp_path):
-    large = studied.study(90, 500, 3, 8)
-    assert len(large.space) > 80
-    assert len(large.model_dump_json()) > 2_000_000
-    assert write_page(studied.write(tmp_path / "study", large), tmp_path / "study.html").stat().st_size < 4_000_000

@@ -173,7 +173,8 @@ def with_settings(verdict: "Verdict", changed: tuple[str, ...]) -> "Verdict":
 
 def finish(verdict: "Verdict", output: Path | None, json_output: bool, following: str | None = None) -> None:
     """Print the verdict and what to type next, draw it, and leave with code 1 if it is no."""
-    from leaven.views.checks import conclusion, terminal, write_check
+    from leaven.views.check_page import write_check
+    from leaven.views.checks import conclusion, terminal
 
     document = verdict.document()
     if output is not None:

@@ -17,7 +17,7 @@ from leaven.planning.plan import plan_recipe, plan_run
 from leaven.planning.ramp import SHARE
 from leaven.planning.training_codes import Moments
 from leaven.recipe.errors import InputError
-from leaven.views.plan import write_plan
+from leaven.views.plan_page import write_plan
 
 
 def plan(

@@ -7,7 +7,7 @@ import typer
 
 from leaven.cli._common import JsonOption, console, emit_json
 from leaven.recipe.errors import InputError
-from leaven.views.catalogue import write_catalogue
+from leaven.views.catalogue_page import write_catalogue
 from leaven.views.page import write_page
 
 

@@ -1,25 +1,20 @@
-"""The screen and the page of a check: tables with the verdict last, and the points behind it.
+"""The screen of a check: tables with the verdict last, and the points behind it.
 
-Both are made of the check's document, the plain data of ``leaven check --json``.
+It is made of the check's document, the plain data of ``leaven check --json``.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from leaven.recipe.files import write_text
-from leaven.views import chapters, figures, numbers
-from leaven.views.html import element, join
-from leaven.views.shell import document
+from leaven.views import numbers
 
 Check = Mapping[str, Any]
 
 _SLOPES = ("coordinates", "gradients")
 _SWEEPS = ("transfer", "duration", "batch", "decay", "init")
-_LINES = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
 
 
 _SHORT = {"regret": "regret, nats", "noise": "noise of seeds"}
@@ -151,189 +146,3 @@ def conclusion(check: Check) -> str:
     if check["check"] in _SWEEPS:
         worst = max(failed, key=lambda row: row.get("beyond") or 0.0)["axis"]
     return f"FAILED: {len(failed)} of {len(judged)} lines, {worst} most{advice}"
-
-
-def write_check(check: Check, out: Path) -> Path:
-    """The page of a check.
-
-    Raises:
-        InputError: if plotly is missing, or the file cannot be written.
-    """
-    write_text(out, page(check))
-    return out
-
-
-def page(check: Check) -> str:
-    """The HTML of a check; plotly has to be there."""
-    figures.plotly()
-    made = chapters.Sheet()
-    name = f"{check['check']} of {check['subject']}"
-    kicker = element("p", "leaven · check", class_="kicker")
-    header = element("header", kicker, element("h1", name), element("p", conclusion(check), class_="verdict"))
-    draw = _slopes if check["check"] in _SLOPES else _losses
-    draw(made, check)
-    for axis, rows in _groups(check).items():
-        made.section(axis.capitalize(), _title(check, axis, rows), _html_table(check, rows), class_="broad")
-    if check.get("measured"):
-        made.section("Measured", "Beside what is judged.", _html_measured(check["measured"]), class_="broad")
-    settings = "\n".join(f"{key} = {_told(value)}" for key, value in check["settings"].items() if value is not None)
-    made.section("Settings", None, element("pre", element("code", settings), class_="scroll", tabindex="0"))
-    return document(f"{name} · leaven check", element("main", header, *made.sections), made.charts)
-
-
-def _told(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _html_table(check: Check, rows: Sequence[Mapping[str, Any]]) -> Any:
-    columns = _columns(check, rows)
-    first = "scales" if check["check"] in _SWEEPS else "module"
-    heads = [element("th", head) for head in (first, *columns.values(), "verdict")]
-    styles = {True: "good", False: "bad", None: None}
-    body = [
-        element(
-            "tr",
-            element("td", _first(check, row)),
-            *(element("td", _cell(check, row, part), class_="num") for part in columns),
-            element("td", _verdict(row)[0], class_=styles[row["passed"]]),
-        )
-        for row in rows
-    ]
-    return element(
-        "div", element("table", element("thead", element("tr", heads)), element("tbody", body)), class_="scroll"
-    )
-
-
-def _html_measured(measured: Sequence[Mapping[str, Any]]) -> Any:
-    heads = [element("th", head) for head in _MEASURED_HEADS]
-    classes = (None, "num", "num", "num", None)
-    body = [
-        element(
-            "tr", *(element("td", cell, class_=kind) for cell, kind in zip(_measured(each), classes, strict=True))
-        )
-        for each in measured
-    ]
-    return element(
-        "div", element("table", element("thead", element("tr", heads)), element("tbody", body)), class_="scroll"
-    )
-
-
-def _slopes(made: chapters.Sheet, check: Check) -> None:
-    """Each line over size, as a multiple of its first point; a gradient as a multiple of its eps as well."""
-    told = {
-        "change": "how far the output moved",
-        "end": "the output after the steps" if check["check"] == "coordinates" else "gradient over eps, later",
-        "start": "gradient over eps, at the start",
-    }
-    wanted = ("change", "end") if check["check"] == "coordinates" else ("start", "end")
-    for axis, rows in _groups(check).items():
-        failed = {row["module"] for row in rows if row["passed"] is False}
-        curves = {(c["module"], c["quantity"]): c for c in check["curves"] if c["axis"] == axis}
-        if not curves:  # a table alone
-            continue
-        boxes = []
-        for quantity in wanted:
-            chart = figures.figure(axis, "multiple of the smallest model's")
-            lines = [
-                (module, curve["x"], _relative(curve, curves.get((module, "eps"))))
-                for (module, of), curve in curves.items()
-                if of == quantity
-            ]
-            lines = [(module, x, y) for module, x, y in lines if y]
-            for module, x, y in sorted(lines, key=lambda line: line[0] in failed):
-                _line(chart, module, x, y, "var(--bad)" if module in failed else figures.MUTED)
-            if lines:
-                span = [value for _, _, y in lines for value in y]
-                figures.log_axis(chart, "xaxis", min(lines[0][1]), max(lines[0][1]), numbers.tick)
-                figures.log_axis(chart, "yaxis", min([*span, 0.5]), max([*span, 2.0]), numbers.value, pad=0.06)
-            box = made.chart(f"{axis}-{quantity}", chart, f"{told[quantity]} over {axis}")
-            boxes.append(element("div", element("h3", told[quantity].capitalize()), box))
-        flat = "A flat line keeps its size; what fails is drawn in colour."
-        made.sections.append(element("section", element("h2", f"Over {axis}"), element("p", flat, class_="told")))
-        made.sections.append(element("section", *boxes, class_="pair"))
-
-
-def _relative(curve: Mapping[str, Any], eps: Mapping[str, Any] | None) -> list[float]:
-    values = [
-        y / e if e else y for y, e in zip(curve["y"], eps["y"] if eps else [None] * len(curve["y"]), strict=True)
-    ]
-    if any(not value for value in values):
-        return []
-    return [float(f"{value / values[0]:.4g}") for value in values]
-
-
-_VALUES = {"lr": "lr", "weight_decay": "weight decay", "init_std": "init std", "batch": "batch"}
-
-
-def _losses(made: chapters.Sheet, check: Check) -> None:
-    """Loss over lr, decay, init std or batch, a line a scale or arm; bars from the best seed to the worst, a star at
-    each optimum. Beside it the optimum over what was moved."""
-    curves = [curve for curve in check["curves"] if curve["quantity"] == "loss"]
-    stars = {curve["module"]: curve for curve in check["curves"] if curve["quantity"] == "optimum"}
-    name = _VALUES[curves[0]["axis"]]
-    unit = "multiple of its own" if name == "batch" else check["settings"].get("unit", "base value")
-    chart = figures.figure(f"{name}, {unit}", "final loss, nats")
-    for curve, colour in zip(curves, _cycle(len(curves)), strict=True):
-        _line(chart, curve["module"], curve["x"], curve["y"], colour, error_y=_bars(curve, colour))
-        if star := stars.get(curve["module"]):
-            shape = {"color": colour, "size": 12, "symbol": "star"}
-            _line(chart, f"best for {curve['module']}", star["x"], star["y"], colour, marker=shape)
-    x = [value for curve in curves for value in curve["x"]]
-    figures.log_axis(chart, "xaxis", min(x), max(x), numbers.value)
-    legend = [
-        join(element("span", "― ", style=f"color:{colour}"), f"{curve['module']}  ")
-        for curve, colour in zip(curves, _cycle(len(curves)), strict=True)
-    ]
-    made.section(
-        f"Loss over {name}",
-        "Means over seeds, with bars from the lowest to the highest."
-        + (" A star is the optimum of a parabola through the three lowest." if stars else ""),
-        element("p", *legend),
-        made.chart("losses", chart, f"loss over {name}", "tall"),
-    )
-    for curve in check["curves"]:
-        if curve["quantity"] == "best":
-            _best(made, curve, f"best {name}, {unit}")
-
-
-def _best(made: chapters.Sheet, curve: Mapping[str, Any], title: str) -> None:
-    """The best value over an axis, with the 95% interval of each."""
-    axis = curve["axis"]
-    chart = figures.figure(axis, title)
-    _line(chart, title, curve["x"], curve["y"], _LINES[0], error_y=_bars(curve, _LINES[0]))
-    _line(chart, "as at the base", [min(curve["x"]), max(curve["x"])], [curve["y"][0]] * 2, figures.MUTED)
-    figures.log_axis(chart, "xaxis", min(curve["x"]), max(curve["x"]), numbers.value)
-    span = [*curve["low"], *curve["high"]]
-    figures.log_axis(chart, "yaxis", min(span) / 1.5, max(span) * 1.5, numbers.value)
-    told = "With 95% intervals over seeds. A flat line is what the rule says."
-    made.section(f"Over {axis}", told, made.chart(f"best-{axis}", chart, f"{title} over {axis}"))
-
-
-def _bars(curve: Mapping[str, Any], colour: str) -> dict[str, Any]:
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [high - y for high, y in zip(curve["high"], curve["y"], strict=True)],
-        "arrayminus": [y - low for low, y in zip(curve["low"], curve["y"], strict=True)],
-        "color": colour,
-        "thickness": 1,
-    }
-
-
-def _cycle(count: int) -> list[str]:
-    return [_LINES[number % len(_LINES)] for number in range(count)]
-
-
-def _line(chart: Any, name: str, x: Sequence[float], y: Sequence[float], colour: str, **style: Any) -> None:
-    go = figures.plotly()
-    chart.add_trace(
-        go.Scatter(
-            x=list(x),
-            y=list(y),
-            name=figures.text(name),
-            mode="lines+markers",
-            line={"color": colour, "width": 1.5},
-            hovertemplate="<b>%{fullData.name}</b><br>%{y:.4~g} at %{x:.4~g}<extra></extra>",
-            **({"marker": {"color": colour, "size": 5}} | style),
-        )
-    )

@@ -98,6 +98,10 @@ class Run:
         return self.steps[-1].tokens
 
     @property
+    def first_loss(self) -> float | None:
+        return next((step.loss for step in self.steps if step.loss is not None), None)
+
+    @property
     def tokens_per_second(self) -> float | None:
         """The median over the steps: the first ones and a pause on the machine do not count."""
         speeds = sorted(step.tokens_per_second for step in self.steps if step.tokens_per_second)

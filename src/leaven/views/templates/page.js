@@ -1,7 +1,7 @@
 // Inflates plotly, draws the charts in the colours of the theme, sorts tables. Everything it needs is in the page.
 (async () => {
   const root = document.documentElement;
-  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const { template, figures: charts } = JSON.parse(document.getElementById("charts").textContent);
   const boxes = name => document.getElementById("chart-" + name);
 
   // --- tables, legend and network: they do not wait for the charts
@@ -69,6 +69,7 @@
   const hidden = new Set();
   const draw = () => Promise.all(Object.keys(charts).map(name => {
     const { data, layout } = themed(charts[name]), box = boxes(name);
+    layout.template = themed(template);
     for (const trace of data) if (hidden.has(trace.legendgroup)) trace.visible = false;
     layout.width = box.clientWidth;
     layout.height = box.clientHeight;

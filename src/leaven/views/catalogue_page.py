@@ -1,0 +1,278 @@
+"""The page of the published runs: peak lr, batch, tokens and init std against size, each point with its source."""
+
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import median, quantiles
+
+from leaven.catalogue.groups import PublishedGroup
+from leaven.catalogue.laws import evaluate
+from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import load_runs
+from leaven.recipe.files import write_text
+from leaven.views import charts, numbers
+from leaven.views.charts import MUTED, Figure
+from leaven.views.render import render
+
+TOKENS_PER_PARAMETER = 20.0  # where the laws are drawn
+ASPECT = 80.0  # d_model / n_layers where the rules for the init, functions of the width, are drawn
+HUES = 9  # lineages with a colour of their own: those with the most runs
+OTHERS = "others"
+BAND_FACTOR = 2.5  # the band at a size is made of the runs within this factor of it
+_GRID = 48  # sizes at which lines and the band are drawn
+
+LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside the fitted range
+
+
+@dataclass(frozen=True)
+class CatalogueChart:
+    """What one chart shows of every run."""
+
+    key: str
+    title: str
+    told: str  # below the title
+    unit: str  # of the y axis
+    hover: str  # a point's value in words
+    of_run: Callable[[PublishedRun], float | None]
+    group: Callable[[PublishedRun], PublishedGroup | None]  # of the run's file, where the value stands
+    field: str  # in that group
+    lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # by name, over sizes
+
+
+def _laws(pick: str) -> Callable[[Sequence[float]], dict[str, list[LinePoint]]]:
+    """What each law gives at 20 tokens a parameter, other forms of the same law left out."""
+
+    def lines(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
+        found: dict[str, list[LinePoint]] = {}
+        for size in sizes:
+            for result in evaluate(size, TOKENS_PER_PARAMETER * size):
+                value = getattr(result, pick)
+                if value and result.form_of is None:
+                    found.setdefault(result.law, []).append((size, value, result.in_range is True))
+        return found
+
+    return lines
+
+
+def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
+    return {"Chinchilla, 20 tokens a parameter": [(size, 20 * size, True) for size in sizes]}
+
+
+def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
+    """N = 12 L d^2 without embeddings, so d = (N x aspect / 12)^(1/3)."""
+    rules: dict[str, Callable[[float], float]] = {
+        "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
+        "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),
+        "MT-NLG, sqrt(1 / (3 d))": lambda d: math.sqrt(1 / (3 * d)),
+        "GPT-2, 0.02": lambda d: 0.02,
+    }
+    return {
+        name: [(size, std((size * ASPECT / 12) ** (1 / 3)), True) for size in sizes] for name, std in rules.items()
+    }
+
+
+_AT_20 = f"at {TOKENS_PER_PARAMETER:g} tokens a parameter; dotted beyond their fit"
+CHARTS = (
+    CatalogueChart(
+        key="lr", title="Peak learning rate", told=f"Thin lines: laws {_AT_20}.", unit="peak lr",
+        hover="peak lr {}", of_run=lambda run: run.peak_lr, group=lambda run: run.schedule, field="peak_lr",
+        lines=_laws("lr"),
+    ),
+    CatalogueChart(
+        key="batch", title="Batch", told=f"The final one. Thin lines: optimal and critical batches by laws {_AT_20}.",
+        unit="tokens a step", hover="batch {} tokens", of_run=lambda run: run.batch_tokens,
+        group=lambda run: run.batch, field="global_batch_tokens", lines=_laws("batch_tokens"),
+    ),
+    CatalogueChart(
+        key="tokens", title="Duration", told="Tokens of the whole run. The thin line: compute-optimal by Chinchilla.",
+        unit="tokens", hover="{} tokens", of_run=lambda run: run.tokens, group=lambda run: run.data,
+        field="tokens_total", lines=_chinchilla,
+    ),
+    CatalogueChart(
+        key="init", title="Init std", told="Of the matrices that read the residual stream. Thin lines: rules of the "
+        f"width, at d_model = {ASPECT:g} n_layers.", unit="standard deviation", hover="init std {}",
+        of_run=lambda run: run.init_std, group=lambda run: run.init, field="std", lines=_inits,
+    ),
+)  # fmt: skip
+
+
+def write_catalogue(out: Path) -> Path:
+    """Write the page as one HTML file.
+
+    Raises:
+        InputError: if plotly is missing, or the file cannot be written.
+    """
+    write_text(out, page(load_runs()))
+    return out
+
+
+def page(runs: Sequence[PublishedRun]) -> str:
+    hues, drawn = hues_of(runs), {chart.key: scatter(chart, runs, hues_of(runs)) for chart in CHARTS}
+    lineages = Counter(run.lineage.name for run in runs)
+    members = Counter(group_of(run, hues) for run in runs)
+    names = {name: name for name in hues} | {OTHERS: f"{len(lineages.keys() - hues.keys())} more lineages"}
+    return render(
+        "catalogue.html.j2",
+        {key: figure for key, (figure, _) in drawn.items()},
+        kind="catalogue",
+        title="Published runs",
+        runs=runs,
+        sizes=[run.params_total for run in runs],
+        lineages=lineages,
+        legend=[(names[n], hues.get(n, MUTED), n, str(members[n])) for n in names if members[n]],
+        quantities=CHARTS,
+        lines={key: lines for key, (_, lines) in drawn.items()},
+        band_factor=BAND_FACTOR,
+        linked=linked,
+    )
+
+
+def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
+    """Colours by lineage, for those with the most runs."""
+    count = Counter(run.lineage.name for run in runs)
+    largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
+    return {name: charts.hue(n) for n, name in enumerate(largest)}
+
+
+def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
+    return run.lineage.name if run.lineage.name in hues else OTHERS
+
+
+def symbol(run: PublishedRun) -> str:
+    if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
+        shape = "diamond"
+    elif run.optimizer in ("adam", "adamw", None):
+        shape = "circle"
+    else:
+        shape = "square"
+    return f"{shape}-open" if run.kind == "moe" else shape
+
+
+def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Figure, list[str]]:
+    """The chart, and the names of its lines in the order of their numbers."""
+    points = [(run, value) for run in runs if (value := quantity.of_run(run))]
+    sizes, values = [run.params_total for run, _ in points], [value for _, value in points]
+    low, high = min(values) / 1.25, max(values) * 1.25
+    traces: list[Figure] = []
+    edge = band([(run, value) for run, value in points if run.lr_comparable])
+    if edge:
+        x = [x for x, _, _ in edge] + [x for x, _, _ in reversed(edge)]
+        y = [y for _, y, _ in edge] + [y for _, _, y in reversed(edge)]
+        fill = {"fill": "toself", "fillcolor": "var(--shade-band)", "legendgroup": "band"}
+        traces.append(charts.line(x, y, MUTED, 0, **fill))
+    grid = [min(sizes) * (max(sizes) / min(sizes)) ** (n / (_GRID - 1)) for n in range(_GRID)]
+    names, ends = [], []
+    for name, line in quantity.lines(grid).items():
+        inside = [point for point in line if low <= point[1] <= high]
+        if not inside:
+            continue
+        names.append(name)
+        ends.append(inside[-1][:2])
+        for fitted, stretch in _stretches(inside):
+            hover = f"{charts.text(name)}{'' if fitted else ', beyond its fit'}<br>%{{y:.3~g}}<extra></extra>"
+            dash = "solid" if fitted else "dot"
+            x, y = [x for x, _ in stretch], [y for _, y in stretch]
+            style = {"name": name, "hovertemplate": hover, "legendgroup": "laws"}
+            traces.append(charts.line(x, y, MUTED, 1, dash=dash, **style))
+    for name in (OTHERS, *hues):
+        members = [(run, value) for run, value in points if group_of(run, hues) == name]
+        colour = hues.get(name, MUTED)
+        edges = [colour if run.kind == "moe" else charts.PAPER for run, _ in members]
+        shapes = [symbol(run) for run, _ in members]
+        marker = {"color": colour, "size": 9, "opacity": 0.85, "symbol": shapes, "line": {"color": edges, "width": 1}}
+        x, y = [run.params_total for run, _ in members], [value for _, value in members]
+        told = [hover_text(quantity, run, value) for run, value in members]
+        traces.append(charts.scatter(x, y, "markers", legendgroup=name, marker=marker, hovertext=told))
+    spell = numbers.tick if low > 1 else numbers.value
+    figure = charts.figure(
+        "parameters",
+        quantity.unit,
+        traces,
+        x=charts.log_axis(min(sizes) / 1.2, max(sizes) * 1.2, numbers.tick),
+        y=charts.log_axis(low, high, spell, most=8, automargin=False),
+        notes=[
+            {"x": math.log10(x), "y": math.log10(y), "text": str(n), "xanchor": "left", "xshift": 3,
+             "font": {"size": 11, "color": MUTED}}
+            for n, (x, y) in enumerate(_apart(ends, math.log10(high / low)), start=1)
+        ],
+        margin={"l": 52, "r": 26, "t": 26, "b": 44},
+    )  # fmt: skip
+    return figure, names
+
+
+def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
+    """Id, value, lineage and source of a point."""
+    spell = numbers.quantity if value >= 1 else numbers.value
+    told = [
+        f"{quantity.hover.format(spell(value))}, {numbers.quantity(run.params_total)} parameters",
+        f"lineage {run.lineage.name}",
+    ]
+    if run.kind == "moe":
+        told.append(f"experts, {numbers.quantity(run.params_active)} active")
+    if "square" in symbol(run):
+        told.append(f"with {run.optimizer}")
+    if run.schedule and run.schedule.parametrisation:
+        told.append(run.schedule.parametrisation)
+    if group := quantity.group(run):
+        known = group.provenance(quantity.field)
+        told += [f"{source} ({known.confidence})" for source in known.sources]
+    lines = [line for part in told for line in textwrap.wrap(part, 46, break_on_hyphens=False)]
+    return "<br>".join([f"<b>{charts.text(run.id)}</b>", *map(charts.text, lines)])
+
+
+def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
+    """(size, lower quartile, upper quartile) over the sizes at which at least four lineages have a vote."""
+    points = sorted(points, key=lambda point: point[0].params_total)
+    if not points:
+        return []
+    first, last = points[0][0].params_total, points[-1][0].params_total
+    edge = []
+    for n in range(_GRID):
+        size = first * (last / first) ** (n / (_GRID - 1))
+        votes: dict[str, list[float]] = {}
+        for run, value in points:
+            if 1 / BAND_FACTOR <= run.params_total / size <= BAND_FACTOR:
+                votes.setdefault(run.lineage.name, []).append(math.log(value))
+        if len(votes) >= 4:
+            lower, _, upper = quantiles(map(median, votes.values()), n=4, method="inclusive")
+            edge.append((size, math.exp(lower), math.exp(upper)))
+    return edge
+
+
+def _stretches(points: Sequence[LinePoint]) -> list[tuple[bool, list[tuple[float, float]]]]:
+    """Parts of a line inside and outside of the fit, each beginning where the one before ends."""
+    made: list[tuple[bool, list[tuple[float, float]]]] = []
+    for fitted, together in groupby(points, key=lambda point: point[2]):
+        before = [made[-1][1][-1]] if made else []
+        made.append((fitted, before + [(x, y) for x, y, _ in together]))
+    return made
+
+
+def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
+    """Places for the labels of lines, moved up where two would lie on one another."""
+    least = 10 ** (0.045 * decades)
+    placed: dict[int, tuple[float, float]] = {}
+    for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):
+        x, y = ends[n]
+        near = [other for at, other in placed.values() if abs(math.log10(at / x)) < 0.15]
+        placed[n] = (x, max([y, *(other * least for other in near)]))
+    return [placed[n] for n in range(len(ends))]
+
+
+_LINKED = re.compile(r"arXiv (\d{4}\.\d{4,5})|^([\w.-]+/[\w.-]+): ")
+
+
+def linked(source: str) -> list[tuple[str, str]]:
+    """A source as (text, address) parts, its arXiv number or repository with an address, the rest with none."""
+    parts, at = [], 0
+    for found in _LINKED.finditer(source):
+        paper, repository = found.groups()
+        address = f"https://arxiv.org/abs/{paper}" if paper else f"https://github.com/{repository}"
+        parts += [(source[at : found.start()], ""), (found.group().removesuffix(": "), address)]
+        at = found.end() - (2 if repository else 0)
+    return [part for part in (*parts, (source[at:], "")) if part[0]]

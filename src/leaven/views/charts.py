@@ -1,0 +1,202 @@
+"""The parts that every chart is made of: the plotly template, axes, lines, dots and labels, as plain dictionaries.
+
+A colour is named ``var(--ink)``; the page's script puts in what the theme has, and again when it changes. So one
+figure is right in light, in dark and on paper.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaven.views import numbers
+
+Figure = dict[str, Any]
+Spell = Callable[[float], str]
+Array = NDArray[np.float64]
+MUTED, INK, PAPER = "var(--muted)", "var(--ink)", "var(--paper)"
+ACCENT, BAD = "var(--transferred)", "var(--bad)"
+
+_AXIS = {
+    "gridcolor": "var(--grid)",
+    "linecolor": "var(--line)",
+    "tickcolor": "var(--line)",
+    "zeroline": False,
+    "ticks": "outside",
+    "ticklen": 4,
+    "showline": True,
+    "title": {"standoff": 8},
+}
+_HOVER = "%{hovertext}<extra></extra>"
+TEMPLATE: Figure = {
+    "layout": {
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "var(--sans)", "size": 12, "color": MUTED},
+        "hoverlabel": {
+            "bgcolor": "var(--surface)",
+            "bordercolor": "var(--line)",
+            "font": {"family": "var(--sans)", "color": INK, "size": 12},
+            "align": "left",
+        },
+        "hovermode": "closest",
+        "showlegend": False,
+        "margin": {"l": 48, "r": 14, "t": 26, "b": 44},
+        # The title is that of the y axis: above it, where it is read without a turned head.
+        "title": {
+            "x": 0,
+            "xref": "container",
+            "y": 1,
+            "yanchor": "top",
+            "pad": {"t": 4},
+            "font": {"size": 12, "color": MUTED},
+        },
+        "xaxis": _AXIS | {"showgrid": False},
+        "yaxis": _AXIS | {"showline": False, "ticks": "", "automargin": True, "nticks": 6},
+        "annotationdefaults": {"showarrow": False, "font": {"size": 12, "color": INK}},
+    },
+    "data": {
+        "scatter": [{"hovertemplate": _HOVER, "marker": {"line": {"color": PAPER, "width": 1}}}],
+        "bar": [{"hovertemplate": _HOVER, "marker": {"line": {"color": PAPER, "width": 0.5}}}],
+    },
+}
+
+
+def text(written: str) -> str:
+    """A person's words inside a figure, where plotly would take a tag for mark-up and %{...} for a value."""
+    return escape(written, quote=False).replace("%{", "%&#123;")
+
+
+def hue(number: int) -> str:
+    """One of the nine categorical colours of the style sheet, from 0."""
+    return f"var(--hue-{number % 9 + 1})"
+
+
+def figure(
+    x_title: str,
+    y_title: str,
+    traces: Iterable[Figure],
+    *,
+    x: Figure | None = None,
+    y: Figure | None = None,
+    shapes: Iterable[Figure] = (),
+    notes: Iterable[Figure] = (),
+    **layout: Any,
+) -> Figure:
+    """A chart of traces; ``x`` and ``y`` are axes as :func:`log_axis` makes them, ``notes`` are texts in it."""
+    axes = {"xaxis": {"title": {"text": x_title}, **(x or {})}, "yaxis": y or {}}
+    marks = {"shapes": list(shapes), "annotations": list(notes)}
+    return {"data": list(traces), "layout": {"title": {"text": y_title}, **axes, **marks, **layout}}
+
+
+def scatter(x: Iterable[float | None], y: Iterable[float | None], mode: str, **style: Any) -> Figure:
+    """Points or lines; without ``hovertext`` they say nothing when pointed at."""
+    if "hovertext" not in style and "hovertemplate" not in style:
+        style["hoverinfo"] = "skip"
+    return {"type": "scatter", "x": list(map(short, x)), "y": list(map(short, y)), "mode": mode, **style}
+
+
+def line(x: Iterable[float | None], y: Iterable[float | None], colour: str, width: float = 2, **style: Any) -> Figure:
+    """A line; ``dash`` and ``shape`` are those of plotly's line."""
+    looks = {key: style.pop(key) for key in ("dash", "shape") if key in style}
+    return scatter(x, y, "lines", line={"color": colour, "width": width, **looks}, **style)
+
+
+def short(value: float | None) -> float | None:
+    """Six digits are more than a screen shows."""
+    return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
+
+
+def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
+    """A logarithmic axis from low to high with at most so many round ticks, and some room at both ends."""
+    room = (math.log10(high) - math.log10(low)) * pad or 0.05
+    places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
+    ends = [math.log10(low) - room, math.log10(high) + room]
+    return {"type": "log", "range": ends, "tickvals": places, "ticktext": labels, **more}
+
+
+def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
+    """A linear axis from low to high with at most so many round ticks."""
+    places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
+    labels = [spell(place) for place in places]
+    return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels, **more}
+
+
+def whole_numbers(low: int, high: int, **more: Any) -> Figure:
+    """A linear axis with ticks at whole numbers only."""
+    places = [place for place in numbers.linear_ticks(low, max(high, low + 1), 10) if place == int(place)]
+    return {"tickvals": places, "range": [low - 0.2, high + 0.2], **more}
+
+
+def mark_line(
+    axis: str, at: float, colour: str = INK, dash: str = "solid", width: float = 1.0, **more: Any
+) -> Figure:
+    """A line across the whole chart where ``axis`` (x or y) is ``at``."""
+    other = "y" if axis == "x" else "x"
+    ends = {f"{axis}0": at, f"{axis}1": at, f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
+    return {"type": "line", "line": {"color": colour, "width": width, "dash": dash}, **ends, **more}
+
+
+def mark_band(axis: str, low: float, high: float, colour: str) -> Figure:
+    """A band across the whole chart where ``axis`` is between low and high, below everything else."""
+    other = "y" if axis == "x" else "x"
+    ends = {f"{axis}0": low, f"{axis}1": high, f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
+    return {"type": "rect", "fillcolor": colour, "line": {"width": 0}, "layer": "below", **ends}
+
+
+def bars(low: Sequence[float], middle: Sequence[float], high: Sequence[float], colour: str, **more: Any) -> Figure:
+    """Error bars from low to high."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [h - m for h, m in zip(high, middle, strict=True)],
+        "arrayminus": [m - each for each, m in zip(low, middle, strict=True)],
+        "color": colour,
+        **more,
+    }
+
+
+def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
+    """A straight line fitted round every point, over ``share`` of the points before it on both sides.
+
+    The window grows with the distance from the start because a loss is drawn over the logarithm of tokens. A local
+    line, unlike a moving mean, is not late where the curve falls nor wrong at its end.
+    """
+    u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    n = len(u)
+    if n < 3:
+        return v
+    u, shift = u - u.mean(), v.mean()
+    v = v - shift
+    index = np.arange(n)
+    half = np.maximum(2, (index * share).astype(int))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, n)
+
+    def window(values: Array) -> Array:
+        total: Array = np.concatenate(([0.0], np.cumsum(values)))
+        means: Array = (total[high] - total[low]) / (high - low)
+        return means
+
+    mean_u, mean_v = window(u), window(v)
+    spread = window(u * u) - mean_u**2
+    slope = np.divide(window(u * v) - mean_u * mean_v, spread, out=np.zeros(n), where=spread > 1e-12)
+    line: Array = mean_v + slope * (u - mean_u) + shift
+    return line
+
+
+def thin(x: Sequence[float], most: int, logarithmic: bool = True) -> list[int]:
+    """Indices of at most ``most`` points, evenly spaced along the axis, the last one always."""
+    if len(x) <= most:
+        return list(range(len(x)))
+    places = np.log(np.maximum(x, 1)) if logarithmic else np.asarray(x, dtype=float)
+    wanted = np.linspace(places[0], places[-1], most)
+    return [int(i) for i in np.unique(np.minimum(np.searchsorted(places, wanted), len(x) - 1))]
+
+
+def corners(values: Sequence[float | None]) -> list[int]:
+    """Indices where a step function begins or ends a level: all that a line through its points needs."""
+    last = len(values) - 1
+    return [i for i, v in enumerate(values) if i in {0, last} or v != values[i - 1] or v != values[i + 1]]

@@ -1,0 +1,247 @@
+"""What pages show of a recipe: the network in colours, the parameter table, where each value comes from."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from leaven.recipe.hyperparameters import DepthProfile, Multipliers
+from leaven.recipe.recipe import Recipe, flatten
+from leaven.scaling.table import ParameterRow, resolve
+from leaven.views import charts, numbers
+from leaven.views.charts import MUTED, PAPER, Figure
+from leaven.views.parameters import QUANTITIES, Group, groups, label, reason
+
+Band = Mapping[str, Any] | None
+HEADERS = {
+    "init_std": "init std",
+    "lr": "peak lr",
+    "weight_decay": "weight decay",
+    "beta1": "β1",
+    "beta2": "β2",
+    "eps": "ε",
+    "multiplier": "multiplier",
+}
+KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # of multipliers
+
+
+def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
+    """The context of the macros in ``recipe.html.j2``; ``names`` are those of ``beside`` and of the recipe."""
+    table, base = resolve(recipe), resolve(beside) if beside else None
+    found = groups(table, base)
+    by_label: dict[str, list[Group]] = {}
+    for group in found:
+        by_label.setdefault(group.label, []).append(group)
+
+    def line(members: Sequence[Group]) -> Mapping[str, Any]:
+        """A line of the parameter table; a cell is (values of the base, values, reason)."""
+        first = members[0]
+        span = Group(first.label, first.first, members[-1].last, first.row, None)
+        cells = [
+            (
+                [getattr(member.base, name) for member in members if member.base],
+                [getattr(member.row, name) for member in members],
+                f"{HEADERS[name]}: {reason(recipe, table, first.row, name)}",
+            )
+            for name in QUANTITIES
+        ]
+        return {"group": span, "base": first.base, "size": math.prod(first.row.shape), "cells": cells}
+
+    summary, layers = [line(members) for members in by_label.values()], [line([group]) for group in found]
+    return {
+        "recipe": recipe,
+        "names": names if beside else names[1:],
+        "headers": [HEADERS[name] for name in QUANTITIES],
+        "rule": table.rule,
+        "ratios": table.ratios,
+        "summary": summary,
+        "layers": layers if len(layers) > len(summary) else [],
+        "network": _network(recipe, table.rows),
+        "reasons": reasons(recipe),
+    }
+
+
+def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
+    """A band a module, a cell a layer, coloured by learning rate against the global one."""
+    base, n_layers = recipe.hyperparameters.lr, recipe.model.n_layers
+    by_label: dict[str, list[ParameterRow]] = {}
+    for row in rows:
+        by_label.setdefault(label(row), []).append(row)
+    reach = octaves_shown([row.lr / base for row in rows])
+    # The same few pixels between two layers as between twenty; between a hundred there is no room.
+    gap = 0.008 * n_layers if 1 < n_layers <= 40 else 0.0
+    bands = []
+    for name, members in by_label.items():
+        factors = [row.lr / base for row in members]
+        inside = members[0].layer is not None
+        cells = [
+            {
+                "x": (row.layer or 0) + (gap / 2 if inside else 0),
+                "width": 1 - (gap if inside else 0),
+                "colour": shade(factor, reach),
+                "told": f"{row.name.removesuffix('.weight')}: lr {numbers.value(row.lr)}, {numbers.ratio(factor)} "
+                f"the base lr of {numbers.value(base)}; init std {numbers.value(row.init_std)}, "
+                f"weight decay {numbers.value(row.weight_decay)}",
+            }
+            for row, factor in zip(members, factors, strict=True)
+        ]
+        span = numbers.span(min(factors), max(factors), numbers.ratio)
+        bands.append({"name": name, "inside": inside, "cells": cells, "range": span})
+    # The first layer, the last, and few enough between them to be read on a phone.
+    every = next(step for step in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if n_layers / step <= 12)
+    shown = [i for i in range(0, n_layers, every) if i in {0, n_layers - 1} or n_layers - 1 - i >= every / 2]
+    return {"bands": bands, "n_layers": n_layers, "numbers": shown, "chips": chips(reach, 4), "lr": base}
+
+
+def octaves_shown(factors: Sequence[float]) -> int:
+    """How many octaves from 1 the colours reach: whole ones, and what lies a little beyond has the full colour."""
+    farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
+    return max(math.ceil(farthest - 0.25), 1)
+
+
+def shade(factor: float, reach: int) -> str:
+    """Below 1 towards one colour, above it towards the other, in octaves; at it neither."""
+    if factor <= 0:
+        return "var(--neutral)"
+    octaves = math.log2(factor)
+    share = min(abs(octaves) / reach, 1.0)
+    side = "var(--high)" if octaves > 0 else "var(--low)"
+    return f"color-mix(in oklab, {side} {100 * share:.0f}%, var(--neutral))"
+
+
+def chips(reach: int, most: int) -> list[tuple[str, float]]:
+    """The colours of ``shade`` with their factors: whole octaves, at most so many to either side of 1."""
+    every = -(-reach // most)
+    steps = range(-(reach // every) * every, reach + 1, every)
+    return [(shade(2.0**step, reach), 2.0**step) for step in steps]
+
+
+def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
+    """Every value of a recipe as (keys, value), by the reason it was chosen for; None for those without one."""
+    document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
+    found: dict[str | None, list[tuple[list[str], str]]] = {}
+    for path, setting in flatten(document).items():
+        neutral = path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")) and setting in (1.0, (1.0,))
+        if not neutral and setting not in ({}, ()):
+            # The reason of the path, of a point of it (hyperparameters.depth.lr[2]), or of the part it stands in.
+            known = [key for key in recipe.why if path == key.partition("[")[0] or path.startswith(f"{key}.")]
+            reason = recipe.why[max(known, key=len)] if known else None
+            found.setdefault(reason, []).append((path.split("."), _setting(setting)))
+    return found
+
+
+def _setting(setting: Any) -> str:
+    if isinstance(setting, bool):
+        return "true" if setting else "false"
+    if isinstance(setting, int):
+        return f"{setting:_}" if setting >= 10_000 else str(setting)
+    if isinstance(setting, float):
+        return numbers.value(setting)
+    if isinstance(setting, list | tuple):
+        return ", ".join(_setting(item) for item in setting)
+    return str(setting)
+
+
+def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
+    """The kinds of multipliers that are searched per module or over depth, or that the recipe has anyhow."""
+    values = recipe.hyperparameters
+    per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
+    searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
+    return [
+        kind
+        for kind in Multipliers.model_fields
+        if kind in searched
+        or any(getattr(module, kind) != 1 for module in values.modules.values())
+        or set(getattr(values.depth, kind)) != {1.0}
+    ]
+
+
+def acts(recipe: Recipe, module: str, kind: str) -> bool:
+    """Whether a module has anything that such a multiplier multiplies."""
+    return recipe.hyperparameters.refusal(recipe.model.roles, module, kind) is None
+
+
+def over_depth(recipe: Recipe, kind: str) -> list[float]:
+    """The multiplier of the depth by layer."""
+    count, points = recipe.model.n_layers, getattr(recipe.hyperparameters.depth, kind)
+    return [DepthProfile.at(points, layer, count) for layer in range(count)]
+
+
+def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
+    """The multiplier of a module by layer, times that of the depth; only one where the module is in no block."""
+    own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
+    inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
+    return [own * over for over in over_depth(recipe, kind)] if inside else [own]
+
+
+def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
+    """What each module got: a row a module, a column a kind, a band of layers in each; None without multipliers.
+
+    A band has its cells as (colour, factor) and ``number``, the module's own multiplier without that of the depth.
+    """
+    kinds = multiplier_kinds(recipe, space)
+    if not kinds:
+        return None
+    modules, own = recipe.model.modules, recipe.hyperparameters.modules
+    layers = {(m, kind): module_layers(recipe, m, kind) for m in modules for kind in kinds if acts(recipe, m, kind)}
+    depth = {kind: profile for kind in kinds if set(profile := over_depth(recipe, kind)) != {1.0}}
+    reach = octaves_shown([factor for band in (*layers.values(), *depth.values()) for factor in band])
+
+    def band(
+        name: str, factors: Sequence[float] | None, state: str, number: float | None
+    ) -> Mapping[str, Any] | None:
+        if factors is None:
+            return None
+        told = f"{name}: {numbers.ratio(factors[0])}"
+        if len(set(factors)) > 1:
+            told = f"{name}, layer by layer: {', '.join(map(numbers.ratio, factors))}"
+        told += "; not searched" if state == "left" else ""
+        return {"told": told, "cells": [shade(f, reach) for f in factors], "state": state, "number": number}
+
+    rows = []
+    if depth:
+        bands = [band(f"every block, {KINDS[kind]}", depth.get(kind), "depth", None) for kind in kinds]
+        rows.append(("every block", bands))
+    for module in modules:
+        bands = [
+            band(
+                f"{module}, {KINDS[kind]}",
+                layers.get((module, kind)),
+                "searched" if f"hyperparameters.modules.{module}.{kind}" in space else "left",
+                getattr(own.get(module, Multipliers()), kind),
+            )
+            for kind in kinds
+        ]
+        rows.append((module, bands))
+    factors = [(getattr(m, kind), name, kind) for name, m in own.items() for kind in kinds if getattr(m, kind) > 0]
+    ends = [(KINDS[kind], name, factor) for factor, name, kind in ((min(factors), max(factors)) if factors else ())]
+    return {"kinds": [KINDS[kind] for kind in kinds], "rows": rows, "chips": chips(reach, 3), "ends": ends}
+
+
+def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
+    """The multipliers over depth, a line a kind, a dot a layer; None where there is no profile."""
+    found = {kind: getattr(recipe.hyperparameters.depth, kind) for kind in multiplier_kinds(recipe, space)}
+    found = {kind: points for kind, points in found.items() if len(points) > 1}
+    if not found:
+        return None
+    last, traces, notes = recipe.model.n_layers - 1, [], []
+    for i, (kind, points) in enumerate(found.items()):
+        colour, fine = charts.hue(i), 10 * (len(points) - 1)
+        x = [last * n / fine for n in range(fine + 1)]
+        traces.append(charts.line(x, [DepthProfile.at(points, n, fine + 1) for n in range(fine + 1)], colour))
+        marker = {"color": colour, "size": 8, "line": {"color": PAPER, "width": 1.5}}
+        told = f"<b>{KINDS[kind]}</b><br>layer %{{x}}: ×%{{y:.3~g}}<extra></extra>"
+        layers = list(range(last + 1))
+        traces.append(charts.scatter(layers, over_depth(recipe, kind), "markers", marker=marker, hovertemplate=told))
+        place = {"x": last, "xshift": 8, "xanchor": "left", "y": math.log10(points[-1])}
+        notes.append({**place, "text": KINDS[kind], "font": {"color": colour}})
+    every = [point for points in found.values() for point in points] + [1.0]
+    return charts.figure(
+        "layer",
+        "multiplier",
+        traces,
+        x=charts.whole_numbers(0, last),
+        y=charts.log_axis(min(every), max(every), numbers.ratio, pad=0.12),
+        shapes=[charts.mark_line("y", 1, MUTED, "dot", layer="below")],
+        notes=notes,
+        margin={"l": 48, "r": 90, "t": 26, "b": 44},
+    )

@@ -1,0 +1,231 @@
+"""The page of a study: what came out, the search, what mattered, the network it found, every trial, the cost."""
+
+import math
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from leaven.recipe.recipe import split_path
+from leaven.tuning.document import UNDER_WAY, Coordinate, Dimension
+from leaven.views import numbers, points, study_charts
+from leaven.views.charts import ACCENT, Figure
+from leaven.views.recipe_view import acts, depth_chart, multipliers_view, recipe_view
+from leaven.views.render import render
+from leaven.views.story import Study
+
+FIRST = 14  # values that are told before the others are folded away
+SHOWN = 30  # rows of the table of trials, in whatever order it is in, before the others are asked for
+MATTERED, IDLE, UNSURE = "mattered", "not worth tuning", "unsure"
+
+
+def study_page(study: Study) -> str:
+    charts, search = search_view(study)
+    best, recipe = study.best_recipe, study.best_recipe or study.centre
+    known = study_charts.known_curves(study)
+    if known:
+        charts["curves"] = study_charts.curves(study, known, "training loss, nats per token")
+        if ahead := study_charts.against_best(study):
+            charts["ahead"] = study_charts.curves(study, ahead, "above the best trial, nats per token")
+    charts["front"] = study_charts.front(study)
+    charts["timeline"] = study_charts.timeline(study)
+    charts["depth"] = depth_chart(best, study.space) if best else None
+    return render(
+        "study.html.j2",
+        charts,
+        kind="study",
+        title=study.name,
+        study=study,
+        lost=[f"{n} {state}" for state in ("diverged", "stopped", "failed", *UNDER_WAY) if (n := study.count(state))],
+        search=search,
+        multipliers=multipliers_view(best, study.space) if best else None,
+        changes=changes(study),
+        durations=durations(study),
+        trials=trial_rows(study),
+        shown=SHOWN,
+        cost=_cost(study),
+        points=points,
+        view=recipe_view(recipe, study.centre if best else None, ("centre", "best" if best else "start")),
+        commands=[tune_command(study, "centre.toml", "."), "leaven report . -o report.html"],
+    )
+
+
+def search_view(study: Study) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
+    """Charts, and the context of the macro in ``search.html.j2``; nothing while no trial has ended with a loss."""
+    if study.start_loss is None:
+        return {}, {}
+    kinds = study_charts.by_kind(study)
+    slices = study_charts.slices(study)
+    charts: dict[str, Figure | None] = {"search": study_charts.search(study)}
+    charts |= {f"slice-{i}": chart for i, (_, chart) in enumerate(slices)}
+    view = {
+        "study": study,
+        "marks": [(study_charts.MARKS[name], len(trials)) for name, trials in kinds.items() if name != "best"],
+        "best_colour": ACCENT,
+        "beyond": len(kinds.get("beyond", ())),
+        "slices": [(each, points.change(study.dimension(each.path), each.best)) for each, _ in slices],
+        "rows": [_value_row(each, study) for each in study.coordinates],
+        "first": FIRST,
+        "at_end": [each for each in study.coordinates if each.at_end],
+        "unsure": [each.gain for each in study.coordinates if word(each, study) == UNSURE],
+    }
+    return charts, view
+
+
+def word(coordinate: Coordinate, study: Study) -> str:
+    """What mattered by itself, what may go back to the start together, and the rest, which may have gained much or
+    nothing; of what stayed at the start nothing is known."""
+    if coordinate.worth or coordinate.path in study.idle:
+        return MATTERED if coordinate.worth else IDLE
+    return UNSURE if coordinate.best else ""
+
+
+def _value_row(coordinate: Coordinate, study: Study) -> Mapping[str, Any]:
+    dimension = study.dimension(coordinate.path)
+    highest = max(abs(each.importance) for each in study.coordinates) or 1.0
+    flat = () if dimension.levels else coordinate.flat
+    return {
+        "path": coordinate.path,
+        "strip": _strip(coordinate, dimension),
+        "best": points.change(dimension, coordinate.best),
+        "flat": " to ".join(points.change(dimension, to) for to in flat),
+        "gain": coordinate.gain,
+        "deviation": coordinate.gain_deviation,
+        "bar": 100 * max(coordinate.importance, 0.0) / highest,
+        "importance": coordinate.importance,
+        "optuna": coordinate.optuna_importance,
+        "word": word(coordinate, study),
+    }
+
+
+def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
+    """A picture one line high, in percent of its width: where most runs diverge, what is flat, start and best."""
+    low, high = dimension.box
+    places = [coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
+    low, high = max(min(low, *places), dimension.low), min(max(high, *places), dimension.high)
+
+    def at(octaves: float) -> float:
+        return 100 * (min(max(octaves, low), high) - low) / (high - low)
+
+    def span(first: float, last: float) -> tuple[float, float]:
+        return at(first), max(at(last) - at(first), 0.0)
+
+    lost = [point.octaves for point in coordinate.slice if point.risk > 0.5]
+    sides = [[o for o in lost if o < coordinate.best], [o for o in lost if o > coordinate.best]]
+    best, first, last, lowest, highest = (
+        points.change(dimension, to) for to in (coordinate.best, *coordinate.flat, low, high)
+    )
+    return {
+        "lost": [span(min(side), max(side)) for side in sides if side],
+        "flat": span(*coordinate.flat),
+        "start": at(0.0),
+        "best": at(coordinate.best),
+        "told": f"best {best}, against the start; flat from {first} to {last}; shown from {lowest} to {highest}",
+    }
+
+
+def changes(study: Study) -> Mapping[str, Any] | None:
+    """The best point beside the one with the fewest changes; None where there is no best or it changes nothing."""
+    best, fewest = study.best_trial, study.fewer
+    if best is None or best.octaves is None:
+        return None
+    moved = {path: octaves for path, octaves in best.octaves.items() if abs(octaves) > points.UNMOVED}
+    if not moved:
+        return None
+
+    def cells(dimension: Dimension, value: float | str | None, to: float) -> list[str]:
+        octaves = f"{to:+.2f}".replace("-", numbers.MINUS) if dimension.unit == "octave" else numbers.NONE
+        return [_shown(value), points.change(dimension, to), octaves]
+
+    rows = []
+    for path in sorted(moved, key=lambda path: (-abs((fewest or moved).get(path, 0.0)), -abs(moved[path]))):
+        dimension, to = study.dimension(path), (fewest or {}).get(path, 0.0)
+        other = None
+        if abs(to) > points.UNMOVED:
+            other = cells(dimension, points.value(dimension, to, study.centre.model.seq_len), to)
+        own = cells(dimension, best.values.get(path), moved[path])
+        rows.append({"path": path, "start": _shown(dimension.centre), "best": own, "fewest": other})
+    few = sum(abs(octaves) > points.UNMOVED for octaves in (fewest or {}).values())
+    betas = any(path in study.space for path in points.BETAS)
+    return {"rows": rows, "of": len(best.octaves), "fewest": few if fewest else None, "betas": betas, "first": FIRST}
+
+
+def _shown(value: float | str | None) -> str:
+    return value if isinstance(value, str) else numbers.value(value)
+
+
+def durations(study: Study) -> Sequence[tuple[int, int, float]]:
+    """(tokens, trial, loss) of the lowest loss at the end of each duration; none where there is but one."""
+    ends = [
+        (tokens, trial.number, loss)
+        for trial in study.trials
+        if trial.state == "complete" and trial.purpose == "search"
+        for tokens, loss in trial.branches
+    ]
+    lengths = sorted({tokens for tokens, _, _ in ends})
+    if len(lengths) < 2:
+        return []
+    return [min((end for end in ends if end[0] == length), key=lambda end: end[2]) for length in lengths]
+
+
+def trial_rows(study: Study) -> list[Mapping[str, Any]]:
+    """Every trial, the lowest loss first, those without one last."""
+    names, best = points.workers(study), study.best_trial
+    lowest = min((t.loss for t in study.trials if t.state == "complete" and t.loss is not None), default=None)
+    lowest = best.loss if best else lowest
+    ranked = sorted(
+        study.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss, t.number)
+    )
+    return [
+        {
+            "trial": trial,
+            "state": "ended" if trial.state == "complete" else f"{trial.state} {points.share(trial, study)}",
+            "behind": trial.loss - lowest if trial.loss is not None and lowest is not None else None,
+            "best": trial is best,
+            "worker": names.get(trial.worker or "", numbers.NONE),
+            "told": points.told(trial, study, 72, best),
+        }
+        for trial in ranked
+    ]
+
+
+def _cost(study: Study) -> Mapping[str, Any]:
+    """What the search took: time, tokens, FLOPs, machines."""
+    ran = [trial for trial in study.trials if trial.seconds]
+    workers = {trial.worker for trial in ran if trial.worker}
+    speeds = [trial.tokens_per_second for trial in ran if trial.tokens_per_second and trial.state == "complete"]
+    ends = [(trial.ended - (trial.seconds or 0.0), trial.ended) for trial in ran if trial.ended]
+    return {
+        "seconds": study.seconds if ran else None,
+        "elapsed": max(ended for _, ended in ends) - min(begun for begun, _ in ends) if ends else None,
+        "early": [
+            (sum(trial.seconds or 0.0 for trial in ran if trial.state == state), study.count(state), state)
+            for state in ("stopped", "diverged", "failed")
+        ],
+        "tokens": sum(trial.tokens for trial in study.trials),
+        "flops": sum(trial.flops for trial in study.trials),
+        "speed": statistics.median(speeds) if speeds else None,
+        "workers": len(workers),
+        "hosts": sorted({worker.rpartition(":")[0] for worker in workers}),
+    }
+
+
+def tune_command(study: Study, recipe: str, folder: str) -> str:
+    """What made a study: with another space, method or more trials it would be another, or go on."""
+    counted = str(max(study.ended, 1))
+    options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
+    if study.durations:
+        options += ["--durations", ",".join(map(str, study.durations))]
+    return shlex.join(["leaven", "tune", recipe, *options])
+
+
+def _space(study: Study) -> str:
+    """What was searched as ``--space`` takes it: a quantity of all modules that have it as one pattern."""
+    recipe, searched = study.centre, set(study.space)
+    names = dict[str, None]()
+    for path in study.space:
+        *outer, quantity = split_path(path)
+        every = {f"hyperparameters.modules.{m}.{quantity}" for m in recipe.model.modules if acts(recipe, m, quantity)}
+        whole = len(outer) == 3 and every <= searched
+        names[f"hyperparameters.modules.*.{quantity}" if whole else path] = None
+    return ",".join(names)

@@ -1,0 +1,283 @@
+"""Every page: complete, self-contained, escaped, and in a real browser without a complaint, in light and dark."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import plotly.graph_objects as go
+import pytest
+import studied
+from chromium import BINARY, Browser
+from planned import planned
+from written import HOSTILE, slopes_check, write_demo, write_losses_check
+
+from leaven.planning.cost import Price
+from leaven.recipe.errors import InputError
+from leaven.views.catalogue_page import write_catalogue
+from leaven.views.check_page import write_check
+from leaven.views.page import write_page
+from leaven.views.plan_page import write_plan
+
+pytestmark = pytest.mark.xdist_group("pages")  # one browser, and one set of pages
+needs_browser = pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
+
+VOID = {"meta", "link", "br", "wbr", "input"}
+# What each page says first, and every chart that it draws.
+RUN = {"loss", "last", "lr", "batch", "gradient"}
+PAGES: dict[str, tuple[str, set[str]]] = {
+    "demo": ("0.140 nats better than the same values copied", RUN | {"search"}),
+    "hostile demo": ("0.140 nats better than the same values copied", RUN | {"search"}),
+    "run": ("Finished: after 4.93 M tokens the validation loss is", RUN),
+    "study": ("Trial 54 is the best of 64", {"search", "curves", "ahead", "timeline", "depth"}),
+    "study of durations": ("is the best of 30", {"search", "curves", "ahead", "front", "timeline"}),
+    "study that diverged": ("All 9 trials diverged, the start's too: start from lr at", {"curves", "timeline"}),
+    "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
+    "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),
+    "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
+    "plan": ("It fits: ", {"memory", "passes", "layouts", "ramp"}),
+    "plan that does not fit": ("It does not fit: ", {"memory", "layouts", "ramp"}),
+}  # fmt: skip
+
+
+def write(name: str, demo: Path, folder: Path) -> Path:
+    out = folder / f"{name}.html"
+    modules = studied.study()
+    made: dict[str, Callable[[], Path]] = {
+        "demo": lambda: write_page(demo, out),
+        "hostile demo": lambda: write_page(write_demo(folder / "hostile", hostile=HOSTILE), out),
+        "run": lambda: write_page(demo / "runs/copied", out),
+        "study": lambda: write_page(studied.write(folder / "modules", modules), out),
+        "study of durations": lambda: write_page(
+            studied.write(folder / "durations", studied.durations(studied.study(4, 30, 1))), out
+        ),
+        "study that diverged": lambda: write_page(studied.write(folder / "lost", studied.all_diverged(modules)), out),
+        "catalogue": lambda: write_catalogue(out),
+        "check of slopes": lambda: write_check(slopes_check(), out),
+        "check of runs": lambda: write_page(write_losses_check(folder / "check"), out),
+        "plan": lambda: write_plan(out, planned("1f1b"), "rye-7b", f"leaven plan '{HOSTILE}'", Price(2.5, "$")),
+        "plan that does not fit": lambda: write_plan(out, planned("too large"), HOSTILE, "leaven plan"),
+    }
+    return made[name]()
+
+
+@pytest.fixture(scope="module")
+def pages(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    return {name: write(name, demo_folder, folder) for name in PAGES}
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, and the text outside scripts and styles; unbalanced tags are an error."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(page.read_text(encoding="utf-8"))
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] not in {"script", "style"}:
+            self.text += data
+
+
+def charts(page: Path) -> dict[str, go.Figure]:
+    """The charts of a page; plotly refuses what it does not know."""
+    text = page.read_text(encoding="utf-8")
+    found = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.S)[1])
+    return {name: go.Figure(data | {"layout": data["layout"] | {"template": found["template"]}})
+            for name, data in found["figures"].items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_complete_and_asks_no_other_host(name, pages):
+    page, (said, names) = pages[name], PAGES[name]
+    read = Reader(page)
+    assert page.stat().st_size < 5_000_000
+    assert said in " ".join(read.text.split())
+    boxes = [a["id"].removeprefix("chart-") for _, a in read.tags if (a.get("class") or "").startswith("chart ")]
+    drawn = charts(page)
+    assert sorted(boxes) == sorted(drawn)
+    assert {box for box in boxes if not box.startswith("slice-")} == names
+    assert all(figure.data for figure in drawn.values())
+    for tag, attributes in read.tags:
+        assert tag not in {"img", "iframe", "object", "base", "form"}
+        assert not {"src", "srcset", "action", "data", "poster"} & attributes.keys()
+        assert not any(name.startswith("on") for name in attributes)
+    links = {attributes["href"] for tag, attributes in read.tags if "href" in attributes and tag != "a"}
+    assert links == {"data:,"}
+    css = page.read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in css
+    assert "@import" not in css
+    policy = next(a["content"] for _, a in read.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+
+
+@pytest.mark.parametrize("name", ["hostile demo", "check of slopes", "plan", "plan that does not fit"])
+def test_what_a_person_writes_cannot_break_out(name, pages):
+    read = Reader(pages[name])
+    assert sum(tag == "script" for tag, _ in read.tags) == 3
+    assert HOSTILE in read.text
+    assert "<script>window" not in pages[name].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["demo", "plan", "catalogue"])
+def test_the_same_documents_make_the_same_bytes(name, pages, demo_folder, tmp_path):
+    assert write(name, demo_folder, tmp_path).read_bytes() == pages[name].read_bytes()
+
+
+def test_a_demo_says_its_cost_its_gain_and_its_commands(pages):
+    text = Reader(pages["demo"]).text
+    for said in (
+        "−0.1400",
+        "9 min 28 s",
+        "+0.2200",
+        "wheat-proxy, trial 17 of 20",
+        "AMD EPYC",
+        "--width 192 --depth 8",
+    ):
+        assert said in text
+
+
+def test_a_demo_that_is_not_done_shows_what_there_is(demo_folder, tmp_path):
+    folder = Path(shutil.copytree(demo_folder, tmp_path / "demo"))
+    shutil.rmtree(folder / "runs/copied")
+    document = json.loads((folder / "demo.json").read_text())
+    del document["verdict"]
+    document["arms"] = [arm | {"loss": None} if arm["key"] == "copied" else arm for arm in document["arms"]]
+    document["machine"] = None
+    (folder / "demo.json").write_text(json.dumps(document))
+    text = Reader(write_page(folder, tmp_path / "report.html")).text
+    assert "no run" in text
+    assert "not finished" in text
+    document |= {"arms": [], "target": None, "parts": []}
+    (folder / "demo.json").write_text(json.dumps(document))
+    assert "The search" in Reader(write_page(folder, tmp_path / "report.html")).text
+
+
+def test_without_plotly_it_says_what_to_install(demo_folder, tmp_path, monkeypatch):
+    from leaven.views import render
+
+    render._plotly_js.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(InputError, match=r"pip install 'leaven\[train\]'"):
+        write_page(demo_folder, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_long_search_of_many_dimensions_stays_a_page_one_can_send(tmp_path):
+    large = studied.study(90, 500, 3, 8)
+    assert len(large.space) > 80
+    assert write_page(studied.write(tmp_path / "study", large), tmp_path / "study.html").stat().st_size < 4_000_000
+
+
+# Elements that reach beyond the window and do not lie in a box that scrolls.
+OVERFLOWING = """[...document.querySelectorAll("main *")].filter(e => {
+  const box = e.getBoundingClientRect();
+  return box.width && box.right > document.documentElement.clientWidth + 1 && !e.closest(".scroll");
+}).map(e => e.tagName + "." + e.getAttribute("class"))"""
+MARKS = """Object.fromEntries([...document.querySelectorAll(".chart")].map(c =>
+  [c.id, c.querySelectorAll(".scatterlayer .point, .scatterlayer path.js-line, .barlayer .point").length]))"""
+# Charts are drawn anew, a little later, when the window changes.
+FITTED = """[...document.querySelectorAll(".chart")].every(c =>
+  Math.abs(c.querySelector(".main-svg")?.getBoundingClientRect().width - c.clientWidth) <= 1)"""
+# Axis and tick labels that stick out of their chart.
+CLIPPED = """[...document.querySelectorAll(".chart")].flatMap(c => {
+  const box = c.getBoundingClientRect();
+  return [...c.querySelectorAll("text")].filter(t => {
+    const r = t.getBoundingClientRect();
+    const [across, down] = [[r.left, r.right, box.left, box.right], [r.top, r.bottom, box.top, box.bottom]];
+    return r.width && [across, down].some(([a, b, low, high]) => a < low - 1 || b > high + 1);
+  }).map(t => c.id + ": " + t.textContent);
+})"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@needs_browser
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_draws_and_stays_inside_its_window(browser: Browser, pages: dict[str, Path], name: str):
+    page = pages[name]
+    browser.window(390, dark=name in {"run", "study", "plan"})
+    browser.open(page)
+    browser.until(FITTED)
+    assert browser.complaints == []
+    assert browser.requests == [page.resolve().as_uri()]
+    assert browser.evaluate("document.documentElement.dataset.charts") == "drawn"
+    marks = browser.evaluate(MARKS)
+    assert all(marks.values()), marks
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    assert browser.evaluate(OVERFLOWING) == []
+    assert browser.evaluate(CLIPPED) == []
+    assert browser.evaluate("window.owned") is None
+
+
+@needs_browser
+def test_a_demo_as_it_was_left_draws(browser: Browser, real_demo: Path):
+    browser.window(1280)
+    browser.open(real_demo / "report.html")
+    assert browser.complaints == []
+    assert browser.evaluate(OVERFLOWING) == []
+
+
+@needs_browser
+def test_a_page_follows_its_window_the_theme_and_paper_and_its_tables_sort(browser: Browser, pages: dict[str, Path]):
+    browser.window(1280)
+    browser.open(pages["demo"])
+    ink = "getComputedStyle(document.querySelector('#chart-loss .xtick text')).fill"
+    light = browser.evaluate(ink)
+    browser.window(1600, dark=True)
+    browser.until(f"{ink} !== '{light}'")
+    browser.until(FITTED)
+    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
+    browser.until(f"{ink} === '{light}'")
+    assert browser.evaluate("document.querySelector('#chart-loss .main-svg').clientWidth") <= 680
+    browser.evaluate("dispatchEvent(new Event('afterprint'))")
+    browser.until(f"{ink} !== '{light}'")
+    first = "[...document.querySelectorAll('.parameters tbody.summary tr')].map(r => r.cells[0].textContent)"
+    before = browser.evaluate(first)
+    browser.evaluate("document.querySelector('.parameters th button').click()")
+    assert browser.evaluate(first) == sorted(before)
+    browser.evaluate("document.getElementById('by-layer').click()")
+    shown = "[...document.querySelectorAll('.parameters tbody')].map(b => b.getClientRects().length > 0)"
+    assert browser.evaluate(shown) == [False, True]
+    dots = "document.querySelectorAll('#chart-loss .point').length"
+    all_dots = browser.evaluate(dots)
+    browser.evaluate("document.querySelector('.legend button').click()")
+    browser.until(f"{dots} < {all_dots}")
+
+
+@needs_browser
+def test_a_study_tells_its_first_trials_and_all_on_request(browser: Browser, pages: dict[str, Path]):
+    browser.window(1280)
+    browser.open(pages["study"])
+    shown = "[...document.querySelectorAll('.trials tbody tr')].filter(r => r.getClientRects().length)"
+    numbers = f"{shown}.map(r => +r.cells[0].textContent)"
+    assert len(browser.evaluate(numbers)) == 30
+    browser.evaluate("document.querySelector('.trials th button').click()")
+    assert browser.evaluate(numbers) == list(range(30))  # the first in the new order
+    browser.evaluate("document.querySelector('.all-rows').click()")
+    assert browser.evaluate(numbers) == list(range(64))
+    told = "document.querySelector('.multipliers').closest('section').querySelector('.readout').textContent"
+    browser.evaluate("document.querySelector('.multipliers svg').dispatchEvent(new Event('click', {bubbles: true}))")
+    assert browser.evaluate(told).startswith("every block, lr, layer by layer: ")
