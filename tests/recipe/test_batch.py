@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from leaven.recipe.batch import Batch, BatchSchedule, Ramp, Stage
+from leaven.recipe.batch import Batch, BatchSchedule, BatchStage, Ramp
 
 
 @st.composite
@@ -20,7 +20,7 @@ def batches(draw: st.DrawFn) -> Batch:
         return Batch(tokens=start + increment * increments, ramp=ramp)
     starts = draw(st.lists(st.integers(1, 50_000), unique=True, max_size=6).map(sorted))
     sizes = draw(st.lists(st.integers(1, 2_000), min_size=len(starts) + 1, max_size=len(starts) + 1))
-    stages = tuple(Stage(from_tokens=t, tokens=size) for t, size in zip([0, *starts], sizes, strict=True))
+    stages = tuple(BatchStage(from_tokens=t, tokens=size) for t, size in zip([0, *starts], sizes, strict=True))
     return Batch(tokens=sizes[-1], stages=stages)
 
 

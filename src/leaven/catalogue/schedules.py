@@ -8,7 +8,7 @@ from typing import Any
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.terms import terms
-from leaven.recipe.batch import Ramp, Stage
+from leaven.recipe.batch import BatchStage, Ramp
 
 
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
@@ -32,7 +32,7 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
     return dict(starts.values()), dict(lengths.values())
 
 
-def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ramp | tuple[Stage, ...] | None:
+def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ramp | tuple[BatchStage, ...] | None:
     """The run's batch growth in a run of ``tokens`` up to ``batch`` tokens; None where too little is published.
 
     Sizes are whole multiples of ``unit``, which divides ``batch``; what the run did at a share of its length comes at
@@ -48,7 +48,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ra
         if begins is None:
             return None
         return tuple(
-            Stage(from_tokens=round(begin * longer), tokens=size)
+            BatchStage(from_tokens=round(begin * longer), tokens=size)
             for begin, size in zip(begins, [*sizes[:-1], batch], strict=True)
         )
     seq_len = run.data.seq_len if run.data else None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from leaven.recipe.batch import BatchSchedule, Stage
+from leaven.recipe.batch import BatchSchedule, BatchStage
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
@@ -78,7 +78,7 @@ class NoiseRamp:
     recipe: Recipe
     fit: NoiseFit
     multiple: float  # noise scales that a batch may have
-    stages: tuple[Stage, ...]  # up to the recipe's batch, if that is reached
+    stages: tuple[BatchStage, ...]  # up to the recipe's batch, if that is reached
     end_batch: int  # tokens that the noise scale allows when the run ends
     steps: int  # of the optimizer with the stages
     full_steps: int  # without them
@@ -137,7 +137,7 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> NoiseRamp:
     starts = [(size, fit.reaches(size / multiple)) for size in sizes]
     first = max((size for size, start in starts if start == 0), default=sizes[0])
     later = [(size, math.ceil(start)) for size, start in starts if size > first and start < tokens]
-    stages = tuple(Stage(from_tokens=start, tokens=size) for size, start in [(first, 0), *later])
+    stages = tuple(BatchStage(from_tokens=start, tokens=size) for size, start in [(first, 0), *later])
     schedule = BatchSchedule(tuple((stage.from_tokens, stage.tokens) for stage in stages))
     return NoiseRamp(
         recipe=recipe,

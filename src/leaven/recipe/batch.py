@@ -28,7 +28,7 @@ class Ramp(Part):
     rule: RampRule = "fixed"  # whether lr, betas, eps and weight decay move with the batch
 
 
-class Stage(Part):
+class BatchStage(Part):
     """A batch size that holds from some point of the run on."""
 
     from_tokens: int = Field(ge=0)  # tokens consumed
@@ -40,7 +40,7 @@ class Batch(Part):
 
     tokens: Count
     ramp: Ramp | None = None
-    stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
+    stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
     stages_rule: RampRule | None = None  # for ``stages`` what ``ramp.rule`` is for a ramp; None is "fixed"
     micro_batch: Count | Literal["auto"] = "auto"  # sequences of one forward on a rank; auto: chosen at the start
 
