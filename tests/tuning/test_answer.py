@@ -15,10 +15,10 @@ from leaven.tuning.algorithm.advice import ELSEWHERE, advice_when_all_diverged
 from leaven.tuning.algorithm.answer import answer, finalists, front
 from leaven.tuning.algorithm.confirmation import confirm, to_confirm
 from leaven.tuning.algorithm.noise import GIVEN, floor
-from leaven.tuning.algorithm.trust_region import region
-from leaven.tuning.document import Answer, Best, Coordinate, Dimension, StudyTrial
+from leaven.tuning.algorithm.trust_region import Axes, region
+from leaven.tuning.document import Answer, Best, Coordinate, Dimension, StudyDocument, StudyTrial
 from leaven.tuning.service.samplers import ped_anova
-from leaven.tuning.wording import lines, stopped, why, why_fewest
+from leaven.tuning.wording import lines, why
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -167,7 +167,7 @@ def test_nothing_was_run_again_yet() -> None:
 @pytest.mark.parametrize("noise", [0.01, 0.03, 0.1, 0.3, 2.0])
 def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
     trials = study()
-    _, fewest, promise, *_ = (np.array(list(x.values())) for x in finalists(trials, DIMENSIONS, noise))
+    _, fewest, promise, *_ = (np.array(list(x.values())) for x in finalists(trials, Axes.of(DIMENSIONS), noise))
     now = region(
         np.array([list((run.octaves or {}).values()) for run in trials]),
         np.array([run.loss for run in trials]),
@@ -269,23 +269,23 @@ def test_the_fewest_changes_are_measured() -> None:
 
 def test_finalists_are_the_incumbent_the_fewest_the_promise_and_the_best_trials() -> None:
     trials = study()
-    found = [np.array(list(x.values())) for x in finalists(trials, DIMENSIONS, 0.1)]
+    found = [np.array(list(x.values())) for x in finalists(trials, Axes.of(DIMENSIONS), 0.1)]
     assert found[0].tolist() in [list((run.octaves or {}).values()) for run in trials]
     assert np.count_nonzero(found[1]) < 4  # of two finalists, all that 32 trials pay, it is one
     np.testing.assert_allclose(found[2], OPTIMUM, atol=0.05)
     assert len({tuple(x) for x in found}) == len(found)
     losses = [excess(x) for x in found[3:10]]
     assert losses == pytest.approx(sorted(losses), abs=0.01)
-    by_loss = finalists(trials, DIMENSIONS, 0.1, by_surrogate=False)
+    by_loss = finalists(trials, Axes.of(DIMENSIONS), 0.1, by_surrogate=False)
     assert by_loss[0] == min(trials, key=lambda run: run.loss or math.inf).octaves
-    assert finalists([trial(0, [0, 0, 0, 0], math.inf)], DIMENSIONS, None) == []
+    assert finalists([trial(0, [0, 0, 0, 0], math.inf)], Axes.of(DIMENSIONS), None) == []
 
 
 def test_what_ended_far_above_all_others_is_the_last_finalist() -> None:
     """The bowl leaves it out, and so says nothing of it, however low it would be there."""
     near = [trial(k, OPTIMUM + 0.02 * np.eye(4)[k % 4] * k, 3.0 + 1e-4 * k) for k in range(20)]
     far = trial(20, [-2.9, 2.9, -2.9, 2.9], 3.9)
-    assert finalists([*near, far], DIMENSIONS, 0.01)[-1] == far.octaves
+    assert finalists([*near, far], Axes.of(DIMENSIONS), 0.01)[-1] == far.octaves
 
 
 def test_a_stopped_trial_counts_in_the_bowl_and_not_in_the_noise() -> None:
@@ -335,6 +335,12 @@ def said_of(gains: dict[str, tuple[float, float, bool]], degrees: int = 2) -> An
     )
 
 
+def of_study(found: Answer) -> StudyDocument:
+    """A study of 64 trials with that answer."""
+    trials = (trial(0, [0.0] * 4, 3.0),) * 64
+    return StudyDocument(**vars(found), name="wheat", method="trust-region", space=PATHS, trials=trials)
+
+
 def test_what_is_not_known_is_not_said_to_be_small() -> None:
     """A gain of five times the noise with a large deviation, and a loss: neither gained less than the noise."""
     told = "\n".join(lines(said_of({PATHS[0]: (0.1428, 0.1942, False), PATHS[1]: (0.4, 0.1, True)})))
@@ -342,7 +348,7 @@ def test_what_is_not_known_is_not_said_to_be_small() -> None:
     found = said_of({PATHS[0]: (0.1428, 0.194, False), PATHS[1]: (-0.2, 0.02, False), PATHS[3]: (0.4, 0.1, True)})
     assert lines(found)[-1] == "unsure     2 not known to have gained more than the noise, -0.0572 together"
     values = dict.fromkeys(PATHS, 0.008)
-    said = {path: why(path, found, "wheat", 64, "grid", values=lambda _: values) for path in found.octaves}
+    said = {path: why(path, of_study(found), lambda _: values) for path in found.octaves}
     costs = "0.008 at the start costs "
     assert said[PATHS[0]].endswith(costs + "+0.1428 +-0.1940, not known to be more than the noise")
     assert said[PATHS[1]].endswith(costs + "-0.2000 +-0.0200, not known to be more than the noise")
@@ -359,42 +365,6 @@ def test_of_gains_nothing_is_said_where_the_start_is_the_best() -> None:
     told = "\n".join(lines(answer([*at_start, *worse], DIMENSIONS, over=True)))
     assert "the start itself: nothing was found" in told
     assert "gained" not in told
-
-
-def test_the_table_leaves_out_what_has_no_room() -> None:
-    found = said_of({PATHS[1]: (0.4, 0.1, True), PATHS[0]: (0.3, 0.1, True)})
-    kept = {80: 4, 68: 3, 60: 2, 40: 1}
-    columns = ["change", "as good between", "gain", "importance"]
-    for width, count in kept.items():
-        told = lines(found, width)
-        at = next(i for i, line in enumerate(told) if line.startswith("mattered"))
-        head, *rows = told[at : at + 3]
-        assert {len(head), *map(len, rows)} == {len(head)}
-        assert len(head) <= width
-        left = {4: columns, 3: columns[:3], 2: ["change", "gain"], 1: ["change"]}[count]
-        assert head.split() == ["mattered", *" ".join(left).split()]
-        assert rows[0].split()[:2] == ["embedding.lr", "x2.00"]
-    # Far from 1 two decimals tell no value from another.
-    assert any("x0.0213 to x2.00" in line for line in lines(found))
-    change = DIMENSIONS[0].change
-    assert [change(x) for x in (0.0, 3.32, -2.0, -10.0)] == ["x1.00", "x9.99", "x0.25", "x0.000977"]
-    tenths, choice = (
-        Dimension("x", 0.0, 0, 2, unit=unit, levels=levels)
-        for unit, levels in (("tenth", ()), ("choice", ("adamw", "adam")))
-    )
-    assert [tenths.change(1.3), tenths.change(0.5, 1.0), choice.change(1.0)] == ["+0.13", "-0.05", "adam"]
-
-
-def test_that_it_stopped_of_itself_is_said() -> None:
-    why_it_did = "trials: the last rounds gained less than the noise"
-    assert stopped(37, 60) == f"stopped    after 37 of 60 {why_it_did}"
-    assert stopped(37, None) == stopped(37, 30) == f"stopped    after 37 {why_it_did}"
-
-
-def test_one_degree_of_freedom_is_one() -> None:
-    gained = {PATHS[0]: (0.4, 0.1, True)}
-    assert "between seeds (1 degree of freedom)" in "\n".join(lines(said_of(gained, 1)))
-    assert "between seeds (2 degrees of freedom)" in "\n".join(lines(said_of(gained, 2)))
 
 
 def test_what_is_best_at_the_end_of_its_range_is_named() -> None:
@@ -419,16 +389,16 @@ def test_why_says_the_study_the_interval_and_how_far_it_may_be_moved() -> None:
         assert isinstance(octaves, dict)
         return {path: 0.01 * 2**x for path, x in octaves.items()} | {PATHS[2]: 1 - 0.1 * 2 ** octaves[PATHS[2]]}
 
-    said = why(PATHS[0], found, "wheat", 64, "trust-region", values=values)
+    said = why(PATHS[0], of_study(found), values)
     assert said.startswith(
         "study wheat, trial 63 (trust-region, 64 trials); validation loss 3.0000, 95% interval 2.9723 to"
     )
     assert "; as good between 0.01" in said
     assert "; 0.01 at the start costs +0.5" in said
-    ends = why(PATHS[2], found, "wheat", 64, "trust-region", values=values).split("as good between ")[1]
+    ends = why(PATHS[2], of_study(found), values).split("as good between ")[1]
     low, high = ends.split(";")[0].split(" and ")
     assert float(low) < 1 - 0.1 * 2**0.3 < float(high)
-    assert why(PATHS[3], found, "wheat", 64, "trust-region", values=values).endswith("; as at the start")
+    assert why(PATHS[3], of_study(found), values).endswith("; as at the start")
 
 
 def test_the_recipe_of_the_fewest_changes_says_why() -> None:
@@ -436,9 +406,7 @@ def test_the_recipe_of_the_fewest_changes_says_why() -> None:
     found = answer(study([OPTIMUM, near]), DIMENSIONS, 0.1)
     assert found.fewer == dict(zip(PATHS, near, strict=True))
     values = dict.fromkeys(PATHS, 0.01)
-    moved, left = (
-        why_fewest(path, found, "wheat", 64, "trust-region", values=lambda _: values) for path in (PATHS[0], PATHS[3])
-    )
+    moved, left = (why(path, of_study(found), lambda _: values, fewest=True) for path in (PATHS[0], PATHS[3]))
     begin = "study wheat, trial 65 (trust-region, 64 trials); validation loss 3.0675, 95% interval "
     assert moved.startswith(begin)
     assert moved.endswith("; the fewest changes that are as good within the noise; 0.01 at the start")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
 from leaven.tuning.algorithm.noise import GIVEN
-from leaven.tuning.document import Answer, Best, Coordinate, Dimension
+from leaven.tuning.document import Answer, Best, Coordinate, Dimension, StudyDocument
 
 ROWS, NAMED = 8, 6  # values in the table, names in a sentence
 
@@ -137,43 +137,37 @@ def _signed(loss: float) -> str:
     return f"{round(loss, 4) + 0.0:+.4f}"  # -0.0 + 0.0 is 0.0
 
 
-def why(path: str, answer: Answer, study: str, trials: int, method: str, *, values: Values) -> str:
-    """The reason for a value of the best recipe; ``values`` are those of a recipe at octaves from the start."""
-    each = next(coordinate for coordinate in answer.coordinates if coordinate.path == path)
-    said = _measured(answer.best, study, trials, method)
-    if each.best == 0:
-        return "; ".join([*said, "as at the start"])
-    # What an octave does to a value is the space's matter, and 1 - beta falls where beta rises.
-    ends = [values({**answer.octaves, path: octaves})[path] for octaves in each.flat]
-    if numbers := sorted(end for end in ends if not isinstance(end, str)):
-        said += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
-    start = _written(values({**answer.octaves, path: 0.0})[path])
-    doubt = "" if each.worth else ", not known to be more than the noise"
-    said += [f"{start} at the start costs {_signed(each.gain)} +-{each.gain_deviation:.4f}{doubt}"]
-    return "; ".join(said)
+def why(path: str, study: StudyDocument, values: Values, *, fewest: bool = False) -> str:
+    """The reason for a value of the best recipe, or of that with the fewest changes.
 
-
-def _written(value: float | str) -> str:
-    return value if isinstance(value, str) else format_number(value)
-
-
-def why_fewest(path: str, answer: Answer, study: str, trials: int, method: str, *, values: Values) -> str:
-    """Likewise of the recipe of the fewest changes."""
-    assert answer.fewer is not None
-    said = [*_measured(answer.fewest, study, trials, method), "the fewest changes that are as good within the noise"]
-    start = _written(values({**answer.fewer, path: 0.0})[path])
-    return "; ".join([*said, f"{start} at the start" if answer.fewer[path] else "as at the start"])
-
-
-def _measured(point: Best | None, study: str, trials: int, method: str) -> list[str]:
-    if point is None:
-        return [f"study {study}"]
-    runs = f" over {point.fresh} fresh seeds" if point.fresh > 1 else ""
-    return [
-        # Not "trial 63 of 64": a run that was done again has another number, and counts once.
-        f"study {study}, trial {point.number} ({method}, {trials} trials)",
-        f"validation loss {point.loss:.4f}, {_sure(point)}{runs}",
+    ``values`` are those of a recipe at octaves from the start.
+    """
+    point, best = (study.fewest_octaves, study.fewest) if fewest else (study.octaves, study.best)
+    assert point is not None
+    assert best is not None
+    start = values({**point, path: 0.0})[path]
+    start = start if isinstance(start, str) else format_number(start)
+    runs = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
+    reasons = [
+        # Not "trial 63 of 64": a retry has another number, and counts once.
+        f"study {study.name}, trial {best.number} ({study.method}, {len(study.trials)} trials)",
+        f"validation loss {best.loss:.4f}, {_sure(best)}{runs}",
     ]
+    if fewest:
+        reasons += ["the fewest changes that are as good within the noise"]
+    if not point[path]:
+        reasons += ["as at the start"]
+    elif fewest:
+        reasons += [f"{start} at the start"]
+    else:
+        each = next(coordinate for coordinate in study.coordinates if coordinate.path == path)
+        # What an octave does to a value is the space's matter, and 1 - beta falls where beta rises.
+        ends = [values({**point, path: octaves})[path] for octaves in each.flat]
+        if numbers := sorted(end for end in ends if not isinstance(end, str)):
+            reasons += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
+        doubt = "" if each.worth else ", not known to be more than the noise"
+        reasons += [f"{start} at the start costs {_signed(each.gain)} +-{each.gain_deviation:.4f}{doubt}"]
+    return "; ".join(reasons)
 
 
 def some(names: Sequence[str]) -> str:

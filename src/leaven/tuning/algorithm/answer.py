@@ -49,7 +49,7 @@ def answer(
     own (PED-ANOVA), ``optunas`` of points (n, D) and losses (n,), is given beside it and not mixed in: with as many
     values as trials it follows the truth hardly at all (docs/search.md).
     """
-    seen = _look(trials, dimensions, noise)
+    seen = _look(trials, Axes.of(dimensions), noise)
     paths = [d.path for d in dimensions]
     if not np.isfinite(seen.losses).any():
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
@@ -94,14 +94,15 @@ class _Seen:
         return self.region.surrogate.noise if self.noise is None else self.noise
 
 
-def _look(trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], noise: float | None) -> _Seen:
+def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _Seen:
+    paths = list(axes.limits)
     ended = [trial for trial in trials if trial.state in {"complete", "diverged", "stopped"} and trial.octaves]
     ended.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     losses = [math.inf if trial.state == "diverged" or trial.loss is None else trial.loss for trial in ended]
-    measured, degrees = between(ended, [d.path for d in dimensions], noise)
-    points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in ended])
-    points, results = points.reshape(-1, len(dimensions)), np.array(losses)
-    now = Axes.of(dimensions).region(points, results, measured or 0.0)
+    measured, degrees = between(ended, paths, noise)
+    points = np.array([[(trial.octaves or {}).get(path, 0.0) for path in paths] for trial in ended])
+    points, results = points.reshape(-1, len(paths)), np.array(losses)
+    now = axes.region(points, results, measured or 0.0)
     return _Seen(tuple(ended), points, results, now, measured, degrees)
 
 
@@ -204,7 +205,7 @@ def _risks(seen: _Seen, best: Array, x: Array) -> Array:
 
 
 def finalists(
-    trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], noise: float | None, *, by_surrogate: bool = True
+    trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool = True
 ) -> list[dict[str, float]]:
     """The points to be run again with fresh seeds, in octaves by path, the likeliest first; as many as one can pay.
 
@@ -214,7 +215,7 @@ def finalists(
     of seeds.
     Other methods (``by_surrogate`` false) have only the losses. Empty if everything diverged.
     """
-    seen = _look(trials, dimensions, noise)
+    seen = _look(trials, axes, noise)
     ended = np.isfinite(seen.losses)
     if not ended.any():
         return []
@@ -233,7 +234,7 @@ def finalists(
     else:
         points = points[np.argsort(seen.losses[ended], kind="stable")]
     distinct = dict.fromkeys(tuple(point.tolist()) for point in points)
-    return [dict(zip([d.path for d in dimensions], point, strict=True)) for point in distinct]
+    return [dict(zip(axes.limits, point, strict=True)) for point in distinct]
 
 
 def _fewest(seen: _Seen, best: Array) -> Array:

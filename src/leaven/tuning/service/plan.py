@@ -176,7 +176,7 @@ class Plan:
         """
         trials, by_surrogate = self._records(runs), self.method == "trust-region"
         none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
-        points = finalists(trials, self.dimensions, self.noise, by_surrogate=by_surrogate)
+        points = finalists(trials, self.axes, self.noise, by_surrogate=by_surrogate)
         if not points:
             raise NothingFound(self.nothing(runs))
         return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
@@ -234,24 +234,14 @@ class Plan:
             diverged = sum(trial.state == "diverged" for trial in trials)
             return f"no run came to its end: {stopped} were stopped, {diverged} diverged"
         if any(run.finished for run in runs):
-            return advice_when_all_diverged(
-                trials, self.dimensions, "give it a start at which the objective is finite"
-            )
+            named = [
+                Dimension(name, 0.0, 0.0, 0.0, levels=("",) * n)
+                for name, n in zip(self.axes.limits, self.axes.levels, strict=True)
+            ]
+            return advice_when_all_diverged(trials, named, "give it a start at which the objective is finite")
         if failed := sum(run.failed for run in runs):
             return f"no run ended: {failed} died, each of them twice; possible cause: out of memory"
         return "stopped before any run ended; run it again to resume"
-
-    @property
-    def dimensions(self) -> list[Dimension]:
-        ends = zip(*(array.tolist() for array in self.axes.ends), strict=True)
-        return [
-            Dimension(name, 0.0, low, high, scale, "choice", tuple(map(str, range(levels))))
-            if levels
-            else Dimension(name, 0.0, low, high, scale, near=self.axes.near.get(name))
-            for name, (low, high), scale, levels in zip(
-                self.axes.limits, ends, self.axes.scale.tolist(), self.axes.levels, strict=True
-            )
-        ]
 
 
 def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:

@@ -36,7 +36,7 @@ from leaven.tuning.service.samplers import check_method, ped_anova, region_of
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
 from leaven.tuning.service.trainer import Trainer, forget
 from leaven.tuning.space import Space
-from leaven.tuning.wording import why, why_fewest
+from leaven.tuning.wording import why
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was killed as it began
@@ -276,9 +276,7 @@ class Study:
 
     def state(self) -> StudyDocument:
         """The study as it stands; it has a ``best`` once a command has run it to the end of some budget."""
-        return self._state(self.answer)
-
-    def _state(self, found: Answer) -> StudyDocument:
+        found = self.answer
         trials = tuple(replace(each, values=self.space.values(each.octaves or {})) for each in self._trials)
         return StudyDocument(
             **vars(found)
@@ -324,23 +322,18 @@ class Study:
 
     def save(self) -> StudyDocument:
         """Write study.json, and once there is a best, best.toml and, where that is another point, fewest.toml."""
-        found = self.answer
-        state = self._state(found)
+        state = self.state()
         write_text(self.out / "study.json", state.model_dump_json(indent=2) + "\n")
         if state.best is not None:
-            write_recipe(self._recipe_at(found.octaves, found, why), self.out / "best.toml")
-            if (fewer := found.fewer) is not None:
-                write_recipe(self._recipe_at(fewer, found, why_fewest), self.out / "fewest.toml")
+            write_recipe(self._recipe_at(state.octaves, state), self.out / "best.toml")
+            if (fewer := state.fewer) is not None:
+                write_recipe(self._recipe_at(fewer, state, fewest=True), self.out / "fewest.toml")
             else:  # of an answer before this one
                 (self.out / "fewest.toml").unlink(missing_ok=True)
         return state
 
-    def _recipe_at(self, octaves: Mapping[str, float], found: Answer, why: Callable[..., str]) -> Recipe:
+    def _recipe_at(self, octaves: Mapping[str, float], state: StudyDocument, *, fewest: bool = False) -> Recipe:
         """A point as a recipe, with its base pinned at this scale and a reason for every searched value."""
-        count = len(self._runs)
-        reasons = {
-            path: why(path, found, self.recipe.name, count, self.method, values=self.space.values)
-            for path in self.space.paths
-        }
+        reasons = {path: why(path, state, self.space.values, fewest=fewest) for path in self.space.paths}
         base = self.recipe.base.model_dump()
         return moved(self.recipe, octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})
