@@ -475,7 +475,7 @@ def test_hours_are_those_in_which_something_ran() -> None:
 
 def test_stopped_runs_count_for_the_bowl_and_are_never_the_answer() -> None:
     def impatient(x: Proposal) -> Outcome:
-        if x.rival is not None and x["a"] > 0.8:
+        if x.baseline is not None and x["a"] > 0.8:
             return Outcome(bowl(x) - 1.0, tokens=5, stopped=True)  # as if it had promised much
         return Outcome(bowl(x), tokens=10, curve=((10, bowl(x)),))
 
@@ -487,10 +487,12 @@ def test_stopped_runs_count_for_the_bowl_and_are_never_the_answer() -> None:
     assert all(t.user_attrs["stopped"] and t.value == t.user_attrs["expected"] for t in stopped)
     assert found.params not in [t.params for t in stopped]
     assert len(found.trials) == 32
-    assert all(x.rival is None for x in runs.asked[-8:])
-    rivals = [x.rival for x in runs.asked if x.rival is not None]
-    assert [rival.loss for rival in rivals] == sorted((rival.loss for rival in rivals), reverse=True)
-    assert {rival.noise for rival in rivals} == {0.01}
+    assert all(x.baseline is None for x in runs.asked[-8:])
+    baselines = [x.baseline for x in runs.asked if x.baseline is not None]
+    assert [baseline.loss for baseline in baselines] == sorted(
+        (baseline.loss for baseline in baselines), reverse=True
+    )
+    assert {baseline.noise for baseline in baselines} == {0.01}
 
 
 def test_asked_to_stop_it_begins_nothing_and_goes_on_later() -> None:

@@ -205,8 +205,8 @@ def test_a_run_is_compared_with_those_of_its_own_choices(tiny: Recipe) -> None:
 
     def loss(proposal: Proposal) -> Outcome:
         level = proposal["schedule.decay"]
-        if proposal.rival is not None:
-            seen.append((level, proposal.rival.curve[0][1]))
+        if proposal.baseline is not None:
+            seen.append((level, proposal.baseline.curve[0][1]))
         return Outcome(chosen({**proposal, "hyperparameters.optimizer": 0.0}), curve=((1, level), (2, 3.0)))
 
     search(loss, around.limits, trials=40)

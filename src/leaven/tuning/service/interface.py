@@ -13,9 +13,9 @@ class Proposal(dict[str, float]):
 
     ``seed`` is 0 throughout the search, so that trials are compared with one init and one data order, and 1, 2 and so
     on in the runs that measure the noise or confirm the best few. ``origin`` is the trial that a retry repeats (its
-    own ``number`` otherwise): the name under which to look for a checkpoint. ``rival`` is the best trial so far that
-    has a curve, for an objective that prunes hopeless runs; None in runs that must end. ``worker`` says which thread
-    of this command calls, from 0: no two do so at once with the same one.
+    own ``number`` otherwise): the name under which to look for a checkpoint. ``baseline`` is the best trial so far
+    that has a curve, for an objective that prunes hopeless runs; None in runs that must end. ``worker`` says which
+    thread of this command calls, from 0: no two do so at once with the same one.
     """
 
     def __init__(
@@ -24,13 +24,18 @@ class Proposal(dict[str, float]):
         number: int,
         seed: int = 0,
         origin: int | None = None,
-        rival: Baseline | None = None,
+        baseline: Baseline | None = None,
         *,
         worker: int = 0,
     ) -> None:
         super().__init__(point)
-        self.number, self.seed, self.rival, self.worker = number, seed, rival, worker
+        self.number, self.seed, self.baseline, self.worker = number, seed, baseline, worker
         self.origin = number if origin is None else origin
+
+    @property
+    def rival(self) -> Baseline | None:
+        """The baseline by its former name, for objectives written then."""
+        return self.baseline
 
 
 class Lost(Exception):

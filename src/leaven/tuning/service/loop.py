@@ -100,7 +100,7 @@ class SearchLoop:
         if created is None:
             return
         number, point = created
-        best = self._plan.rival(runs, point) if job.purpose == "search" else None
+        best = self._plan.baseline(runs, point) if job.purpose == "search" else None
         origin = int(dict(job.attributes).get(trial_log.RETRY_OF, number))
         proposal = Proposal(point, number, job.seed, origin, best, worker=self._free.pop())
         self._pending[self._pool.submit(self._objective, proposal)] = proposal

@@ -212,7 +212,7 @@ class Plan:
             ended.number, dict(ended.params), loss_of(ended), finalist, purpose_of(ended), seed_of(ended)
         )
 
-    def rival(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
+    def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
         """The best run of the search, to prune a run at a point by; None until it is known how far seeds lie apart.
 
         Curves of other choices (of a schedule, say) have another shape, and say nothing of it.

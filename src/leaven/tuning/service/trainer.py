@@ -52,7 +52,7 @@ class Trainer:
         """Prepare a proposal, and say whether there is a recipe. With lr x weight_decay above 1, say, or a warm-up
         longer than the shortest duration there is none, and it has diverged at no cost."""
         if not self.gives_up:
-            proposal.rival = None
+            proposal.baseline = None
         try:
             branches_of(self._recipe(proposal), self.durations, self.tokens)
         except ValueError:
@@ -65,7 +65,7 @@ class Trainer:
         future = pool.submit(
             train_trial,
             self._recipe(proposal),
-            baseline=proposal.rival,
+            baseline=proposal.baseline,
             checkpoint=self._taken_over(proposal),
             durations=self.durations,
             checkpoint_seconds=self.checkpoint_seconds,
