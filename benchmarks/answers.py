@@ -26,6 +26,7 @@ from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.document import Dimension, StudyTrial
 from leaven.tuning.service.interface import Proposal
 from leaven.tuning.service.plan import record
+from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.trial_log import runs
 
 SEEDS = 16  # more than one search runs a point with
@@ -80,7 +81,7 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
     """What is true of the answer of one search, by the keys of ``ROWS``."""
     truth = landscape(d, seed)
     study, dimensions = searched(truth, trials, seed, share)
-    found = answer(study, dimensions, over=True)
+    found = answer(study, dimensions, over=True, optunas=ped_anova)
     assert found.best is not None
     assert found.fewest is not None
     assert found.fewest_octaves is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from optuna.storages import InMemoryStorage
 
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
@@ -163,11 +164,11 @@ def test_dropout_moves_off_0_and_back(tiny: Recipe, start: float, best: float) -
 
 
 @pytest.mark.parametrize("method", ["trust-region", "random", "tpe"])
-def test_an_extended_search_goes_on_as_if_it_had_not_stopped(tiny: Recipe, tmp_path: Path, method: str) -> None:
+def test_an_extended_search_goes_on_as_if_it_had_not_stopped(tiny: Recipe, method: str) -> None:
     start = tiny.replace({"hyperparameters.beta1": 0.27})
     around = space(start, "hyperparameters.beta1,schedule.decay")
     loss = planted(start, beta1=0.98)
-    whole = found_in(around, loss, method, trials=30, storage=tmp_path / "whole.log")
+    whole = found_in(around, loss, method, trials=30)
     asked = 0
 
     def once_more(octaves: dict[str, float]) -> float:
@@ -175,7 +176,7 @@ def test_an_extended_search_goes_on_as_if_it_had_not_stopped(tiny: Recipe, tmp_p
         asked += 1
         return loss(octaves)
 
-    stopped = {"storage": tmp_path / "parts.log"}
+    stopped = {"storage": InMemoryStorage()}
     found_in(around, once_more, method, 30, stop=lambda: asked >= 20, **stopped)
     assert asked < 30
     parts = found_in(around, loss, method, 30, **stopped)
