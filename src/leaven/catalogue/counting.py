@@ -1,4 +1,4 @@
-"""How many parameters a published shape has, module by module.
+"""Counts the parameters of a published shape, module by module.
 
 This is a second count, apart from that of :class:`leaven.recipe.shape.ModelShape`: it covers what leaven does not
 build (experts, latent attention, widths that differ from layer to layer), and where both apply they must agree.
@@ -18,7 +18,7 @@ class Count(NamedTuple):
 
 
 class _Complete(NamedTuple):
-    """The fields that no count can do without."""
+    """The fields that every count needs."""
 
     n_layers: int
     d_model: int
@@ -160,6 +160,6 @@ def _ffn(known: _Complete, width: int, *, biased: bool) -> int:
 
 
 def _experts(arch: PublishedArchitecture, known: _Complete, *, routed: int) -> int:
-    """So many routed experts, the shared ones and the router."""
+    """The parameters of so many routed experts, the shared ones and the router."""
     each = _ffn(known, arch.d_expert or 0, biased=False)
     return (routed + (arch.n_shared_experts or 0)) * each + known.d_model * (arch.n_experts or 0)

@@ -1,4 +1,4 @@
-"""The groups of a published run. Every group says where its values stand and how well we know them.
+"""The groups of values of a published run, each with its source and how reliable it is.
 
 A field is absent where it is not known; nothing is guessed. The vocabulary is that of the file format
 (``global_batch_tokens``, ``zero_stage``): :class:`leaven.catalogue.runs.Run` offers it in leaven's own terms.
@@ -21,7 +21,7 @@ Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Provenance(Part):
-    """Where a value stands: ``file`` was read there, ``secondary`` in notes on it, the rest is memory."""
+    """The source of a value: ``file`` was read there, ``secondary`` in notes on it, the rest is from memory."""
 
     source: Annotated[str, Field(min_length=1)] | Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]
     confidence: Confidence
@@ -32,19 +32,19 @@ class Provenance(Part):
 
 
 class PublishedGroup(Provenance):
-    """Values from one source; ``exceptions`` stand elsewhere, ``derived`` were computed from others."""
+    """Values from one source; ``exceptions`` have another, ``derived`` were computed from others."""
 
     evidence: Evidence | None = None
     exceptions: dict[str, Provenance] = Field(default_factory=dict)
     derived: Texts = ()
 
     def provenance(self, field: str) -> Provenance:
-        """Where one field of the group stands."""
+        """The source of one field."""
         return self.exceptions.get(field, self)
 
 
 class Lineage(PublishedGroup):
-    """Whose learning rate the run took over. Runs of one lineage are one opinion, not many."""
+    """Whose learning rate the run took over. Runs of one lineage have one vote."""
 
     name: str
     note: str | None = None
@@ -251,7 +251,7 @@ class PublishedInit(PublishedGroup):
 
 
 class TunedBase(PublishedGroup):
-    """The study behind a base that leaven tuned itself. A run that has it is no published one.
+    """The study behind a base that leaven tuned itself. A run with this group is not a published one.
 
     ``values`` and ``intervals`` go by the paths of a recipe. Between the ends of an interval the loss stays within
     the noise of the best, all other values at theirs.

@@ -25,13 +25,13 @@ NEAREST = 3
 EDGE = 1.5
 """How far beyond the `NEAREST`-th lineage the reach ends where fewer are within `FACTOR`."""
 LEAST_WEIGHT = 1e-6
-"""Of a vote at the edge, so that one that is alone still counts."""
+"""The weight of a vote at the edge, so that a single one still counts."""
 # An octave of tokens counts as an eighth of one of parameters: published choices hardly depend on the tokens.
 _TOKEN_WEIGHT = 0.125
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """How far apart two sizes are, as a factor of at least 1."""
+    """The factor between the sizes of a run and of a model, at least 1."""
     return max(run.params_total / params, params / run.params_total)
 
 
@@ -90,7 +90,7 @@ def nearest(
 
 @dataclass(frozen=True)
 class Votes:
-    """One number made of many: their middle or the most frequent, and who has what."""
+    """A value made of many: their middle or the most frequent, and the value of each voter."""
 
     value: Any
     by: Mapping[str, Any]  # run id or name of a law -> its value
@@ -140,12 +140,12 @@ class Neighbours:
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
-        """Those within `FACTOR` of the size, as they are ranked."""
+        """The runs within `FACTOR` of the size, as they are ranked."""
         return tuple(run for run in self.ranked if size_ratio(run, self.params) <= FACTOR)
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Those that vote, the nearest in size first: within `FACTOR`, but `NEAREST` at least."""
+        """The runs that vote, the nearest in size first: those within `FACTOR`, but `NEAREST` at least."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -158,7 +158,7 @@ class Neighbours:
         return {id: terms(run) for id, run in self.table.items()}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Who has what at a path of a recipe, or by a function; only the reference where it has something."""
+        """Values by run id, of a path of a recipe or of a function; only the reference's where it has one."""
         known = {
             id: value
             for id, run in self.table.items()
@@ -177,7 +177,7 @@ class Neighbours:
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
-        """Of votes by run: 1 at the size, falling with the logarithm of the distance to 0 where the reach ends, so
+        """Weights of votes by run id: 1 at the size, falling with the logarithm of the distance to 0 at the reach, so
         that no value jumps where a lineage comes in. Equal with a reference, or where no run is within `FACTOR`.
         """
         if self.reference or not self.close:

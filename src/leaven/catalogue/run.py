@@ -59,7 +59,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Whether the other has all that this one asks for. Adam and AdamW are one optimizer here."""
+        """Whether the other has everything this one names. Adam and AdamW are one optimizer here."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -141,7 +141,7 @@ class PublishedRun(Part):
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Whether there is a learning rate, of one of these optimisers, that multiplies a plain update."""
+        """Whether the run has a learning rate, of one of these optimisers, that multiplies a plain update."""
         schedule = self.schedule
         return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 

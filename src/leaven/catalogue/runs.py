@@ -43,7 +43,7 @@ def find_run(id: str) -> PublishedRun:
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """The three names most like one that is not known."""
+    """The three known names that are most like an unknown one."""
     return difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
 
 
@@ -74,7 +74,7 @@ def _read(path: Path) -> PublishedRun:
 
 
 def _explain(error: ValidationError) -> str:
-    """Field by field: ``optim.beta2: Input should be a valid number``."""
+    """All errors by field: ``optim.beta2: Input should be a valid number``."""
     found = []
     for one in error.errors(include_url=False):
         where = ".".join(map(str, one["loc"]))

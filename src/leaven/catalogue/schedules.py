@@ -1,4 +1,4 @@
-"""How batch and learning rate of published runs moved over the run: batch ramps, warm-ups and cooldowns."""
+"""Batch ramps, warm-ups and cooldowns of published runs."""
 
 import math
 from collections.abc import Iterable
@@ -85,7 +85,7 @@ def stage_begins(run: PublishedRun) -> list[float] | None:
 
 
 def warmup_tokens(run: PublishedRun) -> float | None:
-    """The run's warm-up; one in steps is counted in the batches that it had by then."""
+    """The run's warm-up in tokens; one in steps is counted in the batches of those steps."""
     if run.warmup_fraction is not None and run.tokens:
         return run.warmup_fraction * run.tokens
     steps, begins = run.schedule.warmup_steps if run.schedule else None, stage_begins(run)
@@ -100,7 +100,7 @@ def warmup_tokens(run: PublishedRun) -> float | None:
 
 
 def cooldown_share(run: PublishedRun) -> float | None:
-    """The share of the run in which a constant lr then fell."""
+    """The share of the run over which a constant lr fell at the end; None with another schedule."""
     schedule = run.schedule
     if schedule is None or schedule.shape != "wsd":
         return None

@@ -1,4 +1,4 @@
-"""Which runs a person asks for: ``--params 1B..10B``, ``--where schedule.shape=cosine``."""
+"""Filters of `leaven recipes list`: ``--params 1B..10B``, ``--where schedule.shape=cosine``."""
 
 import math
 import operator
@@ -21,7 +21,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
 }
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(!=|<=|>=|=|<|>)\s*(\S.*?)\s*")
-# What a run says in leaven's own terms, beside the paths of its file.
+# Properties of a run in leaven's own terms, beside the paths of its file.
 _PROPERTIES = (
     "tokens",
     "batch_tokens",
@@ -96,7 +96,7 @@ def select(
     tokens: Range | None = None,
     conditions: Iterable[Condition] = (),
 ) -> list[PublishedRun]:
-    """The runs that meet all of this, in their order.
+    """The runs that meet all conditions, in their order.
 
     Raises:
         InputError: if a condition names a path, or compares with a value, that no run has.
@@ -111,7 +111,7 @@ def select(
 
 
 def values(run: PublishedRun) -> dict[str, Any]:
-    """All that a condition can ask for, by its path."""
+    """Every value that a condition can name, by its path."""
     own = {name: getattr(run, name) for name in _PROPERTIES}
     return run.flat() | {name: value for name, value in own.items() if value is not None}
 
@@ -130,7 +130,7 @@ def _meeting(condition: Condition, known: Sequence[tuple[PublishedRun, dict[str,
 
 
 def _wanted(condition: Condition, present: Sequence[Any]) -> Any:
-    """The value of a condition, read as what the runs have there."""
+    """The value of a condition, in the type that the runs have there."""
     path, text, sample = condition.path, condition.text, present[0]
     if isinstance(sample, bool):
         if text.lower() not in ("true", "false") or condition.operator not in ("=", "!="):
@@ -156,7 +156,7 @@ def _folded(value: Any) -> Any:
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """The three paths most like one that is not known; without a group, of any group."""
+    """The three known paths that are most like an unknown one; in any group where it names none."""
     if "." in path:
         return closest(path, known)
     by_last: dict[str, list[str]] = {}
