@@ -23,7 +23,8 @@ from leaven.verification.model_family import RecipeFamily
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import transfer
 from leaven.views.check_page import write_check
-from leaven.views.checks import conclusion, terminal
+from leaven.views.check_tables import conclusion
+from leaven.views.terminal.checks import tables
 
 RECIPE = """\
 name = "lr-transfer"
@@ -111,7 +112,7 @@ def main() -> None:
             (options.run / f"{rule}-{axis}.json").write_text(json.dumps(document, indent=2) + "\n")
             write_check(document, options.run / f"{rule}-{axis}.html")
             console.print(f"{rule}, {axis}: {conclusion(document)}")
-            for table in terminal(document):
+            for table in tables(document):
                 console.print(table)
 
 

@@ -14,7 +14,8 @@ from leaven.catalogue.starter.request import StarterRequest
 from leaven.cli import _next
 from leaven.planning.start import start
 from leaven.recipe.units import parse_quantity
-from leaven.views.derivation import derivation
+from leaven.views.terminal.console import next_lines
+from leaven.views.terminal.files import derived
 
 SMALL = 20_000_000
 PAGE = Path(__file__).parents[1] / "docs" / "starters.md"
@@ -30,9 +31,9 @@ def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str
     # The page is of a machine that trains small models alone, wherever it is written.
     with patch.object(_next, "trainable_here", lambda recipe: recipe.model.params < SMALL):
         following = _next.road(Path(f"{name}.toml"), started.proxy, started.target)
-    Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True).print(
-        derivation(started.derivation, following)
-    )
+    console = Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True)
+    for part in (*derived(started.derivation), *next_lines(following)):
+        console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

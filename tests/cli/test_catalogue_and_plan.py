@@ -170,7 +170,8 @@ def test_recipes_nearest_says_by_how_much_it_is_outside() -> None:
 
 def test_recipes_diff() -> None:
     rows = document("recipes", "diff", "pythia-70m", "gpt-neox-20b")
-    assert {"path": "optim.weight_decay", "a": 0.1, "b": 0.01} in rows
+    decay = {"path": "optim.weight_decay", "a": 0.1, "b": 0.01, "schema": "leaven.difference/1"}
+    assert decay in rows
     assert "optim.weight_decay" in run("recipes", "diff", "pythia-70m", "gpt-neox-20b")
 
 
@@ -186,9 +187,11 @@ def test_recipes_nearest_tells_the_adam_of_a_recipe_from_that_of_papers(tmp_path
 
 def test_recipes_diff_of_a_run_and_a_recipe(recipe: str) -> None:
     rows = {row["path"]: row for row in document("recipes", "diff", "smollm2-135m", recipe)}
-    assert rows["model.n_layers"] == {"path": "model.n_layers", "a": 30, "b": 12, "counterpart": True}
+    depth = {"path": "model.n_layers", "a": 30, "b": 12, "counterpart": True}
+    assert rows["model.n_layers"] == depth | {"schema": "leaven.recipe-difference/1"}
     assert rows["schedule.decay"]["a"] == "wsd"
-    assert rows["init.kind"] == {"path": "init.kind", "a": "scaled_normal", "b": None, "counterpart": False}
+    kind = rows["init.kind"]
+    assert (kind["a"], kind["b"], kind["counterpart"]) == ("scaled_normal", None, False)
     text = run("recipes", "diff", recipe, "smollm2-135m")
     assert text.index("hyperparameters.lr") < text.index("without a counterpart") < text.index("init.kind")
     assert document("recipes", "diff", recipe, recipe) == []

@@ -95,7 +95,7 @@ def test_out_and_in_again(leaven: Verb, plain: Path, tmp_path: Path) -> None:
         ("import config /absent --from transformers", "/absent: no such file"),
         ("import config RECIPE --from megatron", "no --flag in it"),
         ("import config RECIPE --from transformers", "cannot be read as JSON"),
-        ("import config RECIPE --from megatron -o RECIPE", "there is something already; give another name"),
+        ("import config RECIPE --from megatron -o RECIPE", "the file exists; give another name"),
     ],
 )
 def test_refusals_are_one_line_and_leave_nothing(

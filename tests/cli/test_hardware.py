@@ -5,14 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tests.cli.conftest import Verb
 
-from leaven.cli import _budget
-from leaven.cli._budget import budget_screen, show_budget
 from leaven.planning.accelerators import ACCELERATORS
-from leaven.planning.budget import budget
-from leaven.recipe.errors import InputError
 
 
 @pytest.fixture(autouse=True)
@@ -64,38 +59,24 @@ def test_bad_input_is_one_line(leaven: Verb, tmp_path: Path, monkeypatch: pytest
     assert err == f"error: {path}: [Z9] peak.bf17: no such key; did you mean bf16?\n"
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_screen_of_a_budget(width: int) -> None:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(budget_screen(budget("8xH100 x 3d", mfu=0.4)))
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
+def test_the_screen_of_a_budget(leaven: Verb) -> None:
+    text = leaven("plan", "--budget", "8xH100 x 3d", "--mfu", "0.4")[1]
     assert "20 tokens a parameter" in text
     assert "8xH100-SXM-80GB · one node · 72 h 00 · 576 GPU-h" in text
-    assert ".toml --params " in text
+    assert text.splitlines()[-1].startswith("next       leaven new ")
+    assert "accuracy" not in text  # nothing was planned
 
 
-def test_a_budget_s_layouts_are_whole_and_what_they_stand_on_is_said() -> None:
-    def screen(text: str, mfu: float | None = None) -> str:
-        console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        console.print(budget_screen(budget(text, mfu=mfu)))
-        return console.export_text()
-
-    # Of many GPUs with little memory: every key there is.
-    many = screen("512xA100-40GB x 30d")
+def test_a_budget_s_layouts_are_whole_and_what_they_stand_on_is_said(leaven: Verb) -> None:
+    """Of many GPUs with little memory: every key there is."""
+    many = leaven("plan", "--budget", "512xA100-40GB x 30d")[1]
     assert "…" not in many
     assert re.search(r"  dp 256 tp 2 zero 3 mbs \d+ recompute full\n", many)
     assert re.search(r"  dp 512 in 8 zero 3 mbs \d+\n", many)
     assert "accuracy  mean error on published runs" in many
-    assert "accuracy" not in screen("8xH100 x 3d", 0.4)  # nothing was planned
 
 
-def test_a_budget_s_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    show_budget("8xH100 x 3d", 0.4, "$2", True)
-    assert json.loads(capsys.readouterr().out)["cost"]["money"] == 1152
-    with pytest.raises(InputError, match="--price two"):
-        show_budget("8xH100 x 3d", 0.4, "two", False)
-    monkeypatch.setattr(_budget, "emit_json", None)
-    monkeypatch.setattr(_budget.console, "quiet", True)
-    show_budget("8xH100 x 3d", 0.4, None, False)
+def test_a_budget_s_options(leaven: Verb) -> None:
+    priced = ("plan", "--budget", "8xH100 x 3d", "--mfu", "0.4", "--price")
+    assert json.loads(leaven(*priced, "$2", "--json")[1])["cost"]["money"] == 1152
+    assert "--price two" in leaven(*priced, "two")[2]

@@ -33,7 +33,7 @@ def test_the_document_is_a_list_of_laws_with_their_trust() -> None:
     stay = {"law", "lr", "batch_tokens", "in_range", "conditions", "source"}
     for row in rows:
         assert stay <= row.keys()
-        assert "at_batch" not in row
+        assert row["at_batch"] is None
         assert row["in_range"] is (None if row["extrapolation"] is None else not row["beyond"])
         assert row["trust"] in {"verified", "read", "secondary", "memory"}
     assert next(row for row in rows if row["law"] == "Moonlight Muon 2025")["in_range"] is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 import typer
 
-from leaven.cli._measure import by_measurement
+from leaven.cli.plan import by_measurement
 from leaven.planning import calibration as planning
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.recipe import Recipe

@@ -64,7 +64,8 @@ def test_json_has_every_step_with_its_sources(leaven: Verb, tmp_path: Path) -> N
     code, said, _ = leaven("new", path, "--params", "125M", "--tokens", "2.5B", "--json")
     told = json.loads(said)
     assert code == 0
-    assert list(told) == [*("path", "proxy_path", "params", "tokens", "steps", "proxy", "tuning", "compared", "next")]
+    keys = ["path", "proxy_path", "params", "tokens", "steps", "proxy", "tuning", "compared", "next", "schema"]
+    assert list(told) == keys
     assert [step["step"] for step in told["steps"]] == list(range(1, 14))
     lr = next(step for step in told["steps"] if "hyperparameters.lr" in step["values"])
     assert lr["values"]["hyperparameters.lr"] == read_recipe(path).hyperparameters.lr

@@ -90,7 +90,7 @@ def test_stopped_with_no_room_to_save_it_says_from_where_it_goes_on(
     stopped_after(run, 6)
     code, _, err = leaven("train", tiny_file, "--run", run)
     assert code == 75
-    said = "tokens, not saved (No space left on device); the same command goes on from 1,024 tokens"
+    said = "tokens, not saved (No space left on device); run it again to resume from 1,024 tokens"
     assert said in err.splitlines()[-1]
 
 

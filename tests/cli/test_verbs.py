@@ -119,7 +119,7 @@ def test_recipes_and_laws(leaven: Verb) -> None:
     assert len(listed) >= 10
     assert {"id", "params", "tokens", "peak_lr", "batch_tokens", "source"} <= listed[0].keys()
     different = document(leaven("recipes", "diff", "pythia-70m", "bloom-176b", "--json"))
-    assert {"path", "a", "b"} == different[0].keys()
+    assert {"path", "a", "b"} <= different[0].keys()
     assert document(leaven("recipes", "nearest", "--params", "7B", "--tokens", "2T", "--json"))
     laws = document(leaven("laws", "--params", "1B", "--tokens", "20B", "--json"))
     assert {"law", "lr", "batch_tokens", "in_range", "conditions", "source"} <= laws[0].keys()

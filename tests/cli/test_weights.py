@@ -24,6 +24,7 @@ def test_out_to_transformers_and_back_into_a_run(leaven: Verb, scaled_run: Path,
         "architecture": "Qwen3ForCausalLM",
         "tokens": 10_240,
         "next": [f"leaven new out.toml --from-weights {out}"],
+        "schema": "leaven.export-weights/1",
     }
     model, tokenizer = package.load(scaled_run)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
@@ -39,6 +40,7 @@ def test_out_to_transformers_and_back_into_a_run(leaven: Verb, scaled_run: Path,
         "architecture": "Qwen3ForCausalLM",
         "params": model.shape.params,
         "tokens": 4_000,
+        "schema": "leaven.new-from-weights/1",
     }
     written = read_recipe(recipe)
     assert written.name == "next-one"

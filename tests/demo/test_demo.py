@@ -7,15 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter
 from leaven.catalogue.starter.starter import untuned as untuned_of
-from leaven.demo.arms import arms
-from leaven.demo.demo import Demo
+from leaven.demo.demo import Demo, arms
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, differences
@@ -88,7 +86,7 @@ def test_the_untuned_arm_has_what_leaven_new_writes_for_its_size_and_batch() -> 
 
 def test_a_folder_of_something_else_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    walk = Demo(tmp_path, "tiny", f"{corpus}/*.txt", 1, watcher=Mock(), stop=lambda: False).walk
+    walk = Demo(tmp_path, "tiny", f"{corpus}/*.txt", 1, stop=lambda: False).walk
     with pytest.raises(InputError, match="holds no demo"):
         walk()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
@@ -112,5 +110,5 @@ def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(corpus: Path, t
     os.killpg(process.pid, signal.SIGCONT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "the same command goes on from there" in errors
+    assert "run it again to resume" in errors
     assert "Traceback" not in errors

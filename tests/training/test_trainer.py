@@ -159,7 +159,7 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)  # what is left to a job after a SIGTERM
     assert process.returncode == 75
-    assert "the same command goes on from there" in errors
+    assert "run it again to resume from there" in errors
     found, damaged = read_checkpoint(tmp_path / "run" / "checkpoints")
     assert found is not None
     assert found.progress.step == len(losses(tmp_path / "run"))

@@ -193,7 +193,7 @@ def test_ctrl_c_exits_with_75_and_the_next_start_goes_on_at_once(
         process.kill()
         process.communicate()
     assert process.returncode == INTERRUPTED
-    assert "the same command goes on from there" in errors
+    assert "run it again to resume" in errors
     assert "Traceback" not in errors
     assert "running" not in {trial["state"] for trial in saved(tmp_path / "study")}  # given back, and waiting
     screen = Screen()

@@ -13,7 +13,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.verification import sweep as checks
 from leaven.verification.duration import duration, fitted
 from leaven.verification.verdict import MeasuredValue, Verdict
-from leaven.views.checks import conclusion
+from leaven.views.check_tables import conclusion
 
 LRS = [0.0025, 0.005, 0.01, 0.02, 0.04]
 

@@ -1,58 +1,382 @@
-import json
-import shutil
+"""Screens: a row is a line, names stay whole, numbers stay; and what is watched while a verb works."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
+from rich.console import Console, RenderableType
+from rich.text import Text
 from written import proxy, target
 
-from leaven.recipe.errors import InputError
+from leaven.catalogue.laws import LAWS
+from leaven.catalogue.runs import load_runs
+from leaven.cli import main
+from leaven.documents.checks import CheckDocument
+from leaven.documents.runs import DemoDocument
+from leaven.recipe.files import read_recipe
 from leaven.scaling.table import resolve
-from leaven.views.terminal import demo_summary, parameter_table
+from leaven.tuning.document import Dimension, StudyDocument, StudyTrial
+from leaven.views.points import changes
+from leaven.views.terminal import console
+from leaven.views.terminal.checks import check_screen
+from leaven.views.terminal.files import demo_summary
+from leaven.views.terminal.recipe import recipe_screen
+from leaven.views.terminal.study import TuneScreen, answer_lines
+from leaven.views.terminal.tables import Column, Columns, Facts, RowByRow, at_point
+from leaven.views.terminal.training import EVENTS, TrainScreen
+
+Read = Callable[..., list[str]]
 
 
-def test_the_parameter_table_has_units_and_a_line_a_group():
+def printed(screen: Iterable[RenderableType] | RenderableType, width: int) -> list[str]:
+    """The lines of a screen, without styles."""
+    out = Console(width=width, record=True, file=StringIO(), soft_wrap=True)
+    for part in [screen] if hasattr(screen, "__rich_console__") else screen:
+        out.print(part)
+    return [line.rstrip() for line in out.export_text().splitlines()]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
+    """What goes to standard error of a verb in a pipe."""
+    written = StringIO()
+    monkeypatch.setattr(console, "errors", Console(width=80, file=written, soft_wrap=True, highlight=False))
+    return written
+
+
+# --- tables
+
+
+def test_columns_drop_then_narrow_their_gaps_then_say_once_what_all_rows_share() -> None:
+    columns = [Column(name, align="point") for name in ("one", "two", "three")]
+    rows = [("1", "0.25", "0.9", "a"), ("2", "0.25", "0.95", "b")]
+    table = Columns([*columns, Column("text", align="left", drop=1)], rows)
+    assert printed(table, 30)[0] == "one   two  three  text"
+    assert printed(table, 15) == ["one  two three", "  1 0.25  0.9", "  2 0.25  0.95"]
+    assert printed(table, 10) == ["one three", "  1  0.9", "  2  0.95", "all rows: two 0.25"]
+
+
+def test_facts_fold_between_parts_and_long_parts_between_words() -> None:
+    facts = Facts([("a", ["one two", Text("three")]), ("long", ["four five six seven eight nine ten"])])
+    assert printed(facts, 30) == ["a     one two · three", "long  four five six seven", "      eight nine ten"]
+
+
+def test_numbers_stand_at_their_points() -> None:
+    assert at_point(["0.004", "2.83e-4", "1e-8", "16"]) == [" 0.004  ", " 2.83e-4", " 1e-8   ", "16      "]
+
+
+def test_rows_that_come_one_at_a_time_leave_out_what_has_no_room() -> None:
+    columns = [Column("a", width=5), Column("b", width=5, drop=2), Column("c", width=5, drop=1)]
+    assert RowByRow(columns, 19).header.plain == "    a      b      c"
+    assert RowByRow(columns, 18).line({"a": "1", "b": "2", "c": "3"}).plain == "    1      3"
+    free = RowByRow([Column("a", width=5), Column("b", align="left", free=True)], 12)
+    assert free.line({"a": "1", "b": "long text"}).plain == "    1  long…"
+
+
+def test_without_a_terminal_output_is_120_wide_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "47")
+    made = console._console(stderr=False)
+    assert (made.width, made.color_system) == (120, None)
+
+
+# --- the screens of verbs
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
+    """The lines that a verb prints on a terminal of 80 columns; none but a command to copy is longer."""
+
+    def run(*arguments: object) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
+        monkeypatch.setattr(console.console, "width", 80)
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code
+        lines = capsys.readouterr().out.splitlines()
+        end = next((n for n, line in enumerate(lines) if line.startswith("next       leaven ")), len(lines))
+        assert [line for line in lines[:end] if len(line) > 80] == []
+        return lines[:end]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "recipes show bloom-176b",
+        "recipes diff stablelm-3b-4e1t bloom-176b",
+        "laws --params 1B --tokens 20B --batch-tokens 1M",
+        "laws --flops 1e21",
+        "hardware H100-80GB",
+        "show --rule complete-d-p",
+        "show RECIPE",
+        "transfer RECIPE --width 4096 --depth 7 --batch-tokens 1024 --tokens 2M",
+        "plan RECIPE --gpus cpu",
+    ],
+)
+def test_a_screen_fits_80_columns_and_says_something(read: Read, tiny_file: Path, command: str) -> None:
+    assert len(read(*command.replace("RECIPE", str(tiny_file)).split())) > 5
+
+
+def test_published_runs_are_a_line_each_with_all_numbers(read: Read) -> None:
+    head, _, *rows = read("recipes", "list")
+    assert all(title in head for title in ("run", "params", "active", "tokens", "peak lr", "batch"))
+    by_id = {row.split()[0]: row for row in rows}
+    for run in load_runs():
+        numbers = (run.params_total, run.tokens, run.batch_tokens, run.peak_lr)
+        assert len(re.findall(r"\d [kMBT]\b|\d\.\d\de-\d", by_id[run.id])) >= sum(n is not None for n in numbers)
+        assert ("*" in by_id[run.id]) is (run.peak_lr is not None and not run.lr_comparable)
+
+
+def test_laws_are_told_in_full_with_the_spread_last(read: Read) -> None:
+    lines = read("laws", "--params", "1B", "--tokens", "20B")
+    flowing = " ".join(" ".join(lines).split())
+    for law in LAWS:
+        assert any(line.startswith(law.name + " ") for line in lines)
+        assert law.conditions in flowing
+        assert law.source in flowing
+    assert "3.5e-4 .. 2.1e-3, a spread of 6.12x" in flowing
+
+
+def test_the_parameter_table_has_units_and_a_line_a_group() -> None:
     recipe = target(proxy().replace({"hyperparameters.depth": {}}))
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(parameter_table(resolve(recipe), recipe))
-    text = console.export_text()
+    lines = printed(recipe_screen(resolve(recipe), recipe), 80)
+    text = "\n".join(lines)
     assert "width x3 depth x2 batch x4" in text
     assert "(a step)" in text
-    lines = [line.split() for line in text.splitlines() if line.startswith("attention.out")]
-    assert len(lines) == 1
-    row = resolve(recipe)["layers.3.attention.out.weight"]
-    assert lines[0][1] == "0-7"
-    assert lines[0][-1] == "0.5"
-    assert float(lines[0][-6]) == pytest.approx(row.lr, rel=1e-2)
+    (row,) = [line.split() for line in lines if line.startswith("attention.out ")]
+    assert (row[1], row[-1]) == ("0-7", "0.5")
+    assert float(row[-6]) == pytest.approx(resolve(recipe)["layers.3.attention.out.weight"].lr, rel=1e-2)
 
 
-def test_a_demo_is_told_in_ten_lines(demo_folder):
-    lines = demo_summary(demo_folder, Path("report.html"))
+def test_a_check_says_a_note_once_and_its_conclusion_last() -> None:
+    row = {"axis": "width", "slope": 0.3, "limit": 0.15, "passed": False, "parts": {"change": 0.3}, "note": "GROWS"}
+    rows = [row | {"module": name, "beyond": 0.15, "undecided": False} for name in ("mlp.in", "mlp.out")]
+    check = {"check": "coordinates", "subject": "x", "quantity": "slope", "curves": [], "measured": [], "advice": ""}
+    settings = {"rule": "mup", "seeds": 3, "steps": 3, "changed for the check": ["d_head 16"]}
+    document = CheckDocument(**check, passed=False, fault="mlp.in", rows=rows, settings=settings)
+    lines = printed(check_screen(document), 80)
+    assert lines[0] == "slope against width (limit 0.15; 3 steps, 3 seeds)"
+    assert lines[2].split() == ["mlp.in", "0.30", "FAILED"]
+    assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: · mlp.in, mlp.out"]
+    assert lines[-2] == "checked on small models; changed for that: d_head 16"
+    assert lines[-1].startswith("FAILED: 2 of 2 lines, mlp.in most. ")
+
+
+def test_a_demo_is_told_in_ten_lines() -> None:
+    arms = [
+        {"key": key, "title": f"{key} (a way)", "run": f"runs/{key}", "loss": loss, "why": ""}
+        for key, loss in (("transferred", 3.0), ("copied", 3.14), ("untuned", None))
+    ]
+    parts = [{"name": "tune", "seconds": 224.0}, {"name": "train", "seconds": 100.0}]
+    text = {"source": "python-stdlib", "bytes": 1e6, "train_tokens": 9, "validation_tokens": 1, "vocab_size": 320}
+    demo = DemoDocument(
+        report="report.html", verdict="It ends.", arms=arms, parts=parts, text=text, moved={"width": (64, 192)}
+    )
+    lines = printed(demo_summary(demo), 80)
     assert len(lines) <= 10
-    text = "\n".join(lines)
-    for said in ("+0.1400", "tune 3 min 44 s", "width 64 -> 192", "python-stdlib", "report.html"):
+    for said in ("+0.1400", "no run", "tune 3 min 44 s", "width 64 -> 192", "python-stdlib", "report.html"):
+        assert said in "\n".join(lines)
+
+
+# --- while a run trains
+
+STEP = SimpleNamespace(
+    step=1,
+    tokens=256,
+    loss=3.412,
+    lr=9.8e-4,
+    grad_norm=12_345.6,
+    update_norm=0.0031,
+    batch_tokens=256,
+    tokens_per_second=6_412.3,
+    tflops=406.2,
+    mfu=0.411,
+    memory_gib=50.81,
+    noise_scale=None,
+)
+
+
+def test_rows_of_training_stand_under_their_headers(seen: StringIO, tiny_file: Path) -> None:
+    """One that is asked for and validated is one row; the noise scale stays between measurements."""
+    recipe = read_recipe(tiny_file, ["stability.noise_scale_every_tokens=1024"])
+    with TrainScreen(recipe, log_every=2) as screen:
+        screen.event("start", {"tokens": 0, "epochs": {"a text": 1.5}, "mfu_convention": "6 N"})
+        screen.step(STEP)
+        screen.step(SimpleNamespace(**vars(STEP) | {"step": 2, "tokens": 512, "noise_scale": 1_234_567.0}))
+        screen.event("checkpoint", {"tokens": 512})
+        screen.event("validation", {"tokens": 512, "loss": 3.4})
+        screen.step(SimpleNamespace(**vars(STEP) | {"step": 4, "tokens": 768}))
+    *said, head, row, last = seen.getvalue().splitlines()
+    assert said == ["  1.5 epochs of a text", "  MFU: 6 N"]
+    ends = [match.end() for match in re.finditer(r"\S+", head)]
+    cells = [[line[:end].split("  ")[-1].strip() for end in ends] for line in (row, last)]
+    assert cells[0] == ["512", "3.412", "3.4000", "9.80e-4", "1.23e4", "0.0031", "256", "6.41 k", "1.23 M"]
+    assert cells[1] == ["768", "3.412", "", *cells[0][3:]]
+    assert max(map(len, (head, row, last))) <= 80
+
+
+def test_every_event_has_its_line(seen: StringIO, tiny_file: Path) -> None:
+    values: dict[str, Any] = dict(tokens=5_000, why="loss rose", loss=9.0, grad_norm=3.0, step=7, lr=0.5, attempt=1)
+    values |= dict(attempts=3, from_tokens=1_000, skip_from=2_000, skip_to=3_000, writer="wandb", slowest=3)
+    values |= dict(micro_batch=4, batch_tokens=256, times_the_median=2.0, damaged_checkpoints=["tokens-1"])
+    values |= dict(changes=[{"path": "layout.dp", "before": 2, "after": 1}])
+    renamed = {"full_batch": "ramp", "slow_rank": "ranks"}
+    with TrainScreen(read_recipe(tiny_file)) as screen:
+        for event in EVENTS:
+            screen.event(renamed.get(event, event), values)
+        screen.event("ranks", values | {"times_the_median": 1.1, "damaged_checkpoints": []})
+    text = seen.getvalue()
+    for said in (
+        "  resumed at 5 k tokens",
+        "  anomaly at 5 k tokens: loss rose\n  rolled back to 1 k tokens, data left out from 2 k to 3 k, lr x0.5, ",
+        "  step 7 left out at 5 k tokens: loss 9.000, gradient norm 3",
+        "  batch is at its full 256 tokens",
+        "  layout.dp 2 -> 1 at 5 k tokens: ",
+        "  checkpoint tokens-1 is damaged",
+    ):
         assert said in text
+    assert text.count("  rank 3 takes 2.0 times") == 1
 
 
-def test_a_demo_half_done_is_told_as_far_as_it_went(demo_folder, tmp_path):
-    folder = Path(shutil.copytree(demo_folder, tmp_path / "demo"))
-    document = json.loads((folder / "demo.json").read_text()) | {"arms": [], "corpus": None, "parts": []}
-    (folder / "demo.json").write_text(json.dumps(document))
-    assert 1 <= len(demo_summary(folder)) <= 3
-    with pytest.raises(InputError, match=r"no demo\.json"):
-        demo_summary(folder / "proxy")
+def test_on_a_terminal_every_step_is_seen_and_none_stays(monkeypatch: pytest.MonkeyPatch, tiny_file: Path) -> None:
+    written = StringIO()
+    monkeypatch.setattr(console, "errors", Console(width=80, file=written, force_terminal=True, color_system=None))
+    with TrainScreen(read_recipe(tiny_file)) as screen:
+        for number in (1, 2):
+            screen.step(
+                SimpleNamespace(**vars(STEP) | {"step": number, "tokens": 256 * number, "loss": 6.0 - number})
+            )
+            screen.refresh()
+            assert f"    {256 * number}   {6 - number}.000  " in written.getvalue()
+    assert "  tokens    loss" not in written.getvalue()
 
 
-def test_the_verb_prints_the_path(demo_folder, tmp_path):
-    import typer
+# --- while a study searches
 
-    from leaven.cli.report import report
+PATHS = tuple(f"hyperparameters.modules.attention.query{n}.lr" for n in range(9))
+NEW = StudyDocument(
+    name="wheat",
+    method="trust-region",
+    space=PATHS,
+    trials=(),
+    dimensions=tuple(Dimension(path, 1.0, -3.0, 3.0) for path in PATHS),
+)
 
-    app = typer.Typer()
-    app.command()(report)
-    out = tmp_path / "r.html"
-    ran = CliRunner().invoke(app, [str(demo_folder), "-o", str(out), "--json"])
-    assert ran.exit_code == 0, ran.output
-    assert json.loads(ran.stdout) == {"path": str(out)}
-    assert out.exists()
+
+def trial(number: int, octaves: float = 0.0, loss: float | None = None, **changes: object) -> StudyTrial:
+    fields = {
+        "state": "complete" if loss is not None else "diverged",
+        "values": dict.fromkeys(PATHS, 2**octaves),
+        "seconds": 60.0,
+        "tokens_per_second": 182e3,
+        "octaves": dict.fromkeys(PATHS, octaves),
+        "tokens": 1000,
+        "worker": f"node:{number % 2}",
+        "ended": 1e9 + number,
+    }
+    return StudyTrial(number=number, loss=loss, **fields | changes)  # type: ignore[arg-type]
+
+
+TRIALS = (
+    trial(0, loss=2.4241),
+    trial(1, loss=2.4260, purpose="noise", seed=1),
+    trial(2, octaves=0.585, loss=2.4139),
+    trial(3, octaves=2.0, tokens=180),
+    trial(4, octaves=-1.0, loss=2.6, state="stopped", tokens=400),
+    trial(5, octaves=0.585, loss=2.4155, purpose="rerun", seed=1),
+)
+
+
+def after(count: int) -> StudyDocument:
+    runs = {0: 0, 1: 0, 2: 1}.get(count, 2)
+    found = {"trials": TRIALS[:count], "noise_floor": 0.0031 if runs else None, "noise_runs": runs}
+    return NEW.model_copy(update=found)
+
+
+def test_a_trial_is_a_line_however_much_it_changes(seen: StringIO) -> None:
+    with TuneScreen(after(0), 6, 2) as screen:
+        for number in range(6):
+            screen.asked(number, f"thread {number % 2}")
+            screen.ended(after(number + 1))
+    title, head, *rows = seen.getvalue().splitlines()
+    assert title == "study wheat · trust-region, 9 dimensions · noise not measured yet"
+    start = head.index("what changed")
+    assert [row[:start].split() for row in rows] == [
+        ["0", "2.4241", "182", "k", "w1"],
+        ["1", "2.4260", "182", "k", "w2"],
+        ["2", "2.4139", "-0.0102", "*", "182", "k", "w1"],
+        ["noise", "0.0031", "nats", "(2", "repeats);", "what", "gains", "less"],
+        ["3", "diverged", "at", "18%", "182", "k", "w2"],
+        ["4", "stopped", "at", "40%", "182", "k", "w1"],
+        ["5", "2.4155", "182", "k", "w2"],
+    ]
+    assert rows[0][start:] == "nothing: the start"
+    assert rows[2][start:] == "attention.query0.lr x1.50, …"
+    assert rows[-1][start:] == "trial 2 again, seed +1"
+    assert all(len(row) <= 80 for row in rows)
+
+
+def test_trials_of_other_commands_are_seen_too_and_none_twice(seen: StringIO) -> None:
+    with TuneScreen(after(1), 6, 1) as screen:
+        screen.asked(2, "mine")
+        screen.ended(after(4))  # 1 and 3 are of another command
+        screen.ended(after(5))
+    rows = seen.getvalue().splitlines()
+    assert "  1 of 6 trials are done" in rows
+    workers = {row.split()[0]: row[43:49].strip() for row in rows if row[:5].strip().isdigit() and row[5:7] == "  "}
+    assert workers == {"1": "w2", "2": "w1", "3": "w2", "4": "w3"}
+
+
+def test_below_the_rows_stands_who_does_what_and_how_long_it_takes(seen: StringIO) -> None:
+    at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
+    screen = TuneScreen(after(0), 8, 2)
+    screen.asked(6, "a")
+    screen.ended(after(6).model_copy(update={"trials": (*TRIALS, at_work), "radius": 0.42}))
+    lines = printed(screen._status(), 80)
+    assert all(len(line) <= 80 for line in lines)
+    # Two trials are left, of a minute each, on two workers.
+    for part in ("w1 trial 6 0.0 s of 60 s", "other:99 trial 7", "best 2.4139 (2)", "start 2.4241", "6 of 8",
+                 "noise 0.0031 nats (2 repeats)", "1 diverged", "1 stopped", "radius 0.42 octave",
+                 "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
+        assert part in " ".join(lines)
+
+
+def left(state: StudyDocument, workers: int = 2, **limits: Any) -> str:
+    """What is said of the time that is left, with nothing at work here."""
+    return TuneScreen(state, limits.pop("trials", None), workers, **limits)._time_left()
+
+
+def test_the_time_left_is_that_to_the_first_limit() -> None:
+    # Six runs of 60 seconds, ended a second apart: 65 seconds in which some were going on.
+    runs = after(6).model_copy(update={"trials": tuple(replace(trial, flops=1e15) for trial in TRIALS)})
+    assert left(runs, trials=10) == "2 min 00 s left"
+    assert left(runs, flops=1e16) == "2 min 00 s left"
+    assert left(runs, hours=0.1) == "4 min 55 s left"
+    assert left(runs, trials=10, hours=0.02) == "7.0 s left"
+    assert left(runs, hours=0.01) == ""
+    assert left(after(6), flops=1e16) == ""  # nobody says what a run costs
+    assert left(after(0), flops=1e16, hours=1.0) == ""
+
+
+def test_changes_are_whole_as_long_as_one_fits() -> None:
+    moved = {"hyperparameters.init_std": -0.2515, "hyperparameters.lr": 1.0, "hyperparameters.eps": 0.001}
+    searched = [Dimension(path, 1.0, -3.0, 3.0) for path in moved]
+    assert changes(searched, {}, moved, 40) == "lr x2.00, init_std x0.84"
+    assert changes(searched, {}, moved, 20) == "lr x2.00, …"
+    assert changes(searched, {}, moved, 6) == "lr x2…"
+    assert changes(searched, moved, moved, 20) == changes(searched, {}, {}, 20) == ""
+
+
+def test_an_answer_is_folded_below_its_labels_and_a_pipe_gets_a_line_each() -> None:
+    said = ["best       3.8601 nats per token, 95% interval 3.7096 to 4.0107, -0.3673 against the start"]
+    lines = [line for part in answer_lines(said, Path("runs/study"), True, 60) for line in part.splitlines()]
+    assert all(len(line) <= 60 for line in lines)
+    assert {line[:11].strip() for line in lines} == {"best", "", "recipe"}
+    assert next(iter(answer_lines(said, Path("runs/study"), False, None))) == said[0]

@@ -1,57 +1,60 @@
-"""The verbs: a small file each, which parses, calls one function and prints."""
+"""The verbs: a small file each, which parses, calls one function and hands the document to a view."""
 
 import errno
 import os
 import sys
-from typing import NoReturn
+from importlib import import_module
+from typing import Any, NoReturn
 
 import typer
 from rich.text import Text
+from typer.core import TyperGroup
 
-from leaven.cli import (
-    bench,
-    check,
-    demo,
-    export,
-    hardware,
-    import_,
-    laws,
-    new,
-    plan,
-    recipes,
-    report,
-    sample,
-    show,
-    train,
-    transfer,
-    tune,
-)
-from leaven.cli._common import console, errors
 from leaven.cli._usage import mended
 from leaven.recipe.errors import InputError, Lost, out_of_memory
+from leaven.views.terminal.console import console, errors
+
+# What `leaven --help` says of each verb. Its file, of the same name, is imported when it is called.
+VERBS = {
+    "recipes": "Published runs; every value names its source.",
+    "laws": "Learning rate, batch, decay and loss by every published law: conditions, fitted range, spread.",
+    "new": "Write a recipe and the proxy to tune for it, with a reason for every value.",
+    "show": "Print what every parameter gets: shape, role, init std, lr, weight decay, betas, eps, multiplier.",
+    "transfer": "Take a recipe to another width, depth, batch or duration; warns where that was never tested.",
+    "plan": "Will it fit, how fast, how long, at what cost; finds the best layout. With --budget: sizes that fit.",
+    "hardware": "The accelerators that the planner knows: rates, memory, power and links, each with its source.",
+    "check": "Does a rule hold? Checks on small models, minutes each; exit code 1 if one fails.",
+    "tune": "Search the hyperparameters of a small recipe. Run it again to resume, on several machines to share it.",
+    "train": "Train a recipe. Run it again to resume, with the same losses to the last bit.",
+    "sample": "Generate text from a trained run.",
+    "export": "Write weights or configurations in other people's formats.",
+    "import": "Read other people's configurations as a recipe.",
+    "bench": "Tokens/s, MFU and memory over micro-batch and global batch; where a ramp should start. Writes nothing.",
+    "report": "Write one self-contained HTML page about a run, a study, a check, a demo or the published runs.",
+    "demo": "All of it on this machine, on real text: tune a little model, transfer, train a bigger one, report.",
+}
+
+
+class Verbs(TyperGroup):
+    """The verbs, each imported when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        module = import_module(f"leaven.cli.{'import_' if name == 'import' else name}")
+        verb = typer.main.get_command(module.app)
+        verb.help = "\n\n".join(filter(None, [VERBS[str(name)], verb.help]))
+        return name, verb, rest
+
 
 app = typer.Typer(
+    cls=Verbs,
     name="leaven",
     help="Tune a little model, train the big one.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(recipes.app, name="recipes")
-app.command("laws")(laws.laws)
-app.command("new")(new.new)
-app.command("show")(show.show)
-app.command("transfer")(transfer.transfer_)
-app.command("plan")(plan.plan)
-app.command("hardware")(hardware.hardware)
-app.add_typer(check.app, name="check")
-app.command("tune")(tune.tune)
-app.command("train")(train.train_)
-app.command("sample")(sample.sample_)
-app.add_typer(export.app, name="export")
-app.add_typer(import_.app, name="import")
-app.command("bench")(bench.bench_)
-app.command("report")(report.report)
-app.command("demo")(demo.demo)
+for _name, _help in VERBS.items():
+    app.command(_name, help=_help)(lambda: None)  # only its line in the list: Verbs finds the verb itself
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
 _CTRL_C = 130  # what typer makes of a KeyboardInterrupt
@@ -59,7 +62,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @app.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> None:
+def _no_verb(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -1,38 +1,24 @@
-"""What the verbs share: how a recipe is given, where output goes, and how JSON is printed."""
+"""What the verbs share: options, how a recipe is read, and how a document is handed over."""
 
 import json
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
+from rich.console import RenderableType
 
 from leaven.catalogue.runs import FOLDER as RUNS
+from leaven.documents import Document
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity
-from leaven.scaling.tested_ranges import Caution
-
-NO_TERMINAL = 120  # columns of what is piped or logged, whatever machine it runs on
-
-
-def _console(stderr: bool) -> Console:
-    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
-    if not made.is_terminal:
-        made.width = NO_TERMINAL
-    return made
-
-
-# Results go to standard output; progress, warnings and errors to standard error, so that --json stays one document.
-# Neither breaks lines: tables know the width, and a sentence is for the terminal to wrap.
-console = _console(stderr=False)
-errors = _console(stderr=True)
+from leaven.views.terminal.console import console, errors, next_lines
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
@@ -58,11 +44,14 @@ def _count(text: str) -> int:
 TokensOption = Annotated[int | None, count_option("The checkpoint at this many tokens (the newest whole one).")]
 
 
-def say_damaged(names: Iterable[str]) -> None:
-    for name in names:
-        errors.print(
-            Text.assemble(("warning: ", "bold yellow"), f"checkpoint {name} is damaged; the one before it is used")
-        )
+def group() -> typer.Typer:
+    """Verbs of one name; without one of them it prints its help."""
+    return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
+
+
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def load(recipe: Path, overrides: list[str] | None) -> Recipe:
@@ -78,14 +67,17 @@ def load(recipe: Path, overrides: list[str] | None) -> Recipe:
     return read_recipe(recipe, overrides or ())
 
 
-def emit_json(document: Any) -> None:
-    """One JSON document on standard output; what is not a finite number becomes null."""
-    typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False, default=str))
+def hand_over(document: Document | Sequence[Document], screen: Iterable[RenderableType], json_output: bool) -> None:
+    """Print one JSON document on standard output, or the screen and the commands to type next.
 
-
-def warn(found: Iterable[Caution]) -> None:
-    for warning in found:
-        errors.print(Text.assemble(("warning: ", "bold yellow"), warning.message))
+    A number that is not finite becomes null.
+    """
+    if json_output:
+        data = document.dump() if isinstance(document, Document) else [each.dump() for each in document]
+        typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
+        return
+    for part in chain(screen, next_lines(getattr(document, "next", ()))):
+        console.print(part)
 
 
 @contextmanager
@@ -106,3 +98,14 @@ def stopping() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def prepared(recipe: Recipe) -> Any:
+    """The tokens of a recipe's text, with a bar while they are made."""
+    from leaven.data.tokens import prepare
+    from leaven.views.terminal.live import LiveScreen
+
+    with LiveScreen() as screen:
+        tokens = prepare(recipe.data, recipe.model.vocab_size, progress=screen.text)
+        screen.notes(tokens)
+    return tokens

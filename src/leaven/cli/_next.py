@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from leaven.catalogue.starter.proxy import trials_worth
-from leaven.cli._common import console
 from leaven.planning.accelerators import this_machine
+from leaven.planning.budget import BudgetPlan
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import Cluster
 from leaven.planning.plan import Plan
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
 
 PROXY, TUNED = "-proxy", "-tuned"
 IMPORTED = ("transformers", "megatron")  # what `leaven import config` reads
@@ -29,12 +30,6 @@ _BYTES_PER_PARAMETER = 16
 _LONGEST_SECONDS = 30 * 86_400
 _MFU = 0.4
 _GPU, _GPU_FLOPS, _GPU_BYTES = "H100-80GB", 1e15, 60 * 2**30  # dense bf16; without activations
-
-
-def say(commands: Sequence[str]) -> None:
-    """Print the commands below the label "next"."""
-    for number, command in enumerate(commands):
-        console.print(f"{'' if number else 'next':<11}{command}")
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
@@ -97,6 +92,13 @@ def after_plan(path: Path, recipe: Recipe, found: Plan, overrides: Sequence[str]
 def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
     """After the plan of a published run: a recipe with its values."""
     return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
+
+
+def after_budget(found: BudgetPlan) -> list[str]:
+    """After ``plan --budget``: a recipe of the middle size."""
+    middle = found.rows[len(found.rows) // 2]
+    params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
+    return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:

@@ -1,26 +1,26 @@
 """leaven bench RECIPE"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from leaven.cli import _next
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, emit_json, errors, load, stopping
-from leaven.cli._screens import CountScreen, TextScreen
+from leaven.cli._common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
+from leaven.documents.planning import BenchChoice, BenchDocument, BenchRow, RampDocument
 from leaven.planning.noise_ramp import fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_quantity
-from leaven.views.terminal import Column, Columns, Facts
+from leaven.views.terminal.bench import bench_screen, ramp_screen
+from leaven.views.terminal.console import errors
+from leaven.views.terminal.live import LiveScreen
 
-if TYPE_CHECKING:
-    from leaven.training.bench import Bench
-
+app = typer.Typer(add_completion=False)
 
 SIZES = "N,N,..."
 
 
+@app.command()
 def bench_(
     recipe: RecipeArgument,
     micro_batch: Annotated[
@@ -46,39 +46,41 @@ def bench_(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Tokens/s, MFU and memory over micro-batch and global batch; where a ramp should start. Writes nothing."""
     loaded = load(recipe, overrides)
     if noise_from is not None:
-        _propose(loaded, recipe, overrides or [], noise_from, noise_multiple, json_output)
+        ramp = _propose(loaded, recipe, overrides or [], noise_from, noise_multiple)
+        hand_over(ramp, ramp_screen(ramp, loaded.data.tokens), json_output)
         return
     micro_batches, global_batches = _sizes("--micro-batch", micro_batch), _sizes("--global-batch", global_batch)
 
-    from leaven.data.tokens import prepare
     from leaven.training.bench import batches_of, bench, micro_batches_of
     from leaven.training.engine import check_trainable
 
-    with TextScreen() as text:
-        tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
-        text.notes(tokens)
+    tokens = prepared(loaded)
     check_trainable(loaded, tokens)
-    with stopping() as stop, CountScreen("measuring") as screen:
+    with stopping() as stop, LiveScreen() as screen:
         found = bench(
             loaded,
             tokens,
             micro_batches or micro_batches_of(loaded),
             global_batches or batches_of(loaded),
             limit_seconds=seconds,
-            on_row=screen.update,
+            on_row=screen.counts("measuring"),
             stop=stop,
         )
         interrupted = stop()
     chosen = found.choose(share)
-    following = _next.after_bench(recipe, chosen["micro_batch"]) if chosen else []
-    if json_output:
-        emit_json(document(found, share) | {"next": following})
-    elif found.rows:
-        _show(found, share)
-        _next.say(following)
+    document = BenchDocument(
+        rows=[BenchRow(**vars(row) | vars(found.utilisation(row))) for row in found.rows],
+        choose=None if chosen is None else BenchChoice(**chosen),
+        too_large=found.too_large,
+        whole=found.whole,
+        unfinished=found.unfinished,
+        mfu_convention=found.convention,
+        next=_next.after_bench(recipe, chosen["micro_batch"]) if chosen else [],
+    )
+    if found.rows or json_output:
+        hand_over(document, bench_screen(document, loaded.model.seq_len, share), json_output)
     if interrupted:
         errors.print("stopped before everything was measured; nothing is written, the same command begins anew")
         raise typer.Exit(75)
@@ -86,7 +88,7 @@ def bench_(
         raise InputError("no micro-batch is as small as a global batch or fits in memory; give --micro-batch 1")
 
 
-def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multiple: float, json_output: bool) -> None:
+def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multiple: float) -> RampDocument:
     """The ramp that the noise scale of a run allows, and what to type for it."""
     from leaven.training.run_folder import RunFolder
 
@@ -96,24 +98,7 @@ def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multip
     fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
     found = noise_ramp(recipe, fit, multiple)
     following = _next.after_ramp(file, [*overrides, *found.settings]) if found.settings else []
-    if json_output:
-        emit_json(found.to_json() | {"next": following})
-        return
-    ahead = recipe.data.tokens / fit.to_tokens
-    noise = [
-        f"{format_quantity(fit.at(0))} tokens at {format_quantity(fit.from_tokens)}, {format_quantity(fit.last)} at "
-        f"{format_quantity(fit.to_tokens)}: tokens^{fit.exponent:.2f} through {fit.points} measurements, off by a "
-        f"factor of {fit.scatter:.2f}"
-    ]
-    if ahead > 1:
-        noise.append(f"this run is {ahead:.3g} times as long as was measured: beyond, the power is extrapolated")
-    facts = [("noise scale", noise), ("ramp", [found.reason])]
-    if not found.settings:
-        console.print(Facts(facts))
-        return
-    stages = [f"{format_quantity(each.tokens)} from {format_quantity(each.from_tokens)}" for each in found.stages]
-    console.print(Facts([*facts, ("stages", stages)]))
-    _next.say(following)
+    return RampDocument(**found.to_json(), next=following)
 
 
 def _sizes(option: str, text: str | None) -> list[int]:
@@ -126,73 +111,3 @@ def _sizes(option: str, text: str | None) -> list[int]:
     if not sizes or sizes[0] < 1:
         raise InputError(f"{option} {text}: write sequences with commas, for example 1,2,4,8")
     return sizes
-
-
-def document(found: "Bench", share: float) -> dict[str, Any]:
-    """The contract of ``leaven bench --json``."""
-    return {
-        "rows": [vars(row) | vars(found.utilisation(row)) for row in found.rows],
-        "choose": found.choose(share),
-        "too_large": found.too_large,
-        "whole": found.whole,
-        "unfinished": found.unfinished,
-        "mfu_convention": found.convention,
-    }
-
-
-COLUMNS = (
-    Column("global batch", "sequences"),
-    Column("", "tokens"),
-    Column("micro-batch", "sequences"),
-    Column("tok/s"),
-    Column("of peak", "(best)"),
-    Column("TFLOP/s", drop=1),
-    Column("MFU"),
-    Column("memory", "GiB"),
-)
-
-
-def _show(found: "Bench", share: float) -> None:
-    recipe, chosen = found.recipe, found.choose(share)
-    peak = max(row.tokens_per_second for row in found.rows)
-    rows, before = [], 0
-    for row in found.rows:
-        batch = ("", "")
-        if row.global_batch != before:
-            batch = (str(row.global_batch), format_quantity(row.global_batch * recipe.model.seq_len))
-        best = row == found.best(row.global_batch)
-        rows.append(
-            (
-                *batch,
-                str(row.micro_batch),
-                format_quantity(row.tokens_per_second),
-                f"{row.tokens_per_second / peak:.0%}" if best else "",
-                f"{row.tflops:.3g}",
-                f"{row.mfu:.1%}",
-                f"{row.peak_gib:.3g}",
-            )
-        )
-        before = row.global_batch
-    console.print(Columns(COLUMNS, rows))
-    facts = [("MFU", (found.convention,))]
-    if chosen is not None:
-        start, largest = chosen["ramp_start"], max(size for size in found.global_batches if size != found.unfinished)
-        facts += [
-            ("micro-batch", (f"{chosen['micro_batch']} is fastest at a batch of {largest} sequences",)),
-            (
-                "ramp",
-                (
-                    f"start at {start['batch_tokens']:,} tokens ({start['global_batch']} sequences): "
-                    f"{start['share_of_peak']:.0%} of full speed with micro-batch {start['micro_batch']}, "
-                    f"the smallest batch above {share:.0%}",
-                ),
-            ),
-        ]
-    if found.too_large:
-        facts.append(("memory", (f"micro-batches that do not fit: {', '.join(map(str, found.too_large))}",)))
-    if found.unfinished is not None:
-        said = f"not all micro-batches of {found.unfinished} sequences were measured, so nothing is chosen from it"
-        facts.append(("unfinished", (said,)))
-    if not found.whole:
-        facts.append(("left out", ("the larger batches were not measured (stopped, or --seconds passed)",)))
-    console.print(Facts(facts))

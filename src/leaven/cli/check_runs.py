@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leaven.cli._common import JsonOption, SetOption, count_option, errors, load, stopping
-from leaven.cli._screens import CountScreen
+from leaven.cli._common import JsonOption, SetOption, count_option, load, stopping
 from leaven.cli.check_subject import (
     OutputOption,
     SeedsOption,
@@ -23,12 +22,13 @@ from leaven.cli.check_subject import (
 )
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
+from leaven.views.terminal.console import errors
+from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
     from leaven.recipe.recipe import Recipe
-    from leaven.verification.model_family import ModelFamily
+    from leaven.verification.model_family import ModelFamily, Quantity
     from leaven.verification.runs import RunStore
-    from leaven.verification.sweep import SweptValue
     from leaven.verification.verdict import Verdict
 
 LongBatchOption = Annotated[
@@ -67,11 +67,10 @@ def transfer(
 ) -> None:
     """Is the lr that is best for the small model best for the big one?"""
     from leaven.verification import sweep as checks
-    from leaven.verification.sweep import SWEPT
 
     pairs = _scales(scales)
     family = long(subject, overrides, pairs[0], tokens, batch_tokens, source)
-    grid = _grid(family, SWEPT["lr"], lrs)
+    grid = _grid(family, "lr", lrs)
     verdict = _carried_out(lambda store: checks.transfer(family, pairs, grid, store, seeds=seeds), workers, run)
     finish(verdict, output, json_output)
 
@@ -99,14 +98,13 @@ def duration(
 ) -> None:
     """Does the best lr move with the tokens of a run as the rule says, and is the base limited by noise?"""
     from leaven.verification import duration as checks
-    from leaven.verification.sweep import SWEPT
 
     if write is not None:
         _require_token_exponent(subject, overrides)
     ratios = numbers(durations, "--durations", float)
     pair = _pair(subject, overrides, scale)
     family = long(subject, overrides, pair, tokens, batch_tokens, source)
-    grid = _grid(family, SWEPT["lr"], lrs)
+    grid = _grid(family, "lr", lrs)
     verdict = _carried_out(
         lambda store: checks.duration(family, pair, ratios, grid, store, seeds=seeds), workers, run
     )
@@ -137,12 +135,11 @@ def batch(
 ) -> None:
     """Does the best lr move with the batch as the rule says, at the same tokens?"""
     from leaven.verification import sweep as checks
-    from leaven.verification.sweep import SWEPT
 
     ratios = numbers(batches, "--batches", float)
     pair = _pair(subject, overrides, scale)
     family = long(subject, overrides, pair, tokens, batch_tokens, source)
-    grid = _grid(family, SWEPT["lr"], lrs)
+    grid = _grid(family, "lr", lrs)
     verdict = _carried_out(lambda store: checks.batch(family, pair, ratios, grid, store, seeds=seeds), workers, run)
     finish(verdict, output, json_output)
 
@@ -166,7 +163,6 @@ def decay(
 ) -> None:
     """Is the weight decay that is best for the small model best for the big one, and for a longer run?"""
     from leaven.verification import sweep as checks
-    from leaven.verification.sweep import SWEPT
 
     _require_recipe(subject, "weight decays")
     pairs = _scales(scales) if scales else [_pair(subject, overrides, None)]
@@ -174,7 +170,7 @@ def decay(
     if len(pairs) < 2 and not {*ratios} - {1.0}:
         raise InputError("give another scale or another duration: --scales 64x4,128x4 or --durations 1,2,4")
     family = long(subject, overrides, pairs[0], None, None, None)
-    grid = _grid(family, SWEPT["weight_decay"], decays)
+    grid = _grid(family, "weight_decay", decays)
     verdict = _carried_out(lambda store: checks.decay(family, pairs, ratios, grid, store, seeds=seeds), workers, run)
     finish(verdict, output, json_output)
 
@@ -192,12 +188,11 @@ def init(
 ) -> None:
     """Is the init std that is best for the small model best for the big one?"""
     from leaven.verification import sweep as checks
-    from leaven.verification.sweep import SWEPT
 
     _require_recipe(subject, "init stds")
     pairs = _scales(scales)
     family = long(subject, overrides, pairs[0], None, None, None)
-    grid = _grid(family, SWEPT["init_std"], stds)
+    grid = _grid(family, "init_std", stds)
     verdict = _carried_out(lambda store: checks.init(family, pairs, grid, store, seeds=seeds), workers, run)
     finish(verdict, output, json_output)
 
@@ -244,7 +239,10 @@ def _pair(subject: str, overrides: list[str] | None, scale: str | None) -> tuple
     return scale_of(scale, "--scale") if scale else own_scale(subject, overrides)
 
 
-def _grid(family: "ModelFamily", swept: "SweptValue", given: str | None) -> list[float]:
+def _grid(family: "ModelFamily", value: "Quantity", given: str | None) -> list[float]:
+    from leaven.verification.sweep import SWEPT
+
+    swept = SWEPT[value]
     return numbers(given, swept.option, float) if given else swept.grid(family)
 
 
@@ -257,9 +255,9 @@ def _carried_out(check: "Callable[[RunStore], Verdict]", workers: int | None, ru
     """The verdict of whole training runs, which can be stopped and resumed."""
     from leaven.verification.runs import ChecksStopped, RunStore
 
-    with stopping() as stop, CountScreen("runs") as screen:
+    with stopping() as stop, LiveScreen() as screen:
         try:
-            return check(RunStore(run, workers or os.cpu_count() or 1, screen.update, stop))
+            return check(RunStore(run, workers or os.cpu_count() or 1, screen.counts("runs"), stop))
         except ChecksStopped as stopped:
             errors.print(f"stopped: {stopped}; run the same command again to resume ({run})")
             raise typer.Exit(75) from None

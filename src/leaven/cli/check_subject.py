@@ -3,18 +3,19 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leaven.cli._common import console, emit_json, load
-from leaven.cli._screens import TextScreen
+from leaven.cli._common import hand_over, load, prepared
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
+from leaven.views.terminal.checks import check_screen
 
 if TYPE_CHECKING:
-    from leaven.data.tokens import TokenSet
     from leaven.verification.foreign import ForeignFamily
     from leaven.verification.model_family import CheckStart, ModelFamily
     from leaven.verification.verdict import Verdict
@@ -101,7 +102,7 @@ def short(
         recipe, wide, changed = small.recipe, list(small.widths), small.changed
     recipe = calibrated(recipe, min(wide), min(deep), start)
     seq_len = recipe.model.seq_len
-    batches = corpus(_tokens(recipe), seq_len, max((batch_tokens or BATCH_TOKENS) // seq_len, 1))
+    batches = corpus(prepared(recipe), seq_len, max((batch_tokens or BATCH_TOKENS) // seq_len, 1))
     return RecipeFamily(recipe, batches, calibrated_table, grow_heads), wide, deep, changed
 
 
@@ -121,7 +122,7 @@ def long(
     if is_entry(subject):
         return _foreign(subject, overrides, scale, tokens, batch_tokens, source)
     recipe = _recipe(subject, overrides, {"--tokens": tokens, "--batch-tokens": batch_tokens, "--source": source})
-    tokens_of_text = _tokens(recipe)
+    tokens_of_text = prepared(recipe)
     check_trainable(recipe, tokens_of_text)
     seq_len = recipe.model.seq_len
     return RecipeFamily(recipe, corpus(tokens_of_text, seq_len, recipe.batch.tokens // seq_len))
@@ -136,15 +137,6 @@ def _recipe(subject: str, overrides: list[str] | None, given: dict[str, object])
     return load(Path(subject), overrides)
 
 
-def _tokens(recipe: Recipe) -> "TokenSet":
-    from leaven.data.tokens import prepare
-
-    with TextScreen() as text:
-        tokens = prepare(recipe.data, recipe.model.vocab_size, progress=text.update)
-        text.notes(tokens)
-    return tokens
-
-
 def _foreign(
     subject: str,
     overrides: list[str] | None,
@@ -155,42 +147,37 @@ def _foreign(
 ) -> "ForeignFamily":
     from leaven.data.tokens import prepare
     from leaven.verification.foreign import MADE_UP, foreign, text_of
+    from leaven.views.terminal.live import LiveScreen
 
     if overrides:
         raise InputError(f"{subject}: --set is for recipes; change the factory")
     family = foreign(subject, *scale, source=source, batch_tokens=batch_tokens, tokens=tokens)
     if family.source is not None and family.source != MADE_UP:
-        with TextScreen() as text:
-            text.notes(prepare(text_of(family.source), family.vocab_size, progress=text.update))
+        with LiveScreen() as screen:
+            screen.notes(prepare(text_of(family.source), family.vocab_size, progress=screen.text))
     return family
 
 
-def with_settings(verdict: "Verdict", changed: tuple[str, ...]) -> "Verdict":
-    """The verdict with what was changed in the recipe to check it."""
-    settings = {**verdict.settings, "changed for the check": list(changed) or None}
-    return replace(verdict, settings=settings)
+def finish(
+    verdict: "Verdict",
+    output: Path | None,
+    json_output: bool,
+    following: str | None = None,
+    changed: tuple[str, ...] | None = None,
+) -> None:
+    """Print the verdict and what to type next, draw it, and leave with code 1 if it is no.
 
-
-def finish(verdict: "Verdict", output: Path | None, json_output: bool, following: str | None = None) -> None:
-    """Print the verdict and what to type next, draw it, and leave with code 1 if it is no."""
+    ``changed``: what was changed in the recipe to check it; None where a check never does.
+    """
     from leaven.views.check_page import write_check
-    from leaven.views.checks import conclusion, terminal
 
-    document = verdict.document()
+    if changed is not None:
+        verdict = replace(verdict, settings={**verdict.settings, "changed for the check": list(changed) or None})
+    document = CheckDocument(**verdict.document())
     if output is not None:
-        write_check(document, output)
-    if json_output:
-        emit_json(document)
-    else:
-        for table in terminal(document):
-            console.print(table)
-            console.print()
-        if changed := document["settings"].get("changed for the check"):
-            console.print(f"checked on small models; changed for that: {', '.join(changed)}")
-        console.print(conclusion(document))
-        if output is not None:
-            console.print(f"wrote {output}")
-        if following:
-            console.print(following)
+        write_check(document.dump(), output)
+    more = [f"wrote {output}"] if output is not None else []
+    more += [following] if following else []
+    hand_over(document, chain(check_screen(document), more), json_output)
     if not verdict.passed:
         raise typer.Exit(1)

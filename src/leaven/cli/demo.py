@@ -1,33 +1,19 @@
 """leaven demo"""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, console, emit_json, errors, stopping
-from leaven.cli._screens import TextScreen
-from leaven.cli._train_screen import RunsScreen
-from leaven.cli._tune_screen import TuneScreen
+from leaven.cli._common import JsonOption, hand_over, stopping
 from leaven.recipe.errors import InputError
+from leaven.views.terminal.console import errors
+from leaven.views.terminal.files import demo_summary
+
+app = typer.Typer(add_completion=False)
 
 
-class _Watcher:
-    def part(self, text: str) -> None:
-        errors.print(text, soft_wrap=True)
-
-    def text(self) -> AbstractContextManager[Any]:
-        return TextScreen()
-
-    def tuning(self, study: Any, trials: int, workers: int) -> AbstractContextManager[Any]:
-        return TuneScreen(study.state(), trials, workers)
-
-    def training(self, runs: Mapping[str, Path], recipe: Any) -> AbstractContextManager[Any]:
-        return RunsScreen(runs, recipe.data.tokens)
-
-
+@app.command()
 def demo(
     run: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo"),
     size: Annotated[
@@ -39,22 +25,16 @@ def demo(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """All of it on this machine, on real text: tune a little model, transfer, train a bigger one, report."""
     from leaven.demo.demo import SIZES, Demo, Interrupted
     from leaven.training.machine import cores
-    from leaven.views.terminal import demo_summary
 
     if size not in SIZES:
         raise InputError(f"--size {size}: there are {', '.join(SIZES)}")
     with stopping() as stop:
         try:
             # More workers would propose most trials before any has ended: a random search.
-            report = Demo(run, size, source, workers or min(cores(), 4), _Watcher(), stop).walk()
+            made = Demo(run, size, source, workers or min(cores(), 4), stop).walk()
         except Interrupted:
-            errors.print(f"stopped; the same command goes on from there ({run})")
+            errors.print(f"stopped; run it again to resume ({run})")
             raise typer.Exit(75) from None
-    if json_output:
-        emit_json({"report": str(report)})
-    else:
-        for line in demo_summary(run):
-            console.print(line, soft_wrap=True)
+    hand_over(made, demo_summary(made), json_output)

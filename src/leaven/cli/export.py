@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from leaven.cli import _next
 from leaven.cli._common import (
@@ -13,22 +12,16 @@ from leaven.cli._common import (
     RunArgument,
     SetOption,
     TokensOption,
-    console,
-    emit_json,
-    errors,
+    group,
+    hand_over,
     load,
-    say_damaged,
 )
+from leaven.documents.runs import ConfigDocument, LossRow, WeightsDocument
 from leaven.recipe.errors import InputError
-from leaven.recipe.units import format_quantity
+from leaven.views.terminal.console import say_damaged, warn
+from leaven.views.terminal.files import exported_config, exported_weights
 
-app = typer.Typer(help="To other people's formats.")
-
-
-@app.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+app = group()
 
 
 @app.command()
@@ -59,17 +52,13 @@ def weights(
         end_of_text=(str(loaded.tokenizer.id_to_token(loaded.end_of_text)), loaded.end_of_text),
         dtype=dtype,
     )
-    following = _next.after_export_weights(folder)
-    if json_output:
-        document = {"path": str(folder), "architecture": architecture.name, "tokens": loaded.tokens}
-        emit_json(document | {"next": following})
-    else:
-        size = format_quantity(loaded.recipe.model.params)
-        console.print(
-            f"wrote {folder}: {architecture.name}, {size} parameters in {dtype}, from the checkpoint at "
-            f"{loaded.tokens:,} tokens"
-        )
-        _next.say(following)
+    document = WeightsDocument(
+        path=str(folder),
+        architecture=architecture.name,
+        tokens=loaded.tokens,
+        next=_next.after_export_weights(folder),
+    )
+    hand_over(document, exported_weights(document, loaded.recipe.model.params, dtype), json_output)
 
 
 @app.command()
@@ -103,19 +92,11 @@ def config(
     require_free(path)
     export = export_recipe(to, read)
     if export.losses and not lossy:
-        for loss in export.losses:
-            errors.print(Text.assemble(("lost: ", "bold yellow"), loss.text))
+        warn((loss.text for loss in export.losses), "lost")
         count = f"{len(export.losses)} values" if len(export.losses) > 1 else "a value"
         raise InputError(f"{recipe}: {to} would lose {count} (above); add --lossy to write it all the same")
     write(export, path)
+    lost = [LossRow(key=loss.key, value=loss.value, why=loss.why) for loss in export.losses]
     following = _next.after_export_config(to, path)
-    if json_output:
-        lost = [{"key": loss.key, "value": loss.value, "why": loss.why} for loss in export.losses]
-        emit_json({"path": str(path), "lost": lost, "notes": export.notes, "next": following})
-        return
-    for loss in export.losses:
-        console.print(f"lost   {loss.text}")
-    for note in export.notes:
-        console.print(f"note   {note}")
-    console.print(f"wrote {path}")
-    _next.say(following)
+    document = ConfigDocument(path=str(path), lost=lost, notes=export.notes, next=following)
+    hand_over(document, exported_config(document), json_output)

@@ -7,17 +7,14 @@ from typing import Annotated
 import typer
 
 from leaven.cli import _next
-from leaven.cli._common import JsonOption, console, emit_json, errors
+from leaven.cli._common import JsonOption, group, hand_over
+from leaven.documents.runs import ImportDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
+from leaven.views.terminal.console import errors
+from leaven.views.terminal.files import wrote
 
-app = typer.Typer(help="From other people's formats.")
-
-
-@app.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+app = group()
 
 
 @app.command()
@@ -49,7 +46,7 @@ def config(
     if source not in _next.IMPORTED:
         raise InputError(f"--from {source}: there are {', '.join(_next.IMPORTED)}")
     if output is not None and output.exists():
-        raise InputError(f"{output}: there is something already; give another name")
+        raise InputError(f"{output}: the file exists; give another name")
     # A recipe's name is a word; a file's may be anything.
     name = re.sub(r"^\W+|[^\w.\-]+", "-", (output or file.resolve()).stem).strip("-.") or "imported"
     if source == "megatron":
@@ -58,19 +55,20 @@ def config(
         found = from_transformers.read(file, name, ranks)
     if output is not None:
         write_recipe(found.recipe, output)
-    following = _next.after_import(output, found.recipe)
-    if json_output:
-        path = str(output) if output is not None else None
-        recipe = found.recipe.model_dump(mode="json")
-        document = {"path": path, "unknown": found.unknown, "unread": found.unread, "recipe": recipe}
-        emit_json(document | {"next": following})
-        return
-    for line in found.unknown:
-        errors.print(f"unknown   {line}")
-    if found.unread:
-        errors.print(f"not read  {', '.join(found.unread)}")
-    if output is None:
-        typer.echo(render(found.recipe), nl=False)  # a recipe that a shell can redirect: nothing else goes there
+    document = ImportDocument(
+        path=str(output) if output is not None else None,
+        unknown=found.unknown,
+        unread=found.unread,
+        recipe=found.recipe.model_dump(mode="json"),
+        next=_next.after_import(output, found.recipe),
+    )
+    if output is not None or json_output:
+        screen = [] if output is None else [wrote(output, found.recipe)]
+        hand_over(document, screen, json_output)
     else:
-        console.print(f"wrote {output} ({len(found.recipe.why)} values with their reason under [why])")
-        _next.say(following)
+        typer.echo(render(found.recipe), nl=False)  # a recipe that a shell can redirect: nothing else goes there
+    if not json_output:
+        for line in found.unknown:
+            errors.print(f"unknown   {line}")
+        if found.unread:
+            errors.print(f"not read  {', '.join(found.unread)}")

@@ -3,21 +3,18 @@
 from dataclasses import asdict
 from typing import Annotated
 
+import typer
+
 from leaven.catalogue.laws import LawResult, compute_optimal, critical_batch, evaluate, lr_at_batch
-from leaven.cli._common import JsonOption, console, count_option, emit_json
-from leaven.cli._laws import (
-    batch_facts,
-    batch_table,
-    law_spread,
-    law_table,
-    optimum_spread,
-    optimum_table,
-    other_laws,
-    range_legend,
-)
+from leaven.cli._common import JsonOption, count_option, hand_over
+from leaven.documents.catalogue import LawRow, OptimumRow
 from leaven.recipe.errors import InputError
+from leaven.views.terminal.laws import laws_screen, optimum_screen
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def laws(
     params: Annotated[int | None, count_option("Parameters, e.g. 7B.")] = None,
     tokens: Annotated[int | None, count_option("Training tokens, e.g. 2T.")] = None,
@@ -32,14 +29,12 @@ def laws(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Learning rate, batch, decay and loss by every law: conditions, trust, spread, and how far it is stretched.
-
-    With --flops, the best parameters and tokens for a budget, by Chinchilla's three approaches and those after.
-    """
+    """With --flops, the best parameters and tokens for a budget, by Chinchilla's three approaches and those after."""
     if flops is not None:
         if any(each is not None for each in (params, tokens, batch_tokens, params_non_embedding)):
             raise InputError("--flops asks for the sizes, --params and --tokens give them; type one or the other")
-        _of_budget(flops, json_output)
+        found = compute_optimal(flops)
+        hand_over([OptimumRow(**asdict(each)) for each in found], optimum_screen(found), json_output)
         return
     for name, value in (("--params", params), ("--tokens", tokens)):
         if value is None:
@@ -52,43 +47,14 @@ def laws(
         raise InputError(
             f"--params-non-embedding {params_non_embedding:,}: has to be at least 1 and at most --params {params:,}"
         )
-    _of_run(params, params_non_embedding, tokens, batch_tokens, json_output)
-
-
-def _of_run(
-    params: int, params_non_embedding: int | None, tokens: int, batch_tokens: int | None, json_output: bool
-) -> None:
     results = evaluate(params, tokens, params_non_embedding=params_non_embedding)
-    if json_output:
-        emit_json([_document(result, results, batch_tokens) for result in results])
-        return
-    console.print(law_table(results))
-    console.print()
-    console.print(other_laws(results))
-    console.print()
-    if batch_tokens is not None:
-        console.print(batch_table(results, batch_tokens))
-        console.print(batch_facts(results, batch_tokens))
-        console.print()
-    console.print(range_legend())
-    console.print(law_spread(results, params, tokens, batch_tokens, params_non_embedding))
+    rows = [_row(result, critical_batch(results), batch_tokens) for result in results]
+    hand_over(rows, laws_screen(results, params, tokens, batch_tokens, params_non_embedding), json_output)
 
 
-def _document(result: LawResult, results: list[LawResult], batch_tokens: int | None) -> dict[str, object]:
-    document = asdict(result)
-    if batch_tokens is not None:
-        moved = lr_at_batch(result, batch_tokens, critical_batch(results))
-        document["at_batch"] = asdict(moved) if moved else None
-        document["batch_ratio"] = batch_tokens / result.batch_tokens if result.batch_tokens else None
-    return document
-
-
-def _of_budget(flops: int, json_output: bool) -> None:
-    found = compute_optimal(flops)
-    if json_output:
-        emit_json([asdict(each) for each in found])
-        return
-    console.print(optimum_table(found))
-    console.print()
-    console.print(range_legend())
-    console.print(optimum_spread(found))
+def _row(result: LawResult, critical: float, batch_tokens: int | None) -> LawRow:
+    if batch_tokens is None:
+        return LawRow(**asdict(result))
+    moved = lr_at_batch(result, batch_tokens, critical)
+    ratio = batch_tokens / result.batch_tokens if result.batch_tokens else None
+    return LawRow(**asdict(result), at_batch=asdict(moved) if moved else None, batch_ratio=ratio)

@@ -8,17 +8,22 @@ import typer
 
 from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import _next
-from leaven.cli._common import JsonOption, console, count_option, emit_json, warn
+from leaven.cli._common import JsonOption, count_option, hand_over
 from leaven.data.corpus import estimated_tokens
+from leaven.documents.planning import AdoptedRecipe, NewRecipe
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import start
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
-from leaven.recipe.units import format_quantity, parse_quantity
+from leaven.recipe.units import parse_quantity
 from leaven.scaling.tested_ranges import warnings
-from leaven.views.derivation import derivation
+from leaven.views.terminal.console import warn
+from leaven.views.terminal.files import adopted, derived
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def new(
     output: Annotated[
         Path,
@@ -61,7 +66,6 @@ def new(
     seq_len: Annotated[int | None, count_option("Tokens of a sequence.")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Write a recipe and the proxy to tune for it, with a reason for every value."""
     proxy_output = output.with_stem(f"{output.stem}-proxy")
     for file in (output, proxy_output):
         if file.exists():
@@ -113,19 +117,14 @@ def new(
         ),
         cluster,
     )
-    warn(warnings(started.target))
+    warn(each.message for each in warnings(started.target))
     files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
     for file, recipe in files:
         write_recipe(recipe, file)
+    paths = {"path": str(output), "proxy_path": str(proxy_output) if started.proxy else None}
     following = _next.road(output, started.proxy, started.target)
-    if json_output:
-        paths = {"path": str(output), "proxy_path": str(proxy_output) if started.proxy else None}
-        emit_json(paths | started.document() | {"next": following})
-        return
-    console.print(derivation(started.derivation, []))
-    for file, recipe in files:
-        _wrote(file, recipe.why)
-    _next.say(following)
+    document = NewRecipe(**paths, **started.document(), next=following)
+    hand_over(document, derived(started.derivation, files), json_output)
 
 
 def _proxy_params(text: str | None) -> int | None:
@@ -146,22 +145,10 @@ def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source:
     plain = read_huggingface(weights)
     recipe = recipe_from(plain, name, source=source, tokens=tokens)
     write_recipe(recipe, output)
-    shape, found = recipe.model, plain.architecture.name
-    if json_output:
-        emit_json({"path": str(output), "architecture": found, "params": shape.params, "tokens": recipe.data.tokens})
-        return
-    lines = {
-        "shape": f"L {shape.n_layers}  d {shape.d_model}  heads {shape.n_heads}x{shape.d_head}  d_ff {shape.d_ff}  "
-        f"vocab {shape.vocab_size:,}   {format_quantity(shape.params)} params",
-        "weights": f"{weights}   {found}",
-        "duration": f"{format_quantity(recipe.data.tokens)} tokens   {recipe.why['data.tokens']}",
-        "batch": f"{format_quantity(recipe.batch.tokens)} tokens   {recipe.why['batch.tokens']}",
-        "lr": f"{recipe.hyperparameters.lr:g} peak   {recipe.why['hyperparameters.lr']}",
-    }
-    for what, said in lines.items():
-        console.print(f"{what:<10} {said}")
-    _wrote(output, recipe.why)
-
-
-def _wrote(output: Path, why: dict[str, str]) -> None:
-    console.print(f"wrote {output} ({len(why)} values with their reason under [why])")
+    document = AdoptedRecipe(
+        path=str(output),
+        architecture=plain.architecture.name,
+        params=recipe.model.params,
+        tokens=recipe.data.tokens,
+    )
+    hand_over(document, adopted(output, recipe, weights, document.architecture), json_output)

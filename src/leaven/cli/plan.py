@@ -2,24 +2,38 @@
 
 import shlex
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from leaven.cli import _next
-from leaven.cli._budget import show_budget
-from leaven.cli._common import JsonOption, SetOption, console, emit_json, load
-from leaven.cli._measure import HistoryOption, MeasureOption, by_measurement
-from leaven.cli._plan import plan_screen
+from leaven.cli._common import JsonOption, SetOption, hand_over, load, stopping
+from leaven.documents.planning import BudgetDocument, PlanDocument
+from leaven.planning.budget import budget as sizes_that_fit
+from leaven.planning.calibration import history as of_before
 from leaven.planning.cost import parse_price
-from leaven.planning.plan import plan_recipe, plan_run
+from leaven.planning.plan import Plan, plan_recipe, plan_run
 from leaven.planning.ramp import SHARE
 from leaven.planning.training_codes import Moments
 from leaven.recipe.errors import InputError
-from leaven.views.plan_page import write_plan
+from leaven.recipe.recipe import Recipe
+from leaven.views.terminal.console import errors
+from leaven.views.terminal.live import LiveScreen
+from leaven.views.terminal.plan import budget_screen, plan_screen
+
+app = typer.Typer(add_completion=False)
+
+MeasureOption = Annotated[
+    bool, typer.Option("--measure", help="Take three short steps on the machine at hand and calibrate by them.")
+]
+HistoryOption = Annotated[
+    bool, typer.Option("--history/--no-history", help="Calibrate by what runs on this accelerator took.")
+]
 
 
+@app.command()
 def plan(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)
@@ -31,7 +45,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="KEY=VALUE,...",
-            help="Plan this layout, e.g. tp=2,pp=4,mbs=2, not the best. "
+            help="Plan this layout, e.g. tp=2,pp=4,mbs=2, instead of the best. "
             "Keys: dp tp pp cp ep zero mbs dp_replicate stages_per_rank schedule recompute compile. Left out, dp is "
             "what the others leave, mbs and compile are the recipe's, the rest 1, 0 or none; --explain has it at its "
             "best.",
@@ -42,10 +56,11 @@ def plan(
         typer.Option(metavar="KEY=VALUE,...", help="Why not so, the rest at its best? e.g. tp=4 or pp=8,zero=1."),
     ] = None,
     share: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of full speed, that a batch ramp is to keep from its start.")
+        float, typer.Option(metavar="SHARE", help="Minimum speed at the ramp's start, as a share of full speed.")
     ] = SHARE,
     price: Annotated[
-        str | None, typer.Option(metavar="PRICE", help="Of a GPU for an hour, e.g. $2.50, for the cost in money.")
+        str | None,
+        typer.Option(metavar="PRICE", help="Of a GPU for an hour, e.g. $2.50: also say the cost in money."),
     ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", "-o", metavar="HTML", help="Write a page with pictures, too.")
@@ -55,15 +70,17 @@ def plan(
         typer.Option(metavar="CLUSTERxTIME", help="Without a RECIPE: which sizes fit, e.g. '64xH100 x 14d'."),
     ] = None,
     mfu: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="With --budget: of the peak, in place of planned layouts.")
+        float | None,
+        typer.Option(metavar="SHARE", help="With --budget: assume this MFU instead of planning layouts."),
     ] = None,
-    moments: Annotated[Moments, typer.Option(help="Of the optimiser to plan for; leaven trains with adam.")] = "adam",
+    moments: Annotated[
+        Moments, typer.Option(help="Optimizer whose memory to plan; leaven trains with adam.")
+    ] = "adam",
     measure: MeasureOption = False,
     history: HistoryOption = True,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Will it fit, how fast, how long, for how much; the best layout if none is given. With --budget: what would."""
     if budget is not None:
         _alone(
             "a --budget",
@@ -80,7 +97,9 @@ def plan(
                 "--set": overrides or None,
             },
         )
-        show_budget(budget, mfu, price, json_output)
+        sizes = sizes_that_fit(budget, mfu=mfu, price=None if price is None else parse_price(price))
+        fitting = BudgetDocument(**sizes.to_json(), next=_next.after_budget(sizes))
+        hand_over(fitting, budget_screen(sizes), json_output)
         return
     if recipe is None or gpus is None:
         missing = "RECIPE" if recipe is None else "--gpus"
@@ -103,23 +122,42 @@ def plan(
         found = by_measurement(found, read, gpus, measure=measure, history=history)
         following = _next.after_plan(recipe, read, found, overrides or ())
     found = found.changed(share=share)
-    screen, document = (
-        (None, found.to_json(explain, each)) if json_output else (plan_screen(found, each, explain), None)
-    )
+    document = PlanDocument(**found.to_json(explain, each), next=following)
+    screen = plan_screen(found, each, explain)
     if report is not None:
+        from leaven.views.plan_page import write_plan
+
         options = {"--gpus": gpus, "--layout": layout, "--price": price, "--share": f"{share:g}"}
         options |= {} if moments == "adam" else {"--moments": moments}
         words = [word for option, given in options.items() if given is not None for word in (option, given)]
         switches = ["--measure"] * measure + ["--no-history"] * (not history)
         sets = [word for override in overrides or () for word in ("--set", override)]
         write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets]), each)
-    if document is not None:
-        emit_json(document | {"next": following})
-        return
-    console.print(screen)
-    if report is not None:
-        console.print(f"wrote {report}", markup=False, soft_wrap=True)
-    _next.say(following)
+        screen = chain(screen, [f"wrote {report}"])
+    hand_over(document, screen, json_output)
+
+
+def by_measurement(plan: Plan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> Plan:
+    """The plan of a recipe, calibrated by steps that are taken now, or by the history, or as it is.
+
+    Raises:
+        InputError: if the machine at hand has none of the planned accelerators.
+        typer.Exit: 75, if the measurement was stopped.
+    """
+    if not measure:
+        return plan.calibrated(of_before() if history else [], recipe.precision.compute)
+
+    from leaven.training.measured import measure as take_steps
+
+    with stopping() as stop, LiveScreen() as screen:
+        found = take_steps(recipe, gpus, on_step=screen.counts("measuring"), stop=stop)
+    if found is None:
+        errors.print("stopped before it was measured; nothing is written, the same command begins anew")
+        raise typer.Exit(75)
+    depth, layers = recipe.model.n_layers, " and ".join(map(str, found.layers))
+    of = "" if found.layers == (depth,) else f", of {layers} layers, from which {depth} follow"
+    errors.print(f"measured {found.record.device}: best matmul {found.matmul_tflops:.3g} TFLOP/s{of}")
+    return plan.calibrated([found.record], recipe.precision.compute)
 
 
 def _alone(what: str, others: Mapping[str, object]) -> None:

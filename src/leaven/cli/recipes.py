@@ -2,11 +2,12 @@
 
 import csv
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
+from rich.console import RenderableType
 
 from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
@@ -16,24 +17,28 @@ from leaven.catalogue.runs import diff, find_run, load_runs, own_runs
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
 from leaven.cli import _next
-from leaven.cli._catalogue import MARKED, diff_table, nearest_table, run_lines, run_table, stack
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, errors, load
-from leaven.cli._findings import finding_lines
+from leaven.cli._common import JsonOption, RecipeArgument, SetOption, count_option, group, hand_over, load
 from leaven.data.corpus import estimated_tokens
+from leaven.documents import Document
+from leaven.documents.catalogue import (
+    Difference,
+    FindingRow,
+    NearRun,
+    PublishedRunDocument,
+    RecipeCheck,
+    RecipeDifference,
+    RunSummary,
+)
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_number, format_quantity
 from leaven.scaling.table import resolve
+from leaven.views.terminal.catalogue import diff_screen, list_screen, nearest_screen, run_screen, stack
+from leaven.views.terminal.console import console, warn
+from leaven.views.terminal.findings import findings_screen
 
-app = typer.Typer(help="Published runs; every value names its source.")
+app = group()
 CsvOption = Annotated[bool, typer.Option("--csv", help="Print comma-separated values and nothing else.")]
 RangeOption = Annotated[str | None, typer.Option(metavar="A..B", help="For example 1B..10B; ..10B and 1B.. are open")]
-
-
-@app.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @app.command("list")
@@ -60,26 +65,14 @@ def list_runs(
         tokens=None if tokens is None else Range.parse(tokens),
         conditions=[*conditions, *map(Condition.parse, where or ())],
     )
-    if json_output:
-        emit_json([_summary(run) for run in runs])
-    elif csv_output:
-        _emit_csv([_summary(run) for run in runs])
-    elif not runs:
-        console.print("no published run is so")
-    else:
-        console.print(run_table(runs))
-        _say_marked(runs)
+    _rows([RunSummary(**_summary(run)) for run in runs], list_screen(runs), json_output, csv_output)
 
 
 @app.command()
 def show(id: Annotated[str, typer.Argument(metavar="ID")], json_output: JsonOption = False) -> None:
     """One run, every group with its source."""
     run = find_run(id)
-    if json_output:
-        emit_json(run.model_dump(exclude_none=True))
-        return
-    for line in run_lines(run, console.width):
-        console.print(line)
+    hand_over(PublishedRunDocument(**run.model_dump(exclude_none=True)), run_screen(run, console.width), json_output)
 
 
 @app.command("nearest")
@@ -113,16 +106,9 @@ def nearest_runs(
         optimizer or own.optimizer,
     )
     found = nearest(params, tokens, limit=limit, factor=factor, stack=asked, kind=kind)
-    if json_output or csv_output:
-        rows = [_summary(run) | _nearness(run, away, params, factor, asked) for run, away in found]
-        (emit_json if json_output else _emit_csv)(rows)
-        return
-    console.print(nearest_table(found))
-    for said in _cautions([run for run, _ in found], params, factor, asked):
-        console.print(said)
-    if recipe is not None and terms(recipe)["hyperparameters.optimizer"] == L2_DECAY:
-        console.print("adam in the recipe adds its decay to the gradient (L2); in papers it can be AdamW's name")
-    console.print("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
+    rows = [NearRun(**_summary(run) | _nearness(run, away, params, factor, asked)) for run, away in found]
+    l2 = recipe is not None and terms(recipe)["hyperparameters.optimizer"] == L2_DECAY
+    _rows(rows, nearest_screen(found, params, factor, asked, l2), json_output, csv_output)
 
 
 @app.command("diff")
@@ -133,29 +119,14 @@ def diff_runs(
 ) -> None:
     """The values in which two runs differ; A and B are published runs, or recipe files (.toml)."""
     left, right = _run_or_recipe(a), _run_or_recipe(b)
+    rows: list[Difference]
     if isinstance(left, PublishedRun) and isinstance(right, PublishedRun):
-        rows = diff(left, right)
-        if json_output:
-            emit_json([{"path": path, "a": in_a, "b": in_b} for path, in_a, in_b in rows])
-        else:
-            console.print(diff_table(a, b, rows) if rows else "no difference")
-        return
-    found = diff_in_terms(left, right, _as_trained)
-    if json_output:
-        emit_json([{"path": row.path, "a": row.a, "b": row.b, "counterpart": row.counterpart} for row in found])
-        return
-    if not found:
-        console.print("no difference")
-        return
+        rows = [Difference(path=path, a=in_a, b=in_b) for path, in_a, in_b in diff(left, right)]
+    else:
+        found = diff_in_terms(left, right, _as_trained)
+        rows = [RecipeDifference(path=row.path, a=row.a, b=row.b, counterpart=row.counterpart) for row in found]
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
-    console.print(diff_table(one, other, [row[:3] for row in found if row.counterpart]))
-    alone = [row[:3] for row in found if not row.counterpart]
-    if alone:
-        console.print("\nwithout a counterpart on the other side")
-        console.print(diff_table(one, other, alone))
-    console.print(
-        "of a recipe: lr, init std, decay, betas and eps as its hidden matrices get them (the median)", style="dim"
-    )
+    hand_over(rows, diff_screen(one, other, rows), json_output)
 
 
 @app.command()
@@ -174,23 +145,17 @@ def check(
     found = findings(read, lambda one: resolve(one).rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
     following = _next.after_check(recipe, read, overrides or ()) if passed else []
-    if json_output:
-        emit_json(
-            {
-                "name": read.name,
-                "params": read.model.params,
-                "tokens": read.data.tokens,
-                "passed": passed,
-                "checks": [check.name for check in CHECKS],
-                "findings": [one.to_json() for one in found],
-                "next": following,
-            }
-        )
-    else:
-        chosen = set(read.why) - {override.partition("=")[0].strip() for override in overrides or ()}
-        for line in finding_lines(read, found, len(CHECKS), console.width, chosen):
-            console.print(line)
-        _next.say(following)
+    document = RecipeCheck(
+        name=read.name,
+        params=read.model.params,
+        tokens=read.data.tokens,
+        passed=passed,
+        checks=[check.name for check in CHECKS],
+        findings=[FindingRow(**one.to_json()) for one in found],
+        next=following,
+    )
+    chosen = set(read.why) - {override.partition("=")[0].strip() for override in overrides or ()}
+    hand_over(document, findings_screen(document, console.width, chosen), json_output)
     if not passed:
         raise typer.Exit(1)
 
@@ -203,7 +168,7 @@ def _text_tokens(recipe: Recipe) -> int | None:
     try:
         sizes = [estimated_tokens(name) for name in names]
     except InputError as error:
-        errors.print(Text.assemble(("warning: ", "bold yellow"), f"{error}; epochs are not checked"))
+        warn([f"{error}; epochs are not checked"])
         return None
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(names) else None
@@ -233,6 +198,7 @@ def _nearness(run: PublishedRun, distance: float, params: int, factor: float, as
         "size_ratio": ratio,
         "within_factor": ratio <= factor,
         "same_stack": asked.fits(run.stack),
+        "stack": stack(run.stack),
     }
 
 
@@ -241,32 +207,15 @@ def _one_format(json_output: bool, csv_output: bool) -> None:
         raise InputError("one document is printed: take --json or --csv")
 
 
-def _emit_csv(rows: list[dict[str, Any]]) -> None:
-    """As a spreadsheet reads it; what is not known is empty."""
-    if rows:
-        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:
+    """Rows as a document, as a screen, or as a spreadsheet reads them: what is not known is empty."""
+    if not csv_output:
+        hand_over(rows, screen, json_output)
+    elif rows:
+        plain = [row.model_dump() for row in rows]
+        writer = csv.DictWriter(sys.stdout, list(plain[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
-
-
-def _cautions(runs: list[PublishedRun], params: int, factor: float, asked: Stack) -> list[str]:
-    said = []
-    ratio = size_ratio(runs[0], params)
-    if ratio > factor:
-        side = "larger" if runs[0].params_total > params else "smaller"
-        said.append(
-            f"no published run is within a factor of {factor:g} of {format_quantity(params)} parameters: "
-            f"{runs[0].id} is {format_number(ratio)}x {side}"
-        )
-    same = [run for run in runs if asked.fits(run.stack)]
-    if len(same) < len(runs):
-        said.append(f"{len(same) or 'none'} of these {len(runs)} of the stack asked for: {stack(asked)}")
-    return said
-
-
-def _say_marked(runs: list[PublishedRun]) -> None:
-    if any(run.peak_lr is not None and not run.lr_comparable for run in runs):
-        console.print(MARKED, style="dim")
+        writer.writerows(plain)
 
 
 def _run_or_recipe(written: str) -> PublishedRun | Recipe:

@@ -1,16 +1,18 @@
-"""``leaven report``: one self-contained page about a run, a study, a check or a demo, or about the published runs."""
+"""leaven report PATH"""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, console, emit_json
+from leaven.cli._common import JsonOption, hand_over
+from leaven.documents.runs import ReportDocument
 from leaven.recipe.errors import InputError
-from leaven.views.catalogue_page import write_catalogue
-from leaven.views.page import write_page
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def report(
     path: Annotated[
         Path | None,
@@ -20,16 +22,16 @@ def report(
     catalogue: Annotated[bool, typer.Option("--catalogue", help="The published runs, in place of a PATH.")] = False,
     json_output: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML page about a run, a study, a check or a demo, or about the published runs."""
     if catalogue and path is not None:
         raise InputError(f"--catalogue is a page of its own and takes no PATH; leave out {path} or --catalogue")
     if catalogue:
+        from leaven.views.catalogue_page import write_catalogue
+
         written = write_catalogue(output)
     elif path is not None:
+        from leaven.views.page import write_page
+
         written = write_page(path, output)
     else:
         raise InputError("a report on what? give the folder of a run, a study, a check or a demo, or --catalogue")
-    if json_output:
-        emit_json({"path": str(written)})
-    else:
-        console.print(f"wrote {written}", markup=False, soft_wrap=True)
+    hand_over(ReportDocument(path=str(written)), [f"wrote {written}"], json_output)

@@ -9,10 +9,15 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from leaven.cli._common import JsonOption, RunArgument, TokensOption, console, emit_json, errors, say_damaged
+from leaven.cli._common import JsonOption, RunArgument, TokensOption, hand_over
+from leaven.documents.runs import SampleDocument, SampleRow
 from leaven.recipe.errors import InputError
+from leaven.views.terminal.console import console, errors, say_damaged
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def sample_(
     run: RunArgument,
     text: Annotated[str, typer.Argument(metavar="[TEXT]", help="What the text begins with.")] = "",
@@ -25,7 +30,6 @@ def sample_(
     tokens: TokensOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Let a run's model go on with a text. It sees the last seq_len tokens, and computes them anew for each."""
     import torch
 
     from leaven.model.generate import Sampling
@@ -61,9 +65,8 @@ def sample_(
             typer.echo()
     seconds = time.perf_counter() - began
     if json_output:
-        emit_json(
-            {"run": str(run), "tokens": loaded.tokens, "prompt": text, "samples": [asdict(each) for each in drawn]}
-        )
+        rows = [SampleRow(**asdict(each)) for each in drawn]
+        hand_over(SampleDocument(run=str(run), tokens=loaded.tokens, prompt=text, samples=rows), [], json_output)
         return
     count = sum(each.tokens for each in drawn)
     errors.print(

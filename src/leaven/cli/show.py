@@ -7,19 +7,22 @@ from typing import Annotated
 import typer
 
 from leaven.cli import _next
-from leaven.cli._common import JsonOption, SetOption, console, emit_json, load, warn
+from leaven.cli._common import JsonOption, SetOption, hand_over, load
+from leaven.documents.runs import RuleDocument, ShowDocument
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import resolve
-from leaven.scaling.tested_ranges import warnings
-from leaven.views.rules import rule_table
-from leaven.views.starts import init_table
-from leaven.views.terminal import parameter_notes, parameter_table
+from leaven.scaling.tested_ranges import Caution, warnings
+from leaven.views.terminal.console import warn
+from leaven.views.terminal.recipe import recipe_screen, rule_table
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def show(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe file (TOML).", show_default=False)
@@ -30,35 +33,22 @@ def show(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Print what every parameter gets: shape, role, init std, lr, weight decay, betas, eps, multiplier.
-
-    Then the initialisation that applies beside the published ones, and what the optimizer does with weight decay.
-    """
+    """Below it the initialisation beside the published ones, and how the optimizer applies weight decay."""
     if rule is not None:
-        _show_rule(rule, json_output)
-    elif recipe is None:
+        if rule not in RULES:
+            raise InputError(f"--rule {rule}: no such rule; there are {', '.join(RULES)}")
+        hand_over(RuleDocument(**RULES[rule].document()), rule_table(RULES[rule]), json_output)
+        return
+    if recipe is None:
         raise InputError("leaven show takes a recipe file, or --rule NAME for a scaling rule")
-    else:
-        _show_recipe(load(recipe, overrides), json_output, _next.after_show(recipe, overrides or ()))
+    loaded = load(recipe, overrides)
+    found = warnings(loaded)
+    document = resolved(loaded, found, _next.after_show(recipe, overrides or ()))
+    hand_over(document, recipe_screen(resolve(loaded), loaded), json_output)
 
 
-def _show_recipe(recipe: Recipe, json_output: bool, following: list[str]) -> None:
-    table, found = resolve(recipe), warnings(recipe)
-    warn(found)
-    if json_output:
-        told = {"warnings": [asdict(warning) for warning in found], "next": following}
-        emit_json(describe(recipe, flops_per_token(recipe.model)) | told)
-        return
-    console.print(parameter_table(table, recipe))
-    console.print(parameter_notes(table, recipe))
-    console.print(init_table(table, recipe))
-    _next.say(following)
-
-
-def _show_rule(name: str, json_output: bool) -> None:
-    if name not in RULES:
-        raise InputError(f"--rule {name}: no such rule; there are {', '.join(RULES)}")
-    if json_output:
-        emit_json(RULES[name].document())
-        return
-    console.print(rule_table(RULES[name]))
+def resolved(recipe: Recipe, found: list[Caution], following: list[str]) -> ShowDocument:
+    """The document of a recipe; its warnings are said on standard error."""
+    warn(each.message for each in found)
+    cautions = [asdict(each) for each in found]
+    return ShowDocument(**describe(recipe, flops_per_token(recipe.model)), warnings=cautions, next=following)

@@ -12,24 +12,26 @@ from leaven.cli._common import (
     JsonOption,
     RecipeArgument,
     SetOption,
-    console,
     count_option,
-    emit_json,
-    errors,
+    hand_over,
     load,
+    prepared,
     stopping,
-    warn,
 )
-from leaven.cli._screens import TextScreen
-from leaven.cli._train_screen import TrainScreen, advice, summary_line
+from leaven.documents.runs import TrainDocument
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
 from leaven.recipe.errors import InputError
 from leaven.scaling.tested_ranges import warnings
+from leaven.views.terminal.console import errors, warn
+from leaven.views.terminal.training import TrainScreen, advice, trained
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def train_(
     recipe: RecipeArgument,
     run: Annotated[
@@ -67,16 +69,12 @@ def train_(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Train a recipe. The same command again resumes it, with the same losses to the last bit.
-
-    With --rewind-to, --set may change schedule, stability, evaluation, lr, weight decay, betas, eps and clipping.
-    """
+    """With --rewind-to, --set may change schedule, stability, evaluation, lr, weight decay, betas, eps, clipping."""
     if skip_tokens is not None and rewind_to is None:
         raise InputError("--skip-tokens goes with --rewind-to: say from where the data are left out")
     loaded = load(recipe, overrides)
     folder = run or Path("runs") / loaded.name
 
-    from leaven.data.tokens import prepare
     from leaven.distributed.exchange import first_alone
     from leaven.distributed.world import joined, rank, world_size
     from leaven.interop.weights import require_start
@@ -98,11 +96,9 @@ def train_(
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
     back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
-    warn([*warnings(loaded), *layout_cautions(loaded)])
+    warn(each.message for each in [*warnings(loaded), *layout_cautions(loaded)])
     with joined(loaded.layout, default_device()) as world:
-        with TextScreen() as text:
-            tokens = first_alone(world, lambda: prepare(loaded.data, loaded.model.vocab_size, progress=text.update))
-            text.notes(tokens)
+        tokens = first_alone(world, lambda: prepared(loaded))
         with stopping() as stop, TrainScreen(loaded, log_every) as screen:
             try:
                 summary = train(
@@ -120,17 +116,16 @@ def train_(
                 errors.print(f"stopped: {error}\n{advice(folder)}")
                 raise typer.Exit(1) from None
     following = _next.after_train(folder, loaded) if summary.finished else []
-    if json_output and rank() == 0:
-        emit_json({key: value for key, value in asdict(summary).items() if key != "finished"} | {"next": following})
+    values = {key: value for key, value in asdict(summary).items() if key != "finished"}
+    document = TrainDocument(**values, next=following)
+    if (summary.finished or json_output) and rank() == 0:
+        hand_over(document, trained(document, folder), json_output)
     if not summary.finished:
-        saved = "saved; the same command goes on from there"
+        saved = "saved; run it again to resume from there"
         if summary.unsaved is not None:
-            saved = f"not saved ({summary.unsaved}); the same command goes on from {summary.saved_tokens:,} tokens"
+            saved = f"not saved ({summary.unsaved}); run it again to resume from {summary.saved_tokens:,} tokens"
         errors.print(f"stopped at {summary.tokens:,} tokens, {saved}")
         raise typer.Exit(75)
-    if not json_output:
-        console.print(summary_line(summary, folder))
-        _next.say(following)
 
 
 def _leave_if_decided(run: "RunFolder") -> None:

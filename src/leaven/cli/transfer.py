@@ -1,23 +1,27 @@
 """leaven transfer RECIPE"""
 
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from leaven.cli import _next
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, console, count_option, emit_json, load, warn
-from leaven.planning.flops import flops_per_token
+from leaven.cli._common import JsonOption, RecipeArgument, SetOption, count_option, hand_over, load
+from leaven.cli.show import resolved
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
-from leaven.scaling.describe import describe
+from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.scaling.tested_ranges import dropped, warnings
 from leaven.scaling.transfer import transfer, transfer_like
-from leaven.views.terminal import parameter_table
+from leaven.views.terminal.recipe import parameter_table
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def transfer_(
     recipe: RecipeArgument,
     width: Annotated[int | None, count_option("Target d_model.")] = None,
@@ -40,7 +44,6 @@ def transfer_(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Take a recipe to another width, depth, batch or duration; warns where that was never tested."""
     asked = any(size is not None for size in (width, depth, batch_tokens, tokens, d_ff, d_head, kv_heads))
     if like is None and not asked:
         raise InputError("no target: give --width, --depth, --batch-tokens or --tokens, or --like TARGET.toml")
@@ -65,18 +68,16 @@ def transfer_(
         before = load(like, overrides)
         big = transfer_like(small, before)
     found = [*dropped(before, big), *warnings(big)]
-    warn(found)
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
-    following = _next.after_transfer(output, big)
-    if json_output:
-        told = {"warnings": [asdict(warning) for warning in found], "next": following}
-        emit_json(describe(big, flops_per_token(big.model)) | told)
-        return
-    console.print(parameter_table(resolve(big), big))
+    document = resolved(big, found, _next.after_transfer(output, big))
+    hand_over(document, _screen(big, output), json_output)
+
+
+def _screen(big: Recipe, output: Path | None) -> Iterator[RenderableType]:
+    yield from parameter_table(resolve(big), big)
     if output is not None:
-        console.print(f"wrote {output}")
-    _next.say(following)
+        yield f"wrote {output}"
 
 
 def _require_new(output: Path, inputs: list[Path], force: bool) -> None:

@@ -1,33 +1,27 @@
 """leaven tune RECIPE"""
 
-import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from leaven.cli import _next
-from leaven.cli._common import (
-    JsonOption,
-    RecipeArgument,
-    SetOption,
-    console,
-    emit_json,
-    errors,
-    load,
-    stopping,
-)
-from leaven.cli._screens import TextScreen
-from leaven.cli._tune_screen import TuneScreen
+from leaven.cli._common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
 from leaven.recipe.errors import InputError
 from leaven.tuning.document import StudyDocument
+from leaven.views.terminal.console import console, errors
+from leaven.views.terminal.study import TuneScreen, answer_lines
 
 if TYPE_CHECKING:
     from leaven.tuning.space import Space
 
+app = typer.Typer(add_completion=False)
+
 TRIALS = 32  # without any budget
 
 
+@app.command()
 def tune(
     recipe: RecipeArgument,
     study: Annotated[
@@ -70,12 +64,10 @@ def tune(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Search the hyperparameters of a small recipe. The same command again goes on, also beside others."""
     loaded = load(recipe, overrides)
 
     import torch
 
-    from leaven.data.tokens import prepare
     from leaven.planning.flops import flops_per_token
     from leaven.recipe.units import parse_quantity
     from leaven.training.machine import cores
@@ -98,9 +90,7 @@ def tune(
         raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")
     workers = workers or (1 if torch.cuda.is_available() else cores())
     searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
-    with TextScreen() as text:
-        tokens = prepare(loaded.data, loaded.model.vocab_size, progress=text.update)
-        text.notes(tokens)
+    tokens = prepared(loaded)
     try:
         with stopping() as stop, Study(folder, loaded, searched, method, tokens, url, durations=lengths) as opened:
             for path, reason in opened.space.left_out:
@@ -112,13 +102,11 @@ def tune(
         errors.print(str(gone))
         raise typer.Exit(75) from None
     following = _next.after_tune(recipe, folder) if state.best is not None and not interrupted else []
-    if json_output:
-        emit_json(state.summary(folder / "best.toml").model_dump() | {"next": following})
-    elif not interrupted and state.best is not None:
-        _say(state, trials, folder)
-        _next.say(following)
+    document = state.summary(folder / "best.toml", following)
+    if json_output or following:
+        hand_over(document, _answer(state, trials, folder), json_output)
     if interrupted:
-        errors.print(f"stopped after {state.ended} trials; the same command goes on from there")
+        errors.print(f"stopped after {document.trials} trials; run it again to resume")
         raise typer.Exit(75)
     if state.best is None:
         errors.print(opened.nothing)
@@ -132,24 +120,13 @@ def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
     return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
 
 
-def _say(state: StudyDocument, trials: int | None, folder: Path) -> None:
+def _answer(state: StudyDocument, trials: int | None, folder: Path) -> Iterator[str]:
     """The answer, folded under its labels in a terminal; what reads a pipe gets a line each."""
     from leaven.tuning.wording import lines, stopped
 
     width = console.width if console.is_terminal else None
-    said = [*lines(state, width)]
-    if state.stalled:
-        said += [stopped(state.ended, trials)]
-    said += [f"recipe     {folder / 'best.toml'} (each value with its reason under [why])"]
-    if state.fewer is not None:
-        said += [f"{'':11}{folder / 'fewest.toml'} (the fewest changes)"]
-    for line in said:
-        console.print("\n".join(folded(line, width)) if width else line)
-
-
-def folded(line: str, width: int) -> list[str]:
-    """A line of the answer in lines of at most ``width``, all but the first below what its label is of."""
-    return textwrap.wrap(line, width, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    said = [*lines(state, width), *([stopped(state.ended, trials)] if state.stalled else [])]
+    yield from answer_lines(said, folder, state.fewer is not None, width)
 
 
 def _as_of_stacks(space: "Space", durations: bool) -> "Space":

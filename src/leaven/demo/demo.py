@@ -3,19 +3,20 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from leaven.catalogue.starter.starter import untuned
 from leaven.data.tokens import TokenSet, prepare
-from leaven.demo.arms import ARMS, Arm, arms
+from leaven.documents.runs import DemoDocument
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, read_recipe, read_text, write_recipe, write_text
@@ -29,6 +30,10 @@ from leaven.training.worker import Pool, run_in
 from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
 from leaven.views.page import write_page
+from leaven.views.terminal.console import errors
+from leaven.views.terminal.live import LiveScreen
+from leaven.views.terminal.study import TuneScreen
+from leaven.views.terminal.training import RunsScreen
 
 PARTS = ("text", "tune", "transfer", "train", "report")
 
@@ -82,13 +87,42 @@ SEARCHED = (
 )
 
 
-class Watcher(Protocol):
-    """Who is told what happens; the command line draws it."""
+ARMS = ("transferred", "copied", "untuned")
 
-    def part(self, text: str) -> None: ...
-    def text(self) -> AbstractContextManager[Any]: ...
-    def tuning(self, study: Study, trials: int, workers: int) -> AbstractContextManager[Any]: ...
-    def training(self, runs: Mapping[str, Path], recipe: Recipe) -> AbstractContextManager[Any]: ...
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the runs: same model, tokens, batch and seed; other hyperparameters."""
+
+    key: str
+    title: str
+    why: str
+    recipe: Recipe
+
+
+def arms(target: Recipe) -> tuple[Arm, ...]:
+    """The tuned values under the rule; the same without a rule; what a starter has that nobody has tuned."""
+    return (
+        Arm(
+            "transferred",
+            "transferred (complete-d-p)",
+            "the tuned values, moved over width, depth and duration by the rule",
+            target.replace({"name": "transferred"}),
+        ),
+        Arm(
+            "copied",
+            "copied unchanged (standard)",
+            "the tuned values as they are, in an ordinary parametrisation",
+            target.replace({"name": "copied", "scaling.rule": "standard"}),
+        ),
+        Arm(
+            "untuned",
+            "untuned (leaven new)",
+            "lr, init, decay, betas, eps, clip and schedule as leaven new has them for this size, batch and length: "
+            "published runs and laws, moved there",
+            untuned(target).replace({"name": "untuned"}),
+        ),
+    )
 
 
 class Interrupted(Exception):
@@ -103,13 +137,12 @@ class Demo:
     size: str
     source: str
     workers: int
-    watcher: Watcher
     stop: Callable[[], bool]
     state: dict[str, Any] = field(default_factory=dict)
     _holds: bool = False  # the folder, and so may write into it
 
-    def walk(self) -> Path:
-        """All parts in order; the path of the report.
+    def walk(self) -> DemoDocument:
+        """All parts in order; what came out.
 
         Raises:
             InputError: if the folder holds something else or the source has no text.
@@ -123,7 +156,7 @@ class Demo:
             best = self._tune(tokens)
             target = self._transfer(best)
             self._train(target)
-            return self._report()
+            return self._document(self._report(), best, target)
 
     @property
     def proxy(self) -> Recipe:
@@ -158,7 +191,7 @@ class Demo:
     def _part(self, name: str, detail: str) -> Iterator[None]:
         """Time a part; what an interrupted one took before counts too."""
         left = f" · about {format_seconds(self._seconds_left(name))} left in all" if name in {"tune", "train"} else ""
-        self.watcher.part(f"{PARTS.index(name) + 1} of {len(PARTS)}  {name}: {detail}{left}")
+        errors.print(f"{PARTS.index(name) + 1} of {len(PARTS)}  {name}: {detail}{left}")
         began = time.monotonic()
         try:
             yield
@@ -188,9 +221,9 @@ class Demo:
         data, vocab_size = self.proxy.data, self.proxy.model.vocab_size
         with (
             self._part("text", f"{data.source}, byte-level BPE of {vocab_size:,} tokens"),
-            self.watcher.text() as text,
+            LiveScreen() as screen,
         ):
-            tokens = prepare(data, vocab_size, progress=text.update)
+            tokens = prepare(data, vocab_size, progress=screen.text)
             self.state["proxy_tokens_per_second"] = measure_speed(self.proxy, tokens)
         self.state["corpus"] = {
             "source": data.source,
@@ -208,7 +241,7 @@ class Demo:
             f"{format_quantity(proxy.data.tokens)} tokens, {self.workers} workers"
         )
         study = Study(self.folder / "study", proxy, space(proxy, ",".join(SEARCHED)), "trust-region", tokens)
-        with self._part("tune", detail), study, self.watcher.tuning(study, trials, self.workers) as screen:
+        with self._part("tune", detail), study, TuneScreen(study.state(), trials, self.workers) as screen:
             state = study.run(trials, self.workers, screen=screen, stop=self.stop)
         if state.best is None:
             raise InputError("every trial of the demo diverged; nothing can be transferred")
@@ -238,9 +271,8 @@ class Demo:
         folders = {arm.key: self.folder / "runs" / arm.key for arm in ways}
         with self._part("train", f"{len(ways)} runs of {format_quantity(target.data.tokens)} tokens"):
             for arm in ways:
-                self.watcher.part(f"        {arm.key}: {arm.why}")
-            screens = self.watcher.training(folders, target)
-            with Pool(min(self.workers, len(ways))) as pool, screens as screen:
+                errors.print(f"        {arm.key}: {arm.why}")
+            with Pool(min(self.workers, len(ways))) as pool, RunsScreen(folders, target.data.tokens) as screen:
                 pending = {pool.submit(run_in, folders[arm.key], arm.recipe): arm for arm in ways}
                 while pending and not self.stop():
                     for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
@@ -268,6 +300,19 @@ class Demo:
             path = write_page(self.folder, self.folder / "report.html")
         # Once more, so that the page knows how long it took itself.
         return write_page(self.folder, path)
+
+    def _document(self, report: Path, small: Recipe, large: Recipe) -> DemoDocument:
+        sizes = ((recipe.model, recipe.batch.tokens, recipe.data.tokens) for recipe in (small, large))
+        before, after = ((m.params, m.d_model, m.n_layers, batch, tokens) for m, batch, tokens in sizes)
+        names = ("parameters", "width", "depth", "batch", "tokens")
+        return DemoDocument(
+            report=str(report),
+            verdict=self.state["verdict"],
+            arms=self.state["arms"],
+            parts=self.state["parts"],
+            text=self.state["corpus"],
+            moved=dict(zip(names, zip(before, after, strict=True), strict=True)),
+        )
 
 
 def _left_by_a_start(name: str) -> bool:

@@ -5,12 +5,14 @@ noise are in nats per token. Points of a search are numbers by path, 0 at the st
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from leaven.documents.runs import BestTrial, TuneDocument
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
@@ -147,21 +149,6 @@ class Answer(BaseModel):
         return next(dimension for dimension in self.dimensions if dimension.path == path)
 
 
-class TuneSummary(BaseModel):
-    """What ``leaven tune --json`` prints."""
-
-    class Winner(BaseModel):
-        loss: float
-        interval: tuple[float, float]  # of 95%
-        recipe: str  # path of best.toml
-
-    best: Winner | None
-    trials: int  # that have ended
-    failed: int  # of these, diverged or failed
-    noise_floor: float | None
-    next: list[str] = []  # commands to go on with
-
-
 class StudyDocument(Answer):
     """A study as it stands. It has a ``best`` once a command has seen the search to its end."""
 
@@ -180,14 +167,15 @@ class StudyDocument(Answer):
         """The trials that ``leaven tune --trials`` counts."""
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
-    def summary(self, recipe: Path) -> TuneSummary:
+    def summary(self, recipe: Path, following: Sequence[str] = ()) -> TuneDocument:
         """What ``leaven tune --json`` prints; the best recipe is in the file ``recipe``."""
         best = self.best
-        return TuneSummary(
-            best=best and TuneSummary.Winner(loss=best.loss, interval=best.interval, recipe=str(recipe)),
+        return TuneDocument(
+            best=best and BestTrial(loss=best.loss, interval=list(best.interval), recipe=str(recipe)),
             trials=self.ended,
             failed=sum(trial.state in {"diverged", "failed"} for trial in self.trials),
             noise_floor=self.noise_floor,
+            next=list(following),
         )
 
     @model_validator(mode="before")

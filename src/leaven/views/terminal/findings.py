@@ -1,44 +1,41 @@
-"""What a person sees of a recipe beside the published runs: one finding after the other, the verdict last."""
+"""A recipe beside the published runs in the terminal: one finding after the other, the verdict last."""
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
-from leaven.catalogue.findings import Finding, Suggestion
 from leaven.catalogue.runs import find_run, listed
-from leaven.recipe.recipe import Recipe
+from leaven.documents.catalogue import FindingRow, RecipeCheck
 from leaven.recipe.units import format_number, format_quantity
-from leaven.views.terminal import folded
+from leaven.views.terminal.tables import folded
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
 _LABEL = max(map(len, _STYLES)) + 2
 _MOST = 4  # ids in a line; --json has all
 
 
-def finding_lines(
-    recipe: Recipe, found: Sequence[Finding], checks: int, width: int, chosen: Container[str] = ()
-) -> Iterator[Text]:
+def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[Text]:
     """The farthest outside first. ``chosen``: paths that leaven chose itself, for which a note proposes nothing."""
-    size, tokens = format_quantity(recipe.model.params), format_quantity(recipe.data.tokens)
-    yield Text(f"{recipe.name}  {size} parameters, {tokens} tokens; values as its matrices get them")
-    for one in found:
+    size, tokens = format_quantity(check.params), format_quantity(check.tokens)
+    yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values as its matrices get them")
+    for one in check.findings:
         yield Text()
-        said = [f"{one.check}: {one.message}", *_evidence(one)]
+        said = [f"{one.check}: {one.says}", *_evidence(one)]
         lines = [line for part in said for line in folded(part, width, _LABEL)]
         for n, line in enumerate(lines):
             label = one.severity.upper() if one.severity != "note" else one.severity
             yield Text.assemble(((label if n == 0 else "").ljust(_LABEL), _STYLES[one.severity]), line)
         if one.severity == "note" and one.path in chosen:
             yield Text(f"{'':{_LABEL}}the reason of this value is in [why]")
-        elif one.suggestions:
-            yield from _to_type(one.suggestions[0], width)
+        elif one.mends:
+            yield from _to_type(one.mends[0], width)
     yield Text()
-    yield verdict(found, checks)
+    yield verdict(check.findings, len(check.checks))
 
 
-def verdict(found: Sequence[Finding], checks: int) -> Text:
+def verdict(found: Sequence[FindingRow], checks: int) -> Text:
     notes = sum(one.severity == "note" for one in found)
     bad = {one.check for one in found if one.severity != "note"}
     noted = f", {notes} note{'s' if notes != 1 else ''}" if notes else ""
@@ -60,7 +57,7 @@ def written(value: Any) -> str:
             return f"{value}"
 
 
-def _evidence(one: Finding) -> Iterator[str]:
+def _evidence(one: FindingRow) -> Iterator[str]:
     if one.factor is not None and math.isfinite(one.factor) and one.severity != "note":
         yield f"{format_number(one.factor, 2)} x beyond {_range(one)}"
     if one.runs:
@@ -75,10 +72,10 @@ def _evidence(one: Finding) -> Iterator[str]:
         yield f"did so too, with another size, lr, batch or stack: {_ids(one.did_so)}"
 
 
-def _to_type(suggestion: Suggestion, width: int) -> Iterator[Text]:
+def _to_type(mend: Mapping[str, Any], width: int) -> Iterator[Text]:
     """Broken only between options, with what a shell takes for one line."""
     line = " " * _LABEL + "->"
-    for path, to in suggestion.items():
+    for path, to in mend.items():
         option = f" --set {path}={written(to)}"
         if len(line) + len(option) + 2 > width and not line.endswith("->"):
             yield Text(line + " \\")
@@ -87,7 +84,7 @@ def _to_type(suggestion: Suggestion, width: int) -> Iterator[Text]:
     yield Text(line)
 
 
-def _range(one: Finding) -> str:
+def _range(one: FindingRow) -> str:
     low, high = (None if end is None or math.isinf(end) else end for end in (one.low, one.high))
     if low is None or high is None:
         (end,) = (one for one in (low, high) if one is not None)

@@ -1,14 +1,17 @@
-"""What a person sees of the catalogue: published runs side by side, one run with its sources, what the laws say."""
+"""Published runs in the terminal: side by side, one with its sources, two compared."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rich.console import RenderableType
 from rich.text import Text
 
 from leaven.catalogue.groups import PublishedGroup
+from leaven.catalogue.neighbours import size_ratio
 from leaven.catalogue.run import PublishedRun, Stack
-from leaven.recipe.units import format_quantity
-from leaven.views.terminal import Column, Columns, folded, learning_rate
+from leaven.documents.catalogue import Difference, RecipeDifference
+from leaven.recipe.units import format_number, format_quantity
+from leaven.views.terminal.tables import Column, Columns, count, folded, learning_rate
 
 RUN = (
     Column("tokens"),
@@ -19,6 +22,52 @@ RUN = (
 SOURCE = Column("source of the lr", align="left", drop=3, free=True)
 MARK = "*"  # behind a learning rate that means something else
 MARKED = f"{MARK} no lr to compare with the others: muP, or another optimizer than Adam(W)"
+
+
+def list_screen(runs: Sequence[PublishedRun]) -> Iterator[RenderableType]:
+    if not runs:
+        yield "no published run is so"
+        return
+    yield run_table(runs)
+    if any(run.peak_lr is not None and not run.lr_comparable for run in runs):
+        yield Text(MARKED, style="dim")
+
+
+def nearest_screen(
+    found: Sequence[tuple[PublishedRun, float]], params: int, factor: float, asked: Stack, l2: bool
+) -> Iterator[RenderableType]:
+    """The nearest runs; and what keeps them from what was asked. ``l2``: the recipe's adam has L2 decay."""
+    yield nearest_table(found)
+    runs = [run for run, _ in found]
+    ratio = size_ratio(runs[0], params)
+    if ratio > factor:
+        side = "larger" if runs[0].params_total > params else "smaller"
+        yield (
+            f"no published run is within a factor of {factor:g} of {format_quantity(params)} parameters: "
+            f"{runs[0].id} is {format_number(ratio)}x {side}"
+        )
+    same = sum(asked.fits(run.stack) for run in runs)
+    if same < len(runs):
+        yield f"{same or 'none'} of these {len(runs)} of the stack asked for: {stack(asked)}"
+    if l2:
+        yield "adam in the recipe adds its decay to the gradient (L2); in papers it can be AdamW's name"
+    yield Text("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
+
+
+def diff_screen(a: str, b: str, rows: Sequence[Difference]) -> Iterator[RenderableType]:
+    """What two runs, or a recipe and a run, have differently; what only one of them can have stands below."""
+    alone = [row for row in rows if isinstance(row, RecipeDifference) and not row.counterpart]
+    both = [row for row in rows if row not in alone]
+    if not rows:
+        yield "no difference"
+    if both:
+        yield diff_table(a, b, both)
+    if alone:
+        yield "\nwithout a counterpart on the other side"
+        yield diff_table(a, b, alone)
+    if any(isinstance(row, RecipeDifference) for row in rows):
+        told = "of a recipe: lr, init std, decay, betas and eps as its hidden matrices get them (the median)"
+        yield Text(told, style="dim")
 
 
 def run_table(runs: Sequence[PublishedRun]) -> Columns:
@@ -51,21 +100,21 @@ def stack(of: Stack) -> str:
     return ", ".join(part for part in (of.norm_placement, qk_norm, of.optimizer) if part)
 
 
-def diff_table(a: str, b: str, rows: Sequence[tuple[str, Any, Any]]) -> Columns:
+def diff_table(a: str, b: str, rows: Sequence[Difference]) -> Columns:
     columns = (
         Column("value", align="left"),
         Column(a, align="left", free=True),
         Column(b, align="left", free=True),
     )
-    return Columns(columns, [(path, " | ".join(told(left)), " | ".join(told(right))) for path, left, right in rows])
+    return Columns(columns, [(row.path, " | ".join(told(row.a)), " | ".join(told(row.b))) for row in rows])
 
 
-def run_lines(run: PublishedRun, width: int) -> Iterator[Text]:
+def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
     """One run, nothing left out: every group with its sources above its values, an exception below its value."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""
-    yield Text(f"{run.kind}, {size}{active}, {_count(run.tokens)} tokens")
+    yield Text(f"{run.kind}, {size}{active}, {count(run.tokens)} tokens")
     flat = run.flat()
     left = 2 + max(map(len, flat)) + 2
     for name in dict.fromkeys(path.partition(".")[0] for path in flat if "." in path):
@@ -130,15 +179,11 @@ def _sparse(runs: Sequence[PublishedRun]) -> bool:
 def _cells(run: PublishedRun) -> tuple[str, ...]:
     mark = MARK if run.peak_lr is not None and not run.lr_comparable else ""
     return (
-        _count(run.tokens),
+        count(run.tokens),
         learning_rate(run.peak_lr, 3) + mark,
-        _count(run.batch_tokens),
+        count(run.batch_tokens),
         run.decay or "-",
     )
-
-
-def _count(value: int | None) -> str:
-    return "-" if value is None else format_quantity(value)
 
 
 def _source(run: PublishedRun) -> str:

@@ -1,12 +1,14 @@
 """What a person sees of the laws: all of them side by side, how far each is stretched, and their spread."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
+
+from rich.console import RenderableType
 
 from leaven.catalogue.laws import TRUST, LawResult, Optimum, best_tokens_per_param, critical_batch, lr_at_batch
 from leaven.catalogue.noise_scale import steps_over_least, tokens_over_least
 from leaven.recipe.units import format_quantity
-from leaven.views.terminal import Column, Columns, Facts, learning_rate
+from leaven.views.terminal.tables import Column, Columns, Facts, learning_rate
 
 Parts = tuple[str, ...]
 _COUNTED = {
@@ -14,6 +16,34 @@ _COUNTED = {
     "non-embedding": "N without embeddings",
     "without input embedding": "N without the input embedding",
 }
+
+
+def laws_screen(
+    results: Sequence[LawResult],
+    params: float,
+    tokens: float,
+    batch_tokens: float | None = None,
+    params_non_embedding: float | None = None,
+) -> Iterator[RenderableType]:
+    """What every law says of a run, where a batch stands among them, and how far they are apart."""
+    yield law_table(results)
+    yield ""
+    yield other_laws(results)
+    yield ""
+    if batch_tokens is not None:
+        yield batch_table(results, batch_tokens)
+        yield batch_facts(results, batch_tokens)
+        yield ""
+    yield range_legend()
+    yield law_spread(results, params, tokens, batch_tokens, params_non_embedding)
+
+
+def optimum_screen(found: Sequence[Optimum]) -> Iterator[RenderableType]:
+    """The best sizes for a budget of FLOPs by every answer."""
+    yield optimum_table(found)
+    yield ""
+    yield range_legend()
+    yield optimum_spread(found)
 
 
 def law_table(results: Sequence[LawResult]) -> Columns:
@@ -159,7 +189,7 @@ def optimum_table(found: Sequence[Optimum]) -> Columns:
         Column("params"),
         Column("tokens"),
         Column("tokens", "a param", align="point"),
-        Column("loss", "approach 3", align="point"),
+        Column("loss", "approach 3", align="point", drop=1),
         Column("loss", "replication", align="point"),
         Column("fitted range", align="left"),
     )

@@ -1,0 +1,89 @@
+"""Write docs/documents.md, what every verb prints with --json: `python benchmarks/documents_page.py`.
+
+The comment behind a field of a document is its line in the page.
+"""
+
+import ast
+import inspect
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from leaven.documents import Document, Entry, catalogue, checks, planning, runs
+
+PAGE = Path(__file__).parents[1] / "docs" / "documents.md"
+HEAD = """\
+# Documents
+
+With `--json` every verb prints one JSON document, or a list of them, and nothing else on standard output. `schema`
+names the document and its version. A key is never renamed or removed, new ones may come; the version changes when the
+meaning of a key does. A number that is not finite is `null`. `python benchmarks/documents_page.py` writes this page.
+"""
+_FIELD = re.compile(r"^    (?P<name>\w+): (?P<type>[^#=]+?)(?: = (?P<default>[^#]*?))?(?:  # (?P<said>.*))?$")
+
+
+def page() -> str:
+    """The page: a table a document, those of its parts below it."""
+    parts = [HEAD]
+    for module in (catalogue, planning, checks, runs):
+        for document in _defined(module):
+            if issubclass(document, Document):
+                parts += [_section(document), *(_table(entry) for entry in _entries(document, module))]
+    return "\n".join(parts)
+
+
+@cache
+def _sources(module: ModuleType) -> dict[str, list[str]]:
+    """The lines of each class of a module, in order."""
+    text = inspect.getsource(module)
+    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return {node.name: text.splitlines()[node.lineno : node.end_lineno] for node in classes}
+
+
+def _defined(module: ModuleType) -> list[type[Entry]]:
+    return [getattr(module, name) for name in _sources(module)]
+
+
+def _entries(document: type[Entry], module: ModuleType) -> list[type[Entry]]:
+    """The parts that a document's fields name, and theirs."""
+    source = " ".join(row[1] for row in _rows(document))
+    named = [
+        each
+        for each in _defined(module)
+        if not issubclass(each, Document) and each.__name__ in re.findall(r"\w+", source)
+    ]
+    return [entry for each in named for entry in (each, *_entries(each, module))]
+
+
+def _section(document: type[Document]) -> str:
+    said = inspect.cleandoc(document.__doc__ or "").replace("``", "`")
+    return f"## {document.SCHEMA}\n\n{said}\n\n{_rows_text(document)}"
+
+
+def _table(entry: type[Entry]) -> str:
+    return f"`{entry.__name__}`:\n\n{_rows_text(entry)}"
+
+
+def _rows_text(entry: type[Entry]) -> str:
+    lines = [f"| `{name}` | `{type_}` | {said} |" for name, type_, said in _rows(entry)]
+    return "\n".join(["| key | type | what it is |", "|---|---|---|", *lines, ""])
+
+
+def _rows(entry: type[Entry]) -> list[tuple[str, str, str]]:
+    """Key, type and comment of each field, inherited ones first."""
+    rows = {}
+    for each in reversed(entry.__mro__):
+        if issubclass(each, Entry) and each not in {Entry, Document}:
+            for line in _sources(sys.modules[each.__module__])[each.__name__]:
+                field = _FIELD.match(line)
+                if field and field["name"] in each.model_fields:
+                    key = each.model_fields[field["name"]].alias or field["name"]
+                    type_ = field["type"].replace("|", "\\|")
+                    rows[key] = (key, type_, (field["said"] or "").replace("|", "\\|"))
+    return list(rows.values())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

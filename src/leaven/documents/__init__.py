@@ -1,0 +1,42 @@
+"""Documents: what every verb returns, as typed and versioned data. `--json` prints one, a view draws it.
+
+A key is never renamed or removed; new keys may come. The number in ``schema`` changes when the meaning of a key does.
+docs/documents.md lists all documents and is written from these files: the comment behind a field is its line there.
+"""
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+Number = int | float
+"""A count stays a whole number in JSON, a measurement a decimal one."""
+
+
+class Entry(BaseModel):
+    """A part of a document."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Document(Entry):
+    """What a verb returns: ``class Trained(Document, schema="train/1")``."""
+
+    SCHEMA: ClassVar[str] = ""
+
+    def __init_subclass__(cls, schema: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.SCHEMA = f"leaven.{schema}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, values: Any) -> Any:
+        """Accept what :meth:`dump` wrote."""
+        if isinstance(values, dict) and "schema" in values:
+            if values["schema"] != cls.SCHEMA:
+                raise ValueError(f"a document of {values['schema']}, not of {cls.SCHEMA}")
+            values = {key: value for key, value in values.items() if key != "schema"}
+        return values
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return {**self.model_dump(mode="json", by_alias=True), "schema": self.SCHEMA}

@@ -1,0 +1,87 @@
+"""Measured throughput, and a proposed ramp, in the terminal."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+
+from leaven.documents.planning import BenchDocument, RampDocument
+from leaven.recipe.units import format_quantity
+from leaven.views.terminal.tables import Column, Columns, Fact, Facts
+
+_COLUMNS = (
+    Column("global batch", "sequences"),
+    Column("", "tokens"),
+    Column("micro-batch", "sequences"),
+    Column("tok/s"),
+    Column("of peak", "(best)"),
+    Column("TFLOP/s", drop=1),
+    Column("MFU"),
+    Column("memory", "GiB"),
+)
+
+
+def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[RenderableType]:
+    """A row each size, the fastest micro-batch of a batch with its share of the peak; and what to choose."""
+    fastest: dict[int, float] = {}
+    for row in bench.rows:
+        fastest[row.global_batch] = max(fastest.get(row.global_batch, 0.0), row.tokens_per_second)
+    peak, before, rows = max(fastest.values()), 0, []
+    for row in bench.rows:
+        first = row.global_batch != before
+        best = row.tokens_per_second == fastest[row.global_batch]
+        rows.append(
+            (
+                str(row.global_batch) if first else "",
+                format_quantity(row.global_batch * seq_len) if first else "",
+                str(row.micro_batch),
+                format_quantity(row.tokens_per_second),
+                f"{row.tokens_per_second / peak:.0%}" if best else "",
+                f"{row.tflops:.3g}",
+                f"{row.mfu:.1%}",
+                f"{row.peak_gib:.3g}",
+            )
+        )
+        before = row.global_batch
+    yield Columns(_COLUMNS, rows)
+    facts: list[Fact] = [("MFU", (bench.mfu_convention,))]
+    if bench.choose is not None:
+        start, largest = bench.choose.ramp_start, max(size for size in fastest if size != bench.unfinished)
+        facts += [
+            ("micro-batch", (f"{bench.choose.micro_batch} is fastest at a batch of {largest} sequences",)),
+            (
+                "ramp",
+                (
+                    f"start at {start.batch_tokens:,} tokens ({start.global_batch} sequences): "
+                    f"{start.share_of_peak:.0%} of full speed with micro-batch {start.micro_batch}, "
+                    f"the smallest batch above {share:.0%}",
+                ),
+            ),
+        ]
+    if bench.too_large:
+        facts.append(("memory", (f"micro-batches that do not fit: {', '.join(map(str, bench.too_large))}",)))
+    if bench.unfinished is not None:
+        said = f"not all micro-batches of {bench.unfinished} sequences were measured, so nothing is chosen from it"
+        facts.append(("unfinished", (said,)))
+    if not bench.whole:
+        facts.append(("left out", ("the larger batches were not measured (stopped, or --seconds passed)",)))
+    yield Facts(facts)
+
+
+def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
+    """The fitted noise scale and the stages that it allows a run of ``tokens``."""
+    fit, ahead = ramp.noise, tokens / ramp.noise.to_tokens
+    first = fit.last * (fit.from_tokens / fit.to_tokens) ** fit.exponent
+    noise = [
+        f"{format_quantity(first)} tokens at {format_quantity(fit.from_tokens)}, {format_quantity(fit.last)} at "
+        f"{format_quantity(fit.to_tokens)}: tokens^{fit.exponent:.2f} through {fit.points} measurements, off by a "
+        f"factor of {fit.scatter:.2f}"
+    ]
+    if ahead > 1:
+        noise.append(f"this run is {ahead:.3g} times as long as was measured: beyond, the power is extrapolated")
+    facts: list[Fact] = [("noise scale", noise), ("ramp", [ramp.why])]
+    if ramp.set:
+        stages = [
+            f"{format_quantity(each['tokens'])} from {format_quantity(each['from_tokens'])}" for each in ramp.stages
+        ]
+        facts.append(("stages", stages))
+    yield Facts(facts)

@@ -1,0 +1,34 @@
+"""Where a verb prints: results to standard output, progress, warnings and errors to standard error."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+NO_TERMINAL = 120  # columns of what is piped or logged, whatever machine it runs on
+
+
+def _console(stderr: bool) -> Console:
+    # Neither breaks lines: tables know the width, and a sentence is for the terminal to wrap.
+    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+    if not made.is_terminal:
+        made.width = NO_TERMINAL
+    return made
+
+
+console = _console(stderr=False)
+errors = _console(stderr=True)
+
+
+def warn(messages: Iterable[str], label: str = "warning") -> None:
+    for message in messages:
+        errors.print(Text.assemble((f"{label}: ", "bold yellow"), message))
+
+
+def say_damaged(names: Iterable[str]) -> None:
+    warn(f"checkpoint {name} is damaged; the one before it is used" for name in names)
+
+
+def next_lines(commands: Sequence[str]) -> list[str]:
+    """The commands to type next below their label."""
+    return [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]

@@ -1,0 +1,94 @@
+"""The accelerators that the planner knows, in the terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+
+from leaven.planning.accelerators import CONFIDENCE, EXAMPLE, Accelerator, user_file
+from leaven.views.terminal.tables import Column, Columns, Fact, Facts, at_point
+
+_COLUMNS = (
+    Column("accelerator", align="left"),
+    Column("16 bit", "TFLOP/s"),
+    Column("fp8", "TFLOP/s", drop=2),
+    Column("matmul", "TFLOP/s"),
+    Column("memory", "GiB"),
+    Column("", "TB/s"),
+    Column("power", "W", drop=4),
+    Column("link", "GB/s"),
+    Column("a node", drop=3),
+    Column("network", "GB/s"),
+)
+_GROUP_OF = ("peak", "peak", "matmul", "memory", "memory", "board", "link", "link", "network")
+_REMEMBERED = "*"
+
+
+def accelerators_screen(known: Sequence[Accelerator]) -> Iterator[RenderableType]:
+    yield Columns(_COLUMNS, _rows(known))
+    yield Facts(
+        [
+            ("16 bit", ("the dense peak in bf16, of a V100 in fp16",)),
+            ("matmul", ("the best in 16 bit that anybody measured; else 80% of the peak is planned with",)),
+            ("link, network", ("one direction, of one accelerator", "a node is what the link joins")),
+            (_REMEMBERED, ("unverified: remembered from data sheets", "sources: leaven hardware NAME")),
+            ("yours", (f"a line in {user_file()}, such as", f"Z1-64GB = {EXAMPLE}")),
+        ]
+    )
+
+
+def _rows(known: Sequence[Accelerator]) -> list[tuple[str, ...]]:
+    """Numbers at their points, each with its mark."""
+    numbers = [
+        (
+            one.peak_tflops,
+            one.peak("fp8"),
+            one.best_matmul_tflops,
+            one.memory_gib,
+            one.memory_tb_s,
+            one.power_w,
+            one.link_gb_s,
+            one.node_size,
+            one.network_gb_s,
+        )
+        for one in known
+    ]
+    columns = [at_point([_number(row[i]) for row in numbers]) for i in range(len(_GROUP_OF))]
+    remembered = [{source.group for source in one.sources if source.confidence == "memory"} for one in known]
+    return [
+        (
+            one.name,
+            *(
+                column[r] + (_REMEMBERED if group in remembered[r] and number is not None else " ")
+                for column, group, number in zip(columns, _GROUP_OF, numbers[r], strict=True)
+            ),
+        )
+        for r, one in enumerate(known)
+    ]
+
+
+def accelerator_screen(one: Accelerator) -> Iterator[RenderableType]:
+    """One of them, each number with its source."""
+    at = {source.group: source for source in one.sources}
+
+    def fact(label: str, group: str, *said: str) -> Fact:
+        source = at.get(group)
+        where = () if source is None else (f"{source.text} ({CONFIDENCE[source.confidence]})",)
+        return label, (*said, *where)
+
+    share = one.matmul_flops / 1e12 / one.peak_tflops
+    measured = tuple(f"{dtype} {rate:g}" for dtype, rate in one.matmuls)
+    yield Facts(
+        [
+            ("", (one.name, *([one.note] if one.note else []))),
+            fact("peak", "peak", *(f"{dtype} {rate:g}" for dtype, rate in one.peaks), "dense TFLOP/s"),
+            fact("best matmul", "matmul", *(measured or ("nobody's",)), f"{share:.0%} of the peak is planned with"),
+            fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
+            fact("board", "board", f"{_number(one.power_w)} W", f"{one.multiprocessors or '-'} multiprocessors"),
+            fact("link", "link", f"{one.link_gb_s:g} GB/s one way", f"joins {one.node_size}"),
+            fact("network", "network", f"{one.network_gb_s:g} GB/s one way"),
+        ]
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"

@@ -1,0 +1,90 @@
+"""What a person watches while a verb works: rows that stay, and on a terminal lines that change and bars below them.
+
+Everything goes to standard error. Without a terminal the same rows are printed without the rest.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from leaven.recipe.units import format_seconds
+from leaven.views.terminal import console
+from leaven.views.terminal.tables import Cell, Column, RowByRow
+
+if TYPE_CHECKING:
+    from leaven.data.tokens import TokenSet
+
+
+class LiveScreen(Progress):
+    """Rows of one table and lines between them; the bars are gone when the work is done.
+
+    ``columns`` are those of the table. ``above`` is asked for lines above the bars whenever these are drawn, in a
+    thread of rich.
+    """
+
+    above: Callable[[], Iterable[RenderableType]] | None = None
+
+    def __init__(self, columns: Sequence[Column] = ()) -> None:
+        bars = (TextColumn("{task.description}"), BarColumn(32), TextColumn("{task.fields[left]}"))
+        super().__init__(*bars, console=console.errors, transient=True, disable=not console.errors.is_terminal)
+        self.table = RowByRow(columns, self.console.width)
+        self._headed = False
+        self._bars: dict[str, tuple[TaskID, float]] = {}  # and when it was first seen
+        self._already: dict[str, float] = {}  # what was done by then
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.above is not None:
+            yield from self.above()
+        yield from super().get_renderables()
+
+    def line(self, text: str | Text) -> None:
+        self.console.print(text, soft_wrap=True)
+
+    def row(self, cells: dict[str, Cell]) -> None:
+        """A row of the table, under its header if it is the first."""
+        if not self._headed:
+            self._headed = True
+            self.line(Text(self.table.header.plain, style="dim"))
+        self.line(self.table.line(cells))
+
+    def bar(self, name: str, done: float, total: float | None, left: str | None = None) -> str:
+        """Move a bar; returns what stands behind it, the time left if ``left`` says nothing else."""
+        if name not in self._bars:
+            self._bars[name] = (self.add_task(name, total=total, left=""), time.monotonic())
+        task, began = self._bars[name]
+        if left is None:
+            already = self._already.setdefault(name, done)
+            left = _time_left(done, total or 0.0, already, time.monotonic() - began)
+        self.update(task, completed=done, total=total, left=left)
+        return left
+
+    def counts(self, what: str) -> Callable[[int, int], None]:
+        """Told (done, total) of things that are done one by one."""
+        self.bar(what, 0, None, "")
+
+        def update(done: int, total: int) -> None:
+            self.bar(what, done, total)
+
+        return update
+
+    def text(self, stage: str, done: int, total: int) -> None:
+        """Reading and tokenising a text, in bytes."""
+        self.bar(stage, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+    def notes(self, tokens: "TokenSet") -> None:
+        """What was skipped of a text, and what had to be made again."""
+        for note in tokens.notes:
+            self.line(f"  {note}")
+
+
+def _time_left(done: float, total: float, already: float, spent: float) -> str:
+    """At the pace since ``already`` was done."""
+    if done >= total:
+        return "done"
+    if done <= already or spent < 1:
+        return ""
+    return f"{format_seconds(spent * (total - done) / (done - already))} left"

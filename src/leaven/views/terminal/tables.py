@@ -1,0 +1,211 @@
+"""Tables and labelled facts that know the width they are printed at.
+
+A row is a line: names are never broken, numbers never left out; free text ends in an ellipsis, and the columns that
+say least go first.
+"""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from leaven.recipe.units import format_quantity
+
+LEAST = 30  # free text of fewer characters than this says too little to be worth its column
+LABEL = 11  # characters of the label "next" and of those above it
+
+Cell = str | Text
+Fact = tuple[str, Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    header: str
+    unit: str = ""  # stands below the header
+    align: Literal["left", "right", "point"] = "right"
+    drop: int = 0  # where there is no room the column with the highest number goes first; 0 stays
+    free: bool = False  # text that may be cut
+    width: int = 0  # characters, of a column whose rows come one at a time
+
+
+class Columns:
+    """Rows under headers, a line each; ``notes`` are told in full below their rows, folded where need be.
+
+    A table too wide for its terminal drops columns, then narrows its gaps, then tells below the table, once, what is
+    the same in all rows.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]] = ()
+    ) -> None:
+        self._columns = columns
+        by_column = [[row[i] for row in rows] for i in range(len(columns))]
+        self._cells = [
+            at_point([str(cell) for cell in cells]) if column.align == "point" else cells
+            for column, cells in zip(columns, by_column, strict=True)
+        ]
+        self._notes = notes
+        self._natural = [
+            max(map(len, (column.header, column.unit, *cells)))
+            for column, cells in zip(columns, self._cells, strict=True)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        kept, gap, same = self._fit(options.max_width)
+        widths = self._widths(kept, gap, options.max_width)
+        for part in ("header", "unit"):
+            titles = [getattr(column, part) for column in self._columns]
+            if any(titles[i] for i in kept):
+                yield self._line(titles, widths, gap, "dim")
+        for r in range(len(self._cells[0])):
+            yield self._line([cells[r] for cells in self._cells], widths, gap)
+            if self._notes:
+                for line in joined(self._notes[r], options.max_width - 4):
+                    yield Text(" " * 4 + line.plain, style="dim")
+        if same:
+            told = ", ".join(f"{self._columns[i].header} {str(self._cells[i][0]).strip()}" for i in same)
+            yield Text(f"all rows: {told}")
+
+    def _fit(self, width: int) -> tuple[list[int], int, list[int]]:
+        """The columns that are shown, the gap between them, and those told below."""
+        kept = list(range(len(self._columns)))
+        while self._least(kept, 2) > width and any(self._columns[i].drop for i in kept):
+            kept.remove(max(kept, key=lambda i: self._columns[i].drop))
+        gap = 2 if self._least(kept, 2) <= width else 1
+        same: list[int] = []
+        alike = [i for i in kept if self._columns[i].align == "point" and len(set(self._cells[i])) == 1]
+        while self._least(kept, gap) > width and alike:
+            same.append(alike.pop(0))
+            kept.remove(same[-1])
+        return kept, gap, same
+
+    def _least(self, kept: list[int], gap: int) -> int:
+        return sum(map(self._narrowest, kept)) + gap * (len(kept) - 1)
+
+    def _narrowest(self, i: int) -> int:
+        column, natural = self._columns[i], self._natural[i]
+        if not column.free:
+            return natural
+        return max(len(column.header), min(natural, LEAST) if column.drop else 0)
+
+    def _widths(self, kept: list[int], gap: int, width: int) -> dict[int, int]:
+        widths = {i: self._natural[i] for i in kept}
+        free = sorted((i for i in kept if self._columns[i].free), key=lambda i: widths[i])
+        left = width - gap * (len(kept) - 1) - sum(widths[i] for i in kept if i not in free)
+        for n, i in enumerate(free):
+            widths[i] = max(len(self._columns[i].header), min(widths[i], left // (len(free) - n)))
+            left -= widths[i]
+        return widths
+
+    def _line(self, cells: Sequence[Cell], widths: dict[int, int], gap: int, style: str = "") -> Text:
+        aligned = [_aligned(cells[i], width, self._columns[i].align == "left") for i, width in widths.items()]
+        line = Text(" " * gap).join(aligned)
+        line.rstrip()
+        line.style = style
+        return line
+
+
+class RowByRow:
+    """A table whose rows come one at a time, in columns of fixed widths, but for a free one at the end; columns
+    without room are left out."""
+
+    def __init__(self, columns: Sequence[Column], width: int) -> None:
+        self.columns = list(columns)
+        while sum(column.width + 2 for column in self.columns) - 2 > width:
+            last = max(self.columns, key=lambda column: column.drop)
+            if not last.drop:
+                break
+            self.columns.remove(last)
+        left = width - sum(column.width + 2 for column in self.columns if not column.free)
+        self.widths = {c.header: max(left, len(c.header)) if c.free else c.width for c in self.columns}
+
+    @property
+    def header(self) -> Text:
+        return self.line({column.header: column.header for column in self.columns})
+
+    def line(self, cells: Mapping[str, Cell]) -> Text:
+        """A row of cells by header; what is not among the columns is left out."""
+        aligned = []
+        for column in self.columns:
+            cell, width = cells.get(column.header, ""), self.widths[column.header]
+            aligned.append(_aligned(cell, width if column.free else max(width, len(cell)), column.align == "left"))
+        line = Text("  ").join(aligned)
+        line.rstrip()
+        return line
+
+
+class Facts:
+    """A label and what it says, folded between the parts: ``layout   dp 64 · tp 1 · pp 1``."""
+
+    def __init__(self, facts: Sequence[Fact]) -> None:
+        self._facts = facts
+        self._indent = 2 + max(len(label) for label, _ in facts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        room = options.max_width - self._indent
+        for label, parts in self._facts:
+            for n, line in enumerate(joined(parts, room)):
+                yield Text((label if n == 0 else "").ljust(self._indent)) + line
+
+
+def joined(parts: Sequence[Cell], room: int) -> list[Text]:
+    """Parts with dots between them in lines of at most ``room``; a part that is longer is folded between words."""
+    lines: list[Text] = []
+    for part in parts:
+        text = Text(part) if isinstance(part, str) else part
+        if lines and len(lines[-1]) + 3 + len(text) <= room:
+            lines[-1] = lines[-1] + Text(" · ") + text
+        elif len(text) <= room:
+            lines.append(text)
+        else:
+            lines += map(Text, folded(text.plain, room))
+    return lines
+
+
+def folded(text: str, width: int, indent: int = 0) -> list[str]:
+    """Text in lines that fit ``width`` after ``indent``; words and ids stay whole."""
+    return textwrap.wrap(text, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
+
+
+def _aligned(cell: Cell, width: int, left: bool) -> Text:
+    text = Text(cut(cell, width)) if isinstance(cell, str) else cell.copy()
+    text.truncate(width, overflow="ellipsis")
+    if left:
+        text.pad_right(width - len(text))
+    else:
+        text.pad_left(width - len(text))
+    return text
+
+
+def cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1].rstrip() + "…"
+
+
+def at_point(cells: Sequence[str]) -> list[str]:
+    """Numbers one below the other at their points: ``0.004``, ``2.83e-4`` and ``1e-8``."""
+    split = [next((n for n, sign in enumerate(cell) if sign in ".e"), len(cell)) for cell in cells]
+    before = max(split, default=0)
+    after = max((len(cell) - n for cell, n in zip(cells, split, strict=True)), default=0)
+    return [" " * (before - n) + cell + " " * (after - len(cell) + n) for cell, n in zip(cells, split, strict=True)]
+
+
+def learning_rate(lr: float | None, digits: int = 2) -> str:
+    """One below the other, all alike: ``3.5e-4``."""
+    if lr is None:
+        return "-"
+    mantissa, _, exponent = f"{lr:.{digits - 1}e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def count(value: float | None) -> str:
+    return "-" if value is None else format_quantity(value)
+
+
+def under(label: str, lines: Sequence[Sequence[Cell]]) -> list[Fact]:
+    """Facts that share a label, which stands before the first."""
+    return [("" if n else label, line) for n, line in enumerate(lines)]

@@ -1,0 +1,228 @@
+"""What a person watches while runs train, and what is said when one ends."""
+
+import string
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from leaven.documents.runs import TrainDocument
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity, format_seconds
+from leaven.views import numbers
+from leaven.views.terminal.live import LiveScreen
+from leaven.views.terminal.tables import Column, learning_rate
+
+if TYPE_CHECKING:
+    from leaven.training.run_folder import RunFolder
+    from leaven.training.step import Step
+
+SLOW = 1.5  # times the median of the ranks, above which a rank is said to be slow
+LONGEST_SILENCE = 60.0  # seconds without a row
+
+# What is said of an event of a run, by its name; :q is a quantity, :v any value.
+EVENTS = {
+    "resume": "resumed at {tokens:q} tokens",
+    "micro_batch": "micro-batch {micro_batch}, {why}",
+    "skip": "step {step:,} left out at {tokens:q} tokens: loss {loss:.3f}, gradient norm {grad_norm:v}",
+    "rollback": "anomaly at {tokens:q} tokens: {why}\n"
+    "  rolled back to {from_tokens:q} tokens, data left out from {skip_from:q} to {skip_to:q}{lower}, "
+    "attempt {attempt} of {attempts}",
+    "checkpoint_failed": "checkpoint at {tokens:q} tokens is not saved: {why}; the run goes on, older ones stay",
+    "unwritten": "nothing can be written at {tokens:q} tokens: {why}; the run goes on and writes it later",
+    "full_batch": "batch is at its full {batch_tokens:q} tokens at {tokens:q} tokens, micro-batch {micro_batch}",
+    "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the others for the same work; all "
+    "wait for it",
+    "curves_lost": "curves of {writer} end at {tokens:q} tokens: {why}",
+    "layout": "{changed} at {tokens:q} tokens: the same sums in another order, so losses differ in their last bits",
+}
+
+
+class _Quantities(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "q":
+            return format_quantity(value)
+        return numbers.value(value) if format_spec == "v" else super().format_field(value, format_spec)
+
+
+class TrainScreen(LiveScreen):
+    """A row each validation, one every ``log_every`` steps if that is set, at least one a minute; a line each event.
+
+    On a terminal every step is seen too, in a row that changes above the bar.
+    """
+
+    def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
+        measured = recipe.stability.noise_scale_every_tokens is not None
+        noise = [Column("noise", width=6)] if measured else []
+        # 80 characters have room for nine columns; the noise scale, if it is measured, takes the place of the MFU.
+        columns = (
+            Column("tokens", width=7),
+            Column("loss", width=6),
+            Column("validation", width=10),
+            Column("lr", width=7),
+            Column("|grad|", width=7),
+            Column("|update|", width=8),
+            Column("batch", width=6),
+            Column("tok/s", width=6),
+            *noise,
+            Column("MFU", width=5, drop=1 if measured else 0),
+            Column("memory", width=9, drop=2),
+            Column("TFLOP/s", width=7, drop=3),
+            Column("left", width=11, drop=4),
+        )
+        super().__init__(columns)
+        self._recipe = recipe
+        self._log_every = log_every
+        self._last: Step | None = None
+        self._waiting: Step | None = None  # asked for, and said with its validation if one comes
+        self._spoken = time.monotonic()
+        self._noise_scale: float | None = None
+        self._left = ""
+        self.bar(recipe.name, 0, recipe.data.tokens, "")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._say_waiting()
+        super().__exit__(kind, error, traceback)
+
+    def step(self, step: "Step") -> None:
+        if self._last is None:
+            self.bar(self._recipe.name, step.tokens - step.batch_tokens, self._recipe.data.tokens)
+        self._say_waiting()
+        self._last = step
+        self._noise_scale = step.noise_scale or self._noise_scale
+        self._left = self.bar(self._recipe.name, step.tokens, self._recipe.data.tokens)
+        row = self.table.line(self._cells(step))
+        row.style = "dim"
+        self.above = lambda: (row,)
+        asked = self._log_every is not None and step.step % self._log_every == 0
+        if asked or time.monotonic() - self._spoken > LONGEST_SILENCE:
+            self._waiting = step
+
+    def event(self, event: str, values: dict[str, Any]) -> None:
+        if event not in {"validation", "checkpoint", "ranks"}:  # of the others mostly nothing is said
+            self._say_waiting()
+        said = dict(values)
+        match event:
+            case "validation" if self._last is not None:
+                self._say(self._last, f"{values['loss']:.4f}")
+            case "ramp" if values["batch_tokens"] == self._recipe.batch.tokens:
+                event = "full_batch"
+            case "ranks" if values["times_the_median"] > SLOW:
+                event = "slow_rank"
+            case "rollback":
+                said["lower"] = f", lr x{values['lr']:g}" if values["lr"] < 1 else ""
+            case "layout":
+                changes = (f"{each['path']} {each['before']} -> {each['after']}" for each in values["changes"])
+                said["changed"] = ", ".join(changes)
+        if event in EVENTS:
+            self.line(f"  {_Quantities().vformat(EVENTS[event], (), said)}")
+        for source, epochs in values.get("epochs", {}).items():
+            self.line(f"  {epochs:.3g} epochs of {source}")
+        if values.get("mfu_convention"):
+            self.line(f"  MFU: {values['mfu_convention']}")
+        for name in values.get("damaged_checkpoints", ()):
+            self.line(f"  checkpoint {name} is damaged and was passed over")
+
+    def _say_waiting(self) -> None:
+        if self._waiting is not None:
+            self._say(self._waiting)
+
+    def _say(self, step: "Step", validation: str = "") -> None:
+        self._waiting = None
+        self._spoken = time.monotonic()
+        self.row({**self._cells(step), "validation": validation})
+
+    def _cells(self, step: "Step") -> dict[str, str | Text]:
+        return {
+            "tokens": format_quantity(step.tokens),
+            "loss": _fixed(step.loss, 3),
+            "lr": learning_rate(step.lr, 3),
+            "|grad|": _fixed(step.grad_norm, 3),
+            "|update|": _fixed(step.update_norm, 4),
+            "batch": format_quantity(step.batch_tokens),
+            "tok/s": format_quantity(step.tokens_per_second),
+            "MFU": f"{step.mfu:.1%}" if step.mfu is not None else "-",
+            "memory": f"{step.memory_gib:.3g} GiB",
+            "noise": format_quantity(self._noise_scale) if self._noise_scale is not None else "-",
+            "TFLOP/s": numbers.value(step.tflops),
+            "left": self._left.removesuffix(" left"),
+        }
+
+
+class RunsScreen(LiveScreen):
+    """Runs of other processes, side by side: a bar each, and a row each validation, read from their folders."""
+
+    def __init__(self, runs: Mapping[str, Path], tokens: int) -> None:
+        from leaven.training.run_folder import RunFolder
+
+        columns = {"run": 11, "tokens": 7, "loss": 6, "validation": 10, "lr": 7, "batch": 6, "tok/s": 6}
+        super().__init__([Column(header, width=width) for header, width in columns.items()])
+        self._tokens = tokens
+        self._folders = {name: RunFolder(folder) for name, folder in runs.items()}
+        # Validations of an earlier start have been shown then.
+        self._shown = {name: len(_validations(folder)) for name, folder in self._folders.items()}
+        self.look()
+
+    def look(self) -> None:
+        """Read the folders again: move the bars, print what is new."""
+        for name, folder in self._folders.items():
+            steps = {line["tokens"]: line for line in folder.metrics()}
+            self.bar(f"{name:<11}", max(steps, default=0), self._tokens)
+            validations = _validations(folder)
+            for event in validations[self._shown[name] :]:
+                if (step := steps.get(event["tokens"])) is not None:
+                    self.row(
+                        {
+                            "run": name,
+                            "tokens": format_quantity(step["tokens"]),
+                            "loss": "nan" if step["loss"] is None else _fixed(step["loss"], 3),
+                            "validation": "nan" if event["loss"] is None else f"{event['loss']:.4f}",
+                            "lr": learning_rate(step["lr"], 3),
+                            "batch": format_quantity(step["batch_tokens"]),
+                            "tok/s": format_quantity(step["tokens_per_second"]),
+                        }
+                    )
+            self._shown[name] = len(validations)
+
+
+def _validations(folder: "RunFolder") -> Sequence[dict[str, Any]]:
+    return [event for event in folder.events() if event["event"] == "validation"]
+
+
+def _fixed(number: float, digits: int) -> str:
+    return f"{number:.{digits}f}" if abs(number) < 100 else numbers.value(number)
+
+
+def advice(folder: Path) -> str:
+    """What to do about a run that stopped in trouble: its rollbacks, and the command to rewind it."""
+    from leaven.training.run_folder import RunFolder
+
+    run = RunFolder(folder)
+    lines = [
+        f"  rolled back at {format_quantity(event['tokens'])} tokens, data left out from "
+        f"{format_quantity(event['skip_from'])} to {format_quantity(event['skip_to'])}: {event['why']}"
+        for event in run.rollbacks()
+    ]
+    there = sorted(int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("tokens-*"))
+    if there:
+        lines.append(
+            f"the last checkpoints are at {', '.join(f'{tokens:,}' for tokens in there)} tokens; to go on from one "
+            f"with a lower lr: --rewind-to {there[0]} --set hyperparameters.lr=..."
+        )
+    return "\n".join(lines)
+
+
+def trained(summary: TrainDocument, folder: Path) -> list[str]:
+    bits = f" ({summary.bits_per_byte:.4f} bits per byte)" if summary.bits_per_byte is not None else ""
+    noise = [f"gradient noise scale {format_quantity(summary.noise_scale)} tokens"] if summary.noise_scale else []
+    return [
+        f"{summary.loss:.4f} nats per token{bits} on validation after {format_quantity(summary.tokens)} tokens, "
+        f"{summary.steps:,} steps, {format_seconds(summary.seconds)}",
+        *noise,
+        f"run folder {folder}",
+    ]
