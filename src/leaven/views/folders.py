@@ -1,24 +1,271 @@
-"""From a folder of a run, a study, a check or a demo to a story. Errors name the file and say what to do."""
+"""What the folder of a run, a study, a check or a demo holds, as view models. Errors name the file and what to do."""
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder
-from leaven.tuning.document import StudyDocument
-from leaven.views.story import Arm, Corpus, Demo, Entry, Machine, Number, Part, Return, Run, Step, Story, Study
+from leaven.tuning.document import UNDER_WAY, StudyDocument, StudyTrial
 
 Kind = TypeVar("Kind")
 
 
-def read_story(folder: Path) -> "Story | CheckFile":
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# A diverged run writes NaN; a chart has a gap there.
+Number = Annotated[float | None, BeforeValidator(_finite)]
+
+
+class StoredEntry(BaseModel):
+    """Newer writers may add keys; a reader of old pages ignores them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class StepMetrics(StoredEntry):
+    """One line of metrics.jsonl. ``tokens`` are those consumed after the step, ``lr`` is that of hidden weights."""
+
+    step: int
+    tokens: int
+    loss: Number = None
+    lr: Number = None
+    grad_norm: Number = None
+    batch_tokens: Number = None
+    tokens_per_second: Number = None
+    noise_scale: Number = None
+
+
+class DemoPart(StoredEntry):
+    """One part of a demo and how long it took."""
+
+    name: str
+    seconds: float
+
+
+class DemoText(StoredEntry):
+    source: str
+    bytes: int
+    documents: int | None = None
+    train_tokens: int
+    validation_tokens: int
+    vocab_size: int
+
+
+class DemoMachine(StoredEntry):
+    processor: str | None = None
+    cores: int | None = None
+    memory_gib: float | None = None
+    python: str | None = None
+    torch: str | None = None
+    platform: str | None = None
+    leaven: str | None = None
+
+
+class RunReturn(StoredEntry):
+    """A return of a run to an earlier point: found at ``tokens``, back to ``to_tokens``, from where on ``skip_from``
+    to ``skip_to`` of the stream is left out (tokens). ``event`` is ``rollback``, or ``rewind`` for one by hand."""
+
+    event: str
+    tokens: int
+    to_tokens: int
+    skip_from: int
+    skip_to: int
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A training run. ``loss`` is the last validation loss, ``validation`` all of them as (tokens, loss).
+
+    ``stopped`` says why a run that did not finish ended, if it could say it.
+    """
+
+    title: str
+    recipe: Recipe
+    steps: tuple[StepMetrics, ...]
+    validation: tuple[tuple[int, float], ...]
+    loss: float | None
+    seconds: float | None
+    finished: bool
+    stopped: str | None = None
+    returns: tuple[RunReturn, ...] = ()
+    key: str = "run"
+
+    @property
+    def tokens(self) -> int:
+        return self.steps[-1].tokens
+
+    @property
+    def first_loss(self) -> float | None:
+        return next((step.loss for step in self.steps if step.loss is not None), None)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median over the steps: the first ones and a pause on the machine do not count."""
+        speeds = sorted(step.tokens_per_second for step in self.steps if step.tokens_per_second)
+        return speeds[len(speeds) // 2] if speeds else None
+
+
+class StudyView(StudyDocument):
+    """A search, with the recipe it began from and the best one."""
+
+    centre: Recipe
+    best_recipe: Recipe | None
+
+    @property
+    def seconds(self) -> float:
+        return sum(trial.seconds or 0.0 for trial in self.trials)
+
+    def count(self, state: str) -> int:
+        return sum(trial.state == state for trial in self.trials)
+
+    @property
+    def under_way(self) -> bool:
+        return any(trial.state in UNDER_WAY for trial in self.trials)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the best is another point than the start."""
+        return any(coordinate.best for coordinate in self.coordinates)
+
+    @property
+    def best_trial(self) -> StudyTrial | None:
+        return next((trial for trial in self.trials if self.best and trial.number == self.best.number), None)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval of the best; None where it says nothing, or only the run that chose it was there."""
+        if self.best is None or not self.best.fresh:
+            return None
+        low, high = self.best.interval
+        return (low, high) if math.isfinite(high - low) else None
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether the loss of the best is that of the one run which chose it."""
+        return self.best is not None and not self.best.fresh and self.best.runs == 1
+
+    @property
+    def fewer(self) -> dict[str, float] | None:
+        """The octaves, by path, of the point with the fewest changes; None where that is the best point itself."""
+        return None if self.best_trial and self.fewest_octaves == self.best_trial.octaves else self.fewest_octaves
+
+    @property
+    def start_loss(self) -> float | None:
+        """Of the recipe that the search began from, over all its seeds; of the first trial where it was not run."""
+        done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
+        at_start = [trial for trial in done if trial.octaves is not None and not any(trial.octaves.values())]
+        losses = [trial.loss for trial in at_start or done[:1] if trial.loss is not None]
+        return sum(losses) / len(losses) if losses else None
+
+
+@dataclass(frozen=True)
+class ArmView:
+    """One of the runs that a demo compares. ``run`` is None where it never wrote a step."""
+
+    key: str
+    title: str
+    why: str
+    loss: float | None
+    folder: str
+    run: RunView | None
+
+
+@dataclass(frozen=True)
+class DemoView:
+    name: str
+    verdict: str
+    arms: tuple[ArmView, ...]
+    study: StudyView | None
+    study_folder: str
+    target: Recipe | None
+    target_path: str
+    command: str
+    parts: tuple[DemoPart, ...]
+    corpus: DemoText | None
+    machine: DemoMachine | None
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def transferred(self) -> ArmView | None:
+        return next((arm for arm in self.arms if arm.key == "transferred"), None)
+
+    @property
+    def rival(self) -> ArmView | None:
+        """The best of the other arms."""
+        others = [arm for arm in self.arms if arm.key != "transferred" and arm.loss is not None]
+        return min(others, key=lambda arm: arm.loss or 0.0, default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """How many nats the transferred arm is better than the best other one (below 0: worse)."""
+        mine, rival = self.transferred, self.rival
+        if mine is None or mine.loss is None or rival is None or rival.loss is None:
+            return None
+        return rival.loss - mine.loss
+
+
+class _CheckRow(StoredEntry):
+    module: str
+    axis: str
+    limit: Number = None
+    passed: bool | None
+    parts: dict[str, Number]
+    note: str = ""
+    undecided: bool = False
+
+
+class _CheckCurve(StoredEntry):
+    module: str
+    axis: Literal["lr", "weight_decay", "init_std", "width", "depth", "batch", "tokens"]
+    quantity: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+class _MeasuredValue(StoredEntry):
+    name: str
+    value: Number = None
+    low: Number = None
+    high: Number = None
+    expected: Number = None
+    note: str = ""
+
+
+class CheckFile(StoredEntry):
+    """What a check of whole runs keeps beside them, as far as it is drawn: what ``leaven check --json`` prints."""
+
+    check: Literal["transfer", "duration", "batch", "decay", "init", "equivalence"]
+    subject: str
+    quantity: str
+    fault: str | None = None
+    rows: tuple[_CheckRow, ...]
+    curves: tuple[_CheckCurve, ...]
+    measured: tuple[_MeasuredValue, ...] = ()
+    settings: dict[str, Any]
+
+
+FolderView = DemoView | StudyView | RunView | CheckFile
+
+
+def read_folder(folder: Path) -> FolderView:
     """What the folder holds.
 
     Raises:
@@ -52,15 +299,15 @@ def read_story(folder: Path) -> "Story | CheckFile":
     )
 
 
-def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
+def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunView:
     """The run in a folder, with its recipe's name for a title if none is given."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
-    steps = [_valid(Step.model_validate, line, folder / "metrics.jsonl") for line in written.metrics()]
+    steps = [_valid(StepMetrics.model_validate, line, folder / "metrics.jsonl") for line in written.metrics()]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first, or give another folder")
     path, lines = folder / "events.jsonl", written.events()
     events = [_valid(_Event.model_validate, line, path) for line in lines]
-    returns = [_valid(Return.model_validate, line, path) for line in lines if line["event"] in RETURNS]
+    returns = [_valid(RunReturn.model_validate, line, path) for line in lines if line["event"] in RETURNS]
     validation: dict[int, float] = {}
     for event in events:
         if event.event == "validation" and event.loss is not None:
@@ -72,7 +319,7 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
     stop = events[-1].why if events and events[-1].event == "stop" else None
     points = tuple(sorted(validation.items()))
     last = points[-1][1] if points else None
-    return Run(
+    return RunView(
         title=title or recipe.name,
         recipe=recipe,
         steps=tuple(steps),
@@ -86,7 +333,7 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> Run:
     )
 
 
-class _Event(Entry):
+class _Event(StoredEntry):
     event: str
     tokens: int = 0
     time: Number = None
@@ -110,62 +357,20 @@ def _elapsed(events: list[_Event]) -> float | None:
     return None if begun is None or last is None else total + last - begun
 
 
-def read_study(folder: Path) -> Study:
+def read_study(folder: Path) -> StudyView:
     state = _document(folder / "study.json", StudyDocument.model_validate)
     if not state.trials:
         raise InputError(f"{folder / 'study.json'}: no trials yet; run leaven tune first")
     best = folder / "best.toml"
     in_order = tuple(sorted(state.trials, key=lambda trial: trial.number))
-    return Study(
+    return StudyView(
         **vars(state) | {"trials": in_order},
         centre=read_recipe(folder / "centre.toml"),
         best_recipe=read_recipe(best) if best.exists() else None,
     )
 
 
-class _CheckRow(Entry):
-    module: str
-    axis: str
-    limit: Number = None
-    passed: bool | None
-    parts: dict[str, Number]
-    note: str = ""
-    undecided: bool = False
-
-
-class _CheckCurve(Entry):
-    module: str
-    axis: Literal["lr", "weight_decay", "init_std", "width", "depth", "batch", "tokens"]
-    quantity: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-
-
-class _MeasuredValue(Entry):
-    name: str
-    value: Number = None
-    low: Number = None
-    high: Number = None
-    expected: Number = None
-    note: str = ""
-
-
-class CheckFile(Entry):
-    """What a check of whole runs keeps beside them, as far as it is drawn: what ``leaven check --json`` prints."""
-
-    check: Literal["transfer", "duration", "batch", "decay", "init", "equivalence"]
-    subject: str
-    quantity: str
-    fault: str | None = None
-    rows: tuple[_CheckRow, ...]
-    curves: tuple[_CheckCurve, ...]
-    measured: tuple[_MeasuredValue, ...] = ()
-    settings: dict[str, Any]
-
-
-class _ArmLink(Entry):
+class _ArmLink(StoredEntry):
     key: str
     title: str
     run: str
@@ -173,11 +378,11 @@ class _ArmLink(Entry):
     why: str = ""
 
 
-class _StudyLink(Entry):
+class _StudyLink(StoredEntry):
     study: str
 
 
-class _DemoFile(Entry):
+class _DemoFile(StoredEntry):
     name: str
     verdict: str = "The demo is not finished: the same command goes on with it."
     size: str | None = None
@@ -185,12 +390,12 @@ class _DemoFile(Entry):
     arms: tuple[_ArmLink, ...] = ()
     proxy: _StudyLink | None = None
     target: str | None = None
-    parts: tuple[Part, ...] = ()
-    corpus: Corpus | None = None
-    machine: Machine | None = None
+    parts: tuple[DemoPart, ...] = ()
+    corpus: DemoText | None = None
+    machine: DemoMachine | None = None
 
 
-def read_demo(folder: Path) -> Demo:
+def read_demo(folder: Path) -> DemoView:
     if not (folder / "demo.json").exists():
         raise InputError(f"{folder}: no demo.json in it; give the folder that leaven demo wrote")
     document = _document(folder / "demo.json", _DemoFile.model_validate)
@@ -200,7 +405,7 @@ def read_demo(folder: Path) -> Demo:
     has_target = document.target is not None and (folder / document.target).exists()
     if not has_study and not any(arm.run for arm in arms):
         raise InputError(f"{folder / 'demo.json'}: neither a study nor a run in it yet; run leaven demo again")
-    return Demo(
+    return DemoView(
         name=document.name,
         verdict=document.verdict,
         arms=arms,
@@ -220,12 +425,12 @@ def _command(document: _DemoFile) -> str:
     return shlex.join(["leaven", "demo", *(word for option in options if option[1] for word in option if word)])
 
 
-def _arm(folder: Path, entry: _ArmLink) -> Arm:
+def _arm(folder: Path, entry: _ArmLink) -> ArmView:
     begun = RunFolder(folder / entry.run).metrics()
     run = read_run(folder / entry.run, entry.title, entry.key) if begun else None
     # The last validation of a run that broke off is no final loss: it is not compared with any.
     loss = entry.loss if entry.loss is not None else (run.loss if run and run.finished else None)
-    return Arm(entry.key, entry.title, entry.why, loss, entry.run, run)
+    return ArmView(entry.key, entry.title, entry.why, loss, entry.run, run)
 
 
 def _document(path: Path, validate: Callable[[Any], Kind]) -> Kind:

@@ -5,12 +5,11 @@ from pathlib import Path
 
 from leaven.recipe.files import write_text
 from leaven.views.check_page import check_page
-from leaven.views.folders import CheckFile, read_story
+from leaven.views.folders import CheckFile, DemoView, FolderView, RunView, StudyView, read_folder
 from leaven.views.parameters import at_base
 from leaven.views.recipe_view import recipe_view
 from leaven.views.render import render
 from leaven.views.run_charts import COLOURS, run_charts
-from leaven.views.story import Demo, Run, Story, Study
 from leaven.views.study_page import search_view, study_page, tune_command
 
 
@@ -20,20 +19,20 @@ def write_page(folder: Path, out: Path) -> Path:
     Raises:
         InputError: if the folder holds nothing to report on, plotly is missing, or the file cannot be written.
     """
-    write_text(out, page(read_story(folder)))
+    write_text(out, page(read_folder(folder)))
     return out
 
 
-def page(document: Story | CheckFile) -> str:
+def page(document: FolderView) -> str:
     """The HTML of what a folder holds."""
     if isinstance(document, CheckFile):
         return check_page(document.model_dump())
-    if isinstance(document, Study):
+    if isinstance(document, StudyView):
         return study_page(document)
-    return demo_page(document) if isinstance(document, Demo) else run_page(document)
+    return demo_page(document) if isinstance(document, DemoView) else run_page(document)
 
 
-def run_page(run: Run) -> str:
+def run_page(run: RunView) -> str:
     return render(
         "run.html.j2",
         run_charts([run]),
@@ -45,7 +44,7 @@ def run_page(run: Run) -> str:
     )
 
 
-def demo_page(demo: Demo) -> str:
+def demo_page(demo: DemoView) -> str:
     """A demo as far as it has come: its runs, its study, the recipe that was trained, the cost."""
     runs, mine = [arm.run for arm in demo.arms if arm.run], demo.transferred
     drawn, searched = search_view(demo.study) if demo.study else ({}, {})
@@ -65,7 +64,7 @@ def demo_page(demo: Demo) -> str:
     )
 
 
-def _demo_commands(demo: Demo) -> list[str]:
+def _demo_commands(demo: DemoView) -> list[str]:
     """What ``leaven demo`` does, by hand, in the demo's folder."""
     lines = [demo.command, ""]
     study, target = demo.study, demo.target

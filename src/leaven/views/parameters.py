@@ -21,7 +21,7 @@ LAYER = re.compile(r"layers\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Parameters of one name that are equal over neighbouring layers; ``base`` is the same at base scale."""
 
     label: str
@@ -42,17 +42,17 @@ def label(row: ParameterRow) -> str:
     return LAYER.sub("", row.name).removesuffix(".weight")
 
 
-def groups(table: ParameterTable, base: ParameterTable | None = None) -> list[Group]:
+def groups(table: ParameterTable, base: ParameterTable | None = None) -> list[LayerGroup]:
     """The table's rows in the order of the forward pass, neighbouring layers with equal values as one."""
     twins = dict(_twins(table, base)) if base else {}
-    found: dict[str, list[Group]] = {}
+    found: dict[str, list[LayerGroup]] = {}
     for row in table.rows:
         twin = twins.get(row.name)
         runs = found.setdefault(label(row), [])
         if runs and _alike(runs[-1].row, row) and _alike(runs[-1].base, twin):
             runs[-1] = replace(runs[-1], last=row.layer)
         else:
-            runs.append(Group(label(row), row.layer, row.layer, row, twin))
+            runs.append(LayerGroup(label(row), row.layer, row.layer, row, twin))
     return [group for runs in found.values() for group in runs]
 
 

@@ -96,7 +96,7 @@ def _inside(texts: Sequence[str], size: int) -> Figure:
 
 
 @dataclass(frozen=True)
-class Window:
+class StepWindow:
     """Which passes of a step are drawn, and where: all, or those at both ends with a gap between them."""
 
     ranks: tuple[int, ...]
@@ -127,7 +127,7 @@ class Window:
         return [*first, *found[max(len(first), bisect_left(found, self.tail, key=lambda each: each.start)) :]]
 
 
-def window(step: Timeline, stages_per_rank: int = 1) -> Window:
+def window(step: Timeline, stages_per_rank: int = 1) -> StepWindow:
     """The most of a step that is still a picture."""
     p, end = len(step.ranks), float(step.end)
     ranks = tuple(range(p)) if p <= RANKS else tuple(round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS))
@@ -135,7 +135,9 @@ def window(step: Timeline, stages_per_rank: int = 1) -> Window:
     each = count / len(ranks) / (3 if any(one.kind == "weight" for one in step.ranks[-1]) else 2)  # forward passes
     # A step fills its pipeline in about p micro-batches and empties it in as many.
     share = min((p + STEADY) / (each / stages_per_rank + p), PASSES / count / 2)
-    return Window(ranks, end, end, end) if share >= 0.4 else Window(ranks, end, end * share, end * (1 - share))
+    return (
+        StepWindow(ranks, end, end, end) if share >= 0.4 else StepWindow(ranks, end, end * share, end * (1 - share))
+    )
 
 
 _PASS_NAMES: dict[Kind, str] = {

@@ -9,7 +9,7 @@ from leaven.recipe.recipe import Recipe, flatten
 from leaven.scaling.table import ParameterRow, resolve
 from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, PAPER, Figure
-from leaven.views.parameters import QUANTITIES, Group, groups, label, reason
+from leaven.views.parameters import QUANTITIES, LayerGroup, groups, label, reason
 
 Band = Mapping[str, Any] | None
 HEADERS = {
@@ -28,14 +28,14 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     """The context of the macros in ``recipe.html.j2``; ``names`` are those of ``beside`` and of the recipe."""
     table, base = resolve(recipe), resolve(beside) if beside else None
     found = groups(table, base)
-    by_label: dict[str, list[Group]] = {}
+    by_label: dict[str, list[LayerGroup]] = {}
     for group in found:
         by_label.setdefault(group.label, []).append(group)
 
-    def line(members: Sequence[Group]) -> Mapping[str, Any]:
+    def line(members: Sequence[LayerGroup]) -> Mapping[str, Any]:
         """A line of the parameter table; a cell is (values of the base, values, reason)."""
         first = members[0]
-        span = Group(first.label, first.first, members[-1].last, first.row, None)
+        span = LayerGroup(first.label, first.first, members[-1].last, first.row, None)
         cells = [
             (
                 [getattr(member.base, name) for member in members if member.base],

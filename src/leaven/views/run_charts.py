@@ -6,7 +6,7 @@ from typing import Any
 
 from leaven.views import charts, numbers
 from leaven.views.charts import PAPER, Figure, corners, smooth, thin
-from leaven.views.story import Run
+from leaven.views.folders import RunView
 
 COLOURS = {
     "transferred": "var(--transferred)",
@@ -20,7 +20,7 @@ LOSS = "loss, nats per token"
 Points = list[tuple[float, float]]  # tokens consumed, value
 
 
-def run_charts(runs: Sequence[Run]) -> dict[str, Figure | None]:
+def run_charts(runs: Sequence[RunView]) -> dict[str, Figure | None]:
     """Charts by name; None where no run has written the quantity."""
     drawn = sorted(runs, key=lambda run: run.key == "transferred")  # the transferred run lies on top
     return {
@@ -33,7 +33,7 @@ def run_charts(runs: Sequence[Run]) -> dict[str, Figure | None]:
     }
 
 
-def _loss(runs: Sequence[Run]) -> Figure:
+def _loss(runs: Sequence[RunView]) -> Figure:
     """Every step faint, smoothed as a line, validation as dots."""
     faint, lines = [], []
     for run in runs:
@@ -48,7 +48,7 @@ def _loss(runs: Sequence[Run]) -> Figure:
     )
 
 
-def _second_half(runs: Sequence[Run]) -> Figure:
+def _second_half(runs: Sequence[RunView]) -> Figure:
     """There the losses differ by hundredths."""
     end = max(run.tokens for run in runs)
     traces, seen = [], []
@@ -63,7 +63,7 @@ def _second_half(runs: Sequence[Run]) -> Figure:
 
 
 def _over_tokens(
-    runs: Sequence[Run], quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
+    runs: Sequence[RunView], quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
 ) -> Figure:
     """What is set by the schedule, from 0 on both axes."""
     lines = [_line(run, keep(_points(run, quantity)), **style) for run in runs]
@@ -71,7 +71,7 @@ def _over_tokens(
     return charts.figure("tokens consumed", title, lines, x=x, y={"rangemode": "tozero"} | y)
 
 
-def _batch(runs: Sequence[Run]) -> Figure:
+def _batch(runs: Sequence[RunView]) -> Figure:
     largest = max((step.batch_tokens or 0.0 for run in runs for step in run.steps), default=1.0)
     axis = charts.linear_axis(0, largest, numbers.tick, most=4) | {"range": [0, 1.12 * largest]}
     style = {"unit": " tokens", "spell": ",.0f", "shape": "vh"}
@@ -81,7 +81,7 @@ def _batch(runs: Sequence[Run]) -> Figure:
     )  # fmt: skip
 
 
-def _gradient(runs: Sequence[Run]) -> Figure | None:
+def _gradient(runs: Sequence[RunView]) -> Figure | None:
     lines = {
         run.key: _log_spaced([(x, math.exp(y)) for x, y in _smoothed([(x, math.log(y)) for x, y in found])])
         for run in runs
@@ -95,7 +95,7 @@ def _gradient(runs: Sequence[Run]) -> Figure | None:
     return charts.figure("tokens consumed", "gradient norm, before clipping", traces, x=_log_tokens(runs), y=y)
 
 
-def _noise_scale(runs: Sequence[Run]) -> Figure | None:
+def _noise_scale(runs: Sequence[RunView]) -> Figure | None:
     """As it was measured, and the batch, dotted."""
     traces, seen = [], []
     for run in runs:
@@ -111,7 +111,7 @@ def _noise_scale(runs: Sequence[Run]) -> Figure | None:
     return charts.figure("tokens consumed", "tokens", traces, x=_log_tokens(runs), y=y)
 
 
-def _points(run: Run, quantity: str) -> Points:
+def _points(run: RunView, quantity: str) -> Points:
     found = ((step.tokens, getattr(step, quantity)) for step in run.steps)
     return [(float(tokens), value) for tokens, value in found if value is not None]
 
@@ -129,19 +129,21 @@ def _evenly(points: Points) -> Points:
     return [points[i] for i in thin([x for x, _ in points], 500, logarithmic=False)]
 
 
-def _log_tokens(runs: Sequence[Run]) -> Figure:
+def _log_tokens(runs: Sequence[RunView]) -> Figure:
     first, last = min(run.steps[0].tokens for run in runs), max(run.tokens for run in runs)
     return charts.log_axis(first, last, numbers.tick, most=8)
 
 
-def _line(run: Run, points: Points, unit: str = "", spell: str = ".4~g", width: float = 2, **style: Any) -> Figure:
+def _line(
+    run: RunView, points: Points, unit: str = "", spell: str = ".4~g", width: float = 2, **style: Any
+) -> Figure:
     told = f"<b>%{{fullData.name}}</b><br>%{{y:{spell}}}{unit}<br>at %{{customdata}} tokens<extra></extra>"
     x, y = [x for x, _ in points], [y for _, y in points]
     style |= {"customdata": list(map(numbers.quantity, x)), "hovertemplate": told, "legendgroup": run.key}
     return charts.line(x, y, COLOURS.get(run.key, OTHER), width, name=charts.text(run.title), **style)
 
 
-def _dots(run: Run, points: Sequence[tuple[float, float]]) -> Figure:
+def _dots(run: RunView, points: Sequence[tuple[float, float]]) -> Figure:
     return charts.scatter(
         [tokens for tokens, _ in points],
         [loss for _, loss in points],

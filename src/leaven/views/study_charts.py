@@ -10,11 +10,11 @@ import numpy as np
 from leaven.tuning.document import Coordinate, StudyTrial
 from leaven.views import charts, numbers, points
 from leaven.views.charts import ACCENT, BAD, MUTED, PAPER, Figure, smooth, thin
-from leaven.views.story import Study
+from leaven.views.folders import StudyView
 
 
 @dataclass(frozen=True)
-class Mark:
+class TrialMark:
     """How a kind of trial is drawn, and what the key above a chart calls it."""
 
     told: str
@@ -32,13 +32,13 @@ class Mark:
 
 
 MARKS = {
-    "complete": Mark("ended", "circle", MUTED, 8, opacity=0.75),
-    "beyond": Mark("ended above the chart", "triangle-up", MUTED, 9),
-    "stopped": Mark("stopped early, at the loss expected of it", "triangle-down-open", "var(--hue-6)", 9, 1.7),
-    "diverged": Mark("diverged or failed", "x-thin", BAD, 9, 2.0),
-    "noise": Mark("the start again, other seeds", "circle-open", "var(--copied)", 8, 1.7),
-    "rerun": Mark("the best few again, other seeds", "diamond-open", "var(--hue-5)", 9, 1.7),
-    "best": Mark("best", "circle", ACCENT, 12),
+    "complete": TrialMark("ended", "circle", MUTED, 8, opacity=0.75),
+    "beyond": TrialMark("ended above the chart", "triangle-up", MUTED, 9),
+    "stopped": TrialMark("stopped early, at the loss expected of it", "triangle-down-open", "var(--hue-6)", 9, 1.7),
+    "diverged": TrialMark("diverged or failed", "x-thin", BAD, 9, 2.0),
+    "noise": TrialMark("the start again, other seeds", "circle-open", "var(--copied)", 8, 1.7),
+    "rerun": TrialMark("the best few again, other seeds", "diamond-open", "var(--hue-5)", 9, 1.7),
+    "best": TrialMark("best", "circle", ACCENT, 12),
 }
 BLAMED = 0.15  # chance of divergence from which a value may have been the reason
 SEEN = 0.05  # chance of divergence below which a slice does not show it
@@ -46,7 +46,7 @@ PANELS = 12  # slices
 SAME = 1.02  # costs that differ by no more are the same
 
 
-def by_kind(study: Study) -> dict[str, list[StudyTrial]]:
+def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
     """Trials by their mark, in the order in which they are drawn; those that still run have none."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     _, _, top = window(study)
@@ -66,7 +66,7 @@ def by_kind(study: Study) -> dict[str, list[StudyTrial]]:
     return {name: trials for name, trials in found.items() if trials}
 
 
-def window(study: Study) -> tuple[float, float, float]:
+def window(study: StudyView) -> tuple[float, float, float]:
     """The losses a chart shows, from low to high: the start's, and all but the far outliers; and the edge above them
     where those and diverged trials are drawn."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
@@ -84,7 +84,7 @@ def window(study: Study) -> tuple[float, float, float]:
     return low, high, high + 0.10 * (high - low)
 
 
-def hover(trial: StudyTrial, study: Study) -> str:
+def hover(trial: StudyTrial, study: StudyView) -> str:
     """A trial's loss and what it changes."""
     lines = [f"<b>trial {trial.number}</b>"]
     if trial.loss is not None:
@@ -94,7 +94,7 @@ def hover(trial: StudyTrial, study: Study) -> str:
     return "<br>".join([*lines, *(charts.text(part) for part in points.told(trial, study, 150).split(", "))])
 
 
-def search(study: Study) -> Figure:
+def search(study: StudyView) -> Figure:
     """Trials in the order they were started, the lowest so far as a line, the noise as a band round the answer.
 
     The answer, a mean over fresh seeds, stands with its interval behind the last trial.
@@ -128,7 +128,7 @@ def search(study: Study) -> Figure:
         if not best.fresh:
             judged = "the lowest of the search; expect worse" if study.unjudged else "of runs that chose it"
         told = [f"<b>the answer</b><br>{numbers.loss(best.loss)} nats per token<br>{judged}"]
-        answer = Mark("", "diamond", ACCENT, 9).on([last + 1.2 * room], [best.loss], told)
+        answer = TrialMark("", "diamond", ACCENT, 9).on([last + 1.2 * room], [best.loss], told)
         if study.interval:
             answer["hovertext"][0] += "<br>95%: {:.4f} to {:.4f}".format(*study.interval)
             low_end, high_end = study.interval
@@ -145,14 +145,14 @@ def search(study: Study) -> Figure:
     )
 
 
-def slices(study: Study) -> list[tuple[Coordinate, Figure]]:
+def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
     """The most important values with the surrogate along each, all in the same frame of nats above the best."""
     shown = [coordinate for coordinate in study.coordinates if coordinate.slice][:PANELS]
     frame = slice_frame(study)
     return [(coordinate, slice_chart(study, coordinate, frame)) for coordinate in shown]
 
 
-def slice_frame(study: Study) -> tuple[float, float]:
+def slice_frame(study: StudyView) -> tuple[float, float]:
     """Down to where and up to where slices are drawn, in nats above the best.
 
     The best was run, and need not be the minimum of the surrogate: downwards it is as far as any slice goes below the
@@ -167,7 +167,7 @@ def slice_frame(study: Study) -> tuple[float, float]:
     return max(min([0.0, *losses]), -height), height
 
 
-def slice_chart(study: Study, coordinate: Coordinate, frame: tuple[float, float]) -> Figure:
+def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, float]) -> Figure:
     """Loss above the best over one value, in nats, the value in factors of the start, in a ``frame``.
 
     The line is the surrogate, its band one standard deviation; grey is flat within the noise; the red hill is the
@@ -242,7 +242,7 @@ def slice_chart(study: Study, coordinate: Coordinate, frame: tuple[float, float]
 Curves = dict[int, list[tuple[float, float]]]  # (tokens, loss) by the trial's number
 
 
-def known_curves(study: Study) -> Curves:
+def known_curves(study: StudyView) -> Curves:
     """The curves with something to draw."""
     curves = {
         trial.number: [(float(tokens), loss) for tokens, loss in trial.curve if tokens > 0 and math.isfinite(loss)]
@@ -251,7 +251,7 @@ def known_curves(study: Study) -> Curves:
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 
 
-def against_best(study: Study) -> Curves:
+def against_best(study: StudyView) -> Curves:
     """The curves less that of the best trial at the same tokens; nothing where that has none."""
     known = known_curves(study)
     best = known.get(study.best.number) if study.best else None
@@ -267,7 +267,7 @@ def against_best(study: Study) -> Curves:
     return {number: curve for number, curve in ahead.items() if len(curve) > 1}
 
 
-def curves(study: Study, known: Curves, title: str) -> Figure:
+def curves(study: StudyView, known: Curves, title: str) -> Figure:
     """Curves of every trial over tokens, the best strong, stopped and diverged ones to where they came."""
     most = 60 if len(known) <= 150 else 30
     best = study.best.number if study.best else None
@@ -301,7 +301,7 @@ def curves(study: Study, known: Curves, title: str) -> Figure:
     return charts.figure("tokens consumed", title, traces, x=x_axis, y={"range": [low - room, high + room]})
 
 
-def front(study: Study) -> Figure | None:
+def front(study: StudyView) -> Figure | None:
     """Loss against cost: every end of a trial as a dot, and those with no cheaper and better one as steps.
 
     None where all cost the same: of one duration, up to whole batches, there is nothing to choose from.
@@ -330,14 +330,14 @@ def front(study: Study) -> Figure | None:
         whole = max((at for at, _ in study.best_trial.branches), default=study.best_trial.tokens)
         cost = study.best_trial.flops * whole / study.best_trial.tokens if counted else whole
         answer = ["<b>the answer</b>, by fresh seeds"]
-        traces.append(Mark("", "diamond", ACCENT, 12).on([cost], [study.best.loss], answer))
+        traces.append(TrialMark("", "diamond", ACCENT, 12).on([cost], [study.best.loss], answer))
     costs = [*x, *(cost for cost, _, _ in ends)]
     axis = charts.log_axis(min(costs), max(costs), numbers.value if counted else numbers.tick, pad=0.06)
     title = "training FLOPs" if counted else "tokens"
     return charts.figure(title, "validation loss, nats per token", traces, x=axis)
 
 
-def timeline(study: Study) -> Figure | None:
+def timeline(study: StudyView) -> Figure | None:
     """A row a worker, a bar a trial, from when to when it ran; None where the trials do not say."""
     ran = {
         trial.number: (trial.ended - trial.seconds, trial.ended)

@@ -10,16 +10,16 @@ from leaven.recipe.recipe import split_path
 from leaven.tuning.document import UNDER_WAY, Coordinate, Dimension
 from leaven.views import numbers, points, study_charts
 from leaven.views.charts import ACCENT, Figure
+from leaven.views.folders import StudyView
 from leaven.views.recipe_view import acts, depth_chart, multipliers_view, recipe_view
 from leaven.views.render import render
-from leaven.views.story import Study
 
 FIRST = 14  # values that are told before the others are folded away
 SHOWN = 30  # rows of the table of trials, in whatever order it is in, before the others are asked for
 MATTERED, IDLE, UNSURE = "mattered", "not worth tuning", "unsure"
 
 
-def study_page(study: Study) -> str:
+def study_page(study: StudyView) -> str:
     charts, search = search_view(study)
     best, recipe = study.best_recipe, study.best_recipe or study.centre
     known = study_charts.known_curves(study)
@@ -50,7 +50,7 @@ def study_page(study: Study) -> str:
     )
 
 
-def search_view(study: Study) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
+def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
     """Charts, and the context of the macro in ``search.html.j2``; nothing while no trial has ended with a loss."""
     if study.start_loss is None:
         return {}, {}
@@ -72,7 +72,7 @@ def search_view(study: Study) -> tuple[dict[str, Figure | None], Mapping[str, An
     return charts, view
 
 
-def word(coordinate: Coordinate, study: Study) -> str:
+def word(coordinate: Coordinate, study: StudyView) -> str:
     """What mattered by itself, what may go back to the start together, and the rest, which may have gained much or
     nothing; of what stayed at the start nothing is known."""
     if coordinate.worth or coordinate.path in study.idle:
@@ -80,7 +80,7 @@ def word(coordinate: Coordinate, study: Study) -> str:
     return UNSURE if coordinate.best else ""
 
 
-def _value_row(coordinate: Coordinate, study: Study) -> Mapping[str, Any]:
+def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
     dimension = study.dimension(coordinate.path)
     highest = max(abs(each.importance) for each in study.coordinates) or 1.0
     flat = () if dimension.levels else coordinate.flat
@@ -124,7 +124,7 @@ def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
     }
 
 
-def changes(study: Study) -> Mapping[str, Any] | None:
+def changes(study: StudyView) -> Mapping[str, Any] | None:
     """The best point beside the one with the fewest changes; None where there is no best or it changes nothing."""
     best, fewest = study.best_trial, study.fewer
     if best is None or best.octaves is None:
@@ -154,7 +154,7 @@ def _shown(value: float | str | None) -> str:
     return value if isinstance(value, str) else numbers.value(value)
 
 
-def durations(study: Study) -> Sequence[tuple[int, int, float]]:
+def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
     """(tokens, trial, loss) of the lowest loss at the end of each duration; none where there is but one."""
     ends = [
         (tokens, trial.number, loss)
@@ -168,7 +168,7 @@ def durations(study: Study) -> Sequence[tuple[int, int, float]]:
     return [min((end for end in ends if end[0] == length), key=lambda end: end[2]) for length in lengths]
 
 
-def trial_rows(study: Study) -> list[Mapping[str, Any]]:
+def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
     """Every trial, the lowest loss first, those without one last."""
     names, best = points.workers(study), study.best_trial
     lowest = min((t.loss for t in study.trials if t.state == "complete" and t.loss is not None), default=None)
@@ -189,7 +189,7 @@ def trial_rows(study: Study) -> list[Mapping[str, Any]]:
     ]
 
 
-def _cost(study: Study) -> Mapping[str, Any]:
+def _cost(study: StudyView) -> Mapping[str, Any]:
     """What the search took: time, tokens, FLOPs, machines."""
     ran = [trial for trial in study.trials if trial.seconds]
     workers = {trial.worker for trial in ran if trial.worker}
@@ -210,7 +210,7 @@ def _cost(study: Study) -> Mapping[str, Any]:
     }
 
 
-def tune_command(study: Study, recipe: str, folder: str) -> str:
+def tune_command(study: StudyView, recipe: str, folder: str) -> str:
     """What made a study: with another space, method or more trials it would be another, or go on."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
@@ -219,7 +219,7 @@ def tune_command(study: Study, recipe: str, folder: str) -> str:
     return shlex.join(["leaven", "tune", recipe, *options])
 
 
-def _space(study: Study) -> str:
+def _space(study: StudyView) -> str:
     """What was searched as ``--space`` takes it: a quantity of all modules that have it as one pattern."""
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()

@@ -8,9 +8,8 @@ from written import write_losses_check
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.tuning.document import StudyDocument
-from leaven.views.folders import CheckFile, read_demo, read_run, read_story, read_study
+from leaven.views.folders import CheckFile, DemoView, RunView, StudyView, read_demo, read_folder, read_run, read_study
 from leaven.views.page import write_page
-from leaven.views.story import Demo, Run, Study
 
 
 @pytest.fixture
@@ -20,10 +19,10 @@ def folder(demo_folder: Path, tmp_path: Path) -> Path:
 
 
 def test_the_kind_of_a_folder_is_known_by_what_lies_in_it(demo_folder, tmp_path):
-    assert isinstance(read_story(write_losses_check(tmp_path / "check")), CheckFile)
-    assert isinstance(read_story(demo_folder), Demo)
-    assert isinstance(read_story(demo_folder / "proxy"), Study)
-    assert isinstance(read_story(demo_folder / "runs/copied"), Run)
+    assert isinstance(read_folder(write_losses_check(tmp_path / "check")), CheckFile)
+    assert isinstance(read_folder(demo_folder), DemoView)
+    assert isinstance(read_folder(demo_folder / "proxy"), StudyView)
+    assert isinstance(read_folder(demo_folder / "runs/copied"), RunView)
 
 
 def test_a_demo_knows_its_runs_and_its_verdict(demo_folder):
@@ -143,7 +142,7 @@ def test_a_loss_that_is_no_number_is_a_gap(folder):
 def test_what_cannot_be_read_is_named_in_one_line(folder, breaking, message):
     breaking(folder)
     with pytest.raises(InputError) as error:
-        read_story(folder)
+        read_folder(folder)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
