@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from leaven.distributed.meeting import meet
+from leaven.distributed.rendezvous import private_store
 from leaven.recipe.errors import Lost, Settled
 from leaven.recipe.layout import Layout
 
@@ -123,7 +123,7 @@ def joined(layout: Layout, device: torch.device) -> Iterator[World]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     try:
-        store = meet(store, rank, size, timeout)
+        store = private_store(store, rank, size, timeout)
     except TimeoutError as error:
         raise Lost(f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s") from None
     dist.init_process_group(

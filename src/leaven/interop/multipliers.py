@@ -120,7 +120,7 @@ def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float
 
 
 class WarnOfMultipliers:
-    """A state-dict hook: says once that what the state dict is loaded into needs the multipliers too."""
+    """A state-dict hook: warns once that a model which loads the state dict needs the multipliers too."""
 
     def __init__(self, multipliers: int) -> None:
         self.multipliers = multipliers
@@ -197,9 +197,10 @@ def fold(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
-    """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits; it stays as it is.
+    """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    Only the tensors that a multiplier goes into are copied. ``options`` are those of ``save_pretrained``.
+    The model itself does not change; only the tensors that a multiplier goes into are copied. ``options`` are those
+    of ``save_pretrained``.
 
     Raises:
         InputError: as :func:`fold`, and if the model has no ``save_pretrained`` or is sharded over processes.
@@ -228,7 +229,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 
 def _factors(target: nn.Module) -> Factors:
-    """What each parameter is multiplied by; those that stay are absent."""
+    """The factor of each parameter that changes."""
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")

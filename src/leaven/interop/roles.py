@@ -1,8 +1,8 @@
-"""What each parameter of a foreign model is to a rule.
+"""The role and module of each parameter of a foreign model.
 
-The witnesses are the shapes in a smaller model of the same family (which dimensions grow), the type of the module
-and its place. Where they leave a doubt, or the name does not say which branch a matrix belongs to, the parameter is
-refused by name, and ``roles`` or ``modules`` say what it is.
+They follow from the shapes in a smaller model of the same family (which dimensions grow), the type of the module and
+its place. Where these leave a doubt, or the name does not tell which branch a matrix belongs to, the parameter is
+refused by name, and the user classifies it with ``roles`` or ``modules``.
 """
 
 from collections.abc import Mapping
@@ -40,17 +40,17 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class Classification:
-    """What a parameter is to the rule, and the name it is tuned by."""
+    """How a rule sees a parameter."""
 
     role: Role
-    module: str
+    module: str  # the name it is tuned by
 
 
 class Classifier:
-    """Role and module of each parameter of ``model``, from itself, its like in ``base``, and what the user says.
+    """Classifies each parameter of ``model`` by its place, its counterpart in ``base`` and the user's options.
 
     Raises:
-        InputError: naming the parameter that cannot be classified, and what to say about it.
+        InputError: naming the parameter that cannot be classified, and the option that would do it.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Classifier:
         self.roles, self.modules = roles, modules
 
     def classify(self) -> dict[str, Classification]:
-        """By name, every parameter exactly once."""
+        """Every parameter by name."""
         classified = {}
-        # What no rule can have comes first: the router beside experts in one tensor is not the trouble.
+        # Tensors that no rule has come first: the message is about a mixture's experts, not about its router.
         for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
             role = self._given(self.roles, site)
             role = self._role(site) if role is None else Role(role)

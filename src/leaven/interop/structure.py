@@ -1,4 +1,4 @@
-"""The structure of a torch model: each parameter with its module and block, and its like in a smaller model."""
+"""The structure of a torch model: its parameters with modules and blocks, and their counterparts in a smaller one."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,15 +17,14 @@ _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
 
 @dataclass(frozen=True, eq=False)
 class ParameterSite:
-    """A parameter and where it stands. ``label`` is its name without the number of its block; ``owners`` are the
-    modules that hold it, more than one where it is tied."""
+    """A parameter and where it is in its model."""
 
     name: str
-    label: str
-    layer: int | None
+    label: str  # the name with a star for the number of its block
+    layer: int | None  # the number of its block, None outside of the blocks
     parameter: nn.Parameter
-    owners: tuple[nn.Module, ...]
-    after_blocks: bool
+    owners: tuple[nn.Module, ...]  # the modules that hold it, more than one where it is tied
+    after_blocks: bool  # whether it is registered after all blocks
 
     @property
     def owner(self) -> nn.Module:
@@ -54,13 +53,13 @@ class ParameterSite:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """``stacks`` are the lists of blocks: path and number of blocks."""
+    """What the rules need to know of a model."""
 
     sites: tuple[ParameterSite, ...]
-    stacks: Mapping[str, int]
+    stacks: Mapping[str, int]  # lists of blocks: the number of blocks by path
     width: int
-    vocabularies: frozenset[int]
-    head_dims: frozenset[int]
+    vocabularies: frozenset[int]  # rows of the embeddings
+    head_dims: frozenset[int]  # of the attention modules that keep theirs
 
 
 def is_a(module: nn.Module, name: str) -> bool:
@@ -77,7 +76,7 @@ def unwrapped(model: nn.Module, argument: str) -> nn.Module:
 
 
 def inspect_model(model: nn.Module) -> ModelStructure:
-    """Walks the model once.
+    """The structure of a model, in one walk over its modules.
 
     Raises:
         InputError: if blocks share weights, or no ``nn.Embedding`` is outside them to read the width from.
@@ -113,7 +112,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, ParameterSite]:
-    """The like of each parameter in the base: the same label, in the block nearest in relative depth.
+    """The counterpart of each parameter in the base: the same label, in the block nearest in relative depth.
 
     Raises:
         InputError: naming the parameter that only one of the two has.

@@ -53,7 +53,7 @@ def parametrize(
     initialise: bool | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Puts a model under a rule, once: installs its forward multipliers and returns its groups for AdamW.
+    """Put a model under a rule, once: installs its forward multipliers and returns its groups for AdamW.
 
     >>> import leaven, torch
     >>> from torch import nn
@@ -97,7 +97,7 @@ def parametrize(
     >>> optimizer = torch.optim.AdamW(groups)
 
     Call it on the model as it will be trained: after ``fully_shard`` and ``to_empty``, for both put new parameters in
-    the place of the old. If parameters were replaced later, :func:`groups` returns the groups anew. What had been
+    the place of the old. If parameters were replaced later, :func:`groups` returns them again. What had been
     compiled before is compiled again.
 
     Given ``init_std`` (or a named ``init``) it draws the initial values too: every parameter that is trained is
@@ -238,17 +238,17 @@ def _refuse_multipliers_of_its_own(model: nn.Module) -> None:
         )
 
 
-def _initialises(hyperparameters: Any, asked: bool | None) -> bool:
+def _initialises(hyperparameters: Any, wanted: bool | None) -> bool:
     """Whether initial values are drawn: where the hyperparameters say which, unless the caller says otherwise."""
     if not isinstance(hyperparameters, Mapping):
-        return asked is not False
+        return wanted is not False
     stated = [key for key in ("init_std", "init") if hyperparameters.get(key) is not None]
-    if asked is False and stated:
+    if wanted is False and stated:
         raise InputError(
             f"parametrize: {stated[0]} is given and initialise=False, which keeps the model's values; leave out "
             f"{stated[0]}, or initialise=False"
         )
-    return bool(stated) if asked is None else asked
+    return bool(stated) if wanted is None else wanted
 
 
 def _validated(

@@ -1,7 +1,7 @@
 """Weights to and from Hugging Face's format: a folder that ``transformers`` loads, written and read without it.
 
-A model goes out with its multipliers folded in, and comes in with them divided out (:mod:`leaven.scaling.folding`):
-on either side of this file it is the same function.
+Multipliers are folded into what is written and divided out of what is read (:mod:`leaven.scaling.folding`), so both
+sides compute the same function.
 """
 
 import json
@@ -212,7 +212,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     It is its own base: no multiplier is anything but 1, whatever the rule, until it is transferred.
 
     Raises:
-        InputError: if the model has no tokenizer.json that fits it, without which its weights say nothing.
+        InputError: if the model has no tokenizer.json that fits it, without which its weights are of no use.
     """
     tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
     if not tokenizer.is_file():
@@ -229,7 +229,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     duration = tokens or TOKENS_PER_PARAMETER * shape.params
     guess = f"{TOKENS_PER_PARAMETER} a parameter, as a run from scratch takes (Chinchilla); less may do here"
     draft.set("data.tokens", duration, "--tokens" if tokens else guess)
-    draft.set("schedule.warmup_tokens", duration // 100, "1% of the run: the moments of Adam start anew")
+    draft.set("schedule.warmup_tokens", duration // 100, "1% of the run: the moments of Adam start from 0")
     draft.set("batch.tokens", *likely_batch(shape, duration))
     lr, why = likely_lr(shape, duration)
     draft.set(
@@ -305,7 +305,7 @@ def _files(index: Path) -> list[str]:
     """The files that an index names."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise InputError(f"{index}: weight_map is no table of tensors and their files; save the model anew")
+        raise InputError(f"{index}: weight_map has to map tensors to files; save the model again")
     return sorted(set(places.values()))
 
 

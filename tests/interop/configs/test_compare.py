@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml as reader
 from hypothesis import given as sampled
+from hypothesis import settings
 from hypothesis import strategies as st
 from tests.interop.configs.recipes import PER_MODULE, transferred
 
@@ -64,6 +65,7 @@ def test_a_difference_is_said_once_for_all_modules_that_have_it(tiny: Recipe) ->
     ]
 
 
+@settings(max_examples=30)
 @sampled(factor=st.floats(1.00001, 10), name=st.sampled_from(["lr", "eps", "weight_decay", "init_std"]))
 def test_no_difference_is_too_small_to_be_lost(factor: float, name: str) -> None:
     from tests.conftest import TINY

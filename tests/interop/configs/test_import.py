@@ -229,7 +229,7 @@ def base() -> Recipe:
     return parse_recipe(TINY, "tiny.toml")
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @sampled(
     values=VALUES,
     family=st.sampled_from(["llama", "qwen3", "gpt2", "neox"]),
@@ -250,7 +250,7 @@ def test_out_to_megatron_and_back(values: dict[str, Any], family: str, decay: st
     assert found.steps == recipe.steps
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @sampled(
     values=VALUES,
     family=st.sampled_from(["llama", "qwen3", "neox"]),

@@ -1,9 +1,9 @@
 """A recipe in the terms of another trainer, and what of its parameter table that trainer would change.
 
-A target says what it would give every parameter (:class:`ParameterSettings`); what differs from the recipe's table is
-a loss, so nobody keeps a list of losses by hand. Two forms of the same training are no difference: a matrix whose
-output is multiplied by c trains as one that is c times as large does, at c times the lr, eps / c and decay / c (the
-decay of ``adam``, which joins the gradient, by c squared). So both sides are compared with multipliers folded in.
+Each target states what it would give every parameter (:class:`ParameterSettings`); what differs from the recipe's
+table is a loss, so nobody keeps a list of losses by hand. Two forms of the same training are no difference: a matrix
+whose output is multiplied by c trains as one that is c times as large does, at c times the lr, eps / c and decay / c
+(the decay of ``adam``, which joins the gradient, by c squared). So both sides are compared with multipliers folded in.
 """
 
 import json
@@ -164,7 +164,7 @@ def compare(
         same = SAME_START if quantity == "init_std" else SAME
         for module, values in modules.items():
             if any(not math.isclose(left, right, rel_tol=same, abs_tol=1e-300) for left, right in values):
-                found.setdefault((quantity, *told_apart(*zip(*values, strict=True))), []).append(module)
+                found.setdefault((quantity, *distinct_texts(*zip(*values, strict=True))), []).append(module)
     losses = [
         Loss(
             f"{quantity} of {', '.join(modules)}",
@@ -176,12 +176,12 @@ def compare(
     ]
     scale = run.table.attention_scale
     if attention_scale is not None and not math.isclose(attention_scale, scale, rel_tol=SAME):
-        mine, theirs = told_apart([scale], [attention_scale])
+        mine, theirs = distinct_texts([scale], [attention_scale])
         losses.append(Loss("attention scale", mine, f"would be {theirs}: {reasons['attention_scale']}"))
     return losses
 
 
-def told_apart(ours: Iterable[float], theirs: Iterable[float]) -> tuple[str, str]:
+def distinct_texts(ours: Iterable[float], theirs: Iterable[float]) -> tuple[str, str]:
     """Two ranges of values in as many digits, from four on, as it takes to see that they differ."""
     ours, theirs = list(ours), list(theirs)
     for digits in (4, 6, 8, 12, 17):

@@ -19,11 +19,11 @@ TOKENS_PER_PARAMETER = 20
 
 @dataclass(frozen=True)
 class Imported:
-    """A recipe, and how far the files say it."""
+    """A recipe that was read from files."""
 
     recipe: Recipe
-    unknown: tuple[str, ...]  # what the files do not say, and what stands there instead
-    unread: tuple[str, ...]  # what they say that no recipe holds
+    unknown: tuple[str, ...]  # what is not in the files, and the value taken instead
+    unread: tuple[str, ...]  # what is in them and no recipe holds
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Draft:
         return shape
 
     def guess(self, path: str, value: Any, why: str) -> None:
-        """Set a value that the files do not say and a recipe has to have."""
+        """Set a value that is not in the files and that a recipe needs."""
         self.set(path, value, f"not in {self.origin}: {why}")
         self.unknown.append(f"{path}: {why}")
 
@@ -93,7 +93,7 @@ class Draft:
             self.guess("batch.tokens", *likely_batch(shape, tokens))
         if "hyperparameters.lr" not in self.values:
             self.guess("hyperparameters.lr", *likely_lr(shape, tokens))
-        self.unknown.append("data.source: any text of your own; the default stands there")
+        self.unknown.append("data.source: any text of your own; the default is used")
         # What a configuration writes in seven digits makes a plain model: no rule moves anything at its own scale.
         self.values.setdefault("scaling.rule", "standard")
         return Imported(self.recipe(name), tuple(self.unknown), tuple(self.unread))

@@ -78,8 +78,8 @@ class MegatronFlags:
             return int(value)
         return value
 
-    def stands(self, name: str) -> bool:
-        """Whether a flag is there, with its value or waiting for it."""
+    def occurs(self, name: str) -> bool:
+        """Whether a flag is in the file, with its value or waiting for it."""
         return name in self.given or name in self.waiting
 
     def choice(self, name: str, known: dict[str, str]) -> str:
@@ -111,7 +111,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     """The recipe in an argument list; ``ranks`` is the number of processes that it is started with.
 
     Raises:
-        InputError: naming what is of another kind of model, missing or malformed.
+        InputError: naming the flag that is missing, malformed or of another kind of model.
     """
     draft = Draft(origin)
     given = MegatronFlags(text, origin, draft)
@@ -138,9 +138,9 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
 def _sizes(given: MegatronFlags, draft: Draft) -> None:
     """Sizes that follow from several flags, or from one that is not there."""
     origin, heads, width = given.origin, given["num-attention-heads"], given["hidden-size"]
-    if width % heads and not given.stands("kv-channels"):
+    if width % heads and not given.occurs("kv-channels"):
         raise InputError(f"{origin}: --hidden-size {width} does not divide by --num-attention-heads {heads}")
-    d_head = given["kv-channels"] if given.stands("kv-channels") else width // heads
+    d_head = given["kv-channels"] if given.occurs("kv-channels") else width // heads
     draft.set("model.d_head", d_head, given.why("kv-channels", "hidden-size"))
     if heads * d_head != width:
         draft.set("model.d_attention", heads * d_head, given.why("kv-channels"))
@@ -151,7 +151,7 @@ def _sizes(given: MegatronFlags, draft: Draft) -> None:
         if "num-query-groups" in given:
             draft.unread.append("--num-query-groups: Megatron reads it beside --group-query-attention only")
 
-    if given.stands("ffn-hidden-size"):
+    if given.occurs("ffn-hidden-size"):
         draft.set("model.d_ff", given["ffn-hidden-size"], given.why("ffn-hidden-size"))
     elif "swiglu" in given:  # validate_args of arguments.py
         why = "4 x hidden size x 2 / 3, down to a multiple of 64, with --swiglu"
@@ -166,7 +166,7 @@ def _sizes(given: MegatronFlags, draft: Draft) -> None:
         padded = -(-given["vocab-size"] // multiple) * multiple
         draft.set("model.vocab_size", padded, f"--vocab-size, padded to a multiple of {multiple}")
     else:
-        draft.unknown.append("model.vocab_size: the tokenizer's; 50,304 (GPT-2's, padded) stands there")
+        draft.unknown.append("model.vocab_size: the tokenizer's; 50,304 (GPT-2's, padded) is used")
         draft.set("model.vocab_size", 50_304, "not in the file: that of GPT-2's tokenizer, padded")
 
 

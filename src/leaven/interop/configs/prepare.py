@@ -1,4 +1,4 @@
-"""Starts a model as a recipe of leaven says and makes its optimizer. Needs torch alone.
+"""Initialises a model as a recipe of leaven does and makes its optimizer. Needs torch only.
 
 from prepare import prepare
 optimizer = prepare(model, "parameters.json")
@@ -17,10 +17,10 @@ HEADS = {"lm_head.weight": "embed_out.weight"}
 
 
 def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
-    """Draw the weights of ``model`` anew and return Adam or AdamW with a group for each set of values.
+    """Draw new weights for ``model`` and return Adam or AdamW with a group for each set of values.
 
     Raises:
-        ValueError: if the file is of another model.
+        ValueError: if the file belongs to another model.
     """
     document = json.loads(Path(path).read_text(encoding="utf-8"))
     wanted, named = document["parameters"], dict(model.named_parameters())
@@ -28,7 +28,7 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
         if now in named and before in wanted:
             wanted[now] = wanted.pop(before)
     if unlike := named.keys() ^ wanted.keys():
-        raise ValueError(f"{path} is of another model: {', '.join(sorted(unlike)[:3])}")
+        raise ValueError(f"{path} belongs to another model: {', '.join(sorted(unlike)[:3])}")
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in named.items():
         values = wanted[name]

@@ -1,7 +1,7 @@
-"""The flags of a Megatron argument list: a shell script, a list of flags, one a line or all in one.
+"""Flags of a shell script or of a list of flags, one a line or all in one.
 
-Comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself sets are read. A command
-is not run: what stands for the output of one, or for a variable from outside, stays open and is named.
+Comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself sets are read. Commands
+are not run: their output, and variables that the file does not set, are reported as open.
 """
 
 import re
@@ -20,15 +20,18 @@ _ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
 
 @dataclass
 class ShellFlags:
-    """``values`` are the words behind each flag, the last time it stands there; those with a ``$`` are open."""
+    """The flags and variables of a script."""
 
+    # the words after each flag, where it occurs last; a word with a $ is open
     values: dict[str, list[str]] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
 
 
 def parse(text: str, origin: str) -> ShellFlags:
-    """Raises:
-    InputError: if a quote is not closed, or there is no flag.
+    """The flags in a text.
+
+    Raises:
+        InputError: if a quote is not closed, or there is no flag.
     """
     flags = ShellFlags()
     joined = re.sub(r"\\\r?\n", " ", text)
@@ -82,5 +85,5 @@ def _expand(word: str, variables: dict[str, str]) -> str:
 
 
 def open_variables(word: str) -> list[str]:
-    """The variables that a word still waits for."""
+    """The variables that a word still has."""
     return ["the output of a command" if name == _COMMAND[1:] else f"${name}" for name in _OPEN.findall(word)]

@@ -1,8 +1,8 @@
-"""How processes that start together find each other in a store that remembers those before them.
+"""The rendezvous of processes that start together, in a store that remembers those before them.
 
 torchrun restarts the processes of a run in place and keeps its store. What the dead have left there (addresses, above
 all) is taken for that of the living: a restarted group then hangs, or is refused its connections. So the living first
-agree on a name that is theirs alone, and keep everything under it.
+agree on a prefix of their own, and keep everything under it.
 """
 
 import json
@@ -16,12 +16,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 _PAUSE = 0.02  # s between two looks at the store
 
 
-def meet(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """The part of a store that the ``size`` processes which call this now have to themselves.
+def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A store with a prefix that only the ``size`` processes which call this now share.
 
-    Each says hello with a word made up now. The first proposes the words it sees, each of the others agrees if its
-    own is among them, and when all have agreed to the same proposal the first confirms it. A word or a proposal of a
-    dead process is never confirmed: somebody alive is missing in it.
+    Each writes a new random word. The first proposes the words it sees, each of the others agrees if its own is
+    among them, and when all have agreed to the same proposal the first confirms it. A proposal with a word of a dead
+    process is never confirmed: the word of a living one is missing in it.
 
     Raises:
         TimeoutError: naming the ranks that did not come.

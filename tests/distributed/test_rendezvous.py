@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from leaven.distributed.meeting import meet
+from leaven.distributed.rendezvous import private_store
 
 SHORT = timedelta(seconds=0.3)
 
 
 def met(store: Any, size: int, timeout: timedelta = timedelta(seconds=20)) -> list[Any]:
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda rank: meet(store, rank, size, timeout), range(size)))
+        return list(threads.map(lambda rank: private_store(store, rank, size, timeout), range(size)))
 
 
 def test_those_who_start_again_have_a_part_of_their_own() -> None:
@@ -31,7 +31,7 @@ def test_those_who_start_again_have_a_part_of_their_own() -> None:
 def test_an_attempt_that_died_while_it_met_is_not_taken_up(dead: list[int]) -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as threads:  # some came, and none was confirmed
-        tried = [threads.submit(meet, store, rank, 3, SHORT) for rank in range(3) if rank not in dead]
+        tried = [threads.submit(private_store, store, rank, 3, SHORT) for rank in range(3) if rank not in dead]
         assert all(isinstance(attempt.exception(), TimeoutError) for attempt in tried)
     first, *others = met(store, 3)
     first.set("key", "value")
@@ -60,6 +60,6 @@ def test_a_store_of_another_number_of_processes(before: int, then: int) -> None:
 
 def test_who_did_not_come_is_named() -> None:
     with pytest.raises(TimeoutError, match="rank 1, 2 did not come"):
-        meet(HashStore(), 0, 3, SHORT)
+        private_store(HashStore(), 0, 3, SHORT)
     with pytest.raises(TimeoutError, match="rank 0 did not come"):
-        meet(HashStore(), 1, 3, SHORT)
+        private_store(HashStore(), 1, 3, SHORT)
