@@ -3,7 +3,7 @@
 Each target states what it would give every parameter (:class:`ParameterSettings`); what differs from the recipe's
 table is a loss, so nobody keeps a list of losses by hand. Two forms of the same training are no difference: a matrix
 whose output is multiplied by c trains as one that is c times as large does, at c times the lr, eps / c and decay / c
-(the decay of ``adam``, which joins the gradient, by c squared). So both sides are compared with multipliers folded in.
+(the decay of ``adam``, which joins the gradient, by c squared). Both sides are compared with multipliers folded in.
 """
 
 import json
