@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from leaven.interop.adopt import adopt
 from tests.distributed.in_threads import together
 
 import leaven
@@ -13,7 +12,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.world import World
-from leaven.interop.weights import read_plain, write_huggingface
+from leaven.interop.weights import read_huggingface, recipe_from, write_huggingface
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -150,7 +149,7 @@ def adopted(scaled_run: Path, tmp_path: Path) -> Recipe:
     write_huggingface(
         folder, run.recipe.model, run.table, weights, tokenizer=text, end_of_text=("<|endoftext|>", run.end_of_text)
     )
-    recipe = adopt(read_plain(folder), "adopted", source=run.recipe.data.source, tokens=4_096)
+    recipe = recipe_from(read_huggingface(folder), "adopted", source=run.recipe.data.source, tokens=4_096)
     return recipe.replace({"batch.tokens": 256, "evaluation.tokens": 1_024})
 
 
@@ -190,4 +189,4 @@ def test_the_recipe_says_where_everything_is_from(adopted: Recipe, tmp_path: Pat
     assert adopted.hyperparameters.init_std == 0.02
     (folder / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"no tokenizer.json; save the model's tokenizer there"):
-        adopt(read_plain(folder), "adopted", source="x")
+        recipe_from(read_huggingface(folder), "adopted", source="x")
