@@ -254,3 +254,14 @@ def test_a_lock_excludes_and_ends_with_its_process(tmp_path: Path) -> None:
     holder.communicate()
     with storage.lock(lock, seconds=0):
         pass
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As a device is: a report to /dev/null by root once made a plain file of it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    storage.write(pipe, b"page")
+    assert os.read(reader, 100) == b"page"
+    os.close(reader)
+    assert pipe.is_fifo() and names(tmp_path) == ["pipe"]

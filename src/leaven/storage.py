@@ -20,7 +20,14 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces ``path`` when the block ends: a reader sees the old file or the new one."""
+    """Yield a file that replaces ``path`` when the block ends: a reader sees the old file or the new one.
+
+    A device or a pipe (``/dev/null``) is written to and never replaced.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with path.open("wb") as file:
+            yield file
+        return
     _remove_leftovers(path)
     temporary = _temporary(path)
     try:

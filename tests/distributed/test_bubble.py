@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from benchmarks.bubble import MICRO_BATCHES, RANKS, SCHEDULES, Pass, alive, order, small, theory, traced
+from benchmarks.bubble import MICRO_BATCHES, RANKS, SCHEDULES, MeasuredPass, alive, order, small, theory, traced
 from tests.distributed.pool import Pool
 
 from leaven.planning.schedule import order as planned
@@ -34,8 +34,8 @@ def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_ahead(ranks: Pool,
 def test_order_of_a_pipeline_by_hand() -> None:
     """Two ranks, two micro-batches, GPipe: F F . B B against . F F B B by the second, 9 slots of which 3 are idle."""
 
-    def rank(stage: int) -> list[Pass]:
+    def rank(stage: int) -> list[MeasuredPass]:
         kinds = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
-        return [Pass(stage, micro_batch, kind, 0, 0) for kind, micro_batch in kinds]
+        return [MeasuredPass(stage, micro_batch, kind, 0, 0) for kind, micro_batch in kinds]
 
     assert order([rank(0), rank(1)]) == Fraction(3, 9)

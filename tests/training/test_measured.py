@@ -48,7 +48,7 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
     assert record.measured.step_seconds == found.step_seconds[0] > 0
     assert record.predicted is not None
     assert history() == [record]
-    assert [path.name for path in alone.iterdir()] == ["history.jsonl"]
+    assert sorted(path.name for path in alone.iterdir()) == [".history.lock", "history.jsonl"]
 
 
 def test_isolated_documents_and_a_start_are_no_hindrance(tiny: Recipe) -> None:

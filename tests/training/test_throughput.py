@@ -140,7 +140,7 @@ def test_a_step_on_a_processor_has_the_time_of_its_own_work(
 
         monkeypatch.setattr(Training, name, slow)
 
-    monkeypatch.setattr("leaven.training.engine.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("leaven.training.step.time", SimpleNamespace(perf_counter=clock))
     during("_counted", 10.0)  # each step asks once, and each validation
     during("checkpoint", 1_000.0)
     every = {"evaluation.every_tokens": 512, "stability.checkpoint_every_tokens": 768, "batch.micro_batch": 8}
