@@ -264,4 +264,5 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     storage.write(pipe, b"page")
     assert os.read(reader, 100) == b"page"
     os.close(reader)
-    assert pipe.is_fifo() and names(tmp_path) == ["pipe"]
+    assert pipe.is_fifo()
+    assert names(tmp_path) == ["pipe"]
