@@ -9,7 +9,9 @@ target is trained in several ways with the same seeds (same initial values and o
 - `laws`: the target with what laws and neighbours alone say at its size, without a base that leaven has tuned;
 - `published`: the values of the nearest published run, copied: its lr, moments, decay and init, the same for every
   parameter, at the target's batch and schedule (with `--candidates` the best of several on one seed);
-- `published, moved`: that run's, its lr moved to the target's size and batch, as `leaven new` moves a neighbour's.
+- `published, moved`: that run's, its lr moved to the target's size and batch, as `leaven new` moves a neighbour's;
+- `direct`, with `--direct`: `new` with its lr tuned at the target itself, the best of half, itself and twice on the
+  first seed. These runs cost several times what the search at the proxy did.
 
 Everything is kept in FOLDER; the same command goes on. The last lines are the table of docs/road.md.
 """
@@ -38,6 +40,7 @@ from leaven.verification.model_family import RecipeTrial
 from leaven.verification.runs import RunStore
 
 COPIED = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
+DIRECT_FACTORS = (0.5, 2.0)
 FIRST_SEED = 1_000  # the search's own are the first few
 
 
@@ -50,13 +53,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--candidates", type=int, default=1, help="published runs of which the best is copied")
     parser.add_argument("--new", default="", help="more options of leaven new")
+    parser.add_argument("--direct", action="store_true", help="tune the lr at the target too")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     if not (asked.folder / "road.toml").exists():
         words = ["new", "road.toml", "--params", asked.params, "--tokens", asked.tokens, *shlex.split(asked.new)]
         run(words, asked.folder)
     follow(asked.folder)
-    compare(asked.folder, asked.seeds, asked.workers, asked.candidates)
+    compare(asked.folder, asked.seeds, asked.workers, asked.candidates, asked.direct)
 
 
 def follow(folder: Path) -> None:
@@ -89,7 +93,7 @@ def run(words: list[str], folder: Path) -> None:
         sys.exit("\n".join([f"exit code {done.returncode}", *warned, done.stdout[-2000:], done.stderr[-2000:]]))
 
 
-def compare(folder: Path, seeds: int, workers: int, candidates: int) -> None:
+def compare(folder: Path, seeds: int, workers: int, candidates: int, direct: bool) -> None:
     """Train the arms with paired seeds and print the table."""
     target = read_recipe(folder / "road.toml")
     tuned = read_recipe(folder / "road-tuned.toml") if (folder / "road-tuned.toml").exists() else target
@@ -116,6 +120,14 @@ def compare(folder: Path, seeds: int, workers: int, candidates: int) -> None:
     arms[f"published: {best.id}"] = copies[best.id]
     arms[f"published, moved: {best.id}"] = copied(best, target, moved=True)
     ended |= train([seeded(recipe, FIRST_SEED + seed) for recipe in arms.values() for seed in range(seeds)])
+    if direct:
+        own = target.hyperparameters.lr
+        lrs = [target.replace({"hyperparameters.lr": own * factor}) for factor in DIRECT_FACTORS]
+        ended |= train([seeded(recipe, FIRST_SEED) for recipe in lrs])
+        for recipe in lrs:
+            print(f"direct, one seed of lr {recipe.hyperparameters.lr:.3g}: {loss(recipe, 0):.4f}")
+        arms["direct"] = min([target, *lrs], key=lambda recipe: loss(recipe, 0))
+        ended |= train([seeded(arms["direct"], FIRST_SEED + seed) for seed in range(seeds)])
     losses = {arm: [loss(recipe, seed) for seed in range(seeds)] for arm, recipe in arms.items()}
     (folder / "losses.json").write_text(json.dumps(losses, indent=2), encoding="utf-8")
     print(f"\n{format_quantity(target.model.params)} parameters, {format_quantity(target.data.tokens)} tokens")
