@@ -150,7 +150,8 @@ def child(folder, rank, victim, where):
     Path(f"{folder}-{rank}").write_text(str(outcome))
 
 folders = {}
-for number, (victim, where) in enumerate([(1, "_synced"), (0, "_commit"), (0, "_sync_folder")]):
+for number, (victim, where) in enumerate([(1, "sync_file"), (0, "_commit"), (0, "place_folder")]):
+    getattr(module, where)  # a place that is not there would be waited for without end
     folder = Path(sys.argv[1]) / str(number)
     for rank in range(3):
         process = os.fork()

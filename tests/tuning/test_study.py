@@ -165,7 +165,7 @@ def test_two_commands_on_one_folder_of_which_one_is_killed(
             process.kill()
             process.communicate()
     document = json.loads(out)
-    assert set(document) == {"best", "trials", "failed", "noise_floor", "next"}
+    assert {"best", "trials", "failed", "noise_floor", "next"} <= set(document)
     assert (document["best"], document["failed"]) == (None, 0)
     until(lambda: not any(map(alive, orphans)))
     with study() as same:
