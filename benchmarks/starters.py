@@ -11,7 +11,7 @@ from unittest.mock import patch
 from rich.console import Console
 
 from leaven.catalogue.starter.request import StarterRequest
-from leaven.cli import _next
+from leaven.cli import next_commands
 from leaven.planning.start import start
 from leaven.recipe.units import parse_quantity
 from leaven.views.terminal.console import next_lines
@@ -29,8 +29,8 @@ def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str
     out = io.StringIO()
     started = start(StarterRequest(name, parse_quantity(params), parse_quantity(tokens), reference=lead))
     # The page is of a machine that trains small models alone, wherever it is written.
-    with patch.object(_next, "trainable_here", lambda recipe: recipe.model.params < SMALL):
-        following = _next.road(Path(f"{name}.toml"), started.proxy, started.target)
+    with patch.object(next_commands, "trainable_here", lambda recipe: recipe.model.params < SMALL):
+        following = next_commands.road(Path(f"{name}.toml"), started.proxy, started.target)
     console = Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True)
     for part in (*derived(started.derivation), *next_lines(following)):
         console.print(part)

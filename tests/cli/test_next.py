@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import Verb
 
-from leaven.cli import _next
+from leaven.cli import next_commands
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 
@@ -39,7 +39,7 @@ def road(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def test_the_road_by_printed_commands_alone(leaven: Verb, road: Path) -> None:
-    command = _next.after_check(
+    command = next_commands.after_check(
         road.relative_to(Path.cwd()) / "wheat-proxy.toml", read_recipe("my recipes/wheat-proxy.toml"), []
     )[0]
     assert command == "leaven tune 'my recipes/wheat-proxy.toml' --study studies/wheat --trials 16"
@@ -69,7 +69,10 @@ def test_the_road_by_printed_commands_alone(leaven: Verb, road: Path) -> None:
     (new,) = printed(out)
     assert typed(leaven, new)[0] == 0
     # Whoever transfers a second time is not told to overwrite the first.
-    assert "wheat-tuned-2.toml" in _next.after_tune(Path("my recipes/wheat-proxy.toml"), Path("studies/wheat"))[0]
+    assert (
+        "wheat-tuned-2.toml"
+        in next_commands.after_tune(Path("my recipes/wheat-proxy.toml"), Path("studies/wheat"))[0]
+    )
 
 
 def test_plan_bench_export_and_import_go_on(leaven: Verb, road: Path) -> None:
@@ -107,30 +110,32 @@ def test_a_plan_of_many_gpus_ends_in_a_launch(leaven: Verb, road: Path) -> None:
 
 
 def test_what_is_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_next, "_gpus", lambda: 0)
+    monkeypatch.setattr(next_commands, "_gpus", lambda: 0)
     large = tiny.replace({"model": tiny.model.scaled(4096, 32).model_dump(), "data.tokens": 140_000_000_000})
-    assert _next.trainable_here(tiny)
-    assert not _next.trainable_here(large)
-    assert _next.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus 4xH100-80GB"]
-    monkeypatch.setattr(_next, "_gpus", lambda: 8)
-    assert _next.train(Path("large.toml"), large) == ["leaven train large.toml --run runs/large"]
+    assert next_commands.trainable_here(tiny)
+    assert not next_commands.trainable_here(large)
+    assert next_commands.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus 4xH100-80GB"]
+    monkeypatch.setattr(next_commands, "_gpus", lambda: 8)
+    assert next_commands.train(Path("large.toml"), large) == ["leaven train large.toml --run runs/large"]
     laid_out = tiny.replace({"layout.dp": 4})
-    assert _next.train(Path("r.toml"), laid_out)[0].startswith("torchrun --nproc-per-node 4 -m leaven train r.toml")
+    assert next_commands.train(Path("r.toml"), laid_out)[0].startswith(
+        "torchrun --nproc-per-node 4 -m leaven train r.toml"
+    )
 
 
 def test_a_run_may_be_the_working_directory(tiny: Recipe) -> None:
-    commands = _next.after_train(Path("."), tiny)
+    commands = next_commands.after_train(Path("."), tiny)
     assert any(command.startswith("leaven report . ") for command in commands)
 
 
 def test_after_tuning_the_target_leads_to_the_tuned_recipe(tiny: Recipe, tmp_path: Path) -> None:
     target, proxy, tuned = (tmp_path / f"wheat{end}.toml" for end in ("", "-proxy", "-tuned"))
     write_recipe(tiny, proxy)
-    assert any("tune" in command for command in _next.after_check(target, tiny, []))
+    assert any("tune" in command for command in next_commands.after_check(target, tiny, []))
     write_recipe(tiny, tuned)
-    assert _next.after_check(target, tiny, []) == [f"leaven recipes check {tuned}"]
+    assert next_commands.after_check(target, tiny, []) == [f"leaven recipes check {tuned}"]
 
 
 def test_no_more_gpus_are_named_than_a_batch_has_sequences(tiny: Recipe) -> None:
     long = tiny.replace({"data.tokens": 10**21, "layout.dp": 1})
-    assert _next.cluster_for(long) == f"{tiny.batch.tokens // tiny.model.seq_len}xH100-80GB"
+    assert next_commands.cluster_for(long) == f"{tiny.batch.tokens // tiny.model.seq_len}xH100-80GB"

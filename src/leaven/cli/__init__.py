@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from leaven.cli._usage import mended
+from leaven.cli.usage_errors import mended
 from leaven.recipe.errors import InputError, Lost, out_of_memory
 from leaven.views.terminal.console import console, errors
 

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli import _next
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
-from leaven.documents.planning import BenchChoice, BenchDocument, BenchRow, RampDocument
+from leaven.cli import next_commands
+from leaven.cli.common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
+from leaven.documents.planning import BenchChoice, BenchDocument, BenchSpeed, RampDocument
 from leaven.planning.noise_ramp import fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -71,13 +71,13 @@ def bench_(
         interrupted = stop()
     chosen = found.choose(share)
     document = BenchDocument(
-        rows=[BenchRow(**vars(row) | vars(found.utilisation(row))) for row in found.rows],
+        rows=[BenchSpeed(**vars(row) | vars(found.utilisation(row))) for row in found.rows],
         choose=None if chosen is None else BenchChoice(**chosen),
         too_large=found.too_large,
         whole=found.whole,
         unfinished=found.unfinished,
         mfu_convention=found.convention,
-        next=_next.after_bench(recipe, chosen["micro_batch"]) if chosen else [],
+        next=next_commands.after_bench(recipe, chosen["micro_batch"]) if chosen else [],
     )
     if found.rows or json_output:
         hand_over(document, bench_screen(document, loaded.model.seq_len, share), json_output)
@@ -97,7 +97,7 @@ def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multip
         raise InputError(f"--noise-from {run}: no run with a metrics.jsonl")
     fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
     found = noise_ramp(recipe, fit, multiple)
-    following = _next.after_ramp(file, [*overrides, *found.settings]) if found.settings else []
+    following = next_commands.after_ramp(file, [*overrides, *found.settings]) if found.settings else []
     return RampDocument(**found.to_json(), next=following)
 
 

@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, group, hand_over, load
 from leaven.cli.check_runs import COMMANDS
 from leaven.cli.check_subject import (
     OutputOption,
@@ -15,6 +14,7 @@ from leaven.cli.check_subject import (
     finish,
     short,
 )
+from leaven.cli.common import JsonOption, RecipeArgument, SetOption, group, hand_over, load
 from leaven.documents.checks import MemoryCheckDocument
 from leaven.views.terminal.checks import memory_screen
 from leaven.views.terminal.live import LiveScreen

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leaven.cli._common import JsonOption, SetOption, count_option, load, stopping
 from leaven.cli.check_subject import (
     OutputOption,
     SeedsOption,
@@ -20,6 +19,7 @@ from leaven.cli.check_subject import (
     own_scale,
     scale_of,
 )
+from leaven.cli.common import JsonOption, SetOption, count_option, load, stopping
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.views.terminal.console import errors

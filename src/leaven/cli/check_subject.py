@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leaven.cli._common import hand_over, load, prepared
+from leaven.cli.common import hand_over, load, prepared
 from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe

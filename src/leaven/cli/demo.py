@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, hand_over, stopping
+from leaven.cli.common import JsonOption, hand_over, stopping
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.files import demo_summary
@@ -25,7 +25,7 @@ def demo(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    from leaven.demo.demo import SIZES, Demo, Interrupted
+    from leaven.demo.demo import SIZES, Demo, DemoStopped
     from leaven.training.machine import cores
 
     if size not in SIZES:
@@ -34,7 +34,7 @@ def demo(
         try:
             # More workers would propose most trials before any has ended: a random search.
             made = Demo(run, size, source, workers or min(cores(), 4), stop).walk()
-        except Interrupted:
+        except DemoStopped:
             errors.print(f"stopped; run it again to resume ({run})")
             raise typer.Exit(75) from None
     hand_over(made, demo_summary(made), json_output)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli import _next
-from leaven.cli._common import (
+from leaven.cli import next_commands
+from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
     RunArgument,
@@ -56,7 +56,7 @@ def weights(
         path=str(folder),
         architecture=architecture.name,
         tokens=loaded.tokens,
-        next=_next.after_export_weights(folder),
+        next=next_commands.after_export_weights(folder),
     )
     hand_over(document, exported_weights(document, loaded.recipe.model.params, dtype), json_output)
 
@@ -97,6 +97,6 @@ def config(
         raise InputError(f"{recipe}: {to} would lose {count} (above); add --lossy to write it all the same")
     write(export, path)
     lost = [LossRow(key=loss.key, value=loss.value, why=loss.why) for loss in export.losses]
-    following = _next.after_export_config(to, path)
+    following = next_commands.after_export_config(to, path)
     document = ConfigDocument(path=str(path), lost=lost, notes=export.notes, next=following)
     hand_over(document, exported_config(document), json_output)

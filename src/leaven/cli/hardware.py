@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, hand_over
+from leaven.cli.common import JsonOption, hand_over
 from leaven.documents.catalogue import AcceleratorRow
 from leaven.planning.accelerators import ACCELERATORS, DTYPES, Accelerator
 from leaven.planning.hardware import find_accelerator, parse_cluster

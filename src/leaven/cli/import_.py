@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli import _next
-from leaven.cli._common import JsonOption, group, hand_over
+from leaven.cli import next_commands
+from leaven.cli.common import JsonOption, group, hand_over
 from leaven.documents.runs import ImportDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
@@ -43,8 +43,8 @@ def config(
     """
     from leaven.interop.configs import from_megatron, from_transformers
 
-    if source not in _next.IMPORTED:
-        raise InputError(f"--from {source}: there are {', '.join(_next.IMPORTED)}")
+    if source not in next_commands.IMPORTED:
+        raise InputError(f"--from {source}: there are {', '.join(next_commands.IMPORTED)}")
     if output is not None and output.exists():
         raise InputError(f"{output}: the file exists; give another name")
     # A recipe's name is a word; a file's may be anything.
@@ -60,7 +60,7 @@ def config(
         unknown=found.unknown,
         unread=found.unread,
         recipe=found.recipe.model_dump(mode="json"),
-        next=_next.after_import(output, found.recipe),
+        next=next_commands.after_import(output, found.recipe),
     )
     if output is not None or json_output:
         screen = [] if output is None else [wrote(output, found.recipe)]

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from leaven.catalogue.laws import LawResult, compute_optimal, critical_batch, evaluate, lr_at_batch
-from leaven.cli._common import JsonOption, count_option, hand_over
+from leaven.cli.common import JsonOption, count_option, hand_over
 from leaven.documents.catalogue import LawRow, OptimumRow
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen

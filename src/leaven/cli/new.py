@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from leaven.catalogue.starter.request import StarterRequest, find_reference
-from leaven.cli import _next
-from leaven.cli._common import JsonOption, count_option, hand_over
+from leaven.cli import next_commands
+from leaven.cli.common import JsonOption, count_option, hand_over
 from leaven.data.corpus import estimated_tokens
 from leaven.documents.planning import AdoptedRecipe, NewRecipe
 from leaven.planning.hardware import parse_cluster
@@ -73,9 +73,10 @@ def new(
     if not output.parent.is_dir():
         raise InputError(f"{output}: there is no folder {output.parent}; make it first, or give another name")
     # A recipe's name is a word; a file's may be anything.
-    if output.stem.endswith((_next.PROXY, _next.TUNED)):
+    if output.stem.endswith((next_commands.PROXY, next_commands.TUNED)):
         raise InputError(
-            f"{output}: names with {_next.PROXY} and {_next.TUNED} are for what comes of it; give another"
+            f"{output}: names ending in -proxy and -tuned are reserved for the recipes derived from OUT.toml; "
+            "give another name"
         )
     name = re.sub(r"^\W+|[^\w.\-]+", "-", output.stem).strip("-") or "new"
     if from_weights is not None:
@@ -122,7 +123,7 @@ def new(
     for file, recipe in files:
         write_recipe(recipe, file)
     paths = {"path": str(output), "proxy_path": str(proxy_output) if started.proxy else None}
-    following = _next.road(output, started.proxy, started.target)
+    following = next_commands.road(output, started.proxy, started.target)
     document = NewRecipe(**paths, **started.document(), next=following)
     hand_over(document, derived(started.derivation, files), json_output)
 

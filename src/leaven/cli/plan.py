@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli import _next
-from leaven.cli._common import JsonOption, SetOption, hand_over, load, stopping
+from leaven.cli import next_commands
+from leaven.cli.common import JsonOption, SetOption, hand_over, load, stopping
 from leaven.documents.planning import BudgetDocument, PlanDocument
 from leaven.planning.budget import budget as sizes_that_fit
 from leaven.planning.calibration import history as of_before
@@ -98,7 +98,7 @@ def plan(
             },
         )
         sizes = sizes_that_fit(budget, mfu=mfu, price=None if price is None else parse_price(price))
-        fitting = BudgetDocument(**sizes.to_json(), next=_next.after_budget(sizes))
+        fitting = BudgetDocument(**sizes.to_json(), next=next_commands.after_budget(sizes))
         hand_over(fitting, budget_screen(sizes), json_output)
         return
     if recipe is None or gpus is None:
@@ -115,12 +115,12 @@ def plan(
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         _alone(f"{recipe}, a published run,", {"--set": overrides or None, "--measure": measure or None})
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
-        following = _next.after_plan_of_run(name, found.cluster)
+        following = next_commands.after_plan_of_run(name, found.cluster)
     else:
         read = load(recipe, overrides)
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
-        following = _next.after_plan(recipe, read, found, overrides or ())
+        following = next_commands.after_plan(recipe, read, found, overrides or ())
     found = found.changed(share=share)
     document = PlanDocument(**found.to_json(explain, each), next=following)
     screen = plan_screen(found, each, explain)

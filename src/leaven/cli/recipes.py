@@ -16,12 +16,12 @@ from leaven.catalogue.run import Kind, PublishedRun, Stack
 from leaven.catalogue.runs import diff, find_run, load_runs, own_runs
 from leaven.catalogue.selection import Condition, Range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
-from leaven.cli import _next
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, count_option, group, hand_over, load
+from leaven.cli import next_commands
+from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, group, hand_over, load
 from leaven.data.corpus import estimated_tokens
 from leaven.documents import Document
 from leaven.documents.catalogue import (
-    Difference,
+    DifferenceRow,
     FindingRow,
     NearRun,
     PublishedRunDocument,
@@ -119,9 +119,9 @@ def diff_runs(
 ) -> None:
     """The values in which two runs differ; A and B are published runs, or recipe files (.toml)."""
     left, right = _run_or_recipe(a), _run_or_recipe(b)
-    rows: list[Difference]
+    rows: list[DifferenceRow]
     if isinstance(left, PublishedRun) and isinstance(right, PublishedRun):
-        rows = [Difference(path=path, a=in_a, b=in_b) for path, in_a, in_b in diff(left, right)]
+        rows = [DifferenceRow(path=path, a=in_a, b=in_b) for path, in_a, in_b in diff(left, right)]
     else:
         found = diff_in_terms(left, right, _as_trained)
         rows = [RecipeDifference(path=row.path, a=row.a, b=row.b, counterpart=row.counterpart) for row in found]
@@ -144,7 +144,7 @@ def check(
         raise InputError("a text of no tokens has no epochs; give --corpus-tokens above 0, for example 25B")
     found = findings(read, lambda one: resolve(one).rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
-    following = _next.after_check(recipe, read, overrides or ()) if passed else []
+    following = next_commands.after_check(recipe, read, overrides or ()) if passed else []
     document = RecipeCheck(
         name=read.name,
         params=read.model.params,

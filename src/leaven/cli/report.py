@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli._common import JsonOption, hand_over
+from leaven.cli.common import JsonOption, hand_over
 from leaven.documents.runs import ReportDocument
 from leaven.recipe.errors import InputError
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from leaven.cli._common import JsonOption, RunArgument, TokensOption, hand_over
+from leaven.cli.common import JsonOption, RunArgument, TokensOption, hand_over
 from leaven.documents.runs import SampleDocument, SampleRow
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import console, errors, say_damaged

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli import _next
-from leaven.cli._common import JsonOption, SetOption, hand_over, load
+from leaven.cli import next_commands
+from leaven.cli.common import JsonOption, SetOption, hand_over, load
 from leaven.documents.runs import RuleDocument, ShowDocument
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
@@ -43,7 +43,7 @@ def show(
         raise InputError("leaven show takes a recipe file, or --rule NAME for a scaling rule")
     loaded = load(recipe, overrides)
     found = warnings(loaded)
-    document = resolved(loaded, found, _next.after_show(recipe, overrides or ()))
+    document = resolved(loaded, found, next_commands.after_show(recipe, overrides or ()))
     hand_over(document, recipe_screen(resolve(loaded), loaded), json_output)
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leaven.cli import _next
-from leaven.cli._common import (
+from leaven.cli import next_commands
+from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
     SetOption,
@@ -115,7 +115,7 @@ def train_(
             except Diverged as error:
                 errors.print(f"stopped: {error}\n{advice(folder)}")
                 raise typer.Exit(1) from None
-    following = _next.after_train(folder, loaded) if summary.finished else []
+    following = next_commands.after_train(folder, loaded) if summary.finished else []
     values = {key: value for key, value in asdict(summary).items() if key != "finished"}
     document = TrainDocument(**values, next=following)
     if (summary.finished or json_output) and rank() == 0:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from leaven.cli import _next
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, count_option, hand_over, load
+from leaven.cli import next_commands
+from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, hand_over, load
 from leaven.cli.show import resolved
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
@@ -70,7 +70,7 @@ def transfer_(
     found = [*dropped(before, big), *warnings(big)]
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
-    document = resolved(big, found, _next.after_transfer(output, big))
+    document = resolved(big, found, next_commands.after_transfer(output, big))
     hand_over(document, _screen(big, output), json_output)
 
 

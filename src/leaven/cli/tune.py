@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leaven.cli import _next
-from leaven.cli._common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
+from leaven.cli import next_commands
+from leaven.cli.common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
 from leaven.recipe.errors import InputError
 from leaven.tuning.document import StudyDocument
 from leaven.views.terminal.console import console, errors
@@ -101,7 +101,7 @@ def tune(
     except StoreGone as gone:
         errors.print(str(gone))
         raise typer.Exit(75) from None
-    following = _next.after_tune(recipe, folder) if state.best is not None and not interrupted else []
+    following = next_commands.after_tune(recipe, folder) if state.best is not None and not interrupted else []
     document = state.summary(folder / "best.toml", following)
     if json_output or following:
         hand_over(document, _answer(state, trials, folder), json_output)

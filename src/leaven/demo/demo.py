@@ -125,7 +125,7 @@ def arms(target: Recipe) -> tuple[Arm, ...]:
     )
 
 
-class Interrupted(Exception):
+class DemoStopped(Exception):
     """Asked to stop. Everything finished is on disk, and the same call goes on from there."""
 
 
@@ -146,7 +146,7 @@ class Demo:
 
         Raises:
             InputError: if the folder holds something else or the source has no text.
-            Interrupted: if ``stop`` said so.
+            DemoStopped: if ``stop`` said so.
         """
         self._open()
         tokens = self._text()  # before anything is written: a source without text leaves no folder
@@ -201,7 +201,7 @@ class Demo:
             if self._holds:
                 self._save()
         if self.stop():
-            raise Interrupted
+            raise DemoStopped
 
     @property
     def _seconds(self) -> dict[str, float]:

@@ -44,7 +44,7 @@ class PublishedRunDocument(Document, schema="published-run/1"):
     organisation: str
 
 
-class Difference(Document, schema="difference/1"):
+class DifferenceRow(Document, schema="difference/1"):
     """``leaven recipes diff``: a list of these."""
 
     path: str
@@ -52,7 +52,7 @@ class Difference(Document, schema="difference/1"):
     b: Any
 
 
-class RecipeDifference(Difference, schema="recipe-difference/1"):
+class RecipeDifference(DifferenceRow, schema="recipe-difference/1"):
     """``leaven recipes diff`` where one side is a recipe file: a list of these."""
 
     counterpart: bool  # whether both sides have such a value

@@ -80,7 +80,7 @@ class PlanDocument(Document, schema="plan/1"):
     next: list[str]  # commands
 
 
-class BudgetRow(Entry):
+class FittingSize(Entry):
     law: str
     params: float
     tokens: float
@@ -107,12 +107,12 @@ class BudgetDocument(Document, schema="budget/1"):
     days: float
     cost: CostRow
     flops_convention: str
-    rows: list[BudgetRow]  # from the largest model to the smallest
+    rows: list[FittingSize]  # from the largest model to the smallest
     refused: list[RefusedRow]  # laws by which nothing fits
     next: list[str]  # commands
 
 
-class DerivationStep(Entry):
+class DerivationRow(Entry):
     step: int
     title: str
     values: dict[str, Any]  # of the recipe, by path
@@ -145,7 +145,7 @@ class NewRecipe(Document, schema="new/1"):
     proxy_path: str | None
     params: int
     tokens: int
-    steps: list[DerivationStep]
+    steps: list[DerivationRow]
     proxy: ProxyRow | None
     tuning: str  # what tuning costs, and whether it is worth it
     compared: list[ComparedRow]
@@ -183,7 +183,7 @@ class RampDocument(Document, schema="ramp/1"):
     next: list[str]  # commands
 
 
-class BenchRow(Entry):
+class BenchSpeed(Entry):
     micro_batch: int  # sequences
     global_batch: int  # sequences
     tokens_per_second: float
@@ -210,7 +210,7 @@ class BenchChoice(Entry):
 class BenchDocument(Document, schema="bench/1"):
     """``leaven bench RECIPE``."""
 
-    rows: list[BenchRow]
+    rows: list[BenchSpeed]
     choose: BenchChoice | None  # null where no batch was measured with all its micro-batches
     too_large: list[int]  # micro-batches that do not fit
     whole: bool  # False if a stop or --seconds left batches out

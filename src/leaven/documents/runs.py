@@ -14,7 +14,7 @@ class CautionRow(Entry):
     message: str
 
 
-class ParameterRow(Entry):
+class ParameterValues(Entry):
     name: str
     shape: list[int]  # out, in
     role: str  # what it is to the rule
@@ -49,7 +49,7 @@ class ShowDocument(Document, schema="show/1"):
     init: dict[str, Any]  # which init applies, and what published ones would give
     clip: dict[str, Any]  # of gradients: mode, limit, why
     ramp: dict[str, str | None]  # rule, and why
-    parameters: list[ParameterRow]
+    parameters: list[ParameterValues]
     warnings: list[CautionRow]
     next: list[str]  # commands
 
@@ -159,7 +159,7 @@ class ReportDocument(Document, schema="report/1"):
     path: str
 
 
-class DemoPart(Entry):
+class DemoStage(Entry):
     name: str
     seconds: float
 
@@ -172,7 +172,7 @@ class DemoArm(Entry):
     why: str = ""
 
 
-class DemoText(Entry):
+class DemoCorpus(Entry):
     source: str
     bytes: int
     train_tokens: int
@@ -186,8 +186,8 @@ class DemoDocument(Document, schema="demo/1"):
     report: str  # the page
     verdict: str
     arms: list[DemoArm]
-    parts: list[DemoPart]
-    text: DemoText | None
+    parts: list[DemoStage]
+    text: DemoCorpus | None
     moved: dict[str, tuple[int, int]] = Field(
         default_factory=dict
     )  # of the small and the big run: params, width, ...

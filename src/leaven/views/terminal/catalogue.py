@@ -9,7 +9,7 @@ from rich.text import Text
 from leaven.catalogue.groups import PublishedGroup
 from leaven.catalogue.neighbours import size_ratio
 from leaven.catalogue.run import PublishedRun, Stack
-from leaven.documents.catalogue import Difference, RecipeDifference
+from leaven.documents.catalogue import DifferenceRow, RecipeDifference
 from leaven.recipe.units import format_number, format_quantity
 from leaven.views.terminal.tables import Column, Columns, count, folded, learning_rate
 
@@ -54,7 +54,7 @@ def nearest_screen(
     yield Text("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
 
 
-def diff_screen(a: str, b: str, rows: Sequence[Difference]) -> Iterator[RenderableType]:
+def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
     """What two runs, or a recipe and a run, have differently; what only one of them can have stands below."""
     alone = [row for row in rows if isinstance(row, RecipeDifference) and not row.counterpart]
     both = [row for row in rows if row not in alone]
@@ -100,7 +100,7 @@ def stack(of: Stack) -> str:
     return ", ".join(part for part in (of.norm_placement, qk_norm, of.optimizer) if part)
 
 
-def diff_table(a: str, b: str, rows: Sequence[Difference]) -> Columns:
+def diff_table(a: str, b: str, rows: Sequence[DifferenceRow]) -> Columns:
     columns = (
         Column("value", align="left"),
         Column(a, align="left", free=True),
