@@ -18,8 +18,9 @@ from leaven.catalogue.laws import LAWS
 from leaven.catalogue.runs import load_runs
 from leaven.cli import main
 from leaven.documents.checks import CheckDocument
-from leaven.documents.runs import DemoDocument
+from leaven.documents.runs import DemoDocument, ShowDocument
 from leaven.recipe.files import read_recipe
+from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
 from leaven.tuning.document import Dimension, StudyDocument, StudyTrial
 from leaven.views.points import changes
@@ -146,7 +147,8 @@ def test_laws_are_told_in_full_with_the_spread_last(read: Read) -> None:
 
 def test_the_parameter_table_has_units_and_a_line_a_group() -> None:
     recipe = target(proxy().replace({"hyperparameters.depth": {}}))
-    lines = printed(recipe_screen(resolve(recipe), recipe), 80)
+    shown = ShowDocument(**describe(recipe, 0), warnings=[], next=[])
+    lines = printed(recipe_screen(shown), 80)
     text = "\n".join(lines)
     assert "width x3 depth x2 batch x4" in text
     assert "(a step)" in text

@@ -1,4 +1,4 @@
-"""leaven laws: what every empirical law says of a run, or of a budget."""
+"""leaven laws"""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -33,8 +33,8 @@ def laws(
     if flops is not None:
         if any(each is not None for each in (params, tokens, batch_tokens, params_non_embedding)):
             raise InputError("--flops asks for the sizes, --params and --tokens give them; type one or the other")
-        found = compute_optimal(flops)
-        hand_over([OptimumRow(**asdict(each)) for each in found], optimum_screen(found), json_output)
+        sizes = [OptimumRow(**asdict(each)) for each in compute_optimal(flops)]
+        hand_over(sizes, optimum_screen(sizes), json_output)
         return
     for name, value in (("--params", params), ("--tokens", tokens)):
         if value is None:
@@ -49,7 +49,7 @@ def laws(
         )
     results = evaluate(params, tokens, params_non_embedding=params_non_embedding)
     rows = [_row(result, critical_batch(results), batch_tokens) for result in results]
-    hand_over(rows, laws_screen(results, params, tokens, batch_tokens, params_non_embedding), json_output)
+    hand_over(rows, laws_screen(rows, params, tokens, batch_tokens, params_non_embedding), json_output)
 
 
 def _row(result: LawResult, critical: float, batch_tokens: int | None) -> LawRow:

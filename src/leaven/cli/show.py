@@ -14,7 +14,6 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import resolve
 from leaven.scaling.tested_ranges import Caution, warnings
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.recipe import recipe_screen, rule_table
@@ -37,18 +36,19 @@ def show(
     if rule is not None:
         if rule not in RULES:
             raise InputError(f"--rule {rule}: no such rule; there are {', '.join(RULES)}")
-        hand_over(RuleDocument(**RULES[rule].document()), rule_table(RULES[rule]), json_output)
+        document = RuleDocument(**RULES[rule].document())
+        hand_over(document, rule_table(document), json_output)
         return
     if recipe is None:
         raise InputError("leaven show takes a recipe file, or --rule NAME for a scaling rule")
     loaded = load(recipe, overrides)
     found = warnings(loaded)
-    document = resolved(loaded, found, next_commands.after_show(recipe, overrides or ()))
-    hand_over(document, recipe_screen(resolve(loaded), loaded), json_output)
+    shown = resolved(loaded, found, next_commands.after_show(recipe, overrides or ()))
+    hand_over(shown, recipe_screen(shown), json_output)
 
 
 def resolved(recipe: Recipe, found: list[Caution], following: list[str]) -> ShowDocument:
-    """The document of a recipe; its warnings are said on standard error."""
+    """The document of a recipe with its warnings, which are printed on standard error too."""
     warn(each.message for each in found)
     cautions = [asdict(each) for each in found]
     return ShowDocument(**describe(recipe, flops_per_token(recipe.model)), warnings=cautions, next=following)

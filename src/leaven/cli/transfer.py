@@ -1,19 +1,16 @@
 """leaven transfer RECIPE"""
 
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, hand_over, load
 from leaven.cli.show import resolved
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
-from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
 from leaven.scaling.tested_ranges import dropped, warnings
 from leaven.scaling.transfer import transfer, transfer_like
 from leaven.views.terminal.recipe import parameter_table
@@ -70,14 +67,9 @@ def transfer_(
     found = [*dropped(before, big), *warnings(big)]
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
-    document = resolved(big, found, next_commands.after_transfer(output, big))
-    hand_over(document, _screen(big, output), json_output)
-
-
-def _screen(big: Recipe, output: Path | None) -> Iterator[RenderableType]:
-    yield from parameter_table(resolve(big), big)
-    if output is not None:
-        yield f"wrote {output}"
+    shown = resolved(big, found, next_commands.after_transfer(output, big))
+    wrote = [f"wrote {output}"] if output is not None else []
+    hand_over(shown, chain(parameter_table(shown), wrote), json_output)
 
 
 def _require_new(output: Path, inputs: list[Path], force: bool) -> None:

@@ -40,6 +40,8 @@ class Totals(Entry):
 class ShowDocument(Document, schema="show/1"):
     """``leaven show RECIPE``, and ``leaven transfer`` of the new recipe."""
 
+    name: str  # of the recipe
+    start: str | None  # folder of the weights that the run starts from
     scale: dict[str, Any]  # width, depth, batch_tokens, tokens, and the base
     rule: str
     ratios: dict[str, Number]  # target / base

@@ -12,6 +12,8 @@ def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
     """The document of ``leaven show --json``."""
     table, model = resolve(recipe), recipe.model
     return {
+        "name": recipe.name,
+        "start": recipe.start.weights,
         "scale": {
             "width": model.d_model,
             "depth": model.n_layers,

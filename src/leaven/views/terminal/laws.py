@@ -1,12 +1,13 @@
-"""What a person sees of the laws: all of them side by side, how far each is stretched, and their spread."""
+"""``leaven laws`` in the terminal: every law in one table, how far each is extrapolated, and how much they differ."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from rich.console import RenderableType
 
-from leaven.catalogue.laws import TRUST, LawResult, Optimum, best_tokens_per_param, critical_batch, lr_at_batch
+from leaven.catalogue.laws import TRUST, best_tokens_per_param
 from leaven.catalogue.noise_scale import steps_over_least, tokens_over_least
+from leaven.documents.catalogue import LawRow, OptimumRow
 from leaven.recipe.units import format_quantity
 from leaven.views.terminal.tables import Column, Columns, Facts, learning_rate
 
@@ -19,35 +20,35 @@ _COUNTED = {
 
 
 def laws_screen(
-    results: Sequence[LawResult],
+    rows: Sequence[LawRow],
     params: float,
     tokens: float,
     batch_tokens: float | None = None,
     params_non_embedding: float | None = None,
 ) -> Iterator[RenderableType]:
-    """What every law says of a run, where a batch stands among them, and how far they are apart."""
-    yield law_table(results)
+    """The laws for one run, a batch compared with theirs if one is given, and their median and range."""
+    yield law_table(rows)
     yield ""
-    yield other_laws(results)
+    yield other_laws(rows)
     yield ""
     if batch_tokens is not None:
-        yield batch_table(results, batch_tokens)
-        yield batch_facts(results, batch_tokens)
+        yield batch_table(rows)
+        yield batch_facts(rows, batch_tokens)
         yield ""
     yield range_legend()
-    yield law_spread(results, params, tokens, batch_tokens, params_non_embedding)
+    yield law_spread(rows, params, tokens, batch_tokens, params_non_embedding)
 
 
-def optimum_screen(found: Sequence[Optimum]) -> Iterator[RenderableType]:
-    """The best sizes for a budget of FLOPs by every answer."""
-    yield optimum_table(found)
+def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
+    """The compute-optimal sizes for a FLOP budget by every law, and their median and range."""
+    yield optimum_table(rows)
     yield ""
     yield range_legend()
-    yield optimum_spread(found)
+    yield optimum_spread(rows)
 
 
-def law_table(results: Sequence[LawResult]) -> Columns:
-    """The laws that give an lr or a batch."""
+def law_table(laws: Sequence[LawRow]) -> Columns:
+    """The laws that give a learning rate or a batch size."""
     columns = (
         Column("law", align="left"),
         Column("peak lr", align="point"),
@@ -55,30 +56,24 @@ def law_table(results: Sequence[LawResult]) -> Columns:
         Column("kind", "of batch", align="left"),
         Column("fitted range", align="left"),
     )
-    told = [result for result in results if _has_number(result)]
+    shown = [law for law in laws if _has_number(law)]
     rows = [
-        (
-            result.law,
-            learning_rate(result.lr),
-            _tokens(result.batch_tokens),
-            result.batch_kind or "-",
-            _range(result, most=2),
-        )
-        for result in told
+        (law.law, learning_rate(law.lr), _tokens(law.batch_tokens), law.batch_kind or "-", _range(law, most=2))
+        for law in shown
     ]
-    return Columns(columns, rows, notes=[_notes(result) for result in told])
+    return Columns(columns, rows, notes=[_notes(law) for law in shown])
 
 
-def other_laws(results: Sequence[LawResult]) -> Columns:
-    """The laws that say something else: a loss, a timescale, an exponent."""
+def other_laws(laws: Sequence[LawRow]) -> Columns:
+    """The laws that give something else: a loss, a weight decay timescale, an exponent."""
     columns = (Column("law", align="left"), Column("says", align="left"), Column("fitted range", align="left"))
-    told = [result for result in results if not _has_number(result)]
-    rows = [(result.law, _says(result), _range(result, most=2)) for result in told]
-    return Columns(columns, rows, notes=[_notes(result) for result in told])
+    shown = [law for law in laws if not _has_number(law)]
+    rows = [(law.law, _says(law), _range(law, most=2)) for law in shown]
+    return Columns(columns, rows, notes=[_notes(law) for law in shown])
 
 
-def batch_table(results: Sequence[LawResult], batch_tokens: float) -> Columns:
-    """The lr of every law at a batch that was asked for, by every rule."""
+def batch_table(laws: Sequence[LawRow]) -> Columns:
+    """The learning rate of every law moved to the batch of ``--batch-tokens``, one column for each rule."""
     columns = (
         Column("lr at this batch", align="left"),
         Column("its batch", "tokens"),
@@ -88,23 +83,21 @@ def batch_table(results: Sequence[LawResult], batch_tokens: float) -> Columns:
         Column("surge", align="point"),
         Column("own data", align="point"),
     )
-    noise, rows = critical_batch(results), []
-    for result in results:
-        moved = lr_at_batch(result, batch_tokens, noise)
-        if moved is not None:
-            numbers = (result.lr, moved.square_root, moved.linear, moved.surge, moved.own)
-            rows.append((result.law, _tokens(result.lr_batch_tokens), *map(learning_rate, numbers)))
+    rows = []
+    for law in laws:
+        if (moved := law.at_batch) is not None:
+            numbers = (law.lr, moved.square_root, moved.linear, moved.surge, moved.own)
+            rows.append((law.law, _tokens(law.lr_batch_tokens), *map(learning_rate, numbers)))
     return Columns(columns, rows)
 
 
-def batch_facts(results: Sequence[LawResult], batch_tokens: float) -> Facts:
-    """Where a batch stands among what the laws say of batches."""
+def batch_facts(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
+    """A batch as a multiple of every law's batch, what it costs, and when each rule for the learning rate holds."""
     facts: list[tuple[str, Parts]] = []
     for kind in ("optimal", "critical"):
-        named = [each for each in results if each.batch_kind == kind and each.batch_tokens and not each.form_of]
-        said = [f"{batch_tokens / (each.batch_tokens or 1):.2g}x {each.law}" for each in named]
-        facts.append((f"{kind} batch", tuple(said)))
-    critical = critical_batch(results)
+        parts = [f"{batch_tokens / batch:.2g}x {law.law}" for law, batch in _batches(laws, kind)]
+        facts.append((f"{kind} batch", tuple(parts)))
+    critical = median(batch for _, batch in _batches(laws, "critical"))
     more, longer = tokens_over_least(batch_tokens, critical), steps_over_least(batch_tokens, critical)
     cost = (
         f"at the median critical batch of {format_quantity(critical)}: {more:.2f}x the fewest tokens",
@@ -119,31 +112,36 @@ def batch_facts(results: Sequence[LawResult], batch_tokens: float) -> Facts:
     return Facts([*facts, ("cost", cost), ("rules", rules)])
 
 
+def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
+    """The laws that give a batch of this kind, with the batch in tokens; other forms of a law are left out."""
+    return [
+        (law, law.batch_tokens) for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
+    ]
+
+
 def law_spread(
-    results: Sequence[LawResult],
+    laws: Sequence[LawRow],
     params: float,
     tokens: float,
     batch_tokens: float | None,
     params_non_embedding: float | None,
 ) -> Facts:
-    """What was taken for N, and median and range of what there is more than one opinion on, each law once."""
-    own = [result for result in results if result.form_of is None]
+    """The N that was used, and the median and range of each quantity over the laws; each law counts once."""
+    own = [law for law in laws if law.form_of is None]
     lrs = [(each.lr, each.in_range) for each in own if each.lr]
     batches = {
-        kind: [(each.batch_tokens, each.in_range) for each in own if each.batch_tokens and each.batch_kind == kind]
-        for kind in ("optimal", "critical")
+        kind: [(batch, law.in_range) for law, batch in _batches(laws, kind)] for kind in ("optimal", "critical")
     }
     losses = [(each.loss, each.in_range) for each in own if each.loss]
     best = best_tokens_per_param(6 * params * tokens)
     lr, batch = median(lr for lr, _ in lrs), median(each for each, _ in batches["optimal"])
     if batch_tokens is not None:
-        moved = [lr_at_batch(each, batch_tokens, critical_batch(results)) for each in own]
-        lr, batch = median(each.square_root for each in moved if each), batch_tokens
+        lr, batch = median(each.at_batch.square_root for each in own if each.at_batch), batch_tokens
     taus = [each.tau for each in own if each.tau]
     decay = batch / (taus[0] * tokens * lr)
     return Facts(
         [
-            ("N less embeddings", _smaller_counts(results, params, params_non_embedding)),
+            ("N less embeddings", _smaller_counts(laws, params, params_non_embedding)),
             ("loss", (*_spread(losses, lambda loss: f"{loss:.3f}"), "nats a token, of Chinchilla's text")),
             (
                 "tokens a parameter",
@@ -159,9 +157,10 @@ def law_spread(
     )
 
 
-def _smaller_counts(results: Sequence[LawResult], params: float, params_non_embedding: float | None) -> Parts:
+def _smaller_counts(laws: Sequence[LawRow], params: float, params_non_embedding: float | None) -> Parts:
+    """Which laws count fewer parameters than all of them, and the count that they were given."""
     body, head = (
-        [each.law for each in results if each.params_definition == definition]
+        [each.law for each in laws if each.params_definition == definition]
         for definition in ("non-embedding", "without input embedding")
     )
     if params_non_embedding is None:
@@ -183,7 +182,7 @@ def range_legend() -> Facts:
     )
 
 
-def optimum_table(found: Sequence[Optimum]) -> Columns:
+def optimum_table(found: Sequence[OptimumRow]) -> Columns:
     columns = (
         Column("law", align="left"),
         Column("params"),
@@ -199,8 +198,8 @@ def optimum_table(found: Sequence[Optimum]) -> Columns:
             format_quantity(each.params),
             format_quantity(each.tokens),
             f"{each.tokens_per_param:.1f}",
-            f"{each.loss:.3f}",
-            f"{each.loss_replication:.3f}",
+            _loss(each.loss),
+            _loss(each.loss_replication),
             _range(each, most=1),
         )
         for each in found
@@ -208,8 +207,8 @@ def optimum_table(found: Sequence[Optimum]) -> Columns:
     return Columns(columns, rows, notes=[_notes(each) for each in found])
 
 
-def optimum_spread(found: Sequence[Optimum]) -> Facts:
-    losses = [loss for each in found for loss in (each.loss, each.loss_replication)]
+def optimum_spread(found: Sequence[OptimumRow]) -> Facts:
+    losses = [loss for each in found for loss in (each.loss, each.loss_replication) if loss is not None]
     return Facts(
         [
             ("params", _spread([(each.params, each.in_range) for each in found], format_quantity)),
@@ -226,7 +225,7 @@ def optimum_spread(found: Sequence[Optimum]) -> Facts:
 
 
 def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> Parts:
-    """Median, range and factor of all laws, and of those that are inside their range."""
+    """The median and range over all laws, and the range over those that are inside their fitted range."""
     numbers = [value for value, _ in values]
     inside = [value for value, within in values if within]
     parts = [
@@ -236,42 +235,41 @@ def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float],
     if not inside:
         parts.append("all of them extrapolate")
     elif len(inside) < len(numbers):
-        parts.append(f"{len(inside)} inside their range: {' .. '.join(dict.fromkeys(map(show, _ends(inside))))}")
+        ends = dict.fromkeys(map(show, (min(inside), max(inside))))
+        parts.append(f"{len(inside)} inside their range: {' .. '.join(ends)}")
     return tuple(parts)
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
+def _notes(law: LawRow | OptimumRow) -> list[str]:
+    counted = [_COUNTED[law.params_definition]] if isinstance(law, LawRow) else []
+    return [law.conditions, *counted, law.source, f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "")]
 
 
-def _notes(law: LawResult | Optimum) -> list[str]:
-    told = [law.conditions]
-    if isinstance(law, LawResult):
-        told.append(_COUNTED[law.params_definition])
-    return [*told, law.source, f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "")]
+def _says(law: LawRow) -> str:
+    if law.loss is not None:
+        return f"loss {law.loss:.3f} nats a token"
+    return f"tau {law.tau:.3g} of the run" if law.tau is not None else law.says
 
 
-def _says(result: LawResult) -> str:
-    if result.loss is not None:
-        return f"loss {result.loss:.3f} nats a token"
-    return f"tau {result.tau:.3g} of the run" if result.tau is not None else result.says
+def _has_number(law: LawRow) -> bool:
+    return not law.says and law.loss is None and law.tau is None
 
 
-def _has_number(result: LawResult) -> bool:
-    return not result.says and result.loss is None and result.tau is None
-
-
-def _range(law: LawResult | Optimum, most: int) -> str:
+def _range(law: LawRow | OptimumRow, most: int) -> str:
     if law.in_range is None:
         return "not known"
     signs = {"above": "x", "below": "/"}
-    told = [f"{signs[each.side]}{_factor(each.factor)} {each.axis}" for each in law.beyond[:most]]
-    return ", ".join(told) or "inside"
+    parts = [f"{signs[each.side]}{_factor(each.factor)} {each.axis}" for each in law.beyond[:most]]
+    return ", ".join(parts) or "inside"
 
 
 def _factor(number: float) -> str:
-    """Two digits: ``1.1``, ``20``, ``4,200``, ``1.7e+16``."""
+    """A factor rounded to two digits: ``1.1``, ``20``, ``4,200``, ``1.7e+16``."""
     return f"{float(f'{number:.2g}'):,.0f}" if 10 <= number < 1e6 else f"{number:.2g}"
+
+
+def _loss(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3f}"
 
 
 def _tokens(number: float | None) -> str:

@@ -1,18 +1,15 @@
-"""A recipe in the terminal: its parameter table, its initialisation beside published ones, and scaling rules."""
+"""``leaven show`` and ``leaven transfer`` in the terminal: parameter table, initialisations and scaling rules."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import RenderableType
 
+from leaven.documents.runs import ParameterValues, RuleDocument, ShowDocument
 from leaven.recipe.init_std import COMPARED, INITS
-from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import Role
 from leaven.recipe.units import format_quantity
-from leaven.scaling import rules
-from leaven.scaling.starts import ModuleStart, distances, init_reason, starts, usual_std
-from leaven.scaling.table import ParameterTable, clip_reason, optimizer_reason, ramp_reason
 from leaven.views import numbers
-from leaven.views.parameters import QUANTITIES, groups
+from leaven.views.parameters import LAYER, QUANTITIES
 from leaven.views.terminal.tables import Column, Columns, Fact, Facts
 
 PARAMETER_COLUMNS = (
@@ -30,47 +27,66 @@ PARAMETER_COLUMNS = (
 )
 
 
-def parameter_table(table: ParameterTable, recipe: Recipe) -> Iterator[RenderableType]:
+def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
     """The resolved parameter table, neighbouring layers with equal values as one line.
 
-    ``lr`` is a parameter's own peak, ``decay`` is per step and lr, both as the optimiser gets them.
+    ``lr`` is the parameter's own peak and ``decay`` is multiplied by it, both as the optimizer receives them.
     """
-    at, model = table.ratios, recipe.model
-    scale = (f"width x{at.width:.3g}", f"depth x{at.depth:.3g}", f"batch x{at.batch:.3g}", f"tokens x{at.tokens:.3g}")
+    scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     yield Facts(
         [
-            (recipe.name, (f"{format_quantity(model.params)} parameters", f"rule {table.rule.name}")),
-            ("", (f"{' '.join(scale)} of the base",)),
+            (shown.name, (f"{format_quantity(shown.totals.params)} parameters", f"rule {shown.rule}")),
+            ("", (f"{scale} of the base",)),
         ]
     )
     rows = [
         (
-            group.label,
-            group.layers,
-            " x ".join(f"{size:,}" for size in group.row.shape),
-            str(group.row.role).replace("_", " "),
-            *(numbers.value(getattr(group.row, quantity)) for quantity in QUANTITIES),
+            label,
+            _layers(group),
+            " x ".join(f"{size:,}" for size in group[0].shape),
+            group[0].role.replace("_", " "),
+            *(numbers.value(getattr(group[0], quantity)) for quantity in QUANTITIES),
         )
-        for group in groups(table)
+        for label, groups in _layer_groups(shown.parameters).items()
+        for group in groups
     ]
     yield Columns(PARAMETER_COLUMNS, rows)
 
 
-def recipe_screen(table: ParameterTable, recipe: Recipe) -> Iterator[RenderableType]:
-    """``leaven show``: the parameter table, what belongs to no parameter, and the initialisations side by side."""
-    yield from parameter_table(table, recipe)
-    scale = f"query . key x {numbers.value(table.attention_scale)}"
-    weights = recipe.start.weights
-    facts: list[Fact] = [("start", (f"from the weights in {weights}, not from init std",))] if weights else []
+def _layer_groups(rows: Sequence[ParameterValues]) -> dict[str, list[list[ParameterValues]]]:
+    """Parameters by name without the layer; those of neighbouring layers with equal values are one group."""
+    by_label: dict[str, list[list[ParameterValues]]] = {}
+    for row in rows:
+        groups = by_label.setdefault(LAYER.sub("", row.name).removesuffix(".weight"), [])
+        if groups and all(getattr(groups[-1][0], key) == getattr(row, key) for key in ("shape", *QUANTITIES)):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return by_label
+
+
+def _layers(group: Sequence[ParameterValues]) -> str:
+    first, last = group[0].layer, group[-1].layer
+    if first is None:
+        return ""
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
+    """``leaven show``: the parameter table, settings of the whole model, and the initialisations side by side."""
+    yield from parameter_table(shown)
+    facts: list[Fact] = []
+    if shown.start is not None:
+        facts.append(("start", (f"from the weights in {shown.start}, not from init std",)))
     facts += [
-        ("attention", (scale,)),
-        ("optimizer", (optimizer_reason(recipe),)),
-        ("clip", (clip_reason(recipe),)),
+        ("attention", (f"query . key x {numbers.value(shown.attention_scale)}",)),
+        ("optimizer", (shown.optimizer["why"],)),
+        ("clip", (shown.clip["why"],)),
     ]
-    if (ramp := ramp_reason(recipe)) is not None:
+    if (ramp := shown.ramp["why"]) is not None:
         facts.append(("ramp", (ramp,)))
     yield Facts(facts)
-    yield from init_table(table, recipe)
+    yield from init_table(shown)
 
 
 RULE_COLUMNS = (
@@ -99,28 +115,27 @@ _LETTERS = (
 )
 
 
-def rule_table(rule: rules.Rule) -> Iterator[RenderableType]:
-    """Role x quantity, what all roles share, and what the letters stand for."""
+def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
+    """A scaling rule: role x quantity, then what all roles share and what the letters stand for."""
     rows, notes = [], []
-    for role in Role:
-        cells = [rule.cells[quantity][role] for quantity in rules.QUANTITIES]
-        rows.append((role.replace("_", " "), *(cell.text for cell in cells)))
-        # A source that several cells of a row have is told once.
-        shared: dict[str, list[str]] = {}
-        for quantity, cell in zip(rules.QUANTITIES, cells, strict=True):
-            shared.setdefault(cell.source, []).append(quantity.replace("_", " "))
-        notes.append([f"{', '.join(quantities)}: {source}" for source, quantities in shared.items()])
-    columns = [
+    for role, cells in shown.roles.items():
+        rows.append((role.replace("_", " "), *(cell.text for cell in cells.values())))
+        # A source that several cells of a row share is printed once.
+        by_source: dict[str, list[str]] = {}
+        for quantity, cell in cells.items():
+            by_source.setdefault(cell.source, []).append(quantity.replace("_", " "))
+        notes.append([f"{', '.join(quantities)}: {source}" for source, quantities in by_source.items()])
+    shared = [
         (_SHARED.get(name, name.replace("_", " ")), (f"{cell.text}  ({cell.source})",))
-        for name, cell in rule.shared.items()
+        for name, cell in shown.shared.items()
     ]
-    yield Facts([(rule.name, (rule.source,))])
+    yield Facts([(shown.rule, (shown.source,))])
     yield Columns(RULE_COLUMNS, rows, notes)
-    yield Facts([*columns, ("letters", _LETTERS)])
+    yield Facts([*shared, ("letters", _LETTERS)])
 
 
 OWN = "this recipe"
-# Of what starts alike in nearly all inits one module is shown; --json has every module.
+# One module of each group that nearly all inits treat alike, with its drop order; --json has every module.
 SHOWN = (
     ("embedding", 0),
     ("attention.query", 0),
@@ -133,10 +148,10 @@ SHOWN = (
 )
 
 
-def init_table(table: ParameterTable, recipe: Recipe) -> Iterator[RenderableType]:
-    """Which init applies, what every matrix starts from, and what the published ones would give it."""
-    found = starts(recipe, table)
-    there = [(module, drop) for module, drop in SHOWN if any(start.module == module for start in found)]
+def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
+    """The init std of every matrix in this recipe, and what each published initialisation would give it."""
+    init, found = shown.init, shown.init["starts"]
+    there = [(module, drop) for module, drop in SHOWN if any(start["module"] == module for start in found)]
     columns = (
         Column("std", "of", align="left"),
         Column("block", align="left"),
@@ -145,39 +160,39 @@ def init_table(table: ParameterTable, recipe: Recipe) -> Iterator[RenderableType
     rows = [
         (name if n == 0 else "", block, *(_cell(found, module, name, n) for module, _ in there))
         for name in (OWN, *COMPARED)
-        for n, block in enumerate(_blocks(found, name, recipe.model.n_layers))
+        for n, block in enumerate(_blocks(found, name, shown.scale["depth"]))
     ]
-    width = recipe.model.d_model
-    usual = f"sqrt(1 / (3 d)) is {numbers.value(usual_std(width))} at d {width:,}"
-    near = [f"{each.init} {each.octaves:.2g} octaves" for each in distances(found)[:3]]
-    formulas = [f"{name} {init.text}" for name, init in COMPARED.items()]
-    only = f"only to compare with: {', '.join(name for name in COMPARED if name not in INITS)}"
-    yield Facts([("init", (init_reason(recipe), usual))])
+    usual = f"sqrt(1 / (3 d)) is {numbers.value(init['usual_std'])} at d {shown.scale['width']:,}"
+    nearest = [f"{each['init']} {each['octaves']:.2g} octaves" for each in init["nearest"][:3]]
+    formulas = [f"{name} {published['std']}" for name, published in init["published"].items()]
+    not_in_recipes = f"only to compare with: {', '.join(name for name in COMPARED if name not in INITS)}"
+    yield Facts([("init", (init["why"], usual))])
     yield Columns(columns, rows)
     yield Facts(
         [
-            ("nearest", (*near, "the mean over all matrices")),
-            ("formulas", (*formulas, only)),
+            ("nearest", (*nearest, "the mean over all matrices")),
+            ("formulas", (*formulas, not_in_recipes)),
             ("letters", ("d width", "L layers", "l layer from 0", "f fan in", "o fan out")),
         ]
     )
 
 
-def _of(start: ModuleStart, name: str) -> float:
-    return start.std if name == OWN else start.published[name]
+def _std(start: Mapping[str, Any], name: str) -> float:
+    """The std of a module in this recipe, or by a published initialisation."""
+    return float(start["std"] if name == OWN else start["published"][name])
 
 
-def _blocks(found: Sequence[ModuleStart], name: str, n_layers: int) -> tuple[str, ...]:
-    """One line for all blocks, or one for the first and one for the last where they differ."""
-    for module in {start.module for start in found}:
-        if len({_of(start, name) for start in found if start.module == module}) > 1:
+def _blocks(found: Sequence[Mapping[str, Any]], name: str, n_layers: int) -> tuple[str, ...]:
+    """``all``, or the first and the last block where their stds differ."""
+    for module in {start["module"] for start in found}:
+        if len({_std(start, name) for start in found if start["module"] == module}) > 1:
             return "0", str(n_layers - 1)
     return ("all",)
 
 
-def _cell(found: Sequence[ModuleStart], module: str, name: str, line: int) -> str:
-    """Of the first block's line, or the last's; what is outside the blocks stands in the first."""
-    there = [start for start in found if start.module == module]
-    if line and not there[0].layers:
+def _cell(found: Sequence[Mapping[str, Any]], module: str, name: str, line: int) -> str:
+    """The std on the line of the first (0) or the last block (1); modules outside the blocks are on the first."""
+    there = [start for start in found if start["module"] == module]
+    if line and not there[0]["layers"]:
         return ""
-    return numbers.value(_of(there[-1 if line else 0], name))
+    return numbers.value(_std(there[-1 if line else 0], name))
