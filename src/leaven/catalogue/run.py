@@ -66,6 +66,12 @@ class Stack(NamedTuple):
             and (self.optimizer is None or other.optimizer in same_lr_meaning(self.optimizer))
         )
 
+    @property
+    def text(self) -> str:
+        """``output, qk-norm, adamw``; what is None is left out."""
+        qk_norm = {True: "qk-norm", False: "no qk-norm", None: None}[self.qk_norm]
+        return ", ".join(part for part in (self.norm_placement, qk_norm, self.optimizer) if part)
+
 
 class PublishedRun(Part):
     """A published run, or a base of leaven's own (:attr:`tuning`). The groups hold what its source says; the

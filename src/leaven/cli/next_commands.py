@@ -5,31 +5,22 @@ and works as it is printed. ``leaven new`` names the files: OUT.toml is the targ
 recipe that is tuned for it, OUT-tuned.toml what comes back.
 """
 
-import math
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from leaven.catalogue.starter.proxy import trials_worth
-from leaven.planning.accelerators import this_machine
 from leaven.planning.budget import BudgetPlan
-from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import Cluster
 from leaven.planning.plan import Plan
+from leaven.planning.this_machine import cluster_for, gpus_here, trainable_here
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
 PROXY, TUNED = "-proxy", "-tuned"
 IMPORTED = ("transformers", "megatron")  # what `leaven import config` reads
-
-# For an estimate of whether a run can be trained here. fp32 weights, gradients and two moments of Adam:
-_BYTES_PER_PARAMETER = 16
-_LONGEST_SECONDS = 30 * 86_400
-_MFU = 0.4
-_GPU, _GPU_FLOPS, _GPU_BYTES = "H100-80GB", 1e15, 60 * 2**30  # dense bf16; without activations
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
@@ -164,31 +155,8 @@ def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:
     """Train a recipe, or plan it where it is too large for this machine."""
     if trainable_here(recipe):
-        return [_launch(path, recipe.layout.ranks, _gpus() or recipe.layout.ranks, sets)]
+        return [_launch(path, recipe.layout.ranks, gpus_here() or recipe.layout.ranks, sets)]
     return [_line("plan", path, "--gpus", cluster_for(recipe), *sets)]
-
-
-def trainable_here(recipe: Recipe) -> bool:
-    """Whether weights, gradients and moments fit into this machine and the run ends within a month, as estimated."""
-    machine, gpus = this_machine(), _gpus()
-    memory = gpus * _GPU_BYTES if gpus else machine.memory_gib * 2**30
-    flops = gpus * _GPU_FLOPS if gpus else machine.peak_tflops * 1e12
-    if recipe.layout.ranks > max(gpus, 1):
-        return False
-    return recipe.model.params * _BYTES_PER_PARAMETER < memory and _flops(recipe) < _MFU * flops * _LONGEST_SECONDS
-
-
-def cluster_for(recipe: Recipe) -> str:
-    """GPUs, a power of two, that hold the model and train it within a month, as estimated, but no more than a batch
-    has sequences; the recipe's own ranks where it is laid out."""
-    if recipe.layout.ranks > 1:
-        return f"{recipe.layout.ranks}x{_GPU}"
-    needed = max(
-        recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES,
-        _flops(recipe) / (_MFU * _GPU_FLOPS * _LONGEST_SECONDS),
-    )
-    most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
-    return f"{2 ** min(max(math.ceil(math.log2(needed)), 0), most)}x{_GPU}"
 
 
 def again(*words: str) -> str:
@@ -208,15 +176,6 @@ def _launch(path: Path, ranks: int, node_size: int, sets: Sequence[str]) -> str:
     words = ["torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(ranks // nodes)]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500"] if nodes > 1 else []
     return shlex.join([*words, "-m", "leaven", "train", str(path), "--run-folder", str(run), *sets])
-
-
-def _flops(recipe: Recipe) -> float:
-    return flops_per_token(recipe.model) * recipe.data.tokens
-
-
-def _gpus() -> int:
-    """NVIDIA GPUs of this machine, by their device files: nothing is imported for it."""
-    return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0
 
 
 def _sets(changes: Sequence[str]) -> list[str]:

@@ -4,17 +4,18 @@ import csv
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
 
 from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
-from leaven.catalogue.neighbours import nearest, size_ratio
+from leaven.catalogue.neighbours import nearest
 from leaven.catalogue.run import Kind, PublishedRun, Stack
 from leaven.catalogue.runs import diff, find_run, load_runs, own_runs
 from leaven.catalogue.selection import Condition, Range, select
+from leaven.catalogue.summaries import near_run, summary
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, group, hand_over, load
@@ -23,16 +24,14 @@ from leaven.documents import Document
 from leaven.documents.catalogue import (
     DifferenceRow,
     FindingRow,
-    NearRun,
     PublishedRunDocument,
     RecipeCheck,
     RecipeDifference,
-    RunSummary,
 )
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
-from leaven.views.terminal.catalogue import diff_screen, list_screen, nearest_screen, run_screen, stack
+from leaven.views.terminal.catalogue import diff_screen, list_screen, nearest_screen, run_screen
 from leaven.views.terminal.console import console, warn
 from leaven.views.terminal.findings import findings_screen
 
@@ -65,7 +64,7 @@ def list_runs(
         tokens=None if tokens is None else Range.parse(tokens),
         conditions=[*conditions, *map(Condition.parse, where or ())],
     )
-    _rows([RunSummary(**_summary(run)) for run in runs], list_screen(runs), json_output, csv_output)
+    _rows([summary(run) for run in runs], list_screen(runs), json_output, csv_output)
 
 
 @app.command()
@@ -106,7 +105,7 @@ def nearest_runs(
         optimizer or own.optimizer,
     )
     found = nearest(params, tokens, limit=limit, factor=factor, stack=asked, kind=kind)
-    rows = [NearRun(**_summary(run) | _nearness(run, away, params, factor, asked)) for run, away in found]
+    rows = [near_run(run, away, params, factor, asked) for run, away in found]
     l2 = recipe is not None and terms(recipe)["hyperparameters.optimizer"] == L2_DECAY
     _rows(rows, nearest_screen(found, params, factor, asked, l2), json_output, csv_output)
 
@@ -123,7 +122,7 @@ def diff_runs(
     if isinstance(left, PublishedRun) and isinstance(right, PublishedRun):
         rows = [DifferenceRow(path=path, a=in_a, b=in_b) for path, in_a, in_b in diff(left, right)]
     else:
-        found = diff_in_terms(left, right, _as_trained)
+        found = diff_in_terms(left, right, lambda recipe: Case(recipe, resolve(recipe).rows).as_trained)
         rows = [RecipeDifference(path=row.path, a=row.a, b=row.b, counterpart=row.counterpart) for row in found]
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
     hand_over(rows, diff_screen(one, other, rows), json_output)
@@ -174,34 +173,6 @@ def _text_tokens(recipe: Recipe) -> int | None:
     return sum(known) if len(known) == len(names) else None
 
 
-def _summary(run: PublishedRun) -> dict[str, Any]:
-    return {
-        "id": run.id,
-        "params": run.params_total,
-        "tokens": run.tokens,
-        "peak_lr": run.peak_lr,
-        "batch_tokens": run.batch_tokens,
-        "source": "; ".join(run.lr_sources),
-        "params_active": run.params_active,
-        "kind": run.kind,
-        "optimizer": run.optimizer,
-        "decay": run.decay,
-        "lineage": run.lineage.name,
-        "lr_comparable": run.lr_comparable,
-    }
-
-
-def _nearness(run: PublishedRun, distance: float, params: int, factor: float, asked: Stack) -> dict[str, Any]:
-    ratio = size_ratio(run, params)
-    return {
-        "distance": distance,
-        "size_ratio": ratio,
-        "within_factor": ratio <= factor,
-        "same_stack": asked.fits(run.stack),
-        "stack": stack(run.stack),
-    }
-
-
 def _one_format(json_output: bool, csv_output: bool) -> None:
     if json_output and csv_output:
         raise InputError("one document is printed: take --json or --csv")
@@ -220,12 +191,3 @@ def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_outpu
 
 def _run_or_recipe(written: str) -> PublishedRun | Recipe:
     return load(Path(written), None) if written.endswith(".toml") else find_run(written)
-
-
-def _as_trained(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's values as check judges them; by themselves they are in base coordinates."""
-    case = Case(recipe, resolve(recipe).rows)
-    quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
-    return {f"hyperparameters.{name}": case.hidden(name) for name in quantities} | {
-        "hyperparameters.init_std": case.init_std
-    }

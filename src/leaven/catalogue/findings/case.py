@@ -112,6 +112,13 @@ class Case:
         ends = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
         return math.sqrt(sum(ends) / len(ends))
 
+    @property
+    def as_trained(self) -> dict[str, float]:
+        """Hyperparameters by path as the hidden matrices get them; the recipe has them in base coordinates."""
+        quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
+        hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
+        return hidden | {"hyperparameters.init_std": self.init_std}
+
     def near(self, of_run: OfRun) -> list[float]:
         """What the neighbours have, in order."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)

@@ -48,7 +48,7 @@ def nearest_screen(
         )
     same = sum(asked.fits(run.stack) for run in runs)
     if same < len(runs):
-        yield f"{same or 'none'} of these {len(runs)} of the stack asked for: {stack(asked)}"
+        yield f"{same or 'none'} of these {len(runs)} of the stack asked for: {asked.text}"
     if l2:
         yield "adam in the recipe adds its decay to the gradient (L2); in papers it can be AdamW's name"
     yield Text("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
@@ -88,16 +88,10 @@ def nearest_table(found: Sequence[tuple[PublishedRun, float]]) -> Columns:
         Column("source of the lr", align="left", drop=4, free=True),
     )
     rows = [
-        (run.id, f"{away:.2f}", *_sizes(run, runs), *_cells(run), stack(run.stack), run.lineage.name, _source(run))
+        (run.id, f"{away:.2f}", *_sizes(run, runs), *_cells(run), run.stack.text, run.lineage.name, _source(run))
         for run, away in found
     ]
     return Columns(columns, rows)
-
-
-def stack(of: Stack) -> str:
-    """``output, qk-norm, adamw``; what is None goes unsaid."""
-    qk_norm = {True: "qk-norm", False: "no qk-norm", None: None}[of.qk_norm]
-    return ", ".join(part for part in (of.norm_placement, qk_norm, of.optimizer) if part)
 
 
 def diff_table(a: str, b: str, rows: Sequence[DifferenceRow]) -> Columns:
