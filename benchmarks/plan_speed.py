@@ -12,7 +12,7 @@ from functools import _lru_cache_wrapper
 from typing import Any
 
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.plan import Plan, plan
+from leaven.planning.plan import ClusterPlan, plan
 from leaven.recipe.shape import ModelShape
 
 GPT: dict[str, Any] = {
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[ModelShape, str, int]] = {
 }
 
 
-def planned(model: ModelShape, gpus: str, sequences: int) -> tuple[float, Plan]:
+def planned(model: ModelShape, gpus: str, sequences: int) -> tuple[float, ClusterPlan]:
     """Seconds of one plan from empty caches, and the plan."""
     for cached in [thing for thing in gc.get_objects() if isinstance(thing, _lru_cache_wrapper)]:
         if cached.__module__.startswith("leaven.planning") and "accelerators" not in cached.__module__:

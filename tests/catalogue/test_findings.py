@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.catalogue.published import as_recipe, published
 
-from leaven.catalogue.findings import CHECKS, Case, Finding, find, findings
+from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -37,7 +37,7 @@ def healthy(**changes: Any) -> Recipe:
     return Recipe.model_validate(HEALTHY).replace({path.replace("__", "."): value for path, value in changes.items()})
 
 
-def found(recipe: Recipe, corpus_tokens: int | None = None) -> list[Finding]:
+def found(recipe: Recipe, corpus_tokens: int | None = None) -> list[FindingRow]:
     return findings(recipe, lambda one: resolve(one).rows, corpus_tokens)
 
 
@@ -51,10 +51,10 @@ def severities(recipe: Recipe, corpus_tokens: int | None = None) -> dict[str, st
     return {check.name: one.severity for check in CHECKS if (one := find(check, case))}
 
 
-def mended(recipe: Recipe, one: Finding, corpus_tokens: int | None = None) -> None:
+def mended(recipe: Recipe, one: FindingRow, corpus_tokens: int | None = None) -> None:
     """Each thing to type changes the recipe, takes the finding away, a note too, and puts nothing else outside."""
     before = outside(recipe, corpus_tokens)
-    for suggestion in one.suggestions:
+    for suggestion in one.mends:
         after = severities(recipe.replace(suggestion), corpus_tokens)
         assert one.check not in after, (one, suggestion)
         assert {check for check, severity in after.items() if severity != "note"} <= before, (one, suggestion)
@@ -123,11 +123,11 @@ def test_a_planted_fault_is_found_and_what_is_told_mends_it(
     recipe = healthy(**fault)
     (one,) = [one for one in found(recipe) if one.check == check]
     assert one.severity == severity, one
-    assert one.message
+    assert one.says
     assert one.source
     assert {run.id for run in load_runs()} >= {*one.runs, *one.did_so}
     assert check not in severities(healthy(**sound))
-    assert one.suggestions or check in ("size", "steps"), one
+    assert one.mends or check in ("size", "steps"), one
     mended(recipe, one)
 
 
@@ -139,13 +139,13 @@ def test_a_suggestion_that_breaks_another_value_is_not_told() -> None:
     """Of a weight that remembers too long the decay is raised, unless no run had so much: then lr or batch."""
     recipe = healthy(hyperparameters__lr=1e-4, hyperparameters__weight_decay=0.03)
     (one,) = [one for one in found(recipe) if one.check == "timescale"]
-    assert one.suggestions
+    assert one.mends
     mended(recipe, one)
     (one,) = [one for one in found(healthy(hyperparameters__lr=1e-12)) if one.check == "timescale"]
-    assert [list(suggestion) for suggestion in one.suggestions] == [["hyperparameters.lr"]]  # not a decay of millions
+    assert [list(suggestion) for suggestion in one.mends] == [["hyperparameters.lr"]]  # not a decay of millions
     example = read_recipe(Path(__file__).parents[2] / "examples/350m.toml", ())
     (note,) = [one for one in found(example) if one.check == "timescale"]
-    assert note.suggestions[0] == {"hyperparameters.lr": 0.00032}  # a decay of 0.1 is what it has
+    assert note.mends[0] == {"hyperparameters.lr": 0.00032}  # a decay of 0.1 is what it has
     mended(example, note)
 
 
@@ -157,7 +157,7 @@ def test_epochs_and_dropout_know_how_long_the_text_is() -> None:
     (six,) = [one for one in found(healthy(), corpus_tokens=1_333_333_333) if one.check == "epochs"]
     assert six.severity == "outside"
     assert six.factor == pytest.approx(1.5)
-    assert six.suggestions
+    assert six.mends
     mended(healthy(), six, corpus_tokens=1_333_333_333)
 
 
@@ -171,7 +171,7 @@ def test_what_the_matrices_get_is_compared_not_what_is_written() -> None:
     too_high = moved.replace({"hyperparameters.lr": 0.16})
     (one,) = [one for one in found(too_high) if one.check == "lr"]
     assert one.value == pytest.approx(0.02)
-    assert resolve(too_high.replace(one.suggestions[0]))["layers.12.mlp.in.weight"].lr == pytest.approx(4e-4, rel=0.5)
+    assert resolve(too_high.replace(one.mends[0]))["layers.12.mlp.in.weight"].lr == pytest.approx(4e-4, rel=0.5)
     mended(too_high, one)
 
 
@@ -180,7 +180,7 @@ def test_a_beta_that_a_rule_moves_is_mended_at_the_base() -> None:
     moved = healthy(scaling__rule="complete-d-p", scaling__base=base)
     (one,) = [one for one in found(moved) if one.check == "beta1"]
     assert one.value == pytest.approx(0.9**8)
-    assert resolve(moved.replace(one.suggestions[0]))["layers.12.mlp.in.weight"].beta1 == pytest.approx(0.9, abs=5e-3)
+    assert resolve(moved.replace(one.mends[0]))["layers.12.mlp.in.weight"].beta1 == pytest.approx(0.9, abs=5e-3)
 
 
 def test_the_neighbours_are_one_of_each_lineage() -> None:
@@ -277,10 +277,10 @@ def test_what_a_search_has_found_is_a_note() -> None:
     measured = copied.replace({"why": {"hyperparameters.beta1": "study crumb, trial 7 (trust-region, 16 trials)"}})
     one = next(one for one in found(measured) if one.check == "beta1")
     assert one.severity == "note"
-    assert "a search found this value" in one.message
+    assert "a search found this value" in one.says
 
 
-def found_in(recipe: Recipe) -> list[Finding]:
+def found_in(recipe: Recipe) -> list[FindingRow]:
     """What is found, without trying what would resolve it."""
     case = Case(recipe, resolve(recipe).rows)
     return [one for check in CHECKS if (one := find(check, case))]

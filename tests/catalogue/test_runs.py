@@ -172,7 +172,7 @@ def test_nearest_never_offers_a_learning_rate_that_means_something_else(
 
 def test_diff_lists_what_differs_and_no_sources() -> None:
     small, big = find_run("pythia-70m"), find_run("gpt-neox-20b")
-    rows = {path: (a, b) for path, a, b in diff(small, big)}
+    rows = {row.path: (row.a, row.b) for row in diff(small, big)}
     assert rows["optim.weight_decay"] == (0.1, 0.01)
     assert rows["arch.d_model"] == (512, 6144)
     assert rows["throughput.tflops_per_gpu"] == (None, 117.0)

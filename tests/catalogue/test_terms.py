@@ -6,6 +6,7 @@ import pytest
 
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.catalogue.terms import TERMS, diff_in_terms, terms, without_counterpart
+from leaven.documents.catalogue import RecipeDifference
 from leaven.recipe.recipe import Recipe
 
 
@@ -71,7 +72,7 @@ def test_what_has_no_counterpart_is_told_apart(recipe: Recipe) -> None:
 
 def test_a_recipe_is_compared_by_what_its_values_come_to(recipe: Recipe) -> None:
     found = diff_in_terms(find_run("bloom-176b"), recipe, lambda _: {"hyperparameters.lr": 1e-3})
-    assert ("hyperparameters.lr", 6e-5, 1e-3, True) in found
+    assert RecipeDifference(path="hyperparameters.lr", a=6e-5, b=1e-3, counterpart=True) in found
 
 
 def test_the_adam_of_a_recipe_is_not_that_of_a_paper(recipe: Recipe) -> None:

@@ -140,10 +140,11 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     assert plan.cost().gpu_hours == pytest.approx(1.18 * bare.cost().gpu_hours)
     assert (plan.memory, plan.fits) == (bare.memory, bare.fits)
     assert [other.arrangement for other in plan.alternatives] == [other.arrangement for other in bare.alternatives]
-    said = plan.to_json()["calibration"]
-    assert said["says"] == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
-    assert said["uncalibrated_step_seconds"] == bare.speed.step_seconds
-    assert bare.to_json()["calibration"] is None
+    row = plan.document().calibration
+    assert row is not None
+    assert row.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
+    assert row.uncalibrated_step_seconds == bare.speed.step_seconds
+    assert bare.document().calibration is None
 
 
 def test_a_calibration_is_in_every_time_of_a_plan() -> None:
@@ -152,7 +153,7 @@ def test_a_calibration_is_in_every_time_of_a_plan() -> None:
     plan = bare.calibrated([took(5.0)], "bf16").changed(share=0.6)
     layout = plan.arrangement.layout
     asked = f"tp={layout.tp},pp={layout.pp},zero={layout.zero},recompute=none,mbs={plan.arrangement.micro_batch}"
-    found, own = plan.to_json(asked), bare.to_json(asked)
+    found, own = plan.document(asked).dump(), bare.document(asked).dump()
     step = found["speed"]["step_seconds"]
     assert step == pytest.approx(5 * own["speed"]["step_seconds"])
     points = [point for point in found["pareto"] if point["layout"] == found["layout"]]

@@ -53,10 +53,10 @@ def test_a_cluster_is_count_x_name(text: str, gpus: int, name: str, node: int) -
 
 def test_nodes_are_counted_and_told() -> None:
     assert [parse_cluster(text).nodes for text in ("1xH100", "64xH100", "12xH100", "13xH100")] == [1, 8, 2, 2]
-    assert parse_cluster("64xH100").nodes_said == "8 nodes of 8"
-    assert parse_cluster("12xH100").nodes_said == "2 nodes of 6"
-    assert parse_cluster("13xH100").nodes_said == "2 nodes of 8, the last of 5"
-    assert parse_cluster("7xH100").nodes_said == "one node"
+    assert parse_cluster("64xH100").nodes_text == "8 nodes of 8"
+    assert parse_cluster("12xH100").nodes_text == "2 nodes of 6"
+    assert parse_cluster("13xH100").nodes_text == "2 nodes of 8, the last of 5"
+    assert parse_cluster("7xH100").nodes_text == "one node"
 
 
 def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:

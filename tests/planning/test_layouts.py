@@ -10,7 +10,7 @@ from tests.planning.shapes import LLAMA_8B, SMALL, gpt
 
 from leaven.planning.arrangement import arrangements, parse_layout, shape_refusal
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.layouts import Candidate, Exploration, Job, evaluate, explore, layouts, pareto, ranked
+from leaven.planning.layouts import Exploration, Job, LayoutCandidate, evaluate, explore, layouts, pareto, ranked
 from leaven.planning.plan import plan
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
@@ -19,7 +19,7 @@ LONG = LLAMA_8B.model_copy(update={"n_layers": 6, "n_heads": 16, "d_model": 2048
 DEEP = LLAMA_8B.model_copy(update={"seq_len": 2048})
 
 
-def everything(job: Job) -> list[Candidate]:
+def everything(job: Job) -> list[LayoutCandidate]:
     """Every arrangement, each evaluated by itself: no order, no early end."""
     gpus, node, found = job.cluster.gpus, job.cluster.accelerator.node_size, []
     layers, seq_len = job.model.n_layers, job.model.seq_len

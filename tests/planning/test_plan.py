@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.planning.shapes import LLAMA_8B, LLAMA_405B, SMALL, bloom
 
+from leaven.documents.planning import PlanDocument
 from leaven.planning.arrangement import Arrangement, parse_layout, written
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
@@ -109,29 +110,13 @@ def test_a_layout_that_was_asked_for_is_planned_even_if_it_does_not_fit() -> Non
     assert found.arrangement.micro_batch == 1
 
 
-def test_the_json_contract() -> None:
-    document = plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB")).to_json()
-    assert json.loads(json.dumps(document)) == document
-    assert list(document) == [
-        "layout",
-        "memory",
-        "speed",
-        "days",
-        "gpu_hours",
-        "flops_convention",
-        "alternatives",
-        "cost",
-        "stages",
-        "pareto",
-        "untrained",
-        "ramp",
-        "not",
-        "cautions",
-        "calibration",
-    ]
-    assert set(document["memory"]) == {"gib", "fits", "parts", "activations", "states"}
-    assert set(document["speed"]) == {"tflops_per_gpu", "mfu", "step_seconds", "tokens_per_second"}
-    assert sum(document["memory"]["parts"].values()) == pytest.approx(document["memory"]["gib"])
+def test_the_document_is_json_with_the_layout_explained() -> None:
+    document = plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB")).document("tp=8")
+    assert PlanDocument.model_validate(json.loads(json.dumps(document.dump()))) == document
+    assert sum(document.memory.parts.values()) == pytest.approx(document.memory.gib)
+    assert sum(document.time.values()) == pytest.approx(document.speed.step_seconds)
+    assert document.explain is not None
+    assert document.explain.asked == "tp=8"
 
 
 def test_speed_days_and_hours_are_one_story() -> None:
@@ -265,9 +250,9 @@ def test_fp32_is_slower_larger_and_refused_where_no_peak_is_known(tiny: Recipe) 
 @pytest.mark.parametrize(("moments", "matrix", "rest"), [("adam", 8, 8), ("adam-8bit", 2, 2), ("muon", 4, 8)])
 def test_a_plan_for_another_optimiser_keeps_its_moments(moments: Moments, matrix: int, rest: int) -> None:
     recipe = read_recipe(Path("examples/350m.toml"))
-    found = plan_recipe(recipe, "1xH100", "mbs=1", moments).to_json()["memory"]
+    found = plan_recipe(recipe, "1xH100", "mbs=1", moments).document().memory
     matrices = sum(p.size for p in recipe.model.parameters() if p.role is Role.HIDDEN_WEIGHT)
     kept = matrix * matrices + rest * (recipe.model.params - matrices)
-    assert sum(state["bytes"] for state in found["states"] if "moment" in state["name"]) == kept
-    assert found["parts"]["optimizer"] == pytest.approx(kept / GIB)
-    assert sum(found["activations"].values()) == pytest.approx(found["parts"]["activations"])
+    assert sum(state.bytes for state in found.states if "moment" in state.name) == kept
+    assert found.parts["optimizer"] == pytest.approx(kept / GIB)
+    assert sum(found.activations.values()) == pytest.approx(found.parts["activations"])

@@ -12,7 +12,7 @@ FP32 = TrainingCode(compute_copy=0)
 
 
 def gb(code: TrainingCode) -> dict[str, float]:
-    return {state.name: state.gb for state in states(7e9, code)}
+    return {state.name: state.bytes / 1e9 for state in states(7e9, code)}
 
 
 def test_7b_in_fp32_with_adam_are_112_gb_and_140_only_with_a_master_copy_beside() -> None:
@@ -35,7 +35,7 @@ def test_moments_of_8_bits_and_of_muon() -> None:
     muon = NANOTRON.with_moments("muon")
     assert (muon.optimizer, muon.optimizer_of_matrices) == (12, 8)
     assert muon.with_moments("adam") == NANOTRON
-    kept = {state.name: state.gb for state in states(7e9, FP32.with_moments("muon"), matrices=6e9)}
+    kept = {state.name: state.bytes / 1e9 for state in states(7e9, FP32.with_moments("muon"), matrices=6e9)}
     assert kept == {"weights": 28, "gradients": 28, "momentum of matrices": 24, "moments": 8}
 
 

@@ -1,6 +1,6 @@
 """Plans to make pages of."""
 
-from leaven.planning.plan import Plan, plan_recipe
+from leaven.planning.plan import ClusterPlan, plan_recipe
 from leaven.recipe.files import parse_recipe
 
 RYE = """
@@ -33,7 +33,7 @@ WAYS = {
 }
 
 
-def planned(way: str) -> Plan:
+def planned(way: str) -> ClusterPlan:
     recipe = parse_recipe(RYE, "rye.toml")
     gpus, layout = WAYS[way]
     return plan_recipe(recipe, gpus, layout)

@@ -15,7 +15,7 @@ from chromium import BINARY, Browser
 from planned import planned
 from written import HOSTILE, slopes_check, write_demo, write_losses_check
 
-from leaven.planning.cost import Price
+from leaven.documents.planning import Price
 from leaven.recipe.errors import InputError
 from leaven.views.catalogue_page import write_catalogue
 from leaven.views.check_page import write_check
@@ -58,8 +58,16 @@ def write(name: str, demo: Path, folder: Path) -> Path:
         "catalogue": lambda: write_catalogue(out),
         "check of slopes": lambda: write_check(slopes_check(), out),
         "check of runs": lambda: write_page(write_losses_check(folder / "check"), out),
-        "plan": lambda: write_plan(out, planned("1f1b"), "rye-7b", f"leaven plan '{HOSTILE}'", Price(2.5, "$")),
-        "plan that does not fit": lambda: write_plan(out, planned("too large"), HOSTILE, "leaven plan"),
+        "plan": lambda: write_plan(
+            out,
+            planned("1f1b"),
+            planned("1f1b").document(price=Price(amount=2.5, currency="$")),
+            "rye-7b",
+            f"leaven plan '{HOSTILE}'",
+        ),
+        "plan that does not fit": lambda: write_plan(
+            out, planned("too large"), planned("too large").document(), HOSTILE, "leaven plan"
+        ),
     }
     return made[name]()
 

@@ -7,16 +7,17 @@ import plotly.graph_objects as go
 import pytest
 from planned import WAYS, planned
 
+from leaven.documents.planning import Price
 from leaven.planning.arrangement import bubble
-from leaven.planning.cost import Price
 from leaven.planning.layouts import USABLE
 from leaven.planning.memory import GIB
 from leaven.planning.schedule import simulate
 from leaven.recipe.layout import Layout
 from leaven.views import plan_charts
+from leaven.views.numbers import costs
 from leaven.views.plan_page import page
 
-PRICE = Price(2.5, "$")
+PRICE = Price(amount=2.5, currency="$")
 
 
 def words(html: str) -> str:
@@ -26,12 +27,12 @@ def words(html: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_page_says_the_numbers_of_its_plan_without_the_charts(way):
     found = planned(way)
-    said = " ".join(words(page(found, "rye-7b", "leaven plan rye.toml", PRICE)).split())
+    said = " ".join(words(page(found, found.document(price=PRICE), "rye-7b", "leaven plan rye.toml")).split())
     for part in (
         "It fits" if found.fits else "It does not fit",
         f"{found.memory.total / GIB:.1f} GiB",
         f"{found.speed.mfu:.1%}",
-        *found.cost(PRICE).said,
+        *costs(found.cost(PRICE)),
         str(found.arrangement),
         *(f"{choice.steps:,}" for choice in found.ramp.choices),
         "dense bf16 peak",

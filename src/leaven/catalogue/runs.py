@@ -9,11 +9,11 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from leaven.catalogue.run import PublishedRun
+from leaven.documents.catalogue import DifferenceRow
 from leaven.recipe.errors import InputError
 
 FOLDER = Path(__file__).parent / "runs"
@@ -51,11 +51,15 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + (" or " if names[:-1] else "") + names[-1]
 
 
-def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[tuple[str, Any, Any]]:
-    """The values in which two runs differ: dotted path, value of a, value of b; None where it is not known."""
+def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:
+    """The values in which two runs differ, by dotted path; None where a value is not known."""
     a, b = run_a.flat(), run_b.flat()
     paths = [*a, *(path for path in b if path not in a)]
-    return [(path, a.get(path), b.get(path)) for path in paths if path != "id" and a.get(path) != b.get(path)]
+    return [
+        DifferenceRow(path=path, a=a.get(path), b=b.get(path))
+        for path in paths
+        if path != "id" and a.get(path) != b.get(path)
+    ]
 
 
 @cache  # the checks of one recipe ask for the runs hundreds of times

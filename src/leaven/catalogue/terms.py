@@ -5,14 +5,8 @@ from typing import Any, NamedTuple
 
 from leaven.catalogue.counting import d_head
 from leaven.catalogue.run import PublishedRun
+from leaven.documents.catalogue import RecipeDifference
 from leaven.recipe.recipe import Recipe, flatten
-
-
-class Difference(NamedTuple):
-    path: str
-    a: Any
-    b: Any
-    counterpart: bool  # False where only one of the two kinds has such a value
 
 
 class _Term(NamedTuple):
@@ -148,7 +142,7 @@ def diff_in_terms(
     a: PublishedRun | Recipe,
     b: PublishedRun | Recipe,
     resolved: Callable[[Recipe], dict[str, Any]] = lambda recipe: {},
-) -> list[Difference]:
+) -> list[RecipeDifference]:
     """The values in which a run or recipe differs from another; None where it is not known.
 
     ``resolved`` gives, by path, what a recipe's values come to: they are written in base coordinates, those of a
@@ -156,11 +150,15 @@ def diff_in_terms(
     path that it has on its own.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
-    found = [Difference(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
+    rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
     alone_a, alone_b = dict(without_counterpart(a)), dict(without_counterpart(b))
     same_kind = type(a) is type(b)
-    found += [Difference(path, alone_a.get(path), alone_b.get(path), same_kind) for path in {**alone_a, **alone_b}]
-    return [each for each in found if each.a != each.b]
+    rows += [(path, alone_a.get(path), alone_b.get(path), same_kind) for path in {**alone_a, **alone_b}]
+    return [
+        RecipeDifference(path=path, a=own, b=other, counterpart=both)
+        for path, own, other, both in rows
+        if own != other
+    ]
 
 
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multip
     fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
     found = noise_ramp(recipe, fit, multiple)
     following = next_commands.after_ramp(file, [*overrides, *found.settings]) if found.settings else []
-    return RampDocument(**found.to_json(), next=following)
+    return found.document().model_copy(update={"next": following})
 
 
 def _sizes(option: str, text: str | None) -> list[int]:

@@ -10,7 +10,7 @@ from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, count_option, hand_over
 from leaven.data.corpus import estimated_tokens
-from leaven.documents.planning import AdoptedRecipe, NewRecipe
+from leaven.documents.planning import AdoptedRecipe
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import start
 from leaven.recipe.errors import InputError
@@ -122,10 +122,9 @@ def new(
     files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
     for file, recipe in files:
         write_recipe(recipe, file)
-    paths = {"path": str(output), "proxy_path": str(proxy_output) if started.proxy else None}
     following = next_commands.road(output, started.proxy, started.target)
-    document = NewRecipe(**paths, **started.document(), next=following)
-    hand_over(document, derived(started.derivation, files), json_output)
+    document = started.document(output, proxy_output, following)
+    hand_over(document, derived(document, files), json_output)
 
 
 def _proxy_params(text: str | None) -> int | None:

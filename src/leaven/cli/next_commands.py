@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from leaven.catalogue.starter.proxy import trials_worth
-from leaven.planning.budget import BudgetPlan
+from leaven.documents.planning import BudgetDocument
 from leaven.planning.hardware import Cluster
-from leaven.planning.plan import Plan
+from leaven.planning.plan import ClusterPlan
 from leaven.planning.this_machine import cluster_for, gpus_here, trainable_here
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -65,7 +65,7 @@ def after_import(output: Path | None, recipe: Recipe) -> list[str]:
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
-def after_plan(path: Path, recipe: Recipe, found: Plan, overrides: Sequence[str]) -> list[str]:
+def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequence[str]) -> list[str]:
     """After the plan of a recipe: train it in that layout, if it fits and leaven can."""
     how = found.arrangement
     if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:
@@ -85,7 +85,7 @@ def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
     return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
 
 
-def after_budget(found: BudgetPlan) -> list[str]:
+def after_budget(found: BudgetDocument) -> list[str]:
     """After ``plan --budget``: a recipe of the middle size."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))

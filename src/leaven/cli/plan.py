@@ -10,11 +10,10 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, hand_over, load, stopping
-from leaven.documents.planning import BudgetDocument, PlanDocument
 from leaven.planning.budget import budget as sizes_that_fit
 from leaven.planning.calibration import history as of_before
 from leaven.planning.cost import parse_price
-from leaven.planning.plan import Plan, plan_recipe, plan_run
+from leaven.planning.plan import ClusterPlan, plan_recipe, plan_run
 from leaven.planning.ramp import SHARE
 from leaven.planning.training_codes import Moments
 from leaven.recipe.errors import InputError
@@ -98,8 +97,8 @@ def plan(
             },
         )
         sizes = sizes_that_fit(budget, mfu=mfu, price=None if price is None else parse_price(price))
-        fitting = BudgetDocument(**sizes.to_json(), next=next_commands.after_budget(sizes))
-        hand_over(fitting, budget_screen(sizes), json_output)
+        sizes = sizes.model_copy(update={"next": next_commands.after_budget(sizes)})
+        hand_over(sizes, budget_screen(sizes), json_output)
         return
     if recipe is None or gpus is None:
         missing = "RECIPE" if recipe is None else "--gpus"
@@ -122,8 +121,8 @@ def plan(
         found = by_measurement(found, read, gpus, measure=measure, history=history)
         following = next_commands.after_plan(recipe, read, found, overrides or ())
     found = found.changed(share=share)
-    document = PlanDocument(**found.to_json(explain, each), next=following)
-    screen = plan_screen(found, each, explain)
+    document = found.document(explain, each).model_copy(update={"next": following})
+    screen = plan_screen(document)
     if report is not None:
         from leaven.views.plan_page import write_plan
 
@@ -132,12 +131,13 @@ def plan(
         words = [word for option, given in options.items() if given is not None for word in (option, given)]
         switches = ["--measure"] * measure + ["--no-history"] * (not history)
         sets = [word for override in overrides or () for word in ("--set", override)]
-        write_plan(report, found, name, shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets]), each)
+        command = shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets])
+        write_plan(report, found, document, name, command)
         screen = chain(screen, [f"wrote {report}"])
     hand_over(document, screen, json_output)
 
 
-def by_measurement(plan: Plan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> Plan:
+def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
     """The plan of a recipe, calibrated by steps that are taken now, or by the history, or as it is.
 
     Raises:

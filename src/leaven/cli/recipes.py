@@ -23,10 +23,8 @@ from leaven.data.corpus import estimated_tokens
 from leaven.documents import Document
 from leaven.documents.catalogue import (
     DifferenceRow,
-    FindingRow,
     PublishedRunDocument,
     RecipeCheck,
-    RecipeDifference,
 )
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -118,12 +116,11 @@ def diff_runs(
 ) -> None:
     """The values in which two runs differ; A and B are published runs, or recipe files (.toml)."""
     left, right = _run_or_recipe(a), _run_or_recipe(b)
-    rows: list[DifferenceRow]
+    rows: Sequence[DifferenceRow]
     if isinstance(left, PublishedRun) and isinstance(right, PublishedRun):
-        rows = [DifferenceRow(path=path, a=in_a, b=in_b) for path, in_a, in_b in diff(left, right)]
+        rows = diff(left, right)
     else:
-        found = diff_in_terms(left, right, lambda recipe: Case(recipe, resolve(recipe).rows).as_trained)
-        rows = [RecipeDifference(path=row.path, a=row.a, b=row.b, counterpart=row.counterpart) for row in found]
+        rows = diff_in_terms(left, right, lambda recipe: Case(recipe, resolve(recipe).rows).as_trained)
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
     hand_over(rows, diff_screen(one, other, rows), json_output)
 
@@ -150,7 +147,7 @@ def check(
         tokens=read.data.tokens,
         passed=passed,
         checks=[check.name for check in CHECKS],
-        findings=[FindingRow(**one.to_json()) for one in found],
+        findings=found,
         next=following,
     )
     chosen = set(read.why) - {override.partition("=")[0].strip() for override in overrides or ()}

@@ -1,6 +1,6 @@
 """Documents about published runs, laws and accelerators."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 
@@ -58,9 +58,12 @@ class RecipeDifference(DifferenceRow, schema="recipe-difference/1"):
     counterpart: bool  # whether both sides have such a value
 
 
+Severity = Literal["far outside", "outside", "note"]
+
+
 class FindingRow(Entry):
     path: str  # the recipe's value
-    severity: str  # far outside, outside or note
+    severity: Severity
     value: float | None
     low: float | None  # end of the range of published runs
     high: float | None
@@ -144,10 +147,13 @@ class OptimumRow(Document, schema="optimum/1"):
     doubt: str
 
 
-class SourceOfGroup(Entry):
+Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
+
+
+class NumberSource(Entry):
     group: str  # peak, matmul, memory, board, link or network
     text: str
-    confidence: str
+    confidence: Confidence
 
 
 class AcceleratorRow(Document, schema="accelerator/1"):
@@ -155,7 +161,8 @@ class AcceleratorRow(Document, schema="accelerator/1"):
 
     name: str
     peak_tflops: dict[str, float | None]  # dense, by dtype
-    matmul_tflops: dict[str, float | None]  # the best that anybody measured
+    matmul_tflops: dict[str, float | None]  # the best that anybody measured, by dtype
+    planned_tflops: float  # of a 16-bit matmul, as the planner assumes it
     memory_gib: float
     memory_tb_s: float
     power_w: float | None
@@ -164,4 +171,4 @@ class AcceleratorRow(Document, schema="accelerator/1"):
     node_size: int  # accelerators that the link joins
     network_gb_s: float  # one direction, of one accelerator
     note: str
-    sources: list[SourceOfGroup]
+    sources: list[NumberSource]

@@ -12,13 +12,14 @@ Layout = dict[str, Any]
 
 class StateRow(Entry):
     name: str
-    bytes_each: Number
-    bytes: Number
+    bytes_each: Number  # of one parameter
+    bytes: Number  # of all of them
     why: str
 
 
 class MemoryPlan(Entry):
     gib: float  # of the rank that needs most
+    capacity_gib: float  # of one GPU
     fits: bool
     parts: dict[str, float]  # GiB
     activations: dict[str, float]  # GiB by operator
@@ -27,7 +28,9 @@ class MemoryPlan(Entry):
 
 class SpeedPlan(Entry):
     tflops_per_gpu: float
-    mfu: float  # full attention matrix counted
+    mfu: float  # full attention matrix counted, as PaLM, Llama and MPT report it
+    mfu_causal: float  # causal half of the attention matrix counted
+    hfu: float  # full attention matrix and recomputation counted
     step_seconds: float
     tokens_per_second: float  # of the cluster
 
@@ -38,18 +41,19 @@ class CandidateRow(Entry):
     step_seconds: float
 
 
-class PriceRow(Entry):
+class Price(Entry):
     amount: float
-    currency: str
+    currency: str = ""  # as it was typed
 
 
 class CostRow(Entry):
     days: float
+    device: str  # what is paid by the hour: GPU, or process on a CPU
     gpu_hours: float
-    energy_kwh: float | None  # at the boards' rated power
-    board_power_w: float | None
-    pue: float
-    price_per_gpu_hour: PriceRow | None
+    energy_kwh: float | None  # at the boards' rated power; null where that is unknown
+    board_power_w: float | None  # of one GPU
+    pue: float  # power of the building over that of the boards
+    price_per_gpu_hour: Price | None
     money: float | None
 
 
@@ -58,12 +62,87 @@ class StageMemory(Entry):
     parts: dict[str, float]  # GiB
 
 
+class RampPoint(Entry):
+    global_batch: int  # sequences
+    batch_tokens: int
+    micro_batch: int  # sequences
+    grad_accumulation: int
+    step_seconds: float
+    tokens_per_second: float
+    tflops_per_gpu: float
+    share: float  # of the full batch's throughput
+    filled: bool  # every stage of the pipeline has a micro-batch; leaven does not train without
+
+
+class RampChoice(Entry):
+    start_tokens: int  # the first batch
+    increment_tokens: int | None
+    over_tokens: int  # length of the ramp
+    share: float  # of the full batch's throughput, at the start
+    hours: float  # for the tokens of the ramp
+    extra_hours: float  # how much longer than at the full batch
+    steps: int  # of the optimizer, in the ramp
+    full_steps: int  # of the full batch for as many tokens
+
+
+class RampMicroBatch(Entry):
+    from_batch_tokens: int
+    micro_batch: int  # sequences
+
+
+class RampPlan(Entry):
+    """Where a batch ramp should start, and what each start costs."""
+
+    share: float  # of the full throughput that the start must keep
+    start: RampPoint  # the smallest batch that keeps this share
+    increment_tokens: int
+    micro_batches: list[RampMicroBatch]  # from the start on
+    points: list[RampPoint]  # from the smallest batch to the full one
+    choices: list[RampChoice]
+    own: RampChoice | None  # the recipe's ramp
+
+    @property
+    def chosen(self) -> RampChoice:
+        """The choice that starts at ``start``."""
+        return next(choice for choice in self.choices if choice.start_tokens == self.start.batch_tokens)
+
+
+class Comparison(Entry):
+    asked: float
+    chosen: float
+
+
+class Explanation(Entry):
+    asked: str  # as it was typed
+    line: str  # why it is not the choice
+    possible: bool
+    fits: bool
+    layout: Layout | None  # the best that has what was asked for; if none fits, the one that needs least
+    step_seconds: float | None
+    seconds: dict[str, Comparison]  # of a step, by part
+    gib: dict[str, Comparison]  # of memory, by part
+
+
+class CalibrationRow(Entry):
+    time: float  # factor on the time of a step
+    memory: float | None  # factor on memory; null if it was not measured
+    runs: int
+    low: float  # smallest factor of a run in time
+    high: float  # largest
+    measurement: bool  # it is from --measure
+    uncalibrated_step_seconds: float
+    says: str
+
+
 class PlanDocument(Document, schema="plan/1"):
     """``leaven plan RECIPE --gpus CLUSTER``."""
 
+    cluster: str
+    gpus: int
     layout: Layout
     memory: MemoryPlan
     speed: SpeedPlan  # at the full batch
+    time: dict[str, float]  # seconds of a step, by part
     days: float
     gpu_hours: float
     flops_convention: str
@@ -72,11 +151,11 @@ class PlanDocument(Document, schema="plan/1"):
     stages: list[StageMemory]  # by rank of the pipeline
     pareto: list[CandidateRow]  # no other beats these in time and in memory
     untrained: CandidateRow | None  # a faster layout that leaven plans and exports but does not train
-    ramp: dict[str, Any]  # where a batch ramp should start: share, start, increment_tokens, points, choices, own
+    ramp: RampPlan
     not_: list[str] = Field(alias="not")  # why no neighbouring layout
     cautions: list[str]
-    calibration: dict[str, Any] | None  # the factor of runs or a measurement that is in every time
-    explain: dict[str, Any] | None = None  # with --explain: why not so
+    calibration: CalibrationRow | None  # from runs or a measurement; it is in every time
+    explain: Explanation | None = None  # with --explain
     next: list[str]  # commands
 
 
@@ -103,7 +182,9 @@ class BudgetDocument(Document, schema="budget/1"):
     """``leaven plan --budget CLUSTERxTIME``."""
 
     cluster: str
+    nodes: str  # 8 nodes of 8
     gpus: int
+    note: str  # about the accelerator
     days: float
     cost: CostRow
     flops_convention: str
@@ -116,8 +197,9 @@ class DerivationRow(Entry):
     step: int
     title: str
     values: dict[str, Any]  # of the recipe, by path
-    reason: str
-    sources: list[str]
+    lines: list[str]  # the reason, line by line
+    reason: str  # the same in one line
+    sources: list[str]  # runs and laws
 
 
 class ProxyRow(Entry):
@@ -132,10 +214,11 @@ class ProxyRow(Entry):
 class ComparedRow(Entry):
     what: str
     path: str
-    value: float | None
-    low: float | None  # of similar published runs
-    high: float | None
-    outside: bool
+    value: float
+    low: float  # of similar published runs
+    high: float
+    factor: float  # by which the value is outside the range; 1 inside
+    outside: bool  # by more than published values are exact
 
 
 class NewRecipe(Document, schema="new/1"):

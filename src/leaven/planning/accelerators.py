@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
+from leaven.documents.catalogue import AcceleratorRow, Confidence, NumberSource
 from leaven.recipe.base import Part
 from leaven.recipe.errors import InputError
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
 CONFIDENCE: dict[Confidence, str] = {
     "vendor": "read in the vendor's own documentation",
     "read": "read in another's table or page",
@@ -37,15 +37,6 @@ EXAMPLE = (
 # Where nobody published a best matmul: the ratio to the peak of the measured accelerators of the table, 0.80.
 _USUAL_MATMUL_SHARE = 0.80
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
-
-
-@dataclass(frozen=True)
-class NumberSource:
-    """Where a group of numbers stands, and how well it is known."""
-
-    group: str  # peak, matmul, memory, board, link or network
-    text: str
-    confidence: Confidence
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,23 @@ class Accelerator:
         """FLOP/s of the best 16-bit matmul: the ceiling of any training step."""
         tflops = self.best_matmul_tflops
         return (self.peak_tflops * _USUAL_MATMUL_SHARE if tflops is None else tflops) * 1e12
+
+    def document(self) -> AcceleratorRow:
+        return AcceleratorRow(
+            name=self.name,
+            peak_tflops={dtype: self.peak(dtype) for dtype in DTYPES},
+            matmul_tflops={dtype: dict(self.matmuls).get(dtype) for dtype in DTYPES},
+            planned_tflops=self.matmul_flops / 1e12,
+            memory_gib=self.memory_gib,
+            memory_tb_s=self.memory_tb_s,
+            power_w=self.power_w,
+            multiprocessors=self.multiprocessors,
+            link_gb_s=self.link_gb_s,
+            node_size=self.node_size,
+            network_gb_s=self.network_gb_s,
+            note=self.note,
+            sources=list(self.sources),
+        )
 
 
 _Positive = Annotated[float, Field(gt=0)]
@@ -163,7 +171,7 @@ class _Entry(Part):
             peaks=self.peak.pairs(),
             matmuls=self.matmul.pairs(),
             sources=tuple(
-                NumberSource(group, _spelt(part.source, named), part.confidence)
+                NumberSource(group=group, text=_spelt(part.source, named), confidence=part.confidence)
                 for group in _Entry.model_fields
                 if isinstance(part := getattr(self, group), _Group) and group in self.model_fields_set
             ),
@@ -297,7 +305,10 @@ def this_machine() -> Accelerator:
     """
     cores = os.cpu_count() or 1
     rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
-    guess = tuple(NumberSource(group, f"a guess for {cores} cores", "guess") for group in ("peak", "memory", "board"))
+    guess = tuple(
+        NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
+        for group in ("peak", "memory", "board")
+    )
     return Accelerator(
         name="cpu",
         peak_tflops=rate,

@@ -38,6 +38,12 @@ class Arrangement:
             "grad_accumulation": self.grad_accumulation,
         }
 
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> "Arrangement":
+        """The arrangement that ``to_json`` wrote."""
+        layout = {name: document[name] for name in Layout.model_fields}
+        return cls(Layout.model_validate(layout), document["micro_batch"], document["grad_accumulation"])
+
     def __str__(self) -> str:
         layout = self.layout
         dp = f"{layout.dp}" + (f" in {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else "")

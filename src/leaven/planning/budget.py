@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from leaven.catalogue.laws import FRONTIERS
 from leaven.catalogue.neighbours import neighbours
@@ -18,10 +17,11 @@ from leaven.catalogue.starter.batch import choose_batch
 from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
 from leaven.catalogue.starter.request import LEAST_PARAMS, MOST_PARAMS, MOST_TOKENS, StarterRequest
 from leaven.catalogue.starter.shape import choose_shape
-from leaven.planning.cost import Cost, Price, cost
+from leaven.documents.planning import BudgetDocument, FittingSize, Price, RefusedRow
+from leaven.planning.cost import cost
 from leaven.planning.flops import CONVENTION, flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.plan import Plan, plan
+from leaven.planning.plan import ClusterPlan, plan
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -48,59 +48,7 @@ class BudgetSpeed:
     batch_tokens: int
     flops: float  # 6 N D a second, of all GPUs
     mfu: float  # over the dense peak (full attention)
-    plan: Plan | None  # None where the MFU was given
-
-
-@dataclass(frozen=True)
-class BudgetRow:
-    """The size and tokens of one law, at the speed of a shape of about that size."""
-
-    law: str
-    params: float
-    tokens: float
-    speed: BudgetSpeed
-
-    @property
-    def tokens_per_param(self) -> float:
-        return self.tokens / self.params
-
-
-@dataclass(frozen=True)
-class BudgetPlan:
-    """What fits a cluster for a time."""
-
-    cluster: Cluster
-    seconds: float
-    rows: tuple[BudgetRow, ...]  # from the largest model to the smallest
-    refused: tuple[tuple[str, str], ...]  # law, and why nothing fits by it
-    cost: Cost
-
-    def to_json(self) -> dict[str, Any]:
-        days = self.seconds / 86_400
-        return {
-            "cluster": str(self.cluster),
-            "gpus": self.cluster.gpus,
-            "days": days,
-            "cost": self.cost.to_json(),
-            "flops_convention": CONVENTION,
-            "rows": [
-                {
-                    "law": row.law,
-                    "params": row.params,
-                    "tokens": row.tokens,
-                    "tokens_per_param": row.tokens_per_param,
-                    "flops": 6 * row.params * row.tokens,
-                    "days": days,
-                    "mfu": row.speed.mfu,
-                    "tflops_per_gpu": row.speed.mfu * self.cluster.accelerator.peak_tflops,
-                    "batch_tokens": row.speed.batch_tokens,
-                    "shape": row.speed.shape.model_dump(mode="json") | {"params": row.speed.shape.params},
-                    "layout": None if row.speed.plan is None else row.speed.plan.arrangement.to_json(),
-                }
-                for row in self.rows
-            ],
-            "refused": [{"law": law, "why": why} for law, why in self.refused],
-        }
+    plan: ClusterPlan | None  # None where the MFU was given
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
@@ -120,7 +68,7 @@ def parse_budget(text: str) -> tuple[Cluster, float]:
     return parse_cluster(match["cluster"]), seconds
 
 
-def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetPlan:
+def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """The sizes and tokens that fit ``64xH100 x 14d`` by every law of the best size, and over-trained ones.
 
     With ``mfu`` the speed is that share of the dense peak, and no layout is looked for.
@@ -137,11 +85,22 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
         try:
             rows.append(speeds.row(law, size))
         except InputError as error:
-            refused.append((law, str(error)))
+            refused.append(RefusedRow(law=law, why=str(error)))
     if not rows:
-        raise InputError(f"--budget {text}: {refused[0][1]}")
+        raise InputError(f"--budget {text}: {refused[0].why}")
     rows.sort(key=lambda row: row.params, reverse=True)
-    return BudgetPlan(cluster, seconds, tuple(rows), tuple(refused), cost(seconds, cluster, price))
+    return BudgetDocument(
+        cluster=str(cluster),
+        nodes=cluster.nodes_text,
+        gpus=cluster.gpus,
+        note=cluster.accelerator.note,
+        days=seconds / 86_400,
+        cost=cost(seconds, cluster, price),
+        flops_convention=CONVENTION,
+        rows=rows,
+        refused=refused,
+        next=[],
+    )
 
 
 def _answers() -> list[tuple[str, Callable[[float], float]]]:
@@ -161,7 +120,7 @@ class _Speeds:
         self._cluster, self._seconds, self._mfu = cluster, seconds, mfu
         self._planned: dict[float, BudgetSpeed] = {}
 
-    def row(self, law: str, size: Callable[[float], float]) -> BudgetRow:
+    def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
         """The fixed point of one law."""
         # From the speed of the last size planned, or to begin with from the usual share of the peak.
         last = next(reversed(self._planned.values()), None)
@@ -174,7 +133,20 @@ class _Speeds:
             settled = size(flops * self._seconds)
             if abs(settled / params - 1) < _SAME / 2:
                 break
-        return BudgetRow(law, settled, flops * self._seconds / 6 / settled, speed)
+        tokens = flops * self._seconds / 6 / settled
+        return FittingSize(
+            law=law,
+            params=settled,
+            tokens=tokens,
+            tokens_per_param=tokens / settled,
+            flops=6 * settled * tokens,
+            days=self._seconds / 86_400,
+            mfu=speed.mfu,
+            tflops_per_gpu=speed.mfu * self._cluster.accelerator.peak_tflops,
+            batch_tokens=speed.batch_tokens,
+            shape=speed.shape.model_dump(mode="json") | {"params": speed.shape.params},
+            layout=speed.plan and speed.plan.arrangement.to_json(),
+        )
 
     def _at(self, params: float, tokens: float) -> BudgetSpeed:
         """The speed of a shape of about so many parameters."""

@@ -2,9 +2,10 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from leaven.documents.planning import Comparison, Explanation
 from leaven.planning.accelerators import ACCELERATORS
 from leaven.planning.arrangement import (
     Arrangement,
@@ -17,7 +18,17 @@ from leaven.planning.arrangement import (
 )
 from leaven.planning.blueprint import Blueprint, Model, blueprint
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.layouts import EQUAL, USABLE, Candidate, Exploration, Job, explore, fits, in_a_node, layouts
+from leaven.planning.layouts import (
+    EQUAL,
+    USABLE,
+    Exploration,
+    Job,
+    LayoutCandidate,
+    explore,
+    fits,
+    in_a_node,
+    layouts,
+)
 from leaven.planning.memory import GIB, Memory, worst_stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
@@ -42,48 +53,32 @@ _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
 _TRIED = 64
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """A layout that was asked for beside the choice."""
+def _comparison(
+    asked: str,
+    chosen: LayoutCandidate,
+    line: str,
+    found: LayoutCandidate | None = None,
+    needs: tuple[Arrangement, Memory] | None = None,
+) -> Explanation:
+    """What was asked beside the choice: ``found`` if something fits, else ``needs``, the one that needs least."""
+    how, memory = (found.arrangement, found.memory) if found else needs or (None, None)
 
-    asked: str
-    """What was asked for, as it was written."""
-    chosen: Candidate
-    """The choice of the plan."""
-    found: Candidate | None
-    """The best layout that has what was asked for; None if there is none, or none fits."""
-    needs: tuple[Arrangement, Memory] | None
-    """Where none fits, the one that needs least."""
-    line: str
-    """Why it is not the choice, in a line."""
+    def side_by_side(own: dict[str, float], other: dict[str, float]) -> dict[str, Comparison]:
+        return {part: Comparison(asked=own.get(part, 0.0), chosen=other.get(part, 0.0)) for part in {**own, **other}}
 
-    @property
-    def seconds(self) -> dict[str, tuple[float, float]]:
-        """Seconds of a step by part: of what was asked for, and of the choice."""
-        return {} if self.found is None else _side_by_side(vars(self.found.time), vars(self.chosen.time))
-
-    def to_json(self) -> dict[str, Any]:
-        """The part ``explain`` of ``leaven plan --json``."""
-        how = self.found.arrangement if self.found else self.needs[0] if self.needs else None
-        memory = self.found.memory if self.found else self.needs[1] if self.needs else None
-        gib = {} if memory is None else _side_by_side(memory.parts_gib, self.chosen.memory.parts_gib)
-        return {
-            "asked": self.asked,
-            "line": self.line,
-            "possible": how is not None,
-            "fits": self.found is not None,
-            "layout": how and how.to_json(),
-            "step_seconds": self.found and self.found.time.step,
-            "seconds": {part: {"asked": a, "chosen": c} for part, (a, c) in self.seconds.items()},
-            "gib": {part: {"asked": a, "chosen": c} for part, (a, c) in gib.items()},
-        }
+    return Explanation(
+        asked=asked,
+        line=line,
+        possible=how is not None,
+        fits=found is not None,
+        layout=how and how.to_json(),
+        step_seconds=found and found.time.step,
+        seconds=side_by_side(vars(found.time), vars(chosen.time)) if found else {},
+        gib=side_by_side(memory.parts_gib, chosen.memory.parts_gib) if memory else {},
+    )
 
 
-def _side_by_side(asked: dict[str, float], chosen: dict[str, float]) -> dict[str, tuple[float, float]]:
-    return {part: (asked.get(part, 0.0), chosen.get(part, 0.0)) for part in {**asked, **chosen}}
-
-
-def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanation:
+def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the choice with the best layout that has ``tp=4`` or ``pp=8,recompute=full``, the rest being free.
 
     Raises:
@@ -102,23 +97,24 @@ def explain(exploration: Exploration, chosen: Candidate, asked: str) -> Explanat
         fixed["pp"] = 1
     refusal = _refusal(job, fixed)
     if refusal is not None:
-        return Explanation(asked, chosen, None, None, refusal.removeprefix(f"{asked}: "))
+        return _comparison(asked, chosen, refusal.removeprefix(f"{asked}: "))
     seen = explore(job, fixed)
     if seen.fitting:
         found = seen.fitting[0]
-        return Explanation(asked, chosen, found, None, _slower(found, chosen) + notes)
+        return _comparison(asked, chosen, _slower(found, chosen) + notes, found)
     if seen.too_large:
-        return Explanation(asked, chosen, None, seen.too_large[0], too_large(job.cluster, seen.too_large[0][1]))
+        least = seen.too_large[0]
+        return _comparison(asked, chosen, too_large(job.cluster, least[1]), needs=least)
     reason = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
     if not fixed.keys() - {"cp", "ep", "compile"}:  # of the layout at hand, where its own degrees are asked for
         try:
             job.arrangements(chosen.arrangement.layout)
         except InputError as error:
             reason = str(error)
-    return Explanation(asked, chosen, None, None, reason)
+    return _comparison(asked, chosen, reason)
 
 
-def not_lines(exploration: Exploration, chosen: Candidate) -> tuple[str, ...]:
+def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """The neighbours of the choice that are slower by more than 3% or do not fit, each with its reason.
 
     A neighbour has another value of one key, dp what is left, and the best micro-batch. Where that is impossible, the
@@ -128,7 +124,7 @@ def not_lines(exploration: Exploration, chosen: Candidate) -> tuple[str, ...]:
     found: list[tuple[float, str]] = []
     for key in ("tp", "pp", "zero", "recompute"):
         own = chosen.arrangement.layout
-        fitting: dict[Any, list[Candidate]] = {}
+        fitting: dict[Any, list[LayoutCandidate]] = {}
         for candidate in exploration.layouts:
             fitting.setdefault(getattr(candidate.arrangement.layout, key), []).append(candidate)
         misfits: dict[Any, list[tuple[Arrangement, Memory]]] = {}
@@ -168,7 +164,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
     return [*([max(lower)] if lower else []), *([min(higher)] if higher else [])]
 
 
-def _slower(found: Candidate, chosen: Candidate) -> str:
+def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
     if found.arrangement == chosen.arrangement:
         return "that is the choice"
     more = (found.memory.total - chosen.memory.total) / GIB
@@ -181,7 +177,7 @@ def _slower(found: Candidate, chosen: Candidate) -> str:
     return f"{slower:+.1%} time, {memory}: {_reason(found, chosen)} ({found.arrangement})"
 
 
-def _reason(found: Candidate, chosen: Candidate) -> str:
+def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
     """The part of a step that grows most, and its share."""
     more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
@@ -255,7 +251,7 @@ def no_layout(seen: Exploration) -> InputError:
     return InputError(message)
 
 
-def lacking(job: Job, chosen: Candidate) -> str:
+def lacking(job: Job, chosen: LayoutCandidate) -> str:
     """What a layout that does not fit needs, and one change that would make it fit."""
     layout, message = chosen.arrangement.layout, too_large(job.cluster, chosen.memory)
     changes: list[dict[str, Any]] = [{"recompute": "full"}, *({"zero": zero} for zero in range(layout.zero + 1, 4))]

@@ -26,7 +26,7 @@ class Cluster:
         return -(-self.gpus // self.accelerator.node_size)
 
     @property
-    def nodes_said(self) -> str:
+    def nodes_text(self) -> str:
         """``one node``, ``8 nodes of 8``, ``2 nodes of 8, the last of 5``."""
         node = self.accelerator.node_size
         rest = self.gpus % node

@@ -41,7 +41,7 @@ _WORTH_A_WORD = 0.02
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """An arrangement with its memory and time."""
 
     arrangement: Arrangement
@@ -51,7 +51,7 @@ class Candidate:
     def fits(self, cluster: Cluster) -> bool:
         return fits(self.memory, cluster)
 
-    def times(self, factor: float) -> "Candidate":
+    def times(self, factor: float) -> "LayoutCandidate":
         """The same, slower by a factor."""
         return replace(self, time=self.time.times(factor))
 
@@ -89,7 +89,7 @@ class Exploration:
     """The result of a search."""
 
     job: Job
-    fitting: tuple[Candidate, ...]  # the best first
+    fitting: tuple[LayoutCandidate, ...]  # the best first
     too_large: tuple[tuple[Arrangement, Memory], ...]  # of each layout the smallest micro-batch, the leanest first
     refusal: InputError | None  # why a layout could not cut the batch, if one could not
     evaluations: int = field(compare=False, default=0)  # memories and times that were computed
@@ -107,22 +107,22 @@ class Exploration:
         return tuple(each for each in self.too_large if each[0].layout.cp == each[0].layout.ep == 1)
 
     @cached_property
-    def choices(self) -> tuple[Candidate, ...]:
+    def choices(self) -> tuple[LayoutCandidate, ...]:
         """The fitting arrangements that may be chosen, the best first."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked(self.job.model, [candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
-    def layouts(self) -> tuple[Candidate, ...]:
+    def layouts(self) -> tuple[LayoutCandidate, ...]:
         """Every layout that may be chosen with its best micro-batch, the best first."""
-        best: dict[Layout, Candidate] = {}
+        best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
         return tuple(best.values())
 
     @property
-    def untrained(self) -> Candidate | None:
+    def untrained(self) -> LayoutCandidate | None:
         """The best that may not be chosen, if it is faster by more than 2% or nothing else fits."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
@@ -135,9 +135,13 @@ def fits(memory: Memory, cluster: Cluster) -> bool:
     return memory.total <= USABLE * cluster.accelerator.memory_gib * GIB
 
 
-def evaluate(model: Model, arrangement: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Candidate:
+def evaluate(
+    model: Model, arrangement: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16
+) -> LayoutCandidate:
     """Memory and time of one arrangement."""
-    return Candidate(arrangement, worst_stage(model, arrangement, code), step_time(model, arrangement, cluster, code))
+    return LayoutCandidate(
+        arrangement, worst_stage(model, arrangement, code), step_time(model, arrangement, cluster, code)
+    )
 
 
 def layouts(
@@ -165,7 +169,7 @@ def layouts(
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     """Every layout of a job with every micro-batch, as far as they fit; ``fixed`` as in :func:`layouts`."""
-    fitting: list[Candidate] = []
+    fitting: list[LayoutCandidate] = []
     too_large: list[tuple[Arrangement, Memory]] = []
     refusal: InputError | None = None
     evaluations = 0
@@ -183,7 +187,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
             memory = worst_stage(job.model, how, job.code)
             evaluations += 1
             if fits(memory, job.cluster):
-                fitting.append(Candidate(how, memory, job.time(how)))
+                fitting.append(LayoutCandidate(how, memory, job.time(how)))
             else:
                 if not too_much:
                     too_large.append((how, memory))
@@ -192,7 +196,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     return Exploration(job, tuple(ranked(job.model, fitting)), tuple(too_large), refusal, evaluations + len(fitting))
 
 
-def ranked(model: Model, candidates: list[Candidate]) -> list[Candidate]:
+def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """The fastest first, times within 1% of each other being equal: the planner does not know them better.
 
     Then what leaven trains, a pipeline that is filled by the rule of thumb, the lower ZeRO stage, fewer replicas and
@@ -200,7 +204,7 @@ def ranked(model: Model, candidates: list[Candidate]) -> list[Candidate]:
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 
-    def rank(candidate: Candidate) -> tuple[int, bool, bool, int, int, int, float]:
+    def rank(candidate: LayoutCandidate) -> tuple[int, bool, bool, int, int, int, float]:
         how = candidate.arrangement
         return (
             int(math.log(candidate.time.step / fastest) / math.log(1 + EQUAL)),
@@ -220,9 +224,9 @@ def thin_pipeline(how: Arrangement) -> bool:
     return how.layout.pp > 1 and how.grad_accumulation < FILLS * how.layout.pp
 
 
-def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
+def pareto(candidates: Iterable[LayoutCandidate]) -> list[LayoutCandidate]:
     """The candidates that no other beats in both time and memory, the fastest first."""
-    front: list[Candidate] = []
+    front: list[LayoutCandidate] = []
     for candidate in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
         if not front or candidate.memory.total < front[-1].memory.total:
             front.append(candidate)

@@ -9,8 +9,8 @@ off a smaller model: critical batches move with the tokens and hardly with the s
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from leaven.documents.planning import NoiseFitRow, RampDocument
 from leaven.recipe.batch import BatchSchedule, BatchStage
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -114,16 +114,17 @@ class NoiseRamp:
             f"and about {1 + self.multiple:g} times the fewest tokens for a loss"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "noise": asdict(self.fit),
-            "multiple": self.multiple,
-            "stages": [stage.model_dump() for stage in self.stages],
-            "set": self.settings,
-            "steps": self.steps,
-            "full_steps": self.full_steps,
-            "why": self.reason,
-        }
+    def document(self) -> RampDocument:
+        return RampDocument(
+            noise=NoiseFitRow(**asdict(self.fit)),
+            multiple=self.multiple,
+            stages=[stage.model_dump() for stage in self.stages],
+            set=self.settings,
+            steps=self.steps,
+            full_steps=self.full_steps,
+            why=self.reason,
+            next=[],
+        )
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> NoiseRamp:

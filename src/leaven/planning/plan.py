@@ -3,19 +3,32 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from leaven.documents.planning import (
+    CalibrationRow,
+    CandidateRow,
+    CostRow,
+    Explanation,
+    MemoryPlan,
+    PlanDocument,
+    Price,
+    RampPlan,
+    SpeedPlan,
+    StageMemory,
+    StateRow,
+)
 from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
 from leaven.planning.blueprint import Model, blueprint
-from leaven.planning.cost import Cost, Price, cost
-from leaven.planning.explain import Explanation, explain, lacking, no_layout, not_lines
+from leaven.planning.cost import cost
+from leaven.planning.explain import explain, lacking, no_layout, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import (
     FILLS,
-    Candidate,
     Exploration,
     Job,
+    LayoutCandidate,
     evaluate,
     explore,
     pareto,
@@ -23,13 +36,12 @@ from leaven.planning.layouts import (
     thin_pipeline,
 )
 from leaven.planning.memory import GIB, Memory, activation_parts, stage_memory
-from leaven.planning.ramp import SHARE, RampPlan, RampThroughput, plan_ramp
+from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
 from leaven.planning.timing import StepTime
 from leaven.planning.training_codes import (
     LEAVEN_BF16,
     TRAINING_CODES,
     Moments,
-    State,
     TrainingCode,
     in_precision,
     states,
@@ -53,19 +65,7 @@ ACCURACY = (
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of one GPU, where nothing else is said. The three MFUs differ in the FLOPs that are counted."""
-
-    tflops_per_gpu: float
-    mfu: float  # full attention matrix: comparable with PaLM, Llama, MPT
-    mfu_causal: float  # causal half of it
-    hfu: float  # full, with recomputation
-    step_seconds: float  # of the cluster
-    tokens_per_second: float  # of the cluster
-
-
-@dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """One arrangement on a cluster. What there is beside it is computed when it is asked for.
 
     ``calibration`` is in every time, of the choice and of the other layouts (``job.slower``); ``memory`` is the
@@ -75,11 +75,11 @@ class Plan:
     job: Job
     tokens: int  # of the run
     batch: Batch
-    chosen: Candidate
+    chosen: LayoutCandidate
     share: float = SHARE  # of the full batch's throughput, that a ramp keeps from its start
     calibration: "Calibration | None" = None
 
-    def changed(self, *, calibration: "Calibration | None" = None, share: float | None = None) -> "Plan":
+    def changed(self, *, calibration: "Calibration | None" = None, share: float | None = None) -> "ClusterPlan":
         """The plan with another calibration or share."""
         calibration, share = calibration or self.calibration, self.share if share is None else share
         slower = calibration.time if calibration else 1.0
@@ -89,7 +89,7 @@ class Plan:
             vars(plan)["exploration"] = self.exploration.slower(slower)
         return plan
 
-    def calibrated(self, records: "Iterable[CalibrationRecord]", compute: str) -> "Plan":
+    def calibrated(self, records: "Iterable[CalibrationRecord]", compute: str) -> "ClusterPlan":
         """The plan with the factors of the records of its accelerator, computing in this dtype."""
         from leaven.planning.calibration import calibration
 
@@ -120,13 +120,13 @@ class Plan:
         return self.chosen.time
 
     @cached_property
-    def speed(self) -> Speed:
+    def speed(self) -> SpeedPlan:
         """Speed at the full batch."""
         model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step
         peak = self.cluster.accelerator.peak_tflops * 1e12
         rate = batch_tokens / step / self.cluster.gpus
         full = flops_per_token(model)
-        return Speed(
+        return SpeedPlan(
             tflops_per_gpu=rate * full / 1e12,
             mfu=rate * full / peak,
             mfu_causal=rate * flops_per_token(model, "causal") / peak,
@@ -161,7 +161,7 @@ class Plan:
         return activation_parts(self.job.model, self.arrangement, totals.index(max(totals)), self.job.code)
 
     @property
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> list[StateRow]:
         """What the whole model keeps for every parameter between steps, each with its reason."""
         model = blueprint(self.job.model)
         matrices = sum(block.matrices + block.experts for block in model.blocks)
@@ -173,24 +173,24 @@ class Plan:
         return explore(self.job)
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[LayoutCandidate, ...]:
         """All arrangements that fit, the best first."""
         return self.exploration.fitting
 
     @cached_property
-    def alternatives(self) -> tuple[Candidate, ...]:
+    def alternatives(self) -> tuple[LayoutCandidate, ...]:
         """The next best layouts that fit, each with its best micro-batch."""
         own = self.arrangement.layout
         others = [other for other in self.exploration.layouts if other.arrangement.layout != own]
         return tuple(others[:N_ALTERNATIVES])
 
     @cached_property
-    def pareto(self) -> tuple[Candidate, ...]:
+    def pareto(self) -> tuple[LayoutCandidate, ...]:
         """The choices that no other beats in both time and memory, the fastest first."""
         return tuple(pareto(self.exploration.choices))
 
     @property
-    def untrained(self) -> Candidate | None:
+    def untrained(self) -> LayoutCandidate | None:
         """A layout that leaven plans and exports but does not train, if it is faster by more than 2%."""
         return self.exploration.untrained
 
@@ -232,57 +232,58 @@ class Plan:
         """Compare the choice with the best layout that has ``tp=4``; see :func:`leaven.planning.explain.explain`."""
         return explain(self.exploration, self.chosen, asked)
 
-    def cost(self, price: Price | None = None) -> Cost:
+    def cost(self, price: Price | None = None) -> CostRow:
         """Time, GPU-hours, energy, and money at a price of a GPU-hour."""
         return cost(self.seconds, self.cluster, price)
 
-    def to_json(self, asked: str | None = None, price: Price | None = None) -> dict[str, Any]:
-        """The document of ``leaven plan --json``; memory in GiB. ``asked``: the layout to explain."""
-        return {
-            "layout": self.arrangement.to_json(),
-            "memory": {
-                "gib": self.memory.total / GIB,
-                "fits": self.fits,
-                "parts": self.memory.parts_gib,
-                "activations": {name: size / GIB for name, size in self.activations.items()},
-                "states": [vars(state) for state in self.states],
-            },
-            "speed": {
-                "tflops_per_gpu": self.speed.tflops_per_gpu,
-                "mfu": self.speed.mfu,
-                "step_seconds": self.speed.step_seconds,
-                "tokens_per_second": self.speed.tokens_per_second,
-            },
-            "days": self.days,
-            "gpu_hours": self.gpu_hours,
-            "flops_convention": CONVENTION,
-            "alternatives": [_point(other) for other in self.alternatives],
-            "cost": self.cost(price).to_json(),
-            "stages": [{"gib": memory.total / GIB, "parts": memory.parts_gib} for memory in self.stages],
-            "pareto": [_point(candidate) for candidate in self.pareto],
-            "untrained": self.untrained and _point(self.untrained),
-            "ramp": self.ramp.to_json(),
-            "not": list(self.not_lines),
-            "cautions": list(self.cautions),
-            "calibration": self.calibration
-            and vars(self.calibration)
-            | {
-                "uncalibrated_step_seconds": replace(self.job, slower=1.0).time(self.arrangement).step,
-                "says": str(self.calibration),
-            },
-            **({} if asked is None else {"explain": self.explain(asked).to_json()}),
-        }
+    def document(self, asked: str | None = None, price: Price | None = None) -> PlanDocument:
+        """The document of ``leaven plan``. ``asked``: the layout to explain."""
+        times = self.calibration
+        return PlanDocument(
+            cluster=str(self.cluster),
+            gpus=self.cluster.gpus,
+            layout=self.arrangement.to_json(),
+            memory=MemoryPlan(
+                gib=self.memory.total / GIB,
+                capacity_gib=self.cluster.accelerator.memory_gib,
+                fits=self.fits,
+                parts=self.memory.parts_gib,
+                activations={name: size / GIB for name, size in self.activations.items()},
+                states=self.states,
+            ),
+            speed=self.speed,
+            time=vars(self.time),
+            days=self.days,
+            gpu_hours=self.gpu_hours,
+            flops_convention=CONVENTION,
+            alternatives=[_row(other) for other in self.alternatives],
+            cost=self.cost(price),
+            stages=[StageMemory(gib=memory.total / GIB, parts=memory.parts_gib) for memory in self.stages],
+            pareto=[_row(candidate) for candidate in self.pareto],
+            untrained=self.untrained and _row(self.untrained),
+            ramp=self.ramp,
+            **{"not": list(self.not_lines)},
+            cautions=list(self.cautions),
+            calibration=times
+            and CalibrationRow(
+                **vars(times),
+                uncalibrated_step_seconds=replace(self.job, slower=1.0).time(self.arrangement).step,
+                says=str(times),
+            ),
+            explain=None if asked is None else self.explain(asked),
+            next=[],
+        )
 
 
-def _point(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "layout": candidate.arrangement.to_json(),
-        "gib": candidate.memory.total / GIB,
-        "step_seconds": candidate.time.step,
-    }
+def _row(candidate: LayoutCandidate) -> CandidateRow:
+    return CandidateRow(
+        layout=candidate.arrangement.to_json(),
+        gib=candidate.memory.total / GIB,
+        step_seconds=candidate.time.step,
+    )
 
 
-def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
+def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
     """Plan a recipe on ``64xH100-80GB``, in a layout written ``tp=8,pp=12,zero=1,mbs=2`` or in the best one.
 
     Blocks are compiled in either if they are in the recipe's own layout and nothing else is written. ``moments`` of
@@ -310,7 +311,7 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
     return plan_job(job, recipe.data.tokens, asked, recipe.batch)
 
 
-def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> Plan:
+def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
     """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
 
     Its own sequence, batch and tokens; the vocabulary is padded to whole 128s. Nothing is ruled out for being beyond
@@ -367,7 +368,7 @@ def plan(
     micro_batch: int | None = None,
     smallest_tokens: int | None = None,
     code: TrainingCode = LEAVEN_BF16,
-) -> Plan:
+) -> ClusterPlan:
     """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``; ``smallest_tokens``: if they ramp, the first.
 
     Raises:
@@ -378,7 +379,7 @@ def plan(
     return plan_job(job, tokens, layout)
 
 
-def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> Plan:
+def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> ClusterPlan:
     """Plan a job of ``tokens`` tokens; ``batch`` where it grows.
 
     Without a layout the fastest that fits is taken. With one, that layout is planned even if it does not fit (then
@@ -392,7 +393,7 @@ def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch |
         seen = explore(job)
         if not seen.layouts:
             raise no_layout(seen)
-        found = Plan(job, tokens, batch, seen.layouts[0])
+        found = ClusterPlan(job, tokens, batch, seen.layouts[0])
         vars(found)["exploration"] = seen  # not a second time
         return found
     check_layout(job.model, layout, job.cluster)
@@ -400,4 +401,4 @@ def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch |
     fitting = [candidate for candidate in tried if candidate.fits(job.cluster)]
     # Nothing fits: show the one that comes nearest.
     chosen = ranked(job.model, fitting)[0] if fitting else min(tried, key=lambda candidate: candidate.memory.total)
-    return Plan(job, tokens, batch, chosen)
+    return ClusterPlan(job, tokens, batch, chosen)

@@ -5,10 +5,7 @@ a step (gradient exchange, optimiser) is shared by few tokens. The layout is the
 a rank cannot send more sequences through one forward than it has, and less of them fill a pipeline.
 """
 
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any
-
+from leaven.documents.planning import RampChoice, RampMicroBatch, RampPlan, RampPoint
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.flops import flops_per_token
 from leaven.planning.layouts import Job
@@ -20,73 +17,6 @@ SHARE = 0.7
 # Length of a ramp as a share of the run, if the recipe has none (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
 _MOST_INCREMENTS = 64
-
-
-@dataclass(frozen=True)
-class RampPoint:
-    """A step at one global batch."""
-
-    global_batch: int  # sequences
-    batch_tokens: int
-    micro_batch: int  # sequences
-    grad_accumulation: int
-    step_seconds: float
-    tokens_per_second: float
-    tflops_per_gpu: float
-    share: float  # of the full batch's throughput
-    filled: bool  # every stage of the pipeline has a micro-batch, without which leaven does not train
-
-
-@dataclass(frozen=True)
-class RampChoice:
-    """A ramp and its cost."""
-
-    start_tokens: int  # the first batch
-    increment_tokens: int | None
-    over_tokens: int  # length of the ramp
-    share: float  # of the full batch's throughput, at the start
-    hours: float  # for the tokens of the ramp
-    extra_hours: float  # of those, what the full batch would have saved
-    steps: int  # of the optimizer in the ramp
-    full_steps: int  # of the full batch for as many tokens
-
-
-@dataclass(frozen=True)
-class RampPlan:
-    """Where a ramp should start, and what it costs to start there or elsewhere."""
-
-    wanted: float  # share of the full throughput that the start is to keep
-    points: tuple[RampPoint, ...]  # from the smallest batch to the full one
-    start: RampPoint  # the first that keeps ``wanted``
-    increment_tokens: int
-    choices: tuple[RampChoice, ...]
-    own: RampChoice | None  # the recipe's ramp
-
-    @cached_property
-    def chosen(self) -> RampChoice:
-        return next(choice for choice in self.choices if choice.start_tokens == self.start.batch_tokens)
-
-    @property
-    def micro_batches(self) -> tuple[tuple[int, int], ...]:
-        """(tokens of a batch from which it holds, micro-batch) from the start on."""
-        found: list[tuple[int, int]] = []
-        for point in self.points:
-            if point.batch_tokens >= self.start.batch_tokens and (not found or found[-1][1] != point.micro_batch):
-                found.append((point.batch_tokens, point.micro_batch))
-        return tuple(found)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "share": self.wanted,
-            "start": asdict(self.start),
-            "increment_tokens": self.increment_tokens,
-            "micro_batches": [
-                {"from_batch_tokens": tokens, "micro_batch": size} for tokens, size in self.micro_batches
-            ],
-            "points": [asdict(point) for point in self.points],
-            "choices": [asdict(choice) for choice in self.choices],
-            "own": None if self.own is None else asdict(self.own),
-        }
 
 
 class RampThroughput:
@@ -181,15 +111,22 @@ def plan_ramp(
         over = min(own.ramp.over_tokens if own.ramp else own.sizes[-1][0], tokens)
         own_choice = throughput.choice(own.sizes, own.ramp.increment_tokens if own.ramp else None, over)
     others = _halvings(starts, start)
+    micro_batches: list[RampMicroBatch] = []
+    for point in points.values():
+        if point.batch_tokens >= start.batch_tokens and (
+            not micro_batches or micro_batches[-1].micro_batch != point.micro_batch
+        ):
+            micro_batches.append(RampMicroBatch(from_batch_tokens=point.batch_tokens, micro_batch=point.micro_batch))
     return RampPlan(
-        wanted=share,
-        points=tuple(points.values()),
+        share=share,
         start=start,
         increment_tokens=increment * seq_len,
-        choices=tuple(
+        micro_batches=micro_batches,
+        points=list(points.values()),
+        choices=[
             throughput.choice(_sizes(job, point.batch_tokens, increment * seq_len, over), increment * seq_len, over)
             for point in others
-        ),
+        ],
         own=own_choice,
     )
 

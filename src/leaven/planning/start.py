@@ -1,14 +1,15 @@
 """What `leaven new` writes: a target, its proxy, and a comparison of the target with published runs."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
-from typing import Any
 
 from leaven.catalogue.neighbours import Neighbours, neighbours
-from leaven.catalogue.starter.decisions import Derivation
+from leaven.catalogue.starter.decisions import Derivation, derivation_step
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter
+from leaven.documents.planning import ComparedRow, NewRecipe, ProxyRow
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, plan
@@ -26,57 +27,41 @@ FAR = 1.25
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One value that the rule gives the target, beside what published runs of its size have."""
-
-    what: str
-    path: str
-    value: float
-    low: float
-    high: float
-
-    @property
-    def factor(self) -> float:
-        """Factor by which the value is outside the published range; 1 inside. Betas count by their half-life."""
-        value, low, high = self.value, self.low, self.high
-        if self.what.startswith("beta"):
-            value, low, high = (1 / (1 - beta) for beta in (value, low, high))
-        return max(low / value, value / high, 1.0)
-
-    @property
-    def outside(self) -> bool:
-        return self.factor > FAR
-
-
-@dataclass(frozen=True)
 class StarterRecipes:
-    """What ``leaven new`` writes and says."""
+    """The recipes that ``leaven new`` writes, and how they came about."""
 
     derivation: Derivation
     proxy: Recipe | None
-    compared: tuple[Compared, ...]
+    compared: tuple[ComparedRow, ...]  # the target beside published runs
 
     @property
     def target(self) -> Recipe:
         return self.derivation.recipe
 
-    def document(self) -> dict[str, Any]:
-        tuning = self.derivation.tuning
+    def document(self, path: Path, proxy_path: Path, next: list[str]) -> NewRecipe:
+        """The document of ``leaven new``, which wrote these recipes to ``path`` and ``proxy_path``."""
+        tuning, target = self.derivation.tuning, self.target
         proxy = tuning.proxy
-        return self.derivation.to_json() | {
-            "proxy": None
+        return NewRecipe(
+            path=str(path),
+            proxy_path=str(proxy_path) if self.proxy else None,
+            params=target.model.params,
+            tokens=target.data.tokens,
+            steps=list(self.derivation.steps),
+            proxy=None
             if proxy is None
-            else {
-                "params": proxy.shape.params,
-                "tokens": proxy.tokens,
-                "batch_tokens": proxy.batch_tokens,
-                "trials": proxy.trials,
-                "cost": proxy.cost,
-                "evidence": proxy.evidence,
-            },
-            "tuning": tuning.reason,
-            "compared": [asdict(one) | {"outside": one.outside} for one in self.compared],
-        }
+            else ProxyRow(
+                params=proxy.shape.params,
+                tokens=proxy.tokens,
+                batch_tokens=proxy.batch_tokens,
+                trials=proxy.trials,
+                cost=proxy.cost,
+                evidence=proxy.evidence,
+            ),
+            tuning=tuning.reason,
+            compared=list(self.compared),
+            next=next,
+        )
 
 
 def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
@@ -120,13 +105,14 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     chosen["batch.micro_batch"] = how.micro_batch
     placed = recipe.replace(chosen)
     placed = placed.replace({"why": recipe.why | dict.fromkeys(chosen, reason)})
-    said = (str(how), memory, speed, f"{format_seconds(found.seconds)} on {cluster}")
+    lines = (str(how), memory, speed, f"{format_seconds(found.seconds)} on {cluster}")
     steps = tuple(
-        replace(
-            step,
-            lines=(step.lines[0], *said, *step.lines[2:]),
-            values={**step.values, **chosen},
-            sources=(*step.sources, ACCURACY),
+        derivation_step(
+            step.step,
+            step.title,
+            (step.lines[0], *lines, *step.lines[2:]),
+            {**step.values, **chosen},
+            (*step.sources, ACCURACY),
         )
         if "precision.compute" in step.values
         else step
@@ -162,7 +148,7 @@ def _proxy(derived: Derivation) -> Recipe | None:
     return small.replace({"evaluation.tokens": held_out, "why": why})
 
 
-def _compared(target: Recipe, near: Neighbours) -> list[Compared]:
+def _compared(target: Recipe, near: Neighbours) -> list[ComparedRow]:
     rows = resolve(target).rows
 
     def of(quantity: str, *roles: Role) -> float | None:
@@ -175,7 +161,7 @@ def _compared(target: Recipe, near: Neighbours) -> list[Compared]:
     decays = near.values("hyperparameters.weight_decay")
     shrink = {run: lrs[run] * decays[run] for run in lrs if decays.get(run)}
     lr, decay, std = of("lr", *hidden), of("weight_decay", *hidden), of("init_std", *hidden)
-    asked = [
+    quantities = [
         ("lr of hidden matrices", "hyperparameters.lr", lr, lrs),
         ("lr of the embedding", "hyperparameters.lr", of("lr", *embedding), lrs),
         ("lr x weight decay", "hyperparameters.weight_decay", lr and decay and lr * decay, shrink),
@@ -184,13 +170,21 @@ def _compared(target: Recipe, near: Neighbours) -> list[Compared]:
         ("init std x sqrt(d)", "hyperparameters.init_std", std and std * math.sqrt(target.model.d_model), stds),
     ]
     return [
-        Compared(what, path, value, float(min(by.values())), float(max(by.values())))
-        for what, path, value, by in asked
+        _compared_row(what, path, value, float(min(by.values())), float(max(by.values())))
+        for what, path, value, by in quantities
         if value is not None and by
     ]
 
 
-def _said(near: Neighbours, compared: tuple[Compared, ...], *, tuned: bool) -> list[str]:
+def _compared_row(what: str, path: str, value: float, low: float, high: float) -> ComparedRow:
+    """A value that the rule gives the target beside the published range. Betas are compared by their half-life."""
+    ends = (1 / (1 - beta) for beta in (value, low, high)) if what.startswith("beta") else (value, low, high)
+    own, least, most = ends
+    factor = max(least / own, own / most, 1.0)
+    return ComparedRow(what=what, path=path, value=value, low=low, high=high, factor=factor, outside=factor > FAR)
+
+
+def _said(near: Neighbours, compared: tuple[ComparedRow, ...], *, tuned: bool) -> list[str]:
     """Lines that compare the target with published runs, and both readings where it is outside their range."""
     if not near.close:
         return ["no published run is near this size, so there is nothing to compare with"]
@@ -205,7 +199,7 @@ def _said(near: Neighbours, compared: tuple[Compared, ...], *, tuned: bool) -> l
     return said
 
 
-def _line(one: Compared) -> str:
+def _line(one: ComparedRow) -> str:
     digits = ".4g" if one.what.startswith("beta") else ".2g"
     value, low, high = (format(number, digits) for number in (one.value, one.low, one.high))
     outside = f": {one.factor:.2g}x outside" if one.factor > _ROUNDING else ""

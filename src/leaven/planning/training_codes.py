@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
+from leaven.documents.planning import StateRow
 from leaven.planning.accelerators import Dtype
 from leaven.planning.hardware import Cluster
 from leaven.recipe.errors import InputError
@@ -132,23 +133,8 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
     return replace(cluster, accelerator=slower), LEAVEN_FP32
 
 
-@dataclass(frozen=True)
-class State:
-    """What a training code keeps for every parameter from one step to the next."""
-
-    name: str
-    bytes_each: int  # of one parameter
-    bytes: float  # of all of them
-    why: str
-
-    @property
-    def gb(self) -> float:
-        """In 10^9 bytes."""
-        return self.bytes / 1e9
-
-
-def states(params: float, code: TrainingCode, matrices: float = 0.0) -> tuple[State, ...]:
-    """Everything that is kept for ``params`` parameters, before it is shared out over ranks.
+def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
+    """Return what a code keeps for ``params`` parameters from step to step, before it is shared out over ranks.
 
     ``matrices`` of them are in the blocks' matrices, of which some optimizers keep less.
 
@@ -167,4 +153,8 @@ def states(params: float, code: TrainingCode, matrices: float = 0.0) -> tuple[St
         ("momentum of matrices", lean, (code.optimizer_of_matrices or 0) - code.master, "one mean of the gradient"),
         ("moments", params - lean, moments, adam),
     )
-    return tuple(State(name, each, each * count, why) for name, count, each, why in found if each and count)
+    return [
+        StateRow(name=name, bytes_each=each, bytes=each * count, why=why)
+        for name, count, each, why in found
+        if each and count
+    ]

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable
 
-from leaven.recipe.units import format_quantity, format_seconds
+from leaven.documents.planning import CostRow, Price
+from leaven.recipe.units import format_number, format_quantity, format_seconds
 
 MINUS = "−"
 NONE = "–"
@@ -102,3 +103,26 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
     step = 10.0 ** math.floor(math.log10((high - low) / most)) if high > low else 1.0
     step = next(step * m for m in (1, 2, 5, 10, 20) if (high - low) / (step * m) < most)
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def money(price: Price, hours: float = 1.0) -> str:
+    """The price of so many GPU-hours: ``$2,150``, ``$2.50``, ``EUR 2.50``, ``2.50``."""
+    total = price.amount * hours
+    before = f"{price.currency} " if price.currency[-1:].isalpha() else price.currency
+    return f"{before}{total:,.0f}" if total >= 100 else f"{before}{total:,.2f}"
+
+
+def costs(cost: CostRow) -> list[str]:
+    """A cost in words: ``21,504 GPU-h``, ``15.1 MWh (boards at 700 W)``, ``$53,760 at $2.50 a GPU-h``."""
+    hours = f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 10 else f"{cost.gpu_hours:.2g}"
+    texts = [f"{hours} {cost.device}-h"]
+    if cost.energy_kwh is not None:
+        unit, scale = ("MWh", 1_000) if cost.energy_kwh >= 1_000 else ("kWh", 1)
+        building = "" if cost.pue == 1 else f" x {cost.pue:g}"
+        texts.append(
+            f"{format_number(cost.energy_kwh / scale)} {unit} (boards at {cost.board_power_w:g} W{building})"
+        )
+    if (price := cost.price_per_gpu_hour) is not None:
+        unit = "" if price.currency else " (no currency given)"
+        texts.append(f"{money(price, cost.gpu_hours)}{unit} at {money(price)} a {cost.device}-h")
+    return texts

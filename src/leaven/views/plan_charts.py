@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leaven.planning.layouts import Candidate
+from leaven.documents.planning import RampPlan
+from leaven.planning.layouts import LayoutCandidate
 from leaven.planning.memory import GIB
-from leaven.planning.ramp import RampPlan
 from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, PAPER, Figure
@@ -210,9 +210,9 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def layouts(
-    candidates: Sequence[Candidate],
-    front: Sequence[Candidate],
-    chosen: Candidate,
+    candidates: Sequence[LayoutCandidate],
+    front: Sequence[LayoutCandidate],
+    chosen: LayoutCandidate,
     capacity_gib: float,
     usable_gib: float,
 ) -> tuple[Figure, int]:
@@ -224,7 +224,7 @@ def layouts(
     shown = [each for each in candidates if each.time.step <= slowest][:DOTS]
     times, sizes = [each.time.step for each in [*shown, chosen]], [_gib(each) for each in [*shown, chosen]]
 
-    def dots(found: Sequence[Candidate], head: str = "", **style: Any) -> Figure:
+    def dots(found: Sequence[LayoutCandidate], head: str = "", **style: Any) -> Figure:
         x, y = [each.time.step for each in found], [_gib(each) for each in found]
         return charts.scatter(x, y, "markers", hovertext=[_hover(each, head) for each in found], **style)
 
@@ -254,13 +254,13 @@ def layouts(
     return figure, len(shown)
 
 
-def tensor_hues(candidates: Iterable[Candidate]) -> dict[int, str]:
+def tensor_hues(candidates: Iterable[LayoutCandidate]) -> dict[int, str]:
     """A colour for every tensor-parallel degree."""
     degrees = sorted({each.arrangement.layout.tp for each in candidates})
     return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
 
 
-def _hover(each: Candidate, head: str) -> str:
+def _hover(each: LayoutCandidate, head: str) -> str:
     parts = str(each.arrangement).split(" · ")
     rows = [" · ".join(parts[n : n + 4]) for n in range(0, len(parts), 4)]
     if not each.trained:
@@ -268,7 +268,7 @@ def _hover(each: Candidate, head: str) -> str:
     return "<br>".join([f"{head}{numbers.duration(each.time.step)} a step, {_gib(each):.1f} GiB", *rows])
 
 
-def _gib(candidate: Candidate) -> float:
+def _gib(candidate: LayoutCandidate) -> float:
     return candidate.memory.total / GIB
 
 

@@ -1,78 +1,77 @@
 """The page of a plan: does it fit, where memory and time go, which layouts there are, what it costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from leaven.documents.planning import CandidateRow, PlanDocument
 from leaven.planning.accelerators import CONFIDENCE, Accelerator
 from leaven.planning.arrangement import bubble, scheduled
-from leaven.planning.cost import Price
 from leaven.planning.explain import PARTS
-from leaven.planning.flops import CONVENTION
 from leaven.planning.layouts import USABLE
-from leaven.planning.memory import GIB
-from leaven.planning.plan import ACCURACY, Plan
+from leaven.planning.plan import ACCURACY, ClusterPlan
 from leaven.planning.schedule import Timeline, timeline
 from leaven.recipe.files import write_text
-from leaven.views import plan_charts
+from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
 from leaven.views.render import render
 
 
-def write_plan(out: Path, plan: Plan, name: str, command: str, price: Price | None = None) -> Path:
-    """Write the page of a plan as one HTML file; ``name`` is the run's, ``command`` is what made the plan.
+def write_plan(out: Path, plan: ClusterPlan, document: PlanDocument, name: str, command: str) -> Path:
+    """Write the page of a plan as one HTML file. ``name``: of the run; ``command``: made the plan.
 
     Raises:
         InputError: if plotly is missing, or the file cannot be written.
     """
-    write_text(out, page(plan, name, command, price))
+    write_text(out, page(plan, document, name, command))
     return out
 
 
-def page(plan: Plan, name: str, command: str, price: Price | None = None) -> str:
-    stages = [memory.parts_gib for memory in plan.stages]
-    capacity = plan.cluster.accelerator.memory_gib
+def page(plan: ClusterPlan, document: PlanDocument, name: str, command: str) -> str:
+    """The page as HTML: numbers and tables from the document, charts from all layouts and passes of the plan."""
+    stages = [stage.parts for stage in document.stages]
+    capacity = document.memory.capacity_gib
     levels = (capacity, USABLE * capacity)
     charts: dict[str, Figure | None] = {"memory": plan_charts.memory(stages, *levels)}
     pipeline = _pipeline(plan, charts) if plan.arrangement.layout.pp > 1 else None
     drawn = 0
     if plan.candidates:
         charts["layouts"], drawn = plan_charts.layouts(plan.candidates, plan.pareto, plan.chosen, *levels)
-    if len(plan.ramp.points) > 1:
-        charts["ramp"] = plan_charts.ramp(plan.ramp)
-    shown = [plan.chosen, *plan.alternatives]
+    if len(document.ramp.points) > 1:
+        charts["ramp"] = plan_charts.ramp(document.ramp)
+    chosen = CandidateRow(layout=document.layout, gib=document.memory.gib, step_seconds=document.speed.step_seconds)
+    choices = [chosen, *document.alternatives]
     return render(
         "plan.html.j2",
         charts,
         kind="plan",
         title=name,
-        plan=plan,
+        document=document,
+        params=plan.job.model.params,
+        tokens=plan.tokens,
+        accelerator=plan.cluster.accelerator,
+        candidates=plan.candidates,
         command=command,
-        costs=plan.cost(price).said,
-        gib=GIB,
+        costs=numbers.costs(document.cost),
+        seconds=86_400 * document.days,
+        arrangement=plan.arrangement,
         usable=USABLE,
         stages=stages,
         fullest=max(range(len(stages)), key=lambda rank: sum(stages[rank].values())),
         part_hues=plan_charts.part_hues(stages),
-        times={PARTS.get(part, part.replace("_", " ")): s for part, s in vars(plan.time).items() if s},
+        times={PARTS.get(part, part.replace("_", " ")): s for part, s in document.time.items() if s},
         pipeline=pipeline,
         drawn=drawn,
         tensor_hues=plan_charts.tensor_hues(plan.candidates[: plan_charts.DOTS]),
-        choices=shown,
-        degrees=["dp", "tp", "pp", *_used(shown)],
-        convention=CONVENTION,
+        choices=choices,
+        degrees=["dp", "tp", "pp", *(key for key in ("cp", "ep") if any(each.layout[key] > 1 for each in choices))],
         accuracy=ACCURACY,
         sources=_sources(plan.cluster.accelerator),
     )
 
 
-def _used(shown: Sequence[Any]) -> list[str]:
-    """The degrees that are not 1 in every layout, of those that most layouts do without."""
-    return [d for d in ("cp", "ep") if any(getattr(each.arrangement.layout, d) > 1 for each in shown)]
-
-
-def _pipeline(plan: Plan, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
+def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
     how, slower = plan.arrangement, plan.job.slower
     layout, v = how.layout, how.layout.stages_per_rank
     m = scheduled(layout, how.grad_accumulation)

@@ -8,9 +8,8 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from leaven.catalogue.findings import quantities
 from leaven.catalogue.findings.case import VOTES, Bounds, Case, CheckedRow, Suggestion, ratio
@@ -18,11 +17,11 @@ from leaven.catalogue.findings.quantities import CheckLimits, Reading
 from leaven.catalogue.messages import filled
 from leaven.catalogue.neighbours import first_of_each
 from leaven.catalogue.run import PublishedRun
+from leaven.documents.catalogue import FindingRow, Severity
 from leaven.recipe.recipe import Recipe
 
-__all__ = ["CHECKS", "Case", "Check", "CheckedRow", "Finding", "Severity", "Suggestion", "find", "findings"]
+__all__ = ["CHECKS", "Case", "Check", "CheckedRow", "FindingRow", "Severity", "Suggestion", "find", "findings"]
 
-Severity = Literal["far outside", "outside", "note"]
 SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
 _ROUNDING = 1.02  # published values are rounded
 _MEASURED = re.compile(r"(\S+: )?study ")  # how `leaven tune` begins the reason of a value that it found
@@ -56,32 +55,9 @@ _FILE = Path(__file__).with_name("checks.toml")
 CHECKS = tuple(Check(**entry) for entry in tomllib.loads(_FILE.read_text(encoding="utf-8"))["check"])
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A value of a recipe outside of what is usual."""
-
-    check: str
-    path: str
-    severity: Severity
-    value: float | None
-    low: float | None  # the ends of the usual
-    high: float | None
-    factor: float | None  # how far outside, None where no number can say it
-    message: str
-    runs: tuple[str, ...]  # the ids that show it
-    did_so: tuple[str, ...]  # that were as far out and succeeded
-    alike: tuple[str, ...]  # of those the ones with the size, lr, batch and stack of the recipe: it is a note then
-    suggestions: tuple[Suggestion, ...]  # each of them resolves it, the best first
-    source: str
-
-    def to_json(self) -> dict[str, Any]:
-        document = asdict(self)
-        return document | {"says": document.pop("message"), "mends": document.pop("suggestions")}
-
-
 def findings(
     recipe: Recipe, resolve: Callable[[Recipe], Sequence[CheckedRow]], corpus_tokens: int | None = None
-) -> list[Finding]:
+) -> list[FindingRow]:
     """What every check finds in a recipe, the farthest outside first; each suggestion has been tried.
 
     ``resolve`` gives what the parameters of a recipe get. ``corpus_tokens``: how many tokens the text has, where it
@@ -100,9 +76,9 @@ def findings(
         worse = [severity for name, severity in left.items() if _rank(severity) < _rank(known.get(name))]
         return None if check in left or any(severity != "note" for severity in worse) else len(worse)
 
-    def tried(one: Finding) -> Finding:
-        notes = [(count, each) for each in one.suggestions if (count := brings(each, one.check)) is not None]
-        return replace(one, suggestions=tuple(each for _, each in sorted(notes, key=lambda pair: pair[0])))
+    def tried(one: FindingRow) -> FindingRow:
+        notes = [(count, each) for each in one.mends if (count := brings(each, one.check)) is not None]
+        return one.model_copy(update={"mends": [each for _, each in sorted(notes, key=lambda pair: pair[0])]})
 
     return [tried(one) for one in sorted(found, key=lambda one: _rank(one.severity))]
 
@@ -111,16 +87,16 @@ def _rank(severity: Severity | None) -> int:
     return len(SEVERITIES) if severity is None else SEVERITIES.index(severity)
 
 
-def _all(case: Case) -> list[Finding]:
+def _all(case: Case) -> list[FindingRow]:
     found = [one for check in CHECKS if (one := find(check, case))]
     for n, one in enumerate(found):
         if _MEASURED.match(case.recipe.why.get(one.path, "")):  # then it is worth a note and no fault
-            message = f"{one.message}; a search found this value, see [why]"
-            found[n] = replace(one, severity="note", message=message)
+            says = f"{one.says}; a search found this value, see [why]"
+            found[n] = one.model_copy(update={"severity": "note", "says": says})
     return found
 
 
-def find(check: Check, case: Case) -> Finding | None:
+def find(check: Check, case: Case) -> FindingRow | None:
     """What a check finds in a recipe; None where the value is usual. Its suggestions have not been tried."""
     reading = check.read(case)
     if reading is None:
@@ -128,7 +104,7 @@ def find(check: Check, case: Case) -> Finding | None:
     value, limits = reading.value, reading.limits or check.limits
     (low, high), factor, did_so = reading.bounds, reading.factor, reading.did_so
     severity: Severity = "note"
-    alike: tuple[str, ...] = ()
+    alike: list[str] = []
     usual: list[PublishedRun] = []
     if limits and value is not None:
         low, high = limits.usual
@@ -144,13 +120,13 @@ def find(check: Check, case: Case) -> Finding | None:
         beyond = (value, math.inf) if above else (-math.inf, value)
         valued = [(run, own) for run in case.runs if (own := reading.of_run(run)) is not None]
         did_so = [run for run, own in valued if within(own, beyond)]
-        alike = tuple(run.id for run in did_so if run.id in case.alike)
+        alike = [run.id for run in did_so if run.id in case.alike]
         usual = first_of_each(run for run, own in valued if within(own, limits.usual))[:VOTES]
         factor = ratio(reading.distance(value), reading.distance(high if above else low))
         if not alike and reading.sure and not within(value, limits.outside):
             severity = "outside" if within(value, limits.far) else "far outside"
     facts = {"value": value, "low": low, "high": high} | dict(reading.facts or {})
-    return Finding(
+    return FindingRow(
         check=check.name,
         path=reading.path or check.path,
         severity=severity,
@@ -158,10 +134,10 @@ def find(check: Check, case: Case) -> Finding | None:
         low=low,
         high=high,
         factor=factor,
-        message="; ".join(filled(check.message, facts)),
-        runs=tuple(dict.fromkeys(run.id for run in (usual if reading.runs is None else reading.runs))),
-        did_so=tuple(run.id for run in did_so),
+        says="; ".join(filled(check.message, facts)),
+        runs=list(dict.fromkeys(run.id for run in (usual if reading.runs is None else reading.runs))),
+        did_so=[run.id for run in did_so],
         alike=alike,
-        suggestions=tuple(reading.suggestions),
+        mends=[dict(each) for each in reading.suggestions],
         source=check.source,
     )

@@ -14,6 +14,7 @@ from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.proxy import TuningAdvice
+from leaven.documents.planning import DerivationRow
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
 
@@ -85,24 +86,18 @@ class Decision:
         return sentence("reasons", self.message, self.facts)
 
 
-@dataclass(frozen=True)
-class DerivationStep:
-    """One step: the values it set by their paths, the lines that a person reads, and the runs and laws behind it."""
-
-    number: int
-    title: str
-    lines: tuple[str, ...]
-    values: Mapping[str, Any]
-    sources: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.number,
-            "title": self.title,
-            "values": dict(self.values),
-            "reason": "; ".join(self.lines),
-            "sources": list(self.sources),
-        }
+def derivation_step(
+    number: int,
+    title: str,
+    lines: Sequence[str],
+    values: Mapping[str, Any] | None = None,
+    sources: Sequence[str] = (),
+) -> DerivationRow:
+    """A step: the values it set by their paths, the lines that a person reads, and the runs and laws behind it."""
+    once = list(dict.fromkeys(sources))
+    return DerivationRow(
+        step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once
+    )
 
 
 @dataclass
@@ -112,7 +107,7 @@ class StarterDraft:
     reference: str | None = None  # the id of the run whose values are taken
     document: dict[str, Any] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)
-    steps: list[DerivationStep] = field(default_factory=list)
+    steps: list[DerivationRow] = field(default_factory=list)
     spreads: dict[str, float] = field(default_factory=dict)
     _open: dict[str, Any] = field(default_factory=dict)
 
@@ -131,8 +126,7 @@ class StarterDraft:
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Close a step: it holds what was decided since the one before."""
         lines = parts("steps", message or title, {"reference": self.reference} | facts)
-        once = tuple(dict.fromkeys(sources))
-        self.steps.append(DerivationStep(len(self.steps) + 1, title, tuple(lines), self._open, once))
+        self.steps.append(derivation_step(len(self.steps) + 1, title, lines, self._open, sources))
         self._open = {}
 
     @property
@@ -153,17 +147,9 @@ class Derivation:
     """A recipe, how it came about, and whether to tune a proxy of it first."""
 
     recipe: Recipe
-    steps: tuple[DerivationStep, ...]
+    steps: tuple[DerivationRow, ...]
     tuning: TuningAdvice
 
-    def add(self, title: str, lines: Sequence[str], sources: Sequence[str] = ()) -> "Derivation":
+    def add(self, title: str, lines: Sequence[str]) -> "Derivation":
         """The derivation with one more step, which sets no value."""
-        step = DerivationStep(len(self.steps) + 1, title, tuple(lines), {}, tuple(dict.fromkeys(sources)))
-        return replace(self, steps=(*self.steps, step))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "params": self.recipe.model.params,
-            "tokens": self.recipe.data.tokens,
-            "steps": [step.to_json() for step in self.steps],
-        }
+        return replace(self, steps=(*self.steps, derivation_step(len(self.steps) + 1, title, lines)))

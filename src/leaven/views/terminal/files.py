@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from leaven.catalogue.starter.decisions import Derivation
+from leaven.documents.planning import NewRecipe
 from leaven.documents.runs import ConfigDocument, DemoDocument, WeightsDocument
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
@@ -16,9 +16,9 @@ def wrote(path: Path, recipe: Recipe) -> str:
     return f"wrote {path} ({len(recipe.why)} values with their reason under [why])"
 
 
-def derived(derivation: Derivation, files: Sequence[tuple[Path, Recipe]] = ()) -> Iterator[RenderableType]:
+def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]] = ()) -> Iterator[RenderableType]:
     """``leaven new``: a line each step, then the files."""
-    yield Facts([(f"{step.number} {step.title}", step.lines) for step in derivation.steps])
+    yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
     for path, recipe in files:
         yield wrote(path, recipe)
 

@@ -1,10 +1,12 @@
 """The accelerators that the planner knows, in the terminal."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import RenderableType
 
-from leaven.planning.accelerators import CONFIDENCE, EXAMPLE, Accelerator, user_file
+from leaven.documents.catalogue import AcceleratorRow
+from leaven.planning.accelerators import CONFIDENCE, EXAMPLE, user_file
 from leaven.views.terminal.tables import Column, Columns, Fact, Facts, at_point
 
 _COLUMNS = (
@@ -23,7 +25,7 @@ _GROUP_OF = ("peak", "peak", "matmul", "memory", "memory", "board", "link", "lin
 _REMEMBERED = "*"
 
 
-def accelerators_screen(known: Sequence[Accelerator]) -> Iterator[RenderableType]:
+def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableType]:
     yield Columns(_COLUMNS, _rows(known))
     yield Facts(
         [
@@ -36,13 +38,13 @@ def accelerators_screen(known: Sequence[Accelerator]) -> Iterator[RenderableType
     )
 
 
-def _rows(known: Sequence[Accelerator]) -> list[tuple[str, ...]]:
+def _rows(known: Sequence[AcceleratorRow]) -> list[tuple[str, ...]]:
     """Numbers at their points, each with its mark."""
     numbers = [
         (
-            one.peak_tflops,
-            one.peak("fp8"),
-            one.best_matmul_tflops,
+            one.peak_tflops[_half(one)],
+            one.peak_tflops["fp8"],
+            one.matmul_tflops[_half(one)],
             one.memory_gib,
             one.memory_tb_s,
             one.power_w,
@@ -66,7 +68,7 @@ def _rows(known: Sequence[Accelerator]) -> list[tuple[str, ...]]:
     ]
 
 
-def accelerator_screen(one: Accelerator) -> Iterator[RenderableType]:
+def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
     """One of them, each number with its source."""
     at = {source.group: source for source in one.sources}
 
@@ -75,12 +77,12 @@ def accelerator_screen(one: Accelerator) -> Iterator[RenderableType]:
         where = () if source is None else (f"{source.text} ({CONFIDENCE[source.confidence]})",)
         return label, (*said, *where)
 
-    share = one.matmul_flops / 1e12 / one.peak_tflops
-    measured = tuple(f"{dtype} {rate:g}" for dtype, rate in one.matmuls)
+    share = one.planned_tflops / (one.peak_tflops[_half(one)] or math.inf)
+    peaks, measured = _by_dtype(one.peak_tflops), _by_dtype(one.matmul_tflops)
     yield Facts(
         [
             ("", (one.name, *([one.note] if one.note else []))),
-            fact("peak", "peak", *(f"{dtype} {rate:g}" for dtype, rate in one.peaks), "dense TFLOP/s"),
+            fact("peak", "peak", *peaks, "dense TFLOP/s"),
             fact("best matmul", "matmul", *(measured or ("nobody's",)), f"{share:.0%} of the peak is planned with"),
             fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
             fact("board", "board", f"{_number(one.power_w)} W", f"{one.multiprocessors or '-'} multiprocessors"),
@@ -88,6 +90,15 @@ def accelerator_screen(one: Accelerator) -> Iterator[RenderableType]:
             fact("network", "network", f"{one.network_gb_s:g} GB/s one way"),
         ]
     )
+
+
+def _half(one: AcceleratorRow) -> str:
+    """The 16-bit dtype that is planned with."""
+    return "fp16" if one.peak_tflops["bf16"] is None else "bf16"
+
+
+def _by_dtype(tflops: Mapping[str, float | None]) -> list[str]:
+    return [f"{dtype} {rate:g}" for dtype, rate in tflops.items() if rate is not None]
 
 
 def _number(value: float | None) -> str:

@@ -1,140 +1,138 @@
-"""What a person sees of a plan: a line for each question, the reason beside the number."""
+"""The terminal screens of ``leaven plan``: a line for each question, with the reason beside each number."""
 
 from collections.abc import Iterator
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from leaven.documents.planning import (
+    BudgetDocument,
+    CandidateRow,
+    Explanation,
+    FittingSize,
+    Layout,
+    PlanDocument,
+    RampChoice,
+)
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.budget import BudgetPlan, BudgetRow
-from leaven.planning.cost import Price, device
-from leaven.planning.explain import PARTS, Explanation
-from leaven.planning.layouts import EQUAL, Candidate
-from leaven.planning.memory import GIB
-from leaven.planning.plan import ACCURACY, Plan
-from leaven.planning.ramp import RampChoice
+from leaven.planning.explain import PARTS
+from leaven.planning.layouts import EQUAL
+from leaven.planning.plan import ACCURACY
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.views.numbers import duration
+from leaven.views.numbers import costs, duration
 from leaven.views.terminal.tables import Cell, Column, Columns, Fact, Facts, under
 
 ALTERNATIVES = 3
 
 
-def plan_screen(found: Plan, price: Price | None = None, asked: str | None = None) -> Iterator[RenderableType]:
-    """The layout, whether it fits, how fast, how long and for how much, where its ramp starts, and why no other."""
+def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
+    """The layout, whether it fits, how fast, how long and at what cost, where its ramp starts, and why no other."""
     facts: list[Fact] = [
-        ("layout", str(found.arrangement).split(" · ")),
-        (f"memory / {device(found.cluster)}", _memory(found)),
-        ("speed", _speed(found)),
-        ("time", _time(found)),
-        ("budget", [format_seconds(found.seconds), *found.cost(price).said, f"on {found.cluster}"]),
-        ("ramp", _ramp(found)),
-        *under("next best", [[_alternative(other, found)] for other in found.alternatives[:ALTERNATIVES]]),
+        ("layout", str(Arrangement.read(plan.layout)).split(" · ")),
+        (f"memory / {plan.cost.device}", _memory(plan)),
+        ("speed", _speed(plan)),
+        ("time", _time(plan)),
+        ("budget", [format_seconds(86_400 * plan.days), *costs(plan.cost), f"on {plan.cluster}"]),
+        ("ramp", _ramp(plan)),
+        *under("next best", [[_alternative(other, plan)] for other in plan.alternatives[:ALTERNATIVES]]),
     ]
-    if found.untrained is not None:
-        facts.append(("not trained", [_alternative(found.untrained, found), "leaven plans and exports it"]))
-    if found.not_lines:
-        facts.append(("not", found.not_lines))
-    if asked is not None:
-        facts.append(("explain", _explained(found.explain(asked))))
-    facts += under("caution", [[line] for line in found.cautions])
-    if found.calibration is not None:
-        facts.append(("calibrated", [f"time {found.calibration}"]))
+    if plan.untrained is not None:
+        facts.append(("not trained", [_alternative(plan.untrained, plan), "leaven plans and exports it"]))
+    if plan.not_:
+        facts.append(("not", plan.not_))
+    if plan.explain is not None:
+        facts.append(("explain", _explained(plan.explain, plan.speed.step_seconds)))
+    facts += under("caution", [[line] for line in plan.cautions])
+    if plan.calibration is not None:
+        facts.append(("calibrated", [f"time {plan.calibration.says}"]))
     yield Facts([*facts, ("accuracy", [ACCURACY])])
 
 
-def _memory(found: Plan) -> list[Cell]:
-    has = found.cluster.accelerator.memory_gib
-    said: list[Cell] = [f"{found.memory.total / GIB:.1f} GiB of {has:g}"]
-    if not found.fits:
-        said.append(Text("DOES NOT FIT", style="red"))
-    said += [f"{name} {gib:.1f}" for name, gib in found.memory.parts_gib.items() if gib >= 0.05]
-    if len(found.stages) > 1:
-        totals = [memory.total for memory in found.stages]
+def _memory(plan: PlanDocument) -> list[Cell]:
+    cells: list[Cell] = [f"{plan.memory.gib:.1f} GiB of {plan.memory.capacity_gib:g}"]
+    if not plan.memory.fits:
+        cells.append(Text("DOES NOT FIT", style="red"))
+    cells += [f"{name} {gib:.1f}" for name, gib in plan.memory.parts.items() if gib >= 0.05]
+    if len(plan.stages) > 1:
+        totals = [stage.gib for stage in plan.stages]
         fullest, least = max(totals), min(totals)
-        said.append(
-            f"on rank {totals.index(fullest)} of {len(totals)}, {least / GIB:.1f} on rank {totals.index(least)}"
-        )
-    return said
+        cells.append(f"on rank {totals.index(fullest)} of {len(totals)}, {least:.1f} on rank {totals.index(least)}")
+    return cells
 
 
-def _speed(found: Plan) -> list[Cell]:
-    speed = found.speed
-    rate = format_quantity(speed.tokens_per_second / found.cluster.gpus)
+def _speed(plan: PlanDocument) -> list[Cell]:
+    speed = plan.speed
+    rate = format_quantity(speed.tokens_per_second / plan.gpus)
     return [
         f"{speed.tflops_per_gpu:.0f} TFLOP/s"
         if speed.tflops_per_gpu >= 10
         else f"{speed.tflops_per_gpu:.2g} TFLOP/s",
         f"MFU {speed.mfu:.1%} (full attention; causal {speed.mfu_causal:.1%}; HFU {speed.hfu:.1%})",
         f"{duration(speed.step_seconds)} a step",
-        f"{rate} tokens/s/{device(found.cluster)}",
+        f"{rate} tokens/s/{plan.cost.device}",
     ]
 
 
-def _time(found: Plan) -> list[Cell]:
-    """Shares of a step of a half per cent or more."""
-    shares = {part: seconds / found.time.step for part, seconds in vars(found.time).items()}
+def _time(plan: PlanDocument) -> list[Cell]:
+    """The parts of a step that take more than half a per cent of it."""
+    shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
     return [f"{PARTS.get(part, part)} {share:.0%}" for part, share in shares.items() if share > 0.005]
 
 
-def _ramp(found: Plan) -> list[Cell]:
-    ramp = found.ramp
-    said: list[Cell] = [f"start at {_start(ramp.chosen)} of full speed"]
+def _ramp(plan: PlanDocument) -> list[Cell]:
+    ramp = plan.ramp
+    cells: list[Cell] = [f"start at {_start(ramp.chosen)} of full speed"]
     smaller = [choice for choice in ramp.choices if choice.start_tokens < ramp.chosen.start_tokens]
     if smaller:
-        said.append(f"{_start(smaller[-1])}")
+        cells.append(f"{_start(smaller[-1])}")
     if ramp.start != ramp.points[-1]:
-        said.append(
+        cells.append(
             f"growing in steps of {format_quantity(ramp.increment_tokens)} tokens over the first "
             f"{format_quantity(ramp.chosen.over_tokens)} tokens: "
             f"{format_seconds(3600 * ramp.chosen.extra_hours)} more than at the full batch"
         )
     if ramp.own is not None:
-        said.append(f"the recipe's: {_start(ramp.own)}, {format_seconds(3600 * ramp.own.extra_hours)} more")
-    return said
+        cells.append(f"the recipe's: {_start(ramp.own)}, {format_seconds(3600 * ramp.own.extra_hours)} more")
+    return cells
 
 
 def _start(choice: RampChoice) -> str:
-    """Nothing short of full speed is said to be 100% of it."""
+    """The first batch and its share of full speed, which is 100% only if it is exactly that."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
 
-def _alternative(other: Candidate, found: Plan) -> Text:
-    """Memory, time, and what is another than in the choice; dp and accumulation follow from the rest."""
-    slower = other.time.step / found.time.step - 1
-    dye = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
-    mine, chosen = _choices(other), _choices(found.chosen)
+def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
+    """Memory, time, and what differs from the choice; dp and accumulation follow from the rest."""
+    slower = other.step_seconds / plan.speed.step_seconds - 1
+    style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
+    own, chosen = _choices(other.layout), _choices(plan.layout)
     return Text.assemble(
-        f"{other.memory.total / GIB:5.1f} GiB  ",
-        (f"{slower:+7.1%} time", dye),
-        f"  {', '.join(said for said in mine if said not in chosen)}",
+        f"{other.gib:5.1f} GiB  ",
+        (f"{slower:+7.1%} time", style),
+        f"  {', '.join(choice for choice in own if choice not in chosen)}",
     )
 
 
-def _choices(candidate: Candidate) -> list[str]:
-    how, layout = candidate.arrangement, candidate.arrangement.layout
-    turns = f" x {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-    replicas = "no replicas" if layout.dp_replicate == 1 else f"{layout.dp_replicate} replicas"
-    numbers = [f"{key} {getattr(layout, key)}" for key in ("tp", "pp", "cp", "ep", "zero")]
+def _choices(layout: Layout) -> list[str]:
+    stages, replicas = layout["stages_per_rank"], layout["dp_replicate"]
     return [
-        *numbers,
-        replicas,
-        layout.schedule + turns,
-        f"micro-batch {how.micro_batch}",
-        f"recompute {layout.recompute}",
+        *(f"{key} {layout[key]}" for key in ("tp", "pp", "cp", "ep", "zero")),
+        "no replicas" if replicas == 1 else f"{replicas} replicas",
+        layout["schedule"] + (f" x {stages}" if stages > 1 else ""),
+        f"micro-batch {layout['micro_batch']}",
+        f"recompute {layout['recompute']}",
     ]
 
 
-def _explained(explained: Explanation) -> list[Cell]:
+def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
     """The line, and the parts of a step that differ by 1% of it or more."""
-    least = 0.01 * explained.chosen.time.step
     return [
         f"{explained.asked}: {explained.line}",
         *(
-            f"{PARTS.get(part, part)} {duration(asked)} against {duration(chosen)}"
-            for part, (asked, chosen) in explained.seconds.items()
-            if abs(asked - chosen) >= least
+            f"{PARTS.get(part, part)} {duration(each.asked)} against {duration(each.chosen)}"
+            for part, each in explained.seconds.items()
+            if abs(each.asked - each.chosen) >= 0.01 * step_seconds
         ),
     ]
 
@@ -150,40 +148,39 @@ BUDGET_COLUMNS = (
 )
 
 
-def budget_screen(found: BudgetPlan) -> Iterator[RenderableType]:
+def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
     """Rows from the largest model to the smallest, and what it costs."""
-    flops = [6 * row.params * row.tokens for row in found.rows]
-    cluster = found.cluster
-    note = [cluster.accelerator.note] if cluster.accelerator.note else []
+    flops = [row.flops for row in budget.rows]
+    note = [budget.note] if budget.note else []
+    seconds = format_seconds(86_400 * budget.days)
     facts: list[Fact] = [
-        ("budget", (str(cluster), cluster.nodes_said, format_seconds(found.seconds), *found.cost.said, *note)),
+        ("budget", (budget.cluster, budget.nodes, seconds, *costs(budget.cost), *note)),
         ("FLOPs", (f"{min(flops):.2e} .. {max(flops):.2e}, 6 N D at the speed of each size", "no ramp, no restarts")),
-        *(("" if n else "does not fit", (f"{law}: {why}",)) for n, (law, why) in enumerate(found.refused)),
-        *([("accuracy", (ACCURACY,))] if any(row.speed.plan for row in found.rows) else []),
+        *(("" if n else "does not fit", (f"{each.law}: {each.why}",)) for n, each in enumerate(budget.refused)),
+        *([("accuracy", (ACCURACY,))] if any(row.layout for row in budget.rows) else []),
     ]
-    yield Columns(BUDGET_COLUMNS, [_cells(row) for row in found.rows])
+    yield Columns(BUDGET_COLUMNS, [_cells(row) for row in budget.rows])
     yield Facts(facts)
 
 
-def _cells(row: BudgetRow) -> tuple[str, ...]:
-    shape, how = row.speed.shape, row.speed.plan and row.speed.plan.arrangement
+def _cells(row: FittingSize) -> tuple[str, ...]:
     return (
         row.law,
         format_quantity(row.params),
         format_quantity(row.tokens),
         f"{row.tokens_per_param:.3g}" if row.tokens_per_param < 1_000 else f"{row.tokens_per_param:,.0f}",
-        f"{row.speed.mfu:.0%}",
-        f"L {shape.n_layers} d {shape.d_model}",
-        _short(how) if how else "not planned",
+        f"{row.mfu:.0%}",
+        f"L {row.shape['n_layers']} d {row.shape['d_model']}",
+        _short(row.layout) if row.layout else "not planned",
     )
 
 
-def _short(how: Arrangement) -> str:
-    """``dp 64 zero 3 mbs 2 recompute full``: degrees of one and what follows from the rest are left out."""
-    layout = how.layout
-    replicas = f" in {layout.dp_replicate}" if layout.dp_replicate > 1 else ""
-    turns = f"x{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-    ranks = [("dp", layout.dp, replicas), ("tp", layout.tp, ""), ("pp", layout.pp, turns)]
-    said = [f"{key} {degree}{more}" for key, degree, more in ranks if degree > 1]
-    recompute = "" if layout.recompute == "none" else f" recompute {layout.recompute}"
-    return " ".join([*said, f"zero {layout.zero} mbs {how.micro_batch}{recompute}"])
+def _short(layout: Layout) -> str:
+    """``dp 64 zero 3 mbs 2 recompute full``, without degrees of one and what follows from the rest."""
+    more = {
+        "dp": f" in {layout['dp_replicate']}" if layout["dp_replicate"] > 1 else "",
+        "pp": f"x{layout['stages_per_rank']}" if layout["stages_per_rank"] > 1 else "",
+    }
+    parts = [f"{key} {layout[key]}{more.get(key, '')}" for key in ("dp", "tp", "pp") if layout[key] > 1]
+    recompute = "" if layout["recompute"] == "none" else f" recompute {layout['recompute']}"
+    return " ".join([*parts, f"zero {layout['zero']} mbs {layout['micro_batch']}{recompute}"])
