@@ -20,8 +20,8 @@ from tests.conftest import TINY
 from tests.distributed.pool import Pool
 
 from leaven.distributed.lean_stage import LeanStage
+from leaven.distributed.process_group import join_process_group
 from leaven.distributed.sharded import ShardedModel
-from leaven.distributed.world import joined
 from leaven.planning.arrangement import bubble
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
@@ -85,15 +85,15 @@ def traced(recipe: Recipe, forward: float) -> list[MeasuredPass]:
                 super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
 
     device, layout = torch.device("cpu"), recipe.layout
-    with joined(layout, device) as world, patch("leaven.distributed.pipeline.LeanStage", Sleeping):
+    with join_process_group(layout, device) as group, patch("leaven.distributed.pipeline.LeanStage", Sleeping):
         table = resolve(recipe)
         model = ShardedModel(
-            recipe.model, table, seed=0, dtype=torch.float32, device=device, layout=layout, world=world
+            recipe.model, table, seed=0, dtype=torch.float32, device=device, layout=layout, group=group
         )
         tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
         for _ in range(2):
             seen.clear()
-            world.barrier()
+            group.barrier()
             model.forward_backward(MICRO_BATCHES * [(tokens, tokens, None)], 1.0)
     return seen
 

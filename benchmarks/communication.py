@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from leaven.data.tokens import TokenSet, prepare
-from leaven.distributed.world import AXES, World, joined
+from leaven.distributed.process_group import AXES, ProcessGroup, join_process_group
 from leaven.planning.stages import stage_layers
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
@@ -52,10 +52,10 @@ _NO_TRAFFIC = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
 class Wires(TorchDispatchMode):
     """Counts what this process puts on the wires, while it is entered."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
-        assert world.mesh is not None
-        self._axes = {world.mesh.get_group(axis).group_name: axis for axis in AXES}
+        assert group.mesh is not None
+        self._axes = {group.mesh.get_group(axis).group_name: axis for axis in AXES}
         self.calls, self.bytes = Counter[Kind](), Counter[Kind]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -81,10 +81,10 @@ class Wires(TorchDispatchMode):
 
 def counted(recipe: Recipe, tokens: TokenSet) -> Count:
     """One step of this process, the second: what is done once is done."""
-    with joined(recipe.layout, torch.device("cpu")) as world:
-        training = Training(recipe, tokens, device="cpu", world=world)
+    with join_process_group(recipe.layout, torch.device("cpu")) as group:
+        training = Training(recipe, tokens, device="cpu", group=group)
         training.step()
-        with Wires(world) as wires:
+        with Wires(group) as wires:
             training.step()
         return {kind: (calls, wires.bytes[kind]) for kind, calls in wires.calls.items()}
 

@@ -20,7 +20,7 @@ from tests.distributed.pool import Pool
 from torch.profiler import ProfilerActivity, profile
 
 from leaven.data.tokens import TokenSet, prepare
-from leaven.distributed.world import joined
+from leaven.distributed.process_group import join_process_group
 from leaven.planning.arrangement import Arrangement, forwards
 from leaven.planning.memory import Memory, stage_memory
 from leaven.recipe.files import parse_recipe
@@ -114,8 +114,8 @@ def predicted(recipe: Recipe, rank: int) -> Memory:
 
 def taken(recipe: Recipe, tokens: TokenSet) -> tuple[int, int]:
     """Bytes of parameters and optimiser states; bytes beside them at the peak of a step, gradients included."""
-    with joined(recipe.layout, torch.device("cpu")) as world:
-        training = Training(recipe, tokens, device="cpu", world=world)
+    with join_process_group(recipe.layout, torch.device("cpu")) as group:
+        training = Training(recipe, tokens, device="cpu", group=group)
         training.step()
         training.sharded.drop_gradients()
         leaves = training.sharded.leaves

@@ -10,7 +10,7 @@ import torch
 
 from leaven.data.tokens import TokenSet
 from leaven.distributed.exchange import Exchange
-from leaven.distributed.world import joined
+from leaven.distributed.process_group import join_process_group
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import read_checkpoint, write_checkpoint
 from leaven.training.engine import Training
@@ -28,8 +28,8 @@ def dtype_of(name: str) -> Iterator[None]:
 
 def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") -> dict[str, Any]:
     """Steps and a validation; what this process owns of the parameters in the end."""
-    with dtype_of(dtype), joined(recipe.layout, torch.device("cpu")) as world:
-        training = Training(recipe, tokens, device="cpu", world=world)
+    with dtype_of(dtype), join_process_group(recipe.layout, torch.device("cpu")) as group:
+        training = Training(recipe, tokens, device="cpu", group=group)
         done = [training.step() for _ in range(steps)]
         validation = training.evaluate()
         done.append(training.step())
@@ -50,23 +50,23 @@ def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") 
 
 def save(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path) -> list[float]:
     """Steps, then a checkpoint."""
-    with dtype_of("float64"), joined(recipe.layout, torch.device("cpu")) as world:
-        training = Training(recipe, tokens, device="cpu", world=world)
+    with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
+        training = Training(recipe, tokens, device="cpu", group=group)
         losses = [training.step().loss for _ in range(steps)]
-        write_checkpoint(folder, training.checkpoint(), Exchange(world))
+        write_checkpoint(folder, training.checkpoint(), Exchange(group))
     return losses
 
 
 def resume(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path, then: Path) -> list[float]:
     """Steps from a checkpoint, then another one."""
-    with dtype_of("float64"), joined(recipe.layout, torch.device("cpu")) as world:
-        training = Training(recipe, tokens, device="cpu", world=world)
-        found, damaged = read_checkpoint(folder, world=world)
+    with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
+        training = Training(recipe, tokens, device="cpu", group=group)
+        found, damaged = read_checkpoint(folder, group=group)
         assert found is not None
         assert not damaged
         training.restore(found)
         losses = [training.step().loss for _ in range(steps)]
-        write_checkpoint(then, training.checkpoint(), Exchange(world))
+        write_checkpoint(then, training.checkpoint(), Exchange(group))
     return losses
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place, cut
-from leaven.distributed.world import World
+from leaven.distributed.process_group import ProcessGroup
 from leaven.training.checkpoint import (
     Checkpoint,
     Progress,
@@ -36,8 +36,8 @@ def rows(step: int, rank: int, size: int) -> Checkpoint:
 
 
 def write_all(folder: Path, step: int, size: int, rewinds: tuple[Rewind, ...] = ()) -> Path:
-    def body(world: World) -> Path:
-        return write_checkpoint(folder, replace(rows(step, world.rank, size), rewinds=rewinds), Exchange(world))
+    def body(group: ProcessGroup) -> Path:
+        return write_checkpoint(folder, replace(rows(step, group.rank, size), rewinds=rewinds), Exchange(group))
 
     return together(size, body)[0]
 

@@ -1,4 +1,4 @@
-"""Worlds of several processes without processes: a thread each, and a store between them."""
+"""Process groups of several processes without processes: a thread each, and a store between them."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from leaven.distributed.world import World
+from leaven.distributed.process_group import ProcessGroup
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class InThread(World):
+class InThread(ProcessGroup):
     """One of them; no mesh, and collectives all the same."""
 
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
@@ -36,12 +36,12 @@ class InThread(World):
     def any(self, flag: bool) -> bool:
         return any(self.meeting.all(self.rank, flag))
 
-    def shared(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         first: T = self.meeting.all(self.rank, value)[0]
         return first
 
 
-def together(size: int, body: Callable[[World], T], store: Any = None) -> list[T]:
+def together(size: int, body: Callable[[ProcessGroup], T], store: Any = None) -> list[T]:
     """What each of ``size`` processes returns, by rank; raises what the first of them raises that does."""
     meeting, store = Meeting(size), store or dist.HashStore()
 

@@ -13,8 +13,8 @@ from tests.distributed.in_threads import together
 from torch import Tensor
 
 import leaven.training.checkpoint as module
-from leaven.distributed.exchange import Exchange, Unheard
-from leaven.distributed.world import World
+from leaven.distributed.exchange import Exchange, NoReply
+from leaven.distributed.process_group import ProcessGroup
 from leaven.training.checkpoint import read_checkpoint, write_checkpoint
 from leaven.training.checkpoint_manager import CheckpointManager, Saved
 
@@ -30,15 +30,15 @@ def test_the_failure_of_one_is_that_of_all(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "save_file", save)
 
-    def body(world: World) -> list[Saved]:
-        keeper = CheckpointManager(tmp_path, 256, 2, None, world=world)
-        outcomes = [saved(keeper, rows(1, world.rank, 3))]
-        world.barrier()
-        if world.first:
+    def body(group: ProcessGroup) -> list[Saved]:
+        keeper = CheckpointManager(tmp_path, 256, 2, None, group=group)
+        outcomes = [saved(keeper, rows(1, group.rank, 3))]
+        group.barrier()
+        if group.is_first:
             assert names(tmp_path) == []
             full.clear()
-        world.barrier()
-        outcomes += [saved(keeper, rows(step, world.rank, 3)) for step in (1, 2, 3)]
+        group.barrier()
+        outcomes += [saved(keeper, rows(step, group.rank, 3)) for step in (1, 2, 3)]
         keeper.close()
         return outcomes
 
@@ -56,8 +56,8 @@ def test_others_hear_of_it_when_the_old_ones_are_gone(tmp_path: Path) -> None:
         time.sleep(0.1)
         done.append(True)
 
-    def body(world: World) -> int:
-        write_checkpoint(tmp_path, rows(1, world.rank, 3), Exchange(world), tidy)
+    def body(group: ProcessGroup) -> int:
+        write_checkpoint(tmp_path, rows(1, group.rank, 3), Exchange(group), tidy)
         return len(done)
 
     assert together(3, body) == [1, 1, 1]
@@ -73,9 +73,9 @@ def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path, monkeypatch: p
     leftover.mkdir()
     (leftover / "model-00001-of-00002.safetensors").write_bytes(b"stale")
 
-    def body(world: World) -> list[int]:
-        keeper = CheckpointManager(tmp_path, 256, 2, None, world=world)
-        if not world.first:
+    def body(group: ProcessGroup) -> list[int]:
+        keeper = CheckpointManager(tmp_path, 256, 2, None, group=group)
+        if not group.is_first:
             time.sleep(0.1)
             assert steps(tmp_path) == [1, 2, 3]
         keeper.clear(300)
@@ -95,12 +95,12 @@ def test_what_a_killed_attempt_left_is_not_taken_for_this_one(tmp_path: Path) ->
     def die(*arguments: Any) -> None:
         raise Killed
 
-    def killed(world: World) -> None:
-        exchange = Exchange(world)
-        if not world.first:
-            exchange.hurry(0)
-        with pytest.raises(Killed if world.first else Unheard):
-            write_checkpoint(tmp_path, rows(2, world.rank, 3), exchange)
+    def killed(group: ProcessGroup) -> None:
+        exchange = Exchange(group)
+        if not group.is_first:
+            exchange.shorten_timeout(0)
+        with pytest.raises(Killed if group.is_first else NoReply):
+            write_checkpoint(tmp_path, rows(2, group.rank, 3), exchange)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_commit", die)
@@ -119,11 +119,11 @@ import os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
 import leaven.training.checkpoint as module
-from leaven.distributed.world import World
+from leaven.distributed.process_group import ProcessGroup
 from leaven.training import checkpoint_manager as keeping
 from tests.distributed.cut_up import rows, saved
 
-class Forked(World):
+class Forked(ProcessGroup):
     def shared(self, value):
         if self.first:
             self.store.set("shared", value)
@@ -134,7 +134,7 @@ def die(*arguments, **named):
 
 def child(folder, rank, victim, where):
     store = dist.FileStore(f"{folder}.store", 3)
-    keeper = keeping.CheckpointManager(folder, 256, 2, None, world=Forked(rank, 3, None, store))
+    keeper = keeping.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
     assert saved(keeper, rows(1, rank, 3)).error is None
     if rank == victim:
         setattr(module, where, die)
@@ -193,10 +193,10 @@ def test_killed_while_saving(killed: Path, number: int) -> None:
     assert found.progress.step == 1
     same(found.model["w"], rows(1, 0, 1).model["w"])
 
-    def restarted(world: World) -> str | None:
-        keeper = CheckpointManager(folder, 256, 2, None, world=world)
+    def restarted(group: ProcessGroup) -> str | None:
+        keeper = CheckpointManager(folder, 256, 2, None, group=group)
         keeper.clear(256)
-        error = saved(keeper, rows(2, world.rank, 2)).error  # on fewer processes
+        error = saved(keeper, rows(2, group.rank, 2)).error  # on fewer processes
         keeper.close()
         return error
 

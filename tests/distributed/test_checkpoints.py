@@ -19,7 +19,7 @@ from torch import Tensor
 
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place, cut
-from leaven.distributed.world import World
+from leaven.distributed.process_group import ProcessGroup
 from leaven.training.checkpoint import (
     Checkpoint,
     NotSaved,
@@ -66,20 +66,20 @@ def test_any_cutting_gives_the_same_bits_in_any_other(data: st.DataObject) -> No
         for rank, (offset, part) in zip(data.draw(st.permutations(range(size))), blocks, strict=False):
             owned[rank][name] = cut(tensor, offset, part), Place(shape, offset)
 
-    def write(world: World) -> Path:
-        mine = owned[world.rank]
+    def write(group: ProcessGroup) -> Path:
+        mine = owned[group.rank]
         model = {name: piece for name, (piece, _) in mine.items()}
         optimizer = {f"exp_avg.{name}": -piece for name, (piece, _) in mine.items()}
         places = {name: place for name, (_, place) in mine.items()}
         places |= {f"exp_avg.{name}": place for name, place in places.items()}
         return write_checkpoint(
-            folder, Checkpoint(Progress(1, 256), model, optimizer, places=places), Exchange(world)
+            folder, Checkpoint(Progress(1, 256), model, optimizer, places=places), Exchange(group)
         )
 
     wanted = {name: data.draw(cuttings(tuple(tensor.shape), 4)) for name, tensor in TENSORS.items()}
 
-    def read(world: World) -> None:
-        found, damaged = read_checkpoint(folder, world=world)
+    def read(group: ProcessGroup) -> None:
+        found, damaged = read_checkpoint(folder, group=group)
         assert found is not None
         assert not damaged
         assert sorted(found.model) == sorted(TENSORS)
@@ -165,9 +165,9 @@ def twice(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 def test_what_is_no_whole_tensor_is_not_saved(
     tmp_path: Path, change: Callable[[Checkpoint, int], Checkpoint], said: str
 ) -> None:
-    def body(world: World) -> str:
+    def body(group: ProcessGroup) -> str:
         with pytest.raises(NotSaved, match=said) as error:
-            write_checkpoint(tmp_path, change(rows(1, world.rank, 3), world.rank), Exchange(world))
+            write_checkpoint(tmp_path, change(rows(1, group.rank, 3), group.rank), Exchange(group))
         return str(error.value)
 
     assert len(set(together(3, body))) == 1
@@ -177,13 +177,13 @@ def test_what_is_no_whole_tensor_is_not_saved(
 def test_overlapping_pieces_are_found(tmp_path: Path) -> None:
     """Rows 0 to 6 and 4 to 12: every row is there, two of them twice."""
 
-    def body(world: World) -> None:
-        start, end = ((0, 6), (4, 12))[world.rank]
+    def body(group: ProcessGroup) -> None:
+        start, end = ((0, 6), (4, 12))[group.rank]
         made = Checkpoint(
             Progress(1, 256), {"w": torch.zeros(end - start, 5)}, {}, places={"w": Place((12, 5), (start, 0))}
         )
         with pytest.raises(NotSaved, match="w: a part of it is owned twice"):
-            write_checkpoint(tmp_path, made, Exchange(world))
+            write_checkpoint(tmp_path, made, Exchange(group))
 
     together(2, body)
 
@@ -191,14 +191,14 @@ def test_overlapping_pieces_are_found(tmp_path: Path) -> None:
 def test_one_that_is_not_heard_of_and_comes_late(tmp_path: Path) -> None:
     """What it then writes does not stay, and it comes to what the others have come to."""
 
-    def body(world: World) -> str:
-        exchange = Exchange(world)
-        if world.first:
-            threading.Thread(target=lambda: (there(exchange, 1), exchange.hurry(0))).start()
-        if world.rank == 2:
-            there(exchange, "decided")
+    def body(group: ProcessGroup) -> str:
+        exchange = Exchange(group)
+        if group.is_first:
+            threading.Thread(target=lambda: (there(exchange, 1), exchange.shorten_timeout(0))).start()
+        if group.rank == 2:
+            there(exchange, "answer")
         with pytest.raises(NotSaved) as error:
-            write_checkpoint(tmp_path, rows(1, world.rank, 3), exchange)
+            write_checkpoint(tmp_path, rows(1, group.rank, 3), exchange)
         return str(error.value)
 
     def there(exchange: Exchange, who: int | str) -> None:
@@ -210,10 +210,10 @@ def test_one_that_is_not_heard_of_and_comes_late(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_the_same_for_all(tmp_path: Path) -> None:
-    def body(world: World) -> str:
-        folder = tmp_path / f"node{world.rank // 2}"
+    def body(group: ProcessGroup) -> str:
+        folder = tmp_path / f"node{group.rank // 2}"
         with pytest.raises(NotSaved) as error:
-            write_checkpoint(folder, rows(1, world.rank, 4), Exchange(world))
+            write_checkpoint(folder, rows(1, group.rank, 4), Exchange(group))
         return str(error.value)
 
     (said,) = set(together(4, body))
@@ -240,8 +240,8 @@ def test_a_damaged_one_is_passed_over_by_all(tmp_path: Path, damage: str, reader
         case "state":
             (newest / "state.json").write_text((newest / "state.json").read_text().replace("[6, 0]", "[3, 0]"))
 
-    def body(world: World) -> None:
-        found, damaged = read_checkpoint(tmp_path, world=world)
+    def body(group: ProcessGroup) -> None:
+        found, damaged = read_checkpoint(tmp_path, group=group)
         assert found is not None
         assert found.progress.step == 1
         same(found.model["w"], rows(1, 0, 1).model["w"])
@@ -255,9 +255,9 @@ def test_all_read_what_the_first_sees(tmp_path: Path, monkeypatch: pytest.Monkey
     for step in (1, 2):
         write_all(tmp_path, step, 2)
 
-    def body(world: World) -> int:
-        ahead = tmp_path if world.first else tmp_path / "not yet there"
-        found, _ = read_checkpoint(ahead, world=world)
+    def body(group: ProcessGroup) -> int:
+        ahead = tmp_path if group.is_first else tmp_path / "not yet there"
+        found, _ = read_checkpoint(ahead, group=group)
         assert found is not None
         return found.progress.step
 

@@ -17,12 +17,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from leaven.distributed.compat import (
-    gathered,
+    all_gather,
     local_place,
     pretend,
     quiet_about_views,
+    reduce_scatter,
     resizes_seen,
-    scattered_sum,
     shapes_apart,
     stage_backward,
 )
@@ -34,13 +34,13 @@ def collectives() -> tuple[Tensor, Tensor]:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     mine = torch.full((2, 3), float(rank))
-    return gathered(mine.T.contiguous().T, group), scattered_sum(torch.arange(8.0).view(4, 2) * (rank + 1), group)
+    return all_gather(mine.T.contiguous().T, group), reduce_scatter(torch.arange(8.0).view(4, 2) * (rank + 1), group)
 
 
 def test_gathered_and_scattered(ranks: Pool) -> None:
-    everyone = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3)
+    everything = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3)
     for rank, (whole, part) in enumerate(ranks(2, collectives)):
-        assert torch.equal(whole, everyone)
+        assert torch.equal(whole, everything)
         assert torch.equal(part, 3 * torch.arange(8.0).view(4, 2)[2 * rank : 2 * rank + 2])
 
 

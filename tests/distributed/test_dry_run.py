@@ -14,7 +14,7 @@ import torch
 from tests.distributed.pool import Pool
 from torch import Tensor
 
-from leaven.distributed.world import joined
+from leaven.distributed.process_group import join_process_group
 from leaven.planning.memory import stage_memory
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -41,8 +41,8 @@ SMALL: dict[str, Any] = {
 
 def taken(recipe: Recipe) -> StepMemory:
     """In a real process among real ones, by the same tracker."""
-    with joined(recipe.layout, torch.device("cpu")) as world, AllocationTracker(Tensor) as tracker:
-        training = Training(recipe, NoText(recipe.model.vocab_size), device="cpu", world=world)  # type: ignore[arg-type]
+    with join_process_group(recipe.layout, torch.device("cpu")) as group, AllocationTracker(Tensor) as tracker:
+        training = Training(recipe, NoText(recipe.model.vocab_size), device="cpu", group=group)  # type: ignore[arg-type]
         return two_steps(training, tracker, training.step)
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch.distributed as dist
 from tests.distributed.in_threads import together
 
-from leaven.distributed.exchange import Exchange, Unheard
-from leaven.distributed.world import World
+from leaven.distributed.exchange import Exchange, NoReply
+from leaven.distributed.process_group import ProcessGroup
 
 
 def test_the_first_hears_all_and_all_hear_the_first() -> None:
-    def body(world: World) -> list[Any]:
-        exchange, heard = Exchange(world), []
+    def body(group: ProcessGroup) -> list[Any]:
+        exchange, heard = Exchange(group), []
         for number in range(3):
-            told = exchange.gathered({"rank": world.rank, "round": number})
-            heard.append((exchange.name, told, exchange.decided(["decided", number, len(told)])))
+            told = exchange.gather({"rank": group.rank, "round": number})
+            heard.append((exchange.name, told, exchange.broadcast(["decided", number, len(told)])))
         return heard
 
     store = dist.HashStore()
@@ -34,8 +34,8 @@ def test_the_first_hears_all_and_all_hear_the_first() -> None:
 
 def test_alone_there_is_nothing_to_wait_for() -> None:
     exchange = Exchange()
-    assert exchange.gathered("mine") == ["mine"]
-    assert exchange.decided(None) is None
+    assert exchange.gather("mine") == ["mine"]
+    assert exchange.broadcast(None) is None
 
 
 def test_nothing_of_an_earlier_start_is_heard() -> None:
@@ -43,37 +43,37 @@ def test_nothing_of_an_earlier_start_is_heard() -> None:
     store = dist.HashStore()
     patience = timedelta(seconds=0.05)
 
-    def killed(world: World) -> list[Any]:
-        exchange = Exchange(world, patience)
-        return exchange.gathered("stale") if not world.first else []
+    def killed(group: ProcessGroup) -> list[Any]:
+        exchange = Exchange(group, patience)
+        return exchange.gather("stale") if not group.is_first else []
 
-    def restarted(world: World) -> list[Any]:
-        exchange = Exchange(world, patience)
-        return exchange.gathered("new") if world.first else []
+    def restarted(group: ProcessGroup) -> list[Any]:
+        exchange = Exchange(group, patience)
+        return exchange.gather("new") if group.is_first else []
 
     together(3, killed, store)
     assert together(3, restarted, store)[0] == ["new", None, None]
 
 
 def test_who_does_not_answer() -> None:
-    def body(world: World) -> str:
-        exchange = Exchange(world, timedelta(seconds=0.05))
-        if world.first:
+    def body(group: ProcessGroup) -> str:
+        exchange = Exchange(group, timedelta(seconds=0.05))
+        if group.is_first:
             return "silent"
-        with pytest.raises(Unheard, match="rank 0 does not answer"):
-            exchange.decided(None)
+        with pytest.raises(NoReply, match="rank 0 does not answer"):
+            exchange.broadcast(None)
         return "waited"
 
     assert together(2, body) == ["silent", "waited"]
 
 
 def test_a_wait_can_be_cut_short() -> None:
-    def body(world: World) -> float:
-        exchange = Exchange(world)
+    def body(group: ProcessGroup) -> float:
+        exchange = Exchange(group)
         began = time.monotonic()
-        threading.Timer(0.05, lambda: exchange.hurry(0.05)).start()
-        if world.first:
-            assert exchange.gathered(0) == [0, None]
+        threading.Timer(0.05, lambda: exchange.shorten_timeout(0.05)).start()
+        if group.is_first:
+            assert exchange.gather(0) == [0, None]
         return time.monotonic() - began
 
     assert together(2, body)[0] < 60  # not half an hour

@@ -17,7 +17,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import layout
 
 from leaven.data.tokens import TokenSet, prepare
-from leaven.distributed.world import joined
+from leaven.distributed.process_group import join_process_group
 from leaven.recipe.errors import Lost
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
@@ -31,7 +31,7 @@ TWO = layout(dp=2, zero=1) | {"batch.micro_batch": 2, "stability.checkpoint_ever
 
 def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[str, Any]:
     """A whole run; what befalls its second process, and it alone."""
-    with joined(recipe.layout, torch.device("cpu")) as world:
+    with join_process_group(recipe.layout, torch.device("cpu")) as group:
         training: list[Training] = []
         build = Training.__init__
 
@@ -43,7 +43,7 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
         befallen = []
 
         def on_step(step: Step) -> None:
-            if how == "nan" and world.rank == 1 and step.step == 17 and not befallen:
+            if how == "nan" and group.rank == 1 and step.step == 17 and not befallen:
                 befallen.append(step)
                 with torch.no_grad():
                     training[0].sharded.leaves[0].fill_(torch.nan)
@@ -54,8 +54,8 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
                 tokens,
                 folder,
                 on_step=on_step,
-                stop=lambda: how == "stop" and world.rank == 1 and training[0].progress.step >= 10,
-                world=world,
+                stop=lambda: how == "stop" and group.rank == 1 and training[0].progress.step >= 10,
+                group=group,
             )
         finally:
             Training.__init__ = build  # type: ignore[method-assign]
@@ -65,11 +65,11 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
 def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
     """The second process does not come to the fourth step in time."""
     try:
-        with joined(recipe.layout, torch.device("cpu")) as world:
-            training = Training(recipe, tokens, device="cpu", world=world)
+        with join_process_group(recipe.layout, torch.device("cpu")) as group:
+            training = Training(recipe, tokens, device="cpu", group=group)
             for number in range(1, 6):
-                world.sign(f"in step {number}")
-                if world.rank == 1 and number == 4:
+                group.heartbeat(f"in step {number}")
+                if group.rank == 1 and number == 4:
                     time.sleep(seconds)
                 training.step()
     except Lost as error:
@@ -129,7 +129,7 @@ def test_one_that_hangs_is_named(two: Recipe, tokens: TokenSet, ranks: Pool) -> 
     assert ranks(2, hangs, two, tokens, 0.0) == ["nobody missed it"] * 2
     said, _ = ranks(2, hangs, two, tokens, 20.0)
     assert said.startswith("rank 0 of 2 waited in ")
-    assert "in vain, in step 4; the process that is behind is rank 1, whose last sign, " in said
+    assert ", in step 4; rank 1 is behind: its last heartbeat, " in said
     assert "was in step 4" in said
 
 

@@ -11,8 +11,8 @@ import torch
 from tests.distributed.pool import Pool
 
 from leaven.distributed.compat import pretend
+from leaven.distributed.process_group import ProcessGroup, mesh_of
 from leaven.distributed.sharded import ShardedModel
-from leaven.distributed.world import World, mesh_of
 from leaven.planning.stages import stage_layers, stage_parameters
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
@@ -47,9 +47,9 @@ def held(recipe: Recipe, among: tuple[int, ...]) -> Held:
     them: a process is only ever one rank of a layout."""
     layout, rank = recipe.layout, among[int(os.environ["RANK"])]
     pretend(rank, layout.ranks)
-    world = World(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
+    group = ProcessGroup(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
     device, table = torch.device("meta"), resolve(recipe)
-    model = ShardedModel(recipe.model, table, seed=0, dtype=torch.bfloat16, device=device, layout=layout, world=world)
+    model = ShardedModel(recipe.model, table, seed=0, dtype=torch.bfloat16, device=device, layout=layout, group=group)
     if model._pipeline is not None:
         batch = recipe.batch.tokens // recipe.model.seq_len // layout.dp
         model._pipeline._of(model.schedulable(batch), torch.Size((1, recipe.model.seq_len)))

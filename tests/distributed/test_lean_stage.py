@@ -11,9 +11,9 @@ from tests.distributed.test_layouts import layout
 from torch.distributed.tensor import DTensor
 
 from leaven.distributed.lean_stage import LeanStage, received
+from leaven.distributed.process_group import join_process_group
 from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.stage import Stage
-from leaven.distributed.world import joined
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
@@ -52,10 +52,10 @@ def watched(recipe: Recipe) -> tuple[list[Held], int]:
             )
 
     device = torch.device("cpu")
-    with joined(recipe.layout, device) as world, patch("leaven.distributed.pipeline.LeanStage", Watched):
+    with join_process_group(recipe.layout, device) as group, patch("leaven.distributed.pipeline.LeanStage", Watched):
         table = resolve(recipe)
         model = ShardedModel(
-            recipe.model, table, seed=0, dtype=torch.float32, device=device, layout=recipe.layout, world=world
+            recipe.model, table, seed=0, dtype=torch.float32, device=device, layout=recipe.layout, group=group
         )
         tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
         for _ in range(2):
@@ -84,7 +84,7 @@ def after_forward(recipe: Recipe) -> set[str]:
     """The parameters that are whole when the loss is there."""
     seen: set[str] = set()
     device = torch.device("cpu")
-    with joined(recipe.layout, device) as world:
+    with join_process_group(recipe.layout, device) as group:
         model = ShardedModel(
             recipe.model,
             resolve(recipe),
@@ -92,7 +92,7 @@ def after_forward(recipe: Recipe) -> set[str]:
             dtype=torch.float32,
             device=device,
             layout=recipe.layout,
-            world=world,
+            group=group,
         )
 
         def look(stage: Stage, *_: Any) -> None:

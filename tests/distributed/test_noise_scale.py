@@ -9,7 +9,7 @@ from tests.distributed.pool import Pool
 
 from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
 from leaven.data.tokens import TokenSet, prepare
-from leaven.distributed.world import joined
+from leaven.distributed.process_group import join_process_group
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.noise import KEEP
@@ -18,8 +18,8 @@ KEY = "stability.noise_scale_every_tokens"
 
 
 def steps(recipe: Recipe, tokens: TokenSet, count: int) -> dict[str, Any]:
-    with dtype_of("float64"), joined(recipe.layout, torch.device("cpu")) as world:
-        training = Training(recipe, tokens, device="cpu", world=world)
+    with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
+        training = Training(recipe, tokens, device="cpu", group=group)
         done = [training.step() for _ in range(count)]
         averages = training.noise.averages.tolist() if training.noise else []
         return {"losses": [step.loss for step in done], "averages": averages}

@@ -16,9 +16,9 @@ from tests.distributed.test_layouts import layout
 from leaven.distributed.compat import pretend
 from leaven.distributed.parallelise import build_stage
 from leaven.distributed.pipeline import SCHEDULES
+from leaven.distributed.process_group import ProcessGroup, join_process_group, mesh_of
 from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.stage import Stage
-from leaven.distributed.world import World, joined, mesh_of
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe
@@ -95,7 +95,7 @@ def schedules_built(recipe: Recipe) -> list[int]:
     """The micro-batches that torch takes for the schedule of a recipe, asked for 1 to 40."""
     sizes = recipe.layout
     pretend(0, sizes.ranks)
-    world = World(0, sizes.ranks, mesh_of(sizes, torch.device("cpu")))
+    group = ProcessGroup(0, sizes.ranks, mesh_of(sizes, torch.device("cpu")))
     model = ShardedModel(
         recipe.model,
         resolve(recipe),
@@ -103,7 +103,7 @@ def schedules_built(recipe: Recipe) -> list[int]:
         dtype=torch.float32,
         device=torch.device("meta"),
         layout=sizes,
-        world=world,
+        group=group,
     )
     assert model._pipeline is not None
     taken = sorted({model.schedulable(count) for count in range(1, 41)})
@@ -126,9 +126,9 @@ def forwards(recipe: Recipe) -> list[int]:
     """Forward passes of this process's stage in each of two steps."""
     counts = []
     device, sizes = torch.device("cpu"), recipe.layout
-    with joined(sizes, device) as world:
+    with join_process_group(sizes, device) as group:
         model = ShardedModel(
-            recipe.model, resolve(recipe), seed=0, dtype=torch.float32, device=device, layout=sizes, world=world
+            recipe.model, resolve(recipe), seed=0, dtype=torch.float32, device=device, layout=sizes, group=group
         )
         tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
         for _ in range(2):

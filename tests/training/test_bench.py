@@ -9,7 +9,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.stage import Stage
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
-from leaven.training.bench import Bench, BenchRow, batches_of, bench, micro_batches_of
+from leaven.training.bench import Bench, BenchMeasurement, batches_of, bench, micro_batches_of
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,11 @@ def test_every_micro_batch_up_to_every_global_batch(tiny: Recipe, tokens: TokenS
 
 def test_a_ramp_starts_where_bloom_had_a_share_of_its_speed(tiny: Recipe) -> None:
     """BLOOM's own test: 8 TFLOP/s a GPU at a batch of 16, 73 at 192, 150 at 2,048."""
-    rows = [BenchRow(2, batch, tflops, tflops, 0.0, 0.0) for batch, tflops in ((16, 8), (192, 73), (2_048, 150))]
-    rows.insert(1, BenchRow(4, 16, 6, 6, 0.0, 0.0))
-    rows.append(BenchRow(4, 2_048, 149, 149, 0.0, 0.0))
+    rows = [
+        BenchMeasurement(2, batch, tflops, tflops, 0.0, 0.0) for batch, tflops in ((16, 8), (192, 73), (2_048, 150))
+    ]
+    rows.insert(1, BenchMeasurement(4, 16, 6, 6, 0.0, 0.0))
+    rows.append(BenchMeasurement(4, 2_048, 149, 149, 0.0, 0.0))
     found = Bench(tiny, "", tuple(rows), (), True)
     for share, start in ((0.05, 16), (0.4, 192), (0.9, 2_048)):
         chosen = found.choose(share)

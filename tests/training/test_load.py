@@ -11,7 +11,7 @@ import leaven
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
-from leaven.distributed.world import World
+from leaven.distributed.process_group import ProcessGroup
 from leaven.interop.weights import read_huggingface, recipe_from, write_huggingface
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
@@ -63,18 +63,18 @@ def test_a_checkpoint_of_many_processes_is_the_same_model(run: Path, tokens: Tok
     whole, _ = read_checkpoint(run / "checkpoints")
     assert whole is not None
 
-    def write(world: World) -> Path:
+    def write(group: ProcessGroup) -> Path:
         model, optimizer, places = {}, {}, {}
         for tensors, mine in ((whole.model, model), (whole.optimizer, optimizer)):
             for name, tensor in tensors.items():
                 if tensor.dim():
-                    mine[name] = torch.tensor_split(tensor, 3)[world.rank]
-                    rows = sum(len(part) for part in torch.tensor_split(tensor, 3)[: world.rank])
+                    mine[name] = torch.tensor_split(tensor, 3)[group.rank]
+                    rows = sum(len(part) for part in torch.tensor_split(tensor, 3)[: group.rank])
                     places[name] = Place(tuple(tensor.shape), (rows, *(0,) * (tensor.dim() - 1)))
-                elif world.first:
+                elif group.is_first:
                     mine[name] = tensor
         checkpoint = Checkpoint(whole.progress, model, optimizer, whole.state, places=places)
-        return write_checkpoint(run / "checkpoints", checkpoint, Exchange(world))
+        return write_checkpoint(run / "checkpoints", checkpoint, Exchange(group))
 
     together(3, write)
     assert len(list(newest.iterdir())) == 7

@@ -16,7 +16,7 @@ from leaven.recipe.recipe import BATCH_RULES, Recipe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import ramp_factors, resolve
 from leaven.scaling.transfer import transfer
-from leaven.training.engine import Interrupted, Training
+from leaven.training.engine import StopRequested, Training
 from leaven.training.optimiser import Optimiser, parameter_groups
 from leaven.training.precision import DTYPES
 from leaven.training.run_folder import RunFolder
@@ -163,7 +163,7 @@ def test_a_step_that_is_given_up_where_the_batch_grows_is_as_if_it_had_not_begun
     for step in range(STEPS):
         if ramp_factors(recipe, step)[1] != 1:
             broken.stop = lambda: True
-            with pytest.raises(Interrupted):
+            with pytest.raises(StopRequested):
                 broken.step()
             broken.give_up()
             broken.stop = lambda: False

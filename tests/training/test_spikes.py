@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from leaven.training.spikes import ALLOWANCE, LEVEL, LIMIT, PATIENCE, Anomaly, Limits, SpikeDetector, Watch
+from leaven.training.spikes import ALLOWANCE, LEVEL, LIMIT, PATIENCE, Anomaly, Limits, QuantityMonitor, SpikeDetector
 from leaven.training.step import Step
 
 CALM = 2 * LEVEL
@@ -58,7 +58,7 @@ def test_noise_is_no_trouble() -> None:
 
 def test_deviations_are_those_of_an_independent_computation() -> None:
     values = np.random.default_rng(1).gumbel(size=400)
-    watch = Watch(floor=1e-9)
+    watch = QuantityMonitor(floor=1e-9)
     total, distances, level = 0.0, [], []
     for n, value in enumerate(values.tolist()):
         _, deviations = watch.add(n, value)
@@ -149,7 +149,7 @@ def test_the_limits_of_a_step_are_known_two_steps_before_it() -> None:
             prompt.observe(before)
         prompt.observe(last)
         assert prompt.limits(last.step + 1) == behind.limits(last.step + 1)
-    watch = Watch(floor=0.05)
+    watch = QuantityMonitor(floor=0.05)
     for each in steps[:149]:
         watch.add(each.step, each.loss)
     middle, spread = watch.usual()

@@ -75,8 +75,8 @@ def train_(
     loaded = load(recipe, overrides)
     folder = run or Path("runs") / loaded.name
 
-    from leaven.distributed.exchange import first_alone
-    from leaven.distributed.world import joined, rank, world_size
+    from leaven.distributed.exchange import rank_zero_first
+    from leaven.distributed.process_group import join_process_group, rank, world_size
     from leaven.interop.weights import require_start
     from leaven.training.engine import default_device
     from leaven.training.loop import Diverged
@@ -97,8 +97,8 @@ def train_(
     back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
     warn(each.message for each in [*warnings(loaded), *layout_cautions(loaded)])
-    with joined(loaded.layout, default_device()) as world:
-        tokens = first_alone(world, lambda: prepared(loaded))
+    with join_process_group(loaded.layout, default_device()) as group:
+        tokens = rank_zero_first(group, lambda: prepared(loaded))
         with stopping() as stop, TrainScreen(loaded, log_every) as screen:
             try:
                 summary = train(
@@ -110,7 +110,7 @@ def train_(
                     stop=stop,
                     log_to=curves,
                     back=back,
-                    world=world,
+                    group=group,
                 )
             except Diverged as error:
                 errors.print(f"stopped: {error}\n{advice(folder)}")

@@ -21,17 +21,17 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 stage_backward = _backward.stage_backward  # of a stage's inputs, where torch's own would also set FSDP's ways
 
 
-def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensors (N, ...) of all ranks one after the other, (ranks x N, ...)."""
-    everyone = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
-    _gather(everyone, mine.contiguous(), group=group)
-    return everyone
+def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the tensors (N, ...) of all ranks one after the other, (ranks x N, ...)."""
+    everything = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
+    _gather(everything, mine.contiguous(), group=group)
+    return everything
 
 
-def scattered_sum(everyone: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part (N, ...) of the sum of all ranks' (ranks x N, ...)."""
-    mine = everyone.new_empty((len(everyone) // dist.get_world_size(group), *everyone.shape[1:]))
-    _scatter(mine, everyone, group=group)
+def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns this rank's part (N, ...) of the sum of all ranks' tensors (ranks x N, ...)."""
+    mine = everything.new_empty((len(everything) // dist.get_world_size(group), *everything.shape[1:]))
+    _scatter(mine, everything, group=group)
     return mine
 
 

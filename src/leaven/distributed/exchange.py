@@ -1,4 +1,5 @@
-"""What the processes of a run settle outside of the steps: through the store, no collective, from any thread."""
+"""Exchanges between the processes of a run outside of the steps: through the store, without collectives, from any
+thread."""
 
 import json
 import time
@@ -7,103 +8,103 @@ from datetime import timedelta
 from secrets import token_hex
 from typing import Any, TypeVar
 
-from leaven.distributed.world import ALONE, World
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.recipe.errors import InputError, Lost, Settled
 
 T = TypeVar("T")
 
-_SECOND_THOUGHTS = 0.5  # s between two looks at the store, once it has been looked at often
+_LONGEST_PAUSE = 0.5  # s between two polls of the store
 
 
-class Unheard(Lost):
+class NoReply(Lost):
     """The first process does not answer."""
 
 
 class Exchange:
-    """Rounds in which every process tells the first something, and the first tells all what it makes of it.
+    """Rounds in which every process sends a value to the first one, and the first one answers all of them.
 
-    Every process makes one, at the same time and from its main thread, and then goes through the same rounds:
-    :meth:`gathered`, :meth:`decided`. ``name`` is the round's, the same for all; no round of another start of the run
-    has it.
+    Every process makes an exchange at the same time, from its main thread, and then goes through the same rounds:
+    :meth:`gather`, then :meth:`broadcast`.
     """
 
-    def __init__(self, world: World = ALONE, patience: timedelta = timedelta(minutes=30)) -> None:
-        self.world, self._patience = world, patience.total_seconds()
-        self._nonce, self._round = world.shared(token_hex(4)), 0
+    def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self.group, self._timeout = group, timeout.total_seconds()
+        self._nonce, self._round = group.broadcast(token_hex(4)), 0
         # A connection of its own: a request waits for those before it on the same one.
-        self._store: Any = world.store.clone() if world.store is not None else None
+        self._store: Any = group.store.clone() if group.store is not None else None
         self._until = float("inf")
 
     @property
     def name(self) -> str:
+        """The name of the round: the same on all processes, and unique among all starts of the run."""
         return f"{self._nonce}-{self._round}"
 
-    def gathered(self, mine: Any) -> list[Any]:
-        """Tell the first process something that JSON holds. For it: what all told, by rank, None of one that has told
-        nothing in time; nothing for the others."""
-        if self.world.size == 1:
-            return [mine]
-        if not self.world.first:
-            self._store.set(self._key(self.world.rank), json.dumps(mine))
+    def gather(self, value: Any) -> list[Any]:
+        """Send a JSON value to the first process. Returns all values by rank there, with None for a process that did
+        not send one in time; an empty list on the others."""
+        if self.group.size == 1:
+            return [value]
+        if not self.group.is_first:
+            self._store.set(self._key(self.group.rank), json.dumps(value))
             return []
-        keys = [self._key(rank) for rank in range(1, self.world.size)]
+        keys = [self._key(rank) for rank in range(1, self.group.size)]
         self._wait(keys)
-        told = [mine]
+        values = [value]
         for key in keys:
             there = self._store.check([key])
-            told.append(json.loads(self._store.get(key)) if there else None)
+            values.append(json.loads(self._store.get(key)) if there else None)
             self._store.delete_key(key)
-        return told
+        return values
 
-    def decided(self, value: Any) -> Any:
-        """What the first process makes of it, which JSON holds; the round ends.
+    def broadcast(self, value: Any) -> Any:
+        """Returns the JSON value of the first process, on all of them, and ends the round.
 
         Raises:
-            Unheard: if it does not say so in time. It waits for the others itself: that is given twice the time.
+            NoReply: if it does not answer within twice the timeout: it waits for the others itself.
         """
-        key = self._key("decided")
-        if self.world.size > 1 and self.world.first:
+        key = self._key("answer")
+        if self.group.size > 1 and self.group.is_first:
             self._store.set(key, json.dumps(value))
-        elif self.world.size > 1:
+        elif self.group.size > 1:
             if not self._wait([key], 2):
-                raise Unheard("rank 0 does not answer; has it been killed?")
+                raise NoReply("rank 0 does not answer; has it been killed?")
             value = json.loads(self._store.get(key))
         self._round += 1
         return value
 
-    def hurry(self, seconds: float) -> None:
-        """Wait no longer than this from now on, whatever is being waited for in another thread."""
+    def shorten_timeout(self, seconds: float) -> None:
+        """End every wait after so many seconds from now, also one that runs in another thread."""
         self._until = time.monotonic() + seconds
 
-    def _wait(self, keys: list[str], patience: float = 1) -> bool:
-        """Whether all are there before the time is up. Asks again and again: a wait in the store could not be cut
-        short."""
-        until, pause = time.monotonic() + patience * self._patience, 0.002
+    def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
+        """Wait until all keys are in the store. Returns False if the time is up first. It polls: a wait inside the
+        store could not be shortened."""
+        until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):
                 return False
             time.sleep(pause)
-            pause = min(1.3 * pause, _SECOND_THOUGHTS)
+            pause = min(1.3 * pause, _LONGEST_PAUSE)
         return True
 
-    def _key(self, who: int | str) -> str:
-        return f"exchange/{self.name}/{who}"
+    def _key(self, name: int | str) -> str:
+        return f"exchange/{self.name}/{name}"
 
 
-def first_alone(world: World, work: Callable[[], T]) -> T:
-    """What work gives to each process: the first one does it alone, however long it takes, and the others then, when
-    what it has left on the disk is there.
+def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
+    """Returns ``work()``. The first process does it first, however long it takes; the others afterwards, when its
+    files are there.
 
     Raises:
-        InputError: the first one's, for all.
+        InputError: on all processes, if the first one raises it.
     """
-    exchange, value, said = Exchange(world, timedelta(days=30)), None, None
-    if world.first:
+    exchange, value, refused = Exchange(group, timedelta(days=30)), None, None
+    if group.is_first:
         try:
             value = work()
         except InputError as error:
-            said = str(error)
-    said = exchange.decided(said)
-    if said is not None:
-        raise Settled(said)
+            refused = str(error)
+    refused = exchange.broadcast(refused)
+    if refused is not None:
+        raise Settled(refused)
     return work() if value is None else value

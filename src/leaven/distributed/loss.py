@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from leaven.distributed.compat import gathered, scattered_sum
+from leaven.distributed.compat import all_gather, reduce_scatter
 from leaven.model.loss import CHUNK_ELEMENTS, IGNORED
 
 
@@ -58,7 +58,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         weight = torch.as_tensor(factor, dtype=wide)
         learns = hidden_BtD.requires_grad or weight_VD.requires_grad
         # Ranks have their stretches of positions one after the other, so the gathered order is (rank, B, t).
-        hidden_ND = gathered(hidden_BtD.flatten(0, 1), group)
+        hidden_ND = all_gather(hidden_BtD.flatten(0, 1), group)
         length, size = hidden_BtD.shape[1], dist.get_world_size(group)
         targets_N = targets_BT.view(len(targets_BT), size, length).transpose(0, 1).flatten()
         first = dist.get_rank(group) * len(weight_VD)
@@ -91,7 +91,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             grad_weight_VD += g_nV.T @ h_nD
         grad_hidden_BtD = None
         if grad_hidden_ND is not None:  # a rank's slice of the vocabulary gives a part of every token's gradient
-            grad_hidden_BtD = scattered_sum(grad_hidden_ND, group).view(hidden_BtD.shape)
+            grad_hidden_BtD = reduce_scatter(grad_hidden_ND, group).view(hidden_BtD.shape)
         ctx.repeatable = repeatable
         ctx.save_for_backward(grad_hidden_BtD, grad_weight_VD)
         return total * factor

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from leaven.distributed.pieces import Piece, piece_of
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.shardings import shard_tensors
 from leaven.distributed.stage import Stage
-from leaven.distributed.world import ALONE, World
 from leaven.model.initialise import fill
 from leaven.model.transformer import Transformer
 from leaven.recipe.layout import Layout
@@ -33,7 +33,7 @@ def build_stage(
     layout: Layout,
     dtype: torch.dtype,
     device: torch.device,
-    world: World = ALONE,
+    group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
     """The layers from the first to before the second number, laid out over the ranks; without values."""
     first, last = layers
@@ -42,16 +42,16 @@ def build_stage(
         model = Transformer(shape, multipliers, table.attention_scale)
         stage = Stage(model, first, last, dtype, splits_backward=layout.schedule == "zero-bubble")
     if layout.tp > 1:
-        assert world.mesh is not None
-        shard_tensors(stage, world.mesh["tp"])
+        assert group.mesh is not None
+        shard_tensors(stage, group.mesh["tp"])
     if layout.recompute == "full":
         for block in stage.layers:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if layout.compile:
         for block in stage.layers:
             compile_block(block, whole=layout.tp == 1)
-    if world.mesh is not None:
-        shard(stage, world, layout.zero)
+    if group.mesh is not None:
+        shard(stage, group, layout.zero)
     stage.to_empty(device=device)
     return stage
 
@@ -67,7 +67,7 @@ def compile_block(block: nn.Module, whole: bool) -> None:
         module.forward = torch.compile(module.forward)
 
 
-def shard(stage: Stage, world: World, zero: int) -> None:
+def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     """Parameters, gradients and optimiser states over the data-parallel ranks, as the ZeRO stage says (Rajbhandari et
     al. 2020, arXiv 1910.02054).
 
@@ -75,8 +75,8 @@ def shard(stage: Stage, world: World, zero: int) -> None:
     are read, and travel, in fp32, and so do all gradients. The loss is a sum over the tokens of all ranks, divided
     by their number before the backward pass: gradients are summed and never averaged.
     """
-    assert world.mesh is not None
-    mesh = world.mesh["replicate", "shard"] if world.degree("replicate") > 1 else world.mesh["shard"]
+    assert group.mesh is not None
+    mesh = group.mesh["replicate", "shard"] if group.degree("replicate") > 1 else group.mesh["shard"]
     lower = None if stage.dtype == torch.float32 else stage.dtype
     matrices = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
     others = MixedPrecisionPolicy(cast_forward_inputs=False)

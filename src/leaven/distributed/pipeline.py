@@ -14,8 +14,8 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from leaven.distributed.lean_stage import LeanStage
+from leaven.distributed.process_group import ProcessGroup
 from leaven.distributed.stage import Stage
-from leaven.distributed.world import World
 from leaven.planning.arrangement import scheduled
 from leaven.recipe.layout import Layout
 
@@ -38,13 +38,13 @@ def stage_numbers(layout: Layout, rank: int) -> list[int]:
 class Pipeline:
     """The stages that this process has, and its wires to the others."""
 
-    def __init__(self, stages: Sequence[Stage], layout: Layout, world: World, device: torch.device) -> None:
-        assert world.mesh is not None
+    def __init__(self, stages: Sequence[Stage], layout: Layout, group: ProcessGroup, device: torch.device) -> None:
+        assert group.mesh is not None
         self.stages, self.layout, self.device = stages, layout, device
-        self.rank = world.place("pp")
+        self.rank = group.rank_along("pp")
         self.count = layout.pp * layout.stages_per_rank
         self.numbers = stage_numbers(layout, self.rank)
-        self.group = world.mesh.get_group("pp")
+        self.group = group.mesh.get_group("pp")
         self._tp = layout.tp
         self._for: tuple[int, torch.Size] | None = None
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None

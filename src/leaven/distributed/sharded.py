@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from leaven.distributed.parallelise import build_stage, initialise, pieces, units
 from leaven.distributed.pieces import Piece
 from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
-from leaven.distributed.world import ALONE, World
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.model.kernels import norms
 from leaven.planning.stages import stage_layers
 from leaven.recipe.layout import Layout
@@ -50,9 +50,9 @@ class ShardedModel:
         dtype: torch.dtype,
         device: torch.device,
         layout: Layout,
-        world: World = ALONE,
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.layout, self.world, self.device = layout, world, device
+        self.layout, self.group, self.device = layout, group, device
         layers = stage_layers(shape, layout.pp * layout.stages_per_rank)
         self.stages = [
             build_stage(
@@ -62,9 +62,9 @@ class ShardedModel:
                 layout=layout,
                 dtype=dtype,
                 device=device,
-                world=world,
+                group=group,
             )
-            for number in stage_numbers(layout, world.place("pp"))
+            for number in stage_numbers(layout, group.rank_along("pp"))
         ]
         self.held = self._take_hold(table)
         if device.type != "meta":  # where there is only to see what a process would hold
@@ -75,10 +75,10 @@ class ShardedModel:
         place = {row.name: number for number, row in enumerate(table.rows)}
         self.of_held = torch.tensor([place[row.name] for row in self.rows], device=device)
         self._owned = torch.tensor([held.piece.owned for held in self.held], device=device)
-        self._pipeline = Pipeline(self.stages, layout, world, device) if layout.pp > 1 else None
-        self._both_ends = _both_ends(world) if layout.pp > 1 and shape.tied_embeddings else None
+        self._pipeline = Pipeline(self.stages, layout, group, device) if layout.pp > 1 else None
+        self._both_ends = _both_ends(group) if layout.pp > 1 and shape.tied_embeddings else None
         # Of the processes that have the same loss, one counts it.
-        self._tells_loss = self.stages[-1].ends and world.place("tp") == 0
+        self._tells_loss = self.stages[-1].ends and group.rank_along("tp") == 0
 
     def _take_hold(self, table: ParameterTable) -> list[Held]:
         found: dict[str, Held] = {}
@@ -149,16 +149,20 @@ class ShardedModel:
 
     def total(self, loss: Tensor) -> Tensor:
         """The sum over all processes of a loss that each has of its own samples, ()."""
-        return loss if self.world is ALONE else self.world.sum_(loss if self._tells_loss else torch.zeros_like(loss))
+        return (
+            loss
+            if self.group is SINGLE_PROCESS
+            else self.group.all_reduce_(loss if self._tells_loss else torch.zeros_like(loss))
+        )
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
         """2-norms by row of the table, over all processes, of each group of tensors that go with the leaves."""
         mine = [norms(tensors) for tensors in groups]
-        if self.world is ALONE:
+        if self.group is SINGLE_PROCESS:
             return mine
         squares = torch.where(self._owned, torch.stack(mine).double() ** 2, 0)
         by_row = squares.new_zeros(len(groups), self._table_rows).index_copy_(1, self.of_held, squares)
-        return list(self.world.sum_(by_row).sqrt().to(mine[0].dtype))
+        return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
         """2-norms by row of the table of the gradients so far, wherever they have been exchanged."""
@@ -201,10 +205,10 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
         yield True, item
 
 
-def _both_ends(world: World) -> dist.ProcessGroup | None:
+def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
     """This process and the one at the other end of its pipeline; None between the ends."""
-    assert world.mesh is not None
-    ranks = world.mesh.mesh
+    assert group.mesh is not None
+    ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)
     mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
         pairs.tolist()

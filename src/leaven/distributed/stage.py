@@ -10,7 +10,7 @@ from leaven.model.loss import cross_entropy
 from leaven.model.transformer import Transformer
 
 
-class Loss(Protocol):
+class LossFunction(Protocol):
     """As :func:`leaven.model.loss.cross_entropy`, of hidden (B, T, D) and targets (B, T)."""
 
     def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor: ...
@@ -51,7 +51,7 @@ class Stage(nn.Module):
                 del model.unembedding
         self.model, self.dtype = model, dtype
         self.factor: Tensor | float = 1.0
-        self.loss: Loss = whole_loss
+        self.loss: LossFunction = whole_loss
         self.readout: Callable[[Tensor], Tensor] = lambda weight: weight
 
     @property

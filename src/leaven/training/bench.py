@@ -30,7 +30,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class BenchRow:
+class BenchMeasurement:
     """The measurement of one pair of batch sizes."""
 
     micro_batch: int  # sequences
@@ -47,12 +47,12 @@ class Bench:
 
     recipe: Recipe
     convention: str  # of MFU
-    rows: tuple[BenchRow, ...]  # in the order of the global batch, then of the micro-batch
+    rows: tuple[BenchMeasurement, ...]  # in the order of the global batch, then of the micro-batch
     too_large: tuple[int, ...]  # micro-batches that do not fit
     whole: bool  # nothing was left out because of a stop or the time limit
     unfinished: int | None = None  # the global batch that was interrupted; its fastest micro-batch may be missing
 
-    def best(self, global_batch: int) -> BenchRow:
+    def best(self, global_batch: int) -> BenchMeasurement:
         """The fastest micro-batch of a global batch."""
         return max(
             (row for row in self.rows if row.global_batch == global_batch), key=lambda row: row.tokens_per_second
@@ -81,7 +81,7 @@ class Bench:
             },
         }
 
-    def utilisation(self, row: BenchRow) -> Utilisation:
+    def utilisation(self, row: BenchMeasurement) -> Utilisation:
         return utilisation(self.recipe, row.mfu)
 
 
@@ -121,7 +121,7 @@ def bench(
     allowed = fitting(recipe, training.device, micro_batches)
     too_large = [size for size in micro_batches if size not in allowed]
     cells = [(size, batch) for batch in sorted(global_batches) for size in allowed if size <= batch]
-    rows: list[BenchRow] = []
+    rows: list[BenchMeasurement] = []
     whole, unfinished = True, None
     for done, (size, batch) in enumerate(cells):
         on_row(done, len(cells))
@@ -139,7 +139,7 @@ def bench(
     return Bench(recipe, mfu_convention(training.peak), tuple(rows), tuple(sorted(too_large)), whole, unfinished)
 
 
-def _measure(training: Training, micro_batch: int, batch: int) -> BenchRow | None:
+def _measure(training: Training, micro_batch: int, batch: int) -> BenchMeasurement | None:
     """A few steps from the start of the data; None if they run out of memory."""
     training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
     training.micro_batch = micro_batch
@@ -154,7 +154,7 @@ def _measure(training: Training, micro_batch: int, batch: int) -> BenchRow | Non
         step = max(steps[1:], key=lambda step: step.tokens_per_second)
         assert step.mfu is not None
         held = peak_memory(training.device) / GIB
-        return BenchRow(micro_batch, batch, step.tokens_per_second, step.tflops, step.mfu, held)
+        return BenchMeasurement(micro_batch, batch, step.tokens_per_second, step.tflops, step.mfu, held)
     training.sharded.drop_gradients()
     if training.device.type == "cuda":
         torch.cuda.empty_cache()

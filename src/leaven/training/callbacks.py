@@ -45,7 +45,7 @@ class Announcements(RunCallback):
         if self.training.next_batch_tokens != self.batch_tokens:
             self.batch_tokens = self.training.next_batch_tokens
             self.session.event("ramp", **self.batch())
-        self.session.world.sign(f"in step {self.training.progress.step + 1}")
+        self.session.group.heartbeat(f"in step {self.training.progress.step + 1}")
 
     def batch(self) -> dict[str, int]:
         """The batch now, in tokens, and the sequences of a forward."""
@@ -61,7 +61,7 @@ class MetricsWriter(RunCallback):
 
     def __init__(self, session: "Session", writers: Sequence[str]) -> None:
         super().__init__(session)
-        self._writers = writers if session.world.first else ()
+        self._writers = writers if session.group.is_first else ()
         self._curves: Curves | None = None
 
     def after_step(self, step: Step) -> None:
@@ -109,13 +109,13 @@ class Validation(RunCallback):
     def evaluate(self) -> dict[str, Any]:
         """The loss in nats per token and in bits per byte."""
         session, training, factor = self.session, self.training, self._bits_per_byte_factor
-        session.world.sign(f"in the validation after step {training.progress.step}")
+        session.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True
         loss = training.evaluate()
         self.owed = False
         values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
         session.event("validation", **values)
-        if session.world.size > 1:
+        if session.group.size > 1:
             self._compare_processes()
         session.metrics.validation(values)
         return values
@@ -129,7 +129,7 @@ class Validation(RunCallback):
     def _compare_processes(self) -> None:
         """Log which process is slowest at the same work, and which holds most: all wait for the slowest."""
         device = self.training.device
-        of_ranks = self.session.world.everyone([time_fixed_work(device), peak_memory(device) / GIB])
+        of_ranks = self.session.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
         seconds, memory = zip(*of_ranks, strict=True)
         slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
         ratio = max(seconds) / median(seconds)
@@ -149,7 +149,7 @@ class Checkpoints(RunCallback):
             self.every_tokens,
             stability.keep,
             stability.keep_every_tokens,
-            world=session.world,
+            group=session.group,
         )
         self._saved_step = -1
 

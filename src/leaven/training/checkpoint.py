@@ -20,10 +20,10 @@ from torch import Tensor
 
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
-from leaven.distributed.world import ALONE, World
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.recipe.errors import InputError
 from leaven.storage import place_folder, sync_file
-from leaven.training.checkpoint_tensors import Block, SavedTensor, Tensors, dtype_name, merged
+from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.rewind import Rewind, undone
 
 FORMAT, FORMAT_OF_MANY = 2, 3
@@ -65,7 +65,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Found(Checkpoint):
+class SavedCheckpoint(Checkpoint):
     """A checkpoint on disk. Any part of its tensors is read on demand, whichever way they were split when saved."""
 
     model: Tensors
@@ -96,25 +96,25 @@ def write_checkpoint(
     temporary = folder / f".{final.name}.{exchange.name}.tmp"
     mine: dict[str, Any]
     try:
-        mine = _write_part(temporary, checkpoint, exchange.world)
+        mine = _write_part(temporary, checkpoint, exchange.group)
     except (OSError, SafetensorError) as error:
         mine = {"error": _said(error)}
-    parts, failed = exchange.gathered(mine), None
-    if exchange.world.first:
+    parts, failed = exchange.gather(mine), None
+    if exchange.group.is_first:
         try:
             _commit(temporary, final, checkpoint, _all_well(parts))
         except (OSError, ValueError) as error:
             failed = _said(error)
         else:
             tidy()
-    failed = exchange.decided(failed)
+    failed = exchange.broadcast(failed)
     if failed is not None:
         shutil.rmtree(temporary, ignore_errors=True)  # by all: one may have come too late to be heard of
         raise NotSaved(failed)
     return final
 
 
-def _write_part(folder: Path, checkpoint: Checkpoint, world: World) -> dict[str, Any]:
+def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
     """Write what a process owns. Returns the lengths and digests of its files, and where its tensors lie in the
     whole."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,8 +122,8 @@ def _write_part(folder: Path, checkpoint: Checkpoint, world: World) -> dict[str,
     held = set(checkpoint.places)
     for kind, tensors in zip(_KINDS, (checkpoint.model, checkpoint.optimizer), strict=True):
         file = f"{kind}.safetensors"
-        if world.size > 1:
-            file = f"{kind}-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
+        if group.size > 1:
+            file = f"{kind}-{group.rank + 1:05d}-of-{group.size:05d}.safetensors"
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / file)
         sync_file(folder / file)
         part["files"][file] = _fingerprint(folder / file)
@@ -132,7 +132,7 @@ def _write_part(folder: Path, checkpoint: Checkpoint, world: World) -> dict[str,
             shape = tuple(tensor.shape)
             place = checkpoint.places.get(name, Place(shape, (0,) * len(shape)))
             part[kind][name] = SavedTensor(
-                dtype_name(tensor), place.shape, (Block(file, place.offset, shape),)
+                dtype_name(tensor), place.shape, (SavedBlock(file, place.offset, shape),)
             ).to_json()
         held -= tensors.keys()
     return part | {"of_others": sorted(held)}
@@ -185,31 +185,31 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 
 
 def read_checkpoint(
-    folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, world: World = ALONE
-) -> tuple[Found | None, list[Path]]:
+    folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, group: ProcessGroup = SINGLE_PROCESS
+) -> tuple[SavedCheckpoint | None, list[Path]]:
     """Returns the newest whole checkpoint (None if there is none), and the damaged ones that were passed over; with
     ``tokens``, only of those at that many tokens.
 
-    Checkpoints that the run's ``rewinds`` have undone do not count. All processes of a world call it with the same
+    Checkpoints that the run's ``rewinds`` have undone do not count. All processes of a group call it with the same
     ``rewinds``, share the files to verify, and find the same.
 
     Raises:
         InputError: if one is there and cannot be read now; it may still be whole.
     """
     damaged: list[Path] = []
-    for candidate in reversed(world.shared(checkpoints(folder))):
+    for candidate in reversed(group.broadcast(checkpoints(folder))):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
         try:
-            found, unreadable = _read(candidate, world), None
+            found, unreadable = _read(candidate, group), None
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, SafetensorError):
             found, unreadable = None, None
         except OSError as error:
             found, unreadable = None, error.strerror or str(error)
-        if world.any(unreadable is not None):
+        if group.any(unreadable is not None):
             why = unreadable or "another process cannot read it"
             raise InputError(f"{candidate}: cannot be read: {why}; mend that and run the same command again")
-        anywhere = world.any(found is None)
+        anywhere = group.any(found is None)
         if found is None or anywhere:
             damaged.append(candidate)
         elif not undone(rewinds, len(found.rewinds), found.progress.tokens):
@@ -227,12 +227,12 @@ def tokens_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def _read(folder: Path, world: World) -> Found:
+def _read(folder: Path, group: ProcessGroup) -> SavedCheckpoint:
     """Read a checkpoint after verifying this process's share of its files."""
     state = json.loads((folder / "state.json").read_bytes())
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")
-    for name in sorted(state["files"])[world.rank :: world.size]:
+    for name in sorted(state["files"])[group.rank :: group.size]:
         if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")
     if "tensors" in state:
@@ -244,7 +244,7 @@ def _read(folder: Path, world: World) -> Found:
         model, optimizer = (Tensors.of_file(folder / f"{kind}.safetensors") for kind in _KINDS)
     progress = Progress(state["step"], state["tokens"], state["seconds"])
     rewinds = tuple(Rewind(**rewind) for rewind in state["rewinds"])
-    return Found(progress, model, optimizer, state["state"], rewinds)
+    return SavedCheckpoint(progress, model, optimizer, state["state"], rewinds)
 
 
 def _said(error: Exception) -> str:

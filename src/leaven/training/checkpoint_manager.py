@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from leaven.distributed.exchange import Exchange
-from leaven.distributed.world import ALONE, World
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.training.checkpoint import (
     UNFINISHED,
     Checkpoint,
@@ -52,11 +52,11 @@ class CheckpointManager:
         keep: int,
         keep_every_tokens: int | None,
         *,
-        world: World = ALONE,
-        patience: timedelta = timedelta(minutes=30),
+        group: ProcessGroup = SINGLE_PROCESS,
+        timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
-        self._world, self._exchange = world, Exchange(world, patience)
+        self._group, self._exchange = group, Exchange(group, timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Saved] | None = None
 
@@ -71,7 +71,7 @@ class CheckpointManager:
         has the same result when this returns; without, some have it earlier than others.
 
         Raises:
-            Unheard: if the first process does not report the result.
+            NoReply: if the first process does not report the result.
         """
         if self._writing is None or not (wait or self._writing.done()):
             return None
@@ -79,7 +79,7 @@ class CheckpointManager:
         return saved
 
     def close(self) -> None:
-        self._exchange.hurry(GIVE_UP)
+        self._exchange.shorten_timeout(GIVE_UP)
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
@@ -89,10 +89,10 @@ class CheckpointManager:
         Call :meth:`outcome` first. No process reads or writes a checkpoint meanwhile: all start this together, when
         they have read what they need, and continue together.
         """
-        self._world.barrier()
-        if self._world.first:
+        self._group.barrier()
+        if self._group.is_first:
             self._clear(after_tokens, damaged)
-        self._world.barrier()
+        self._group.barrier()
 
     def _clear(self, after_tokens: int, damaged: Sequence[Path]) -> None:
         for path in self._folder.glob(UNFINISHED):

@@ -17,7 +17,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Block:
+class SavedBlock:
     """A part of a tensor, of ``shape`` and from ``offset`` on, in a file under the tensor's name."""
 
     file: str
@@ -35,7 +35,7 @@ class SavedTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[SavedBlock, ...]
 
     def to_json(self) -> dict[str, Any]:
         blocks = [[block.file, block.offset, block.shape] for block in self.blocks]
@@ -43,7 +43,7 @@ class SavedTensor:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SavedTensor":
-        blocks = tuple(Block(file, tuple(offset), tuple(shape)) for file, offset, shape in values["blocks"])
+        blocks = tuple(SavedBlock(file, tuple(offset), tuple(shape)) for file, offset, shape in values["blocks"])
         return cls(values["dtype"], tuple(values["shape"]), blocks)
 
 
@@ -115,7 +115,7 @@ class Tensors(Mapping[str, Tensor]):
         for name in file.keys():  # noqa: SIM118  # no mapping
             tensor = file.get_tensor(name)
             shape = tuple(tensor.shape)
-            saved[name] = SavedTensor(dtype_name(tensor), shape, (Block(path.name, (0,) * len(shape), shape),))
+            saved[name] = SavedTensor(dtype_name(tensor), shape, (SavedBlock(path.name, (0,) * len(shape), shape),))
         return tensors
 
     def __getitem__(self, name: str) -> Tensor:
@@ -151,7 +151,7 @@ class Tensors(Mapping[str, Tensor]):
                 cut(found, at, tuple(end - start for start, end in common)).copy_(self._read(name, block, common))
         return found
 
-    def _read(self, name: str, block: Block, spans: Sequence[Span]) -> Tensor:
+    def _read(self, name: str, block: SavedBlock, spans: Sequence[Span]) -> Tensor:
         file = self._opened(block.file)
         if tuple(spans) == block.spans:
             whole: Tensor = file.get_tensor(name)

@@ -18,8 +18,8 @@ from torch import Tensor
 from leaven.data.stream import isolated
 from leaven.distributed.pieces import Place
 from leaven.distributed.pipeline import MicroBatch
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded import ShardedModel
-from leaven.distributed.world import ALONE, World
 from leaven.interop.weights import require_start, start_from
 from leaven.model.initialise import name_seed
 from leaven.model.loss import IGNORED
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 
-class Interrupted(Exception):
+class StopRequested(Exception):
     """Asked to stop in the middle of a step or an evaluation, which is given up."""
 
 
 @dataclass
-class Batch:
+class TrainingBatch:
     """What this process feeds to the model of a batch."""
 
     tokens: int  # of the whole batch
@@ -61,13 +61,15 @@ class Batch:
 class Training:
     """Model, optimiser and position in the stream of a run, on one device or as this process's share of it."""
 
-    def __init__(self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, world: World = ALONE) -> None:
-        check_trainable(recipe, tokens, world)
+    def __init__(
+        self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, group: ProcessGroup = SINGLE_PROCESS
+    ) -> None:
+        check_trainable(recipe, tokens, group)
         self.recipe = recipe
         self.device = torch.device(device) if device else default_device()
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.world, self.dtype = world, DTYPES[recipe.precision.compute]
+        self.group, self.dtype = group, DTYPES[recipe.precision.compute]
         table = resolve(recipe)
         self.sharded = ShardedModel(
             recipe.model,
@@ -76,7 +78,7 @@ class Training:
             dtype=self.dtype,
             device=self.device,
             layout=recipe.layout,
-            world=world,
+            group=group,
         )
         if recipe.start.folder is not None:
             start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
@@ -118,13 +120,13 @@ class Training:
         return self.progress.step >= self.recipe.steps
 
     def go_on(self) -> None:
-        """Asked before every forward: raise Interrupted if ``stop`` says so. Of many processes each would say so at a
+        """Asked before every forward: raise StopRequested if ``stop`` says so. Of many processes each would say so at a
         forward of its own: they are asked between steps."""
-        if self.world is ALONE and self.stop():
-            raise Interrupted
+        if self.group is SINGLE_PROCESS and self.stop():
+            raise StopRequested
 
     def give_up(self) -> None:
-        """After Interrupted: return to the state after the last step that was issued."""
+        """After StopRequested: return to the state after the last step that was issued."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -175,7 +177,7 @@ class Training:
         """What the loss is multiplied by, (), in half precision."""
         return None if self.loss_scale is None else self.loss_scale.value
 
-    def _forward_backward(self, batch: Batch, noise: NoiseMeasurement | None) -> Tensor:
+    def _forward_backward(self, batch: TrainingBatch, noise: NoiseMeasurement | None) -> Tensor:
         """Compute the gradients of a batch, times the loss scale; returns its mean loss, ()."""
         share = (1 if self._scale is None else self._scale) / batch.targets
         after_first = noise.after_first if noise else None
@@ -185,7 +187,8 @@ class Training:
     def _seed_dropout(self) -> None:
         """Masks are a function of (seed, step): a resumed run draws the same ones. No two processes share one."""
         if self.recipe.model.dropout:
-            torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *self.world.distinct))
+            ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
+            torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _recount(self, longer: float) -> None:
         """Convert step counts when the batch changes. Called after the gradients are there: a step that is given up
@@ -194,15 +197,15 @@ class Training:
             self.clipper.recount(longer)
             self.optimiser.recount(longer)
 
-    def _noise_measurement(self, batch: Batch, before: int) -> NoiseMeasurement | None:
+    def _noise_measurement(self, batch: TrainingBatch, before: int) -> NoiseMeasurement | None:
         """What measures the noise scale in the step of a batch, where that is due."""
         if self.noise is None or not self.noise.due(before, before + batch.tokens):
             return None
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = (first[1] != IGNORED).sum().double()
-        if self.world is not ALONE:
-            targets = self.world.sum_(targets if self.world.reads_first else torch.zeros_like(targets))
+        if self.group is not SINGLE_PROCESS:
+            targets = self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
         return NoiseMeasurement(self.noise, self.sharded, targets, batch.targets, self._scale)
 
     def _read(self, pending: PendingStep) -> Step:
@@ -231,9 +234,13 @@ class Training:
         if self._end_of_text is None:
             return sequences * self.recipe.model.seq_len
         mine = int((windows[:, :-1] != self._end_of_text).sum())
-        return int(self.world.sum_(torch.tensor(float(mine if self.world.reads_first else 0), dtype=torch.float64)))
+        return int(
+            self.group.all_reduce_(
+                torch.tensor(float(mine if self.group.is_first_reader else 0), dtype=torch.float64)
+            )
+        )
 
-    def _batch_at(self, tokens: int) -> Batch:
+    def _batch_at(self, tokens: int) -> TrainingBatch:
         """What this process feeds to the model in the step after so many tokens. It reads no others' samples."""
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
@@ -241,16 +248,18 @@ class Training:
         windows = torch.from_numpy(self.stream.batch(tokens // seq_len + start, max(count, 1)))
         return self._batch(windows, count, sequences)
 
-    def _batch(self, windows: Tensor, count: int, sequences: int) -> Batch:
+    def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
         """This process's part of a batch of so many sequences: the first ``count`` of its windows."""
         targets = self._counted(windows[:count], sequences)
-        return Batch(sequences * self.recipe.model.seq_len, targets, self._micro_batches(windows, count, sequences))
+        return TrainingBatch(
+            sequences * self.recipe.model.seq_len, targets, self._micro_batches(windows, count, sequences)
+        )
 
     def _slice(self, sequences: int) -> tuple[int, int]:
         """Which of a batch's sequences are this process's: first and number. The last processes may have fewer, or
         none."""
-        each = -(-sequences // self.world.dp)
-        start = min(self.world.dp_rank * each, sequences)
+        each = -(-sequences // self.group.dp)
+        start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
@@ -274,7 +283,7 @@ class Training:
     def forwards(self, sequences: int) -> tuple[int, int]:
         """Sequences of each forward of a batch of so many, and forwards. A compiled model sees one size wherever it
         can: a new one costs more than the padding."""
-        each = -(-sequences // self.world.dp)
+        each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
 
@@ -299,7 +308,7 @@ class Training:
             if not piece.whole:
                 names = (f"{kind}.{piece.name}" for kind, value in here.items() if value.dim())
                 places |= dict.fromkeys((piece.name, *names), piece.place)
-        if self.world.first:
+        if self.group.is_first:
             optimizer |= self.clipper.state_dict()
             if self.loss_scale is not None:
                 optimizer |= self.loss_scale.state_dict()
@@ -337,9 +346,9 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check_trainable(recipe: Recipe, tokens: "TokenSet", world: World = ALONE) -> None:
+def check_trainable(recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS) -> None:
     """Raise InputError for anything that would stop a training before its first step."""
-    require_trainable(recipe, world.size)
+    require_trainable(recipe, group.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)
     tokens.stream(recipe.model.seq_len, recipe.data.seed)

@@ -22,7 +22,7 @@ from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
-from leaven.training.engine import Interrupted, Training, default_device
+from leaven.training.engine import StopRequested, Training, default_device
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
 from leaven.training.precision import DTYPES
 from leaven.training.run_profile import record_of
@@ -99,7 +99,7 @@ def measure(
                 f"not even {min(2, full)} layers of this shape fit on {device_name(device)}, of which "
                 f"{free_memory(device) / GIB:.3g} GiB are free; take a smaller model or a shorter [model] seq_len"
             )
-    except Interrupted:
+    except StopRequested:
         return None
     took = costs[0] if deepest == full else _extrapolated(depths, costs, full)
     record = record_of(recipe, device, recipe.batch.tokens, how).model_copy(
@@ -176,7 +176,7 @@ def _steps(
     """A few steps from the start, over random tokens; None if they run out of memory.
 
     Raises:
-        Interrupted: if it was asked to stop.
+        StopRequested: if it was asked to stop.
     """
     reset_peak_memory(device)
     training = None

@@ -192,7 +192,7 @@ def settle(training: "Training") -> Choice:
 
     Raises:
         InputError: if nothing fits.
-        Interrupted: if the training was asked to stop.
+        StopRequested: if the training was asked to stop.
     """
     choice = choose(training)
     why = {"batch.micro_batch": choice.why}
@@ -274,7 +274,7 @@ def trial_step(training: "Training", size: int) -> float | None:
     changed.
 
     Raises:
-        Interrupted: if the training was asked to stop.
+        StopRequested: if the training was asked to stop.
     """
     training.go_on()
     device, seq_len = training.device, training.recipe.model.seq_len

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from leaven.distributed.world import ALONE, World
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Difference
 from leaven.training.callbacks import (
@@ -18,7 +18,7 @@ from leaven.training.callbacks import (
     Validation,
 )
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
-from leaven.training.engine import Interrupted, Training
+from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.rewind import Rewind
 from leaven.training.run_folder import RunFolder
@@ -40,9 +40,9 @@ class Session:
         profile: RunProfile,
         log_to: Sequence[str],
         bits_per_byte_factor: float | None,
-        world: World = ALONE,
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.run, self.training, self.world, self.profile, self._on_event = run, training, world, profile, on_event
+        self.run, self.training, self.group, self.profile, self._on_event = run, training, group, profile, on_event
         self.rewinds = run.rewinds()
         self.unsaved: str | None = None  # why a run that was stopped could not be saved
         self.damaged: list[Path] = []  # checkpoints that were passed over
@@ -82,7 +82,7 @@ class Session:
             if self.validation.owed:
                 self.validation.evaluate()
             ended = self.validation.evaluate() if self.loop.run(stop) else None
-        except Interrupted:
+        except StopRequested:
             self.training.give_up()
             self.loop.read()
             ended = None
@@ -153,7 +153,7 @@ class Session:
         Raises:
             InputError: if none of them is whole. Nothing has been touched: what they hold may still be saved.
         """
-        found, damaged = read_checkpoint(self.run.checkpoints, rewinds, world=self.world)
+        found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
         if found is None and damaged:
             raise InputError(
                 f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "

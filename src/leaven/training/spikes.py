@@ -58,7 +58,7 @@ class Anomaly:
 
 
 @dataclass
-class Watch:
+class QuantityMonitor:
     """What is known of one quantity."""
 
     floor: float  # of the standard deviation
@@ -100,7 +100,7 @@ class SpikeDetector:
 
     def __init__(self, skipping: bool = False) -> None:
         self.skipping = skipping
-        self.watches = {name: Watch(floor) for name, floor in FLOORS.items()}
+        self.watches = {name: QuantityMonitor(floor) for name, floor in FLOORS.items()}
         self._left_out = 0
         self._limits: list[tuple[int, Limits]] = []
 
@@ -175,7 +175,7 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.watches = {name: Watch(**watch) for name, watch in state["watches"].items()}
+        self.watches = {name: QuantityMonitor(**watch) for name, watch in state["watches"].items()}
         self._left_out = state["left_out"]
         self._limits = [(step, Limits(loss, grad_norm)) for step, loss, grad_norm in state["limits"]]
 

@@ -112,7 +112,7 @@ class Telemetry:
             seconds = pending.started.elapsed_time(pending.ready) / 1000
         loss, grad_norm, applied, scale, noise_scale, update_norm, *by_module = pending.values.tolist()
         speed, count = pending.batch_tokens / seconds, len(self._modules)
-        flops = speed * self._flops_per_token / self._model.world.size  # of one device
+        flops = speed * self._flops_per_token / self._model.group.size  # of one device
         norms_by_module = zip(by_module[:count], by_module[count:], strict=True)
         step = Step(
             step=pending.step,

@@ -9,11 +9,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from leaven.data.tokenizer import bits_per_byte_factor
-from leaven.distributed.world import ALONE, World
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Recipe, rearrangement
 from leaven.training.checkpoint import Progress, checkpoints, tokens_of
-from leaven.training.engine import Interrupted, Training, check_trainable, default_device
+from leaven.training.engine import StopRequested, Training, check_trainable, default_device
 from leaven.training.manual_rewind import ManualRewind
 from leaven.training.micro_batch import as_begun, by_thumb, require_memory, settle
 from leaven.training.run_folder import RunFolder
@@ -56,13 +56,13 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     log_to: Sequence[str] = (),
     back: ManualRewind | None = None,
-    world: World = ALONE,
+    group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
 ) -> Summary:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
     The losses are the same, to the last bit on one device, however often the run is stopped or killed. Every process
-    of a ``world`` calls this with the same arguments; the first one writes.
+    of a ``group`` calls this with the same arguments; the first one writes.
 
     Args:
         stop: called before every forward, on any process. When it returns True, the current step is given up, the
@@ -82,20 +82,20 @@ def train(
     ended = _ended(run) if back is None else None
     if ended is not None:
         return ended
-    check_trainable(recipe, tokens, world)
-    recipe, timed = _with_micro_batch(recipe, world)
+    check_trainable(recipe, tokens, group)
+    recipe, timed = _with_micro_batch(recipe, group)
     footing = held_memory(default_device())
     # Before anything is written: what cannot be trained leaves no folder.
-    training = Training(recipe, tokens, world=world)
+    training = Training(recipe, tokens, group=group)
     training.stop = stop
     try:
         choice = settle(training) if timed else None
-    except Interrupted:
+    except StopRequested:
         return _summary(run, training.progress, None, "before its first step")
     training.peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
-    with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, world):
+    with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
         run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # trying micro-batches took more
         session = Session(
@@ -106,43 +106,43 @@ def train(
             profile=RunProfile(run, training, footing, history),
             log_to=log_to,
             bits_per_byte_factor=factor,
-            world=world,
+            group=group,
         )
         try:
             if moved:
                 session.rearrange(moved)
             if choice is not None:
                 session.event("micro_batch", **choice.to_json())
-            end = session.train(lambda: world.any(stop()))
+            end = session.train(lambda: group.any(stop()))
         finally:
             session.close()
         return _summary(run, training.progress, end, session.unsaved)
 
 
-def _with_micro_batch(recipe: Recipe, world: World) -> tuple[Recipe, bool]:
+def _with_micro_batch(recipe: Recipe, group: ProcessGroup) -> tuple[Recipe, bool]:
     """Returns the recipe with its micro-batch, and whether that is still to be timed: on one device only, since
     several would have to run out of memory together."""
     if recipe.batch.micro_batch != "auto":
         return recipe, False
     require_memory(recipe)
-    return (recipe, True) if world is ALONE else (by_thumb(recipe), False)
+    return (recipe, True) if group is SINGLE_PROCESS else (by_thumb(recipe), False)
 
 
 @contextmanager
-def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, world: World) -> Iterator[None]:
+def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
     """Lock the folder once every process has read it. The first process changes it, for all."""
-    world.barrier()
-    run.writes = world.first
+    group.barrier()
+    run.writes = group.is_first
     with ExitStack() as stack:
         refused: str | None = None
         try:
-            if back is not None and world.first:
+            if back is not None and group.is_first:
                 back.go(run, recipe)
-            if world.first:
+            if group.is_first:
                 stack.enter_context(run.opened(recipe))
         except InputError as error:
             refused = str(error)
-        refused = world.shared(refused)
+        refused = group.broadcast(refused)
         if refused is not None:
             raise Settled(refused)
         yield

@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from leaven.distributed import sharded
 from leaven.distributed.compat import pretend
 from leaven.distributed.parallelise import build_stage
-from leaven.distributed.stage import Loss, Stage
-from leaven.distributed.world import ALONE, World, mesh_of
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup, mesh_of
+from leaven.distributed.stage import LossFunction, Stage
 from leaven.model import transformer
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.recipe.recipe import Recipe
@@ -47,10 +47,10 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     loss over fewer tokens at a time. To be called once in a process, which has no process group and gets none.
     """
     began, layout, processor = time.perf_counter(), recipe.layout, torch.device("cpu")
-    world = ALONE
+    group = SINGLE_PROCESS
     if layout.ranks > 1:
         pretend(rank, layout.ranks)
-        world = World(rank, layout.ranks, mesh_of(layout, processor))
+        group = ProcessGroup(rank, layout.ranks, mesh_of(layout, processor))
     fake, tracker = FakeTensorMode(allow_non_fake_inputs=True), AllocationTracker()
 
     def build(*arguments: Any, device: torch.device, **named: Any) -> Stage:
@@ -65,7 +65,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
             patch.object(sharded, "initialise", lambda *_: None),
         ):
             text: Any = NoText(recipe.model.vocab_size)
-            training = Training(recipe, text, device="cpu", world=world)
+            training = Training(recipe, text, device="cpu", group=group)
         with fake, tracker, as_on(device):
             return replace(two_steps(training, tracker, training.issue), seconds=time.perf_counter() - began)
     finally:
@@ -91,7 +91,7 @@ def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[],
     return StepMemory(tracker.now(), tracker.peak(), time.perf_counter() - began)
 
 
-def _within(tracker: AllocationTracker, part: str, loss: Loss) -> Loss:
+def _within(tracker: AllocationTracker, part: str, loss: LossFunction) -> LossFunction:
     def counted(*arguments: Any, **how: Any) -> Tensor:
         with tracker.within(part):
             return loss(*arguments, **how)

@@ -1,0 +1,208 @@
+"""The processes of a run: the rank of this one, and the collectives that are used outside of the model."""
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from leaven.distributed.rendezvous import private_store
+from leaven.recipe.errors import Lost, Settled
+from leaven.recipe.layout import Layout
+
+AXES = ("pp", "replicate", "shard", "tp")
+"""Axes of the device mesh, from the slowest link to the fastest. Data parallelism has two: "replicate" for ranks that
+hold the same pieces of parameters and optimizer states, "shard" for ranks that share them."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The processes of a run. With a single process every method is a no-op."""
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None  # with the :data:`AXES`; None for a single process
+    store: "dist.Store | None" = None  # type: ignore[name-defined]  # shared outside of the steps, from any thread
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes the run's files."""
+        return self.rank == 0
+
+    def rank_along(self, axis: str) -> int:
+        """Returns the rank of this process along an axis of the mesh."""
+        return self.mesh.get_local_rank(axis) if self.mesh is not None else 0
+
+    def degree(self, axis: str) -> int:
+        """Returns the number of processes along an axis of the mesh."""
+        return self.mesh.size(AXES.index(axis)) if self.mesh is not None else 1
+
+    @property
+    def dp_rank(self) -> int:
+        """The data-parallel rank, over both of its axes."""
+        return self.rank_along("replicate") * self.degree("shard") + self.rank_along("shard")
+
+    @property
+    def dp(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.degree("replicate") * self.degree("shard")
+
+    @property
+    def is_first_reader(self) -> bool:
+        """Whether this is the first of the processes that read the same samples."""
+        return self.rank_along("pp") == 0 and self.rank_along("tp") == 0
+
+    def all_reduce_(self, values: Tensor) -> Tensor:
+        """Returns ``values`` summed in place over all processes, with the same bits on each."""
+        if self.mesh is not None:
+            dist.all_reduce(values)
+        return values
+
+    def all_gather(self, values: list[float]) -> list[list[float]]:
+        """Returns the values of all processes, by rank."""
+        own = torch.zeros(self.size, len(values), dtype=torch.float64)
+        own[self.rank] = torch.tensor(values, dtype=torch.float64)
+        found: list[list[float]] = self.all_reduce_(own).tolist()
+        return found
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether the flag is set on any process."""
+        if self.mesh is None:
+            return flag
+        return bool(self.all_reduce_(torch.tensor(float(flag))))
+
+    def broadcast(self, value: T) -> T:
+        """Returns the value of the first process."""
+        if self.mesh is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def heartbeat(self, activity: str) -> None:
+        """Record in the store what this process does now. If it dies, the others name it in their error."""
+        if self.store is not None:
+            self.store.set(f"heartbeat/{self.rank}", json.dumps([time.time(), activity]))
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.any(False)
+
+
+SINGLE_PROCESS = ProcessGroup()
+
+
+@contextmanager
+def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
+    """Yield the group of processes that torchrun started, laid out as in the recipe, or a single process.
+
+    Raises:
+        Lost: if the block fails because other processes are gone or did not answer for ``layout.timeout_seconds``.
+    """
+    if layout.ranks == 1:
+        yield SINGLE_PROCESS
+        return
+    timeout = timedelta(seconds=layout.timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    try:
+        store = private_store(store, rank, size, timeout)
+    except TimeoutError as error:
+        raise Lost(f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s") from None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
+    group = ProcessGroup(rank, size, mesh_of(layout, device), store)
+    try:
+        yield group
+        group.barrier()  # the store may live in the first process, and others may still read in it
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _is_connection_error(error):
+            raise Lost(_describe_loss(group, error)) from error
+        if not isinstance(error, Settled):
+            error.add_note(f"rank {rank}")  # only this process raises it
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Returns the device mesh of a layout. ZeRO 0 replicates everything; ZeRO 1 to 3 shard over
+    ``dp // dp_replicate`` ranks."""
+    replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
+    sizes = (layout.pp, replicas, layout.dp // replicas, layout.tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+def world_size() -> int:
+    """Returns the number of processes that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Returns the rank that torchrun gave this process; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _is_connection_error(error: BaseException | None) -> bool:
+    """Returns whether an error, or one of its causes, comes from the connections between processes."""
+    if error is None:
+        return False
+    connection = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return connection or _is_connection_error(error.__cause__ or error.__context__)
+
+
+def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
+    """Returns what this process was waiting for, and which process has the oldest heartbeat."""
+    collective = next(
+        (frame.name for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.name in _COLLECTIVES),
+        "a collective",
+    )
+    heartbeats = {}
+    with suppress(Exception):  # the store may be gone with its process
+        for other in range(group.size):
+            when, activity = json.loads(group.store.get(f"heartbeat/{other}")) if group.store else (0.0, "")
+            heartbeats[other] = (time.time() - float(when), activity)
+    message = f"rank {group.rank} of {group.size} timed out or lost its connection in {collective}"
+    own = heartbeats.pop(group.rank, None)
+    if own is not None:
+        message += f", {own[1]}"
+    if heartbeats:
+        last = max(heartbeats, key=lambda other: heartbeats[other][0])
+        seconds, activity = heartbeats[last]
+        message += f"; rank {last} is behind: its last heartbeat, {seconds:.0f} s ago, was {activity}"
+    return f"{message} ({str(error).partition(chr(10))[0][:200]})"
+
+
+_COLLECTIVES = {
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "recv",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "send",
+    "wait",
+    "wait_tensor",
+}
