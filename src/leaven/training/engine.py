@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class StopRequested(Exception):
-    """Asked to stop in the middle of a step or an evaluation, which is given up."""
+    """The user wants to stop in the middle of a step or an evaluation, which is abandoned."""
 
 
 @dataclass
@@ -119,14 +119,14 @@ class Training:
     def finished(self) -> bool:
         return self.progress.step >= self.recipe.steps
 
-    def go_on(self) -> None:
-        """Asked before every forward: raise StopRequested if ``stop`` says so. Of many processes each would say so at a
-        forward of its own: they are asked between steps."""
+    def check_stop(self) -> None:
+        """Raise StopRequested if ``stop()`` is true. Called before every forward of a single process; several
+        processes have to stop at the same place, so they check between steps."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 
-    def give_up(self) -> None:
-        """After StopRequested: return to the state after the last step that was issued."""
+    def abandon_step(self) -> None:
+        """Return to the state after the last issued step, when StopRequested has interrupted the next one."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -268,7 +268,7 @@ class Training:
         size, forwards = self.forwards(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
-            self.go_on()
+            self.check_stop()
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:

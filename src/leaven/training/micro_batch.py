@@ -276,7 +276,7 @@ def trial_step(training: "Training", size: int) -> float | None:
     Raises:
         StopRequested: if the training was asked to stop.
     """
-    training.go_on()
+    training.check_stop()
     device, seq_len = training.device, training.recipe.model.seq_len
     numbers = torch.from_numpy(training.stream.batch(training.progress.tokens // seq_len, size))
     scale = 1.0 if training.loss_scale is None else training.loss_scale.value

@@ -83,7 +83,7 @@ class Session:
                 self.validation.evaluate()
             ended = self.validation.evaluate() if self.loop.run(stop) else None
         except StopRequested:
-            self.training.give_up()
+            self.training.abandon_step()
             self.loop.read()
             ended = None
         error = self.checkpoints.save_last()
