@@ -4,6 +4,7 @@ A user's file has the same form and may add an accelerator or give another group
 one: ``$LEAVEN_ACCELERATORS``, or else accelerators.toml in leaven's folder of ``$XDG_CONFIG_HOME`` or ~/.config.
 """
 
+import ctypes
 import os
 import re
 import tomllib
@@ -298,10 +299,20 @@ def _explain(error: ValidationError) -> str:
     return f"{at}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
 
 
-def this_machine() -> Accelerator:
-    """The processors of this machine as one accelerator.
+def physical_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Windows: MEMORYSTATUSEX has its own size first and the total physical memory at byte 8.
+    status = ctypes.create_string_buffer((64).to_bytes(4, "little"), 64)
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(status)  # type: ignore[attr-defined]
+    return int.from_bytes(status.raw[8:16], "little")
 
-    Memory and cores are the machine's own; the rest is a guess by the core, of the order of a server's with AVX2.
+
+def this_machine() -> Accelerator:
+    """Return the processors of this machine as one accelerator.
+
+    Memory and cores are the machine's own. The rest is a guess by the core, for a server with AVX2.
     """
     cores = os.cpu_count() or 1
     rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
@@ -313,7 +324,7 @@ def this_machine() -> Accelerator:
         name="cpu",
         peak_tflops=rate,
         best_matmul_tflops=None,
-        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        memory_gib=round(physical_memory() / 2**30, 1),
         memory_tb_s=0.01 * cores,
         link_gb_s=10.0 * cores,
         network_gb_s=1.0,

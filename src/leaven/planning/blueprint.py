@@ -7,7 +7,7 @@ from it has to know which kind of model it is.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd
@@ -186,34 +186,62 @@ Model: TypeAlias = ModelShape | Blueprint
 """What the planner takes as a model."""
 
 
+def attention_rows(
+    d: int, heads: int, kv_heads: int, d_head: int, *, bias: bool = False, qkv_bias: bool = False
+) -> list[Matmul]:
+    """The products around attention of heads that share keys and values in groups."""
+    return [
+        Matmul("attention.query", d, heads * d_head, "column", qkv_bias),
+        Matmul("attention.key", d, kv_heads * d_head, "column", qkv_bias),
+        Matmul("attention.value", d, kv_heads * d_head, "column", qkv_bias),
+        Matmul("attention.out", heads * d_head, d, "row", bias),
+    ]
+
+
+def mlp_rows(
+    name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
+) -> list[Matmul]:
+    """The products of an MLP, or of ``stored`` experts of which a token passes ``passed``."""
+    inputs = ("gate", "in") if gated else ("in",)
+    return [
+        *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),
+        Matmul(f"{name}.out", width, d, "row", bias, stored, passed),
+    ]
+
+
+def block_table(
+    matmuls: Sequence[Matmul],
+    core: Core,
+    gains: int,
+    split_gains: int,
+    activation: str,
+    *,
+    qk_norm: bool = False,
+    dropout: bool = False,
+) -> BlockTable:
+    """A layer with the biases of its products; gains are those of its norms.
+
+    The bias of a row-parallel product is added after the sum over ranks, so every rank has all of it.
+    """
+    shared, split = (sum(row.n for row in matmuls if row.bias and row.split == how) for how in ("row", "column"))
+    return BlockTable(tuple(matmuls), core, gains + shared, split_gains + split, activation, qk_norm, dropout)
+
+
 @cache
 def blueprint(model: Model) -> Blueprint:
-    """The table of a model that leaven can build; a table is returned as it is."""
+    """Return the table of a model that leaven can build. A table is returned as it is."""
     if isinstance(model, Blueprint):
         return model
-    d, d_q, d_kv = model.d_model, model.n_heads * model.d_head, model.n_kv_heads * model.d_head
-    bias = model.bias
-    norm = d * (2 if model.norm == "layernorm" and bias else 1)
-    matmuls = (
-        Matmul("attention.query", d, d_q, "column", bias),
-        Matmul("attention.key", d, d_kv, "column", bias),
-        Matmul("attention.value", d, d_kv, "column", bias),
-        Matmul("attention.out", d_q, d, "row", bias),
-        *((Matmul("mlp.gate", d, model.d_ff, "column", bias),) if model.gated else ()),
-        Matmul("mlp.in", d, model.d_ff, "column", bias),
-        Matmul("mlp.out", model.d_ff, d, "row", bias),
-    )
+    d, heads, kv_heads, d_head = model.d_model, model.n_heads, model.n_kv_heads, model.d_head
+    norm = d * (2 if model.norm == "layernorm" and model.bias else 1)
     per_head = model.qk_norm and model.qk_norm_per_head
-    block = BlockTable(
-        matmuls,
-        Core(model.n_heads, model.n_kv_heads, model.d_head, model.d_head),
-        # The bias of a row-parallel product is added after the sum over ranks, so every rank has all of it.
-        vectors=2 * norm
-        + sum(row.n for row in matmuls if row.bias and row.split == "row")
-        + (2 * model.d_head if model.qk_norm and not per_head else 0),
-        split_vectors=sum(row.n for row in matmuls if row.bias and row.split == "column")
-        + (d_q + d_kv if per_head else 0),
-        activation=model.activation,
+    rows = attention_rows(d, heads, kv_heads, d_head, bias=model.bias, qkv_bias=model.bias)
+    block = block_table(
+        rows + mlp_rows("mlp", d, model.d_ff, gated=model.gated, bias=model.bias),
+        Core(heads, kv_heads, d_head, d_head),
+        2 * norm + (2 * d_head if model.qk_norm and not per_head else 0),
+        (heads + kv_heads) * d_head if per_head else 0,
+        model.activation,
         qk_norm=model.qk_norm,
         dropout=model.dropout > 0,
     )

@@ -5,7 +5,15 @@ from itertools import cycle, islice
 
 from leaven.catalogue.counting import Widths, layer_widths
 from leaven.catalogue.groups import PublishedArchitecture
-from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul
+from leaven.planning.blueprint import (
+    BlockTable,
+    Blueprint,
+    Core,
+    Matmul,
+    attention_rows,
+    block_table,
+    mlp_rows,
+)
 from leaven.recipe.errors import InputError
 
 _NEEDED = ("n_layers", "d_model", "n_heads", "gated", "norm", "tied_embeddings", "qk_norm")
@@ -66,50 +74,33 @@ def _gains(arch: PublishedArchitecture) -> int:
 
 def _block(arch: PublishedArchitecture, layer: Widths, window: int | None, *, dropout: bool) -> BlockTable:
     heads, kv_heads, d_ff = layer
-    d, gains = arch.d_model or 0, _gains(arch)
-    if arch.kv_lora_rank is not None:
-        matmuls, core, vectors, split_vectors = _latent(arch, heads, arch.kv_lora_rank, window)
+    d, gain = arch.d_model or 0, _gains(arch)
+    bias, gated = bool(arch.bias), bool(arch.gated)
+    gains, split_gains = 2 * d * gain, 0
+    if (rank := arch.kv_lora_rank) is not None:
+        matmuls, core = _latent(arch, heads, rank, window)
+        gains += (rank + (arch.q_lora_rank or 0)) * gain
     else:
-        matmuls, core, vectors, split_vectors = _grouped(arch, heads, kv_heads, window)
-    matmuls += _experts(arch) if d_ff is None else _mlp(arch, "mlp", d_ff, bias=bool(arch.bias))
-    for row in matmuls:
-        if row.bias and row.split == "row":
-            vectors += row.n
-        elif row.bias:
-            split_vectors += row.n
-    activation = arch.activation or ("swiglu" if arch.gated else "gelu")
-    return BlockTable(
-        tuple(matmuls), core, vectors + 2 * d * gains, split_vectors, activation, bool(arch.qk_norm), dropout
-    )
+        head = arch.d_head or d // heads
+        qkv_bias = bool(arch.bias if arch.qkv_bias is None else arch.qkv_bias)
+        matmuls = attention_rows(d, heads, kv_heads, head, bias=bias, qkv_bias=qkv_bias)
+        core = Core(heads, kv_heads, head, head, window)
+        if arch.positional == "relative":  # Transformer-XL projects the encoding of each distance
+            matmuls.append(Matmul("attention.distance", d, d, "column"))
+        if arch.qk_norm and arch.qk_norm_width == "head":
+            gains += 2 * head * gain
+        elif arch.qk_norm:
+            split_gains = (heads + kv_heads) * head * gain
+    matmuls += _experts(arch, gated) if d_ff is None else mlp_rows("mlp", d, d_ff, gated=gated, bias=bias)
+    activation = arch.activation or ("swiglu" if gated else "gelu")
+    return block_table(matmuls, core, gains, split_gains, activation, qk_norm=bool(arch.qk_norm), dropout=dropout)
 
 
-def _grouped(
-    arch: PublishedArchitecture, heads: int, kv_heads: int, window: int | None
-) -> tuple[list[Matmul], Core, int, int]:
-    """Heads that share keys and values in groups; the vectors are those of the norms of queries and keys."""
-    d = arch.d_model or 0
-    head = arch.d_head or d // heads
-    bias, qkv_bias = bool(arch.bias), bool(arch.bias if arch.qkv_bias is None else arch.qkv_bias)
-    rows = [
-        Matmul("attention.query", d, heads * head, "column", qkv_bias),
-        Matmul("attention.key", d, kv_heads * head, "column", qkv_bias),
-        Matmul("attention.value", d, kv_heads * head, "column", qkv_bias),
-        Matmul("attention.out", heads * head, d, "row", bias),
-    ]
-    if arch.positional == "relative":  # Transformer-XL projects the encoding of each distance
-        rows.append(Matmul("attention.distance", d, d, "column"))
-    shared, wide = 0, 0
-    if arch.qk_norm and arch.qk_norm_width == "head":
-        shared = 2 * head * _gains(arch)
-    elif arch.qk_norm:
-        wide = (heads + kv_heads) * head * _gains(arch)
-    return rows, Core(heads, kv_heads, head, head, window), shared, wide
+def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core]:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-
-def _latent(
-    arch: PublishedArchitecture, heads: int, rank: int, window: int | None
-) -> tuple[list[Matmul], Core, int, int]:
-    """MLA (arXiv 2405.04434, section 2.1). What leads to a latent is whole on every tensor rank, as in Megatron."""
+    The products that lead to a latent are whole on every tensor rank, as in Megatron.
+    """
     d = arch.d_model or 0
     nope, rope, value = arch.qk_nope_head_dim or 0, arch.qk_rope_head_dim or 0, arch.v_head_dim or 0
     queries = arch.q_lora_rank
@@ -121,23 +112,12 @@ def _latent(
         Matmul("attention.key_value", rank, heads * (nope + value), "column"),
         Matmul("attention.out", heads * value, d, "row"),
     ]
-    return rows, Core(heads, heads, nope + rope, value, window), (rank + (queries or 0)) * _gains(arch), 0
+    return rows, Core(heads, heads, nope + rope, value, window)
 
 
-def _mlp(
-    arch: PublishedArchitecture, name: str, width: int, *, bias: bool, stored: int = 1, passed: int = 1
-) -> list[Matmul]:
-    d = arch.d_model or 0
-    inputs = ("gate", "in") if arch.gated else ("in",)
-    return [
-        *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),
-        Matmul(f"{name}.out", width, d, "row", bias, stored, passed),
-    ]
-
-
-def _experts(arch: PublishedArchitecture) -> list[Matmul]:
-    """The router, the experts that it chooses from, and the ones that every token passes, as one wider MLP."""
-    width, routed, shared = arch.d_expert or 0, arch.n_experts or 0, arch.n_shared_experts or 0
-    rows = [Matmul("router", arch.d_model or 0, routed, "none")]
-    rows += _mlp(arch, "experts", width, bias=False, stored=routed, passed=arch.experts_per_token or 0)
-    return rows + (_mlp(arch, "shared", width * shared, bias=False) if shared else [])
+def _experts(arch: PublishedArchitecture, gated: bool) -> list[Matmul]:
+    """The router, the experts that it chooses from, and those that every token passes, as one wider MLP."""
+    d, width, routed, shared = arch.d_model or 0, arch.d_expert or 0, arch.n_experts or 0, arch.n_shared_experts or 0
+    rows = [Matmul("router", d, routed, "none")]
+    rows += mlp_rows("experts", d, width, gated=gated, stored=routed, passed=arch.experts_per_token or 0)
+    return rows + (mlp_rows("shared", d, width * shared, gated=gated) if shared else [])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from leaven.catalogue.messages import constants, parts, sentence
 from leaven.catalogue.neighbours import Neighbours, neighbours
 from leaven.catalogue.starter.decisions import Derivation, derivation_step
 from leaven.catalogue.starter.request import StarterRequest
@@ -75,8 +76,15 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
         derived = laid_out(derived, cluster)
     target = derived.recipe
     near = neighbours(target.model.params, target.data.tokens)
-    compared = tuple(_compared(target, near))
-    derived = derived.add("at the target", _said(near, compared, tuned=derived.tuning.proxy is not None))
+    compared = _compared(target, near)
+    if near.close:
+        moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]
+        lines = [line for one in compared for line in parts("target", _line(one), {"one": one})]
+        if derived.tuning.proxy and moved:
+            lines += parts("target", "two readings", {"moved": " and ".join(moved)})
+    else:
+        lines = parts("target", "nothing near", {})
+    derived = derived.add("at the target", lines)
     return StarterRecipes(derived, _proxy(derived), compared)
 
 
@@ -93,9 +101,15 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     except InputError as error:
         raise InputError(f"--gpus {cluster}: {error}; or take fewer GPUs") from None
     how = found.arrangement
-    memory = f"{found.memory.total / GIB:.1f} GiB of {cluster.accelerator.memory_gib:g}"
-    speed = f"{found.speed.tflops_per_gpu:.0f} TFLOP/s a GPU, MFU {found.speed.mfu:.0%}"
-    reason = f"the fastest that fits {cluster} by the planner: {how}; {memory}, {speed}"
+    facts = {
+        "cluster": str(cluster),
+        "arrangement": str(how),
+        "gib": found.memory.total / GIB,
+        "capacity": cluster.accelerator.memory_gib,
+        "speed": found.speed,
+        "time": format_seconds(found.seconds),
+    }
+    reason = sentence("cluster", "reason", facts)
     always = {"dp", "tp", "pp", "zero", "recompute"}
     chosen = {
         f"layout.{key}": value
@@ -105,7 +119,7 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     chosen["batch.micro_batch"] = how.micro_batch
     placed = recipe.replace(chosen)
     placed = placed.replace({"why": recipe.why | dict.fromkeys(chosen, reason)})
-    lines = (str(how), memory, speed, f"{format_seconds(found.seconds)} on {cluster}")
+    lines = parts("cluster", "lines", facts)
     steps = tuple(
         derivation_step(
             step.step,
@@ -138,17 +152,14 @@ def _proxy(derived: Derivation) -> Recipe | None:
     )
     held_out = min(max(proxy.tokens // 100, 8 * proxy.shape.seq_len), target.evaluation.tokens)
     why = small.why | {
-        "name": f"the proxy of {target.name}",
-        "data.tokens": f"as many tokens a parameter as {target.name}",
-        "batch.tokens": f"nearly as many steps as {target.name}: its batch shrinks as its tokens do",
-        "scaling.base": f"this proxy's own scale, where the values are chosen and tuned; {target.name} has the same",
-        "evaluation.tokens": "a hundredth of the run, but 8 sequences at least and no more than the target's",
-        **dict.fromkeys(one, "one process; leaven plan lays out a proxy that is too large for one"),
+        **{path: sentence("proxy", path, {"target": target.name}) for path in constants("proxy") if path != "layout"},
+        **dict.fromkeys(one, sentence("proxy", "layout", {})),
     }
     return small.replace({"evaluation.tokens": held_out, "why": why})
 
 
-def _compared(target: Recipe, near: Neighbours) -> list[ComparedRow]:
+def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
+    """Compare what the rule gives the target with what the published runs of its size have."""
     rows = resolve(target).rows
 
     def of(quantity: str, *roles: Role) -> float | None:
@@ -169,38 +180,22 @@ def _compared(target: Recipe, near: Neighbours) -> list[ComparedRow]:
         ("beta2", "hyperparameters.beta2", of("beta2", *hidden), near.values("hyperparameters.beta2")),
         ("init std x sqrt(d)", "hyperparameters.init_std", std and std * math.sqrt(target.model.d_model), stds),
     ]
-    return [
-        _compared_row(what, path, value, float(min(by.values())), float(max(by.values())))
-        for what, path, value, by in quantities
-        if value is not None and by
-    ]
-
-
-def _compared_row(what: str, path: str, value: float, low: float, high: float) -> ComparedRow:
-    """A value that the rule gives the target beside the published range. Betas are compared by their half-life."""
-    ends = (1 / (1 - beta) for beta in (value, low, high)) if what.startswith("beta") else (value, low, high)
-    own, least, most = ends
-    factor = max(least / own, own / most, 1.0)
-    return ComparedRow(what=what, path=path, value=value, low=low, high=high, factor=factor, outside=factor > FAR)
-
-
-def _said(near: Neighbours, compared: tuple[ComparedRow, ...], *, tuned: bool) -> list[str]:
-    """Lines that compare the target with published runs, and both readings where it is outside their range."""
-    if not near.close:
-        return ["no published run is near this size, so there is nothing to compare with"]
-    said = [_line(one) for one in compared]
-    moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]
-    if tuned and moved:
-        said.append(
-            f"two readings of {' and '.join(moved)}: the rule moves what is best for a small model, and its powers "
-            "of the width are exact in the limit of large widths; published values are set by hand, one for all "
-            "modules, and few tried others. Tune the proxy, then check the transfer"
+    compared = []
+    for what, path, value, by in quantities:
+        if value is None or not by:
+            continue
+        low, high = float(min(by.values())), float(max(by.values()))
+        ends = (value, low, high)
+        own, least, most = (1 / (1 - beta) for beta in ends) if what.startswith("beta") else ends  # half-lives
+        factor = max(least / own, own / most, 1.0)
+        outside = factor > FAR
+        compared.append(
+            ComparedRow(what=what, path=path, value=value, low=low, high=high, factor=factor, outside=outside)
         )
-    return said
+    return tuple(compared)
 
 
 def _line(one: ComparedRow) -> str:
-    digits = ".4g" if one.what.startswith("beta") else ".2g"
-    value, low, high = (format(number, digits) for number in (one.value, one.low, one.high))
-    outside = f": {one.factor:.2g}x outside" if one.factor > _ROUNDING else ""
-    return f"{one.what} {value}, published {low} .. {high}{outside}"
+    """The name of the message about a compared value."""
+    kind = "beta" if one.what.startswith("beta") else "value"
+    return f"{kind} outside" if one.factor > _ROUNDING else kind

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from leaven import __version__
+from leaven.planning.accelerators import physical_memory
 from leaven.planning.calibration import processor
 
 
@@ -15,7 +16,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": processor(),
         "cores": cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(physical_memory() / 2**30, 1),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": version("torch"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from leaven.planning.accelerators import Accelerator
+from leaven.planning.accelerators import Accelerator, physical_memory
 from leaven.planning.calibration import processor
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import known_device, parse_cluster
@@ -177,7 +177,7 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         )
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = physical_memory()
     with suppress(OSError):
         if said := re.search(r"MemAvailable:\s*(\d+)", (_PROC / "meminfo").read_text()):
             free = int(said[1]) * 1024
