@@ -1,8 +1,6 @@
 """How benchmarks/planner_accuracy.py reads tables that it has never seen."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +136,6 @@ def test_a_row_that_lacks_something_is_counted_with_its_reason(tmp_path: Path) -
     assert dict(one(tmp_path, nowhere).unused) == {"time not compared: it is not said which code ran it": 1}
 
 
-def test_what_is_used_of_a_row_does_not_hide_what_is_not(tmp_path: Path) -> None:
-    # parameters and the aggregate are compared; time and memory are not, and two columns are nobody's
-    text = (GPT % ("hidden", "tflops: 148, aggregate_pflops: 227.1, mem_gb: 60, flavour: 3, loss: 2.1")).replace(
-        "mbs: 2", "mbs: 4000"
-    )
-    verdict = one(tmp_path, text)
-    assert (verdict.params, verdict.flops, verdict.points) == ([0], [0], [])
-    why = "fewer sequences than dp x mbs"
-    assert dict(verdict.unused) == {f"memory not compared: {why}": 1, f"time not compared: {why}": 1}
-    printed = "\n".join(lines([verdict]))
-    assert f"time not compared: {why} (1 row)" in printed
-    assert "columns not read: flavour, loss" in printed
-
-
 def test_a_row_without_a_micro_batch_has_the_fastest_that_fits_and_that_is_told(tmp_path: Path) -> None:
     text = (GPT % ("unsaid", "tflops: 148, mem_gb: 60")).replace("mbs: 2, ", "")
     verdict = one(tmp_path, text)
@@ -170,28 +154,16 @@ def test_a_row_without_a_micro_batch_has_the_fastest_that_fits_and_that_is_told(
     [
         ("gpus: 1536", "num_gpus: 1536"),
         ("gbs: 2304", "global_batch_size: 2304"),
-        ("gbs: 2304", "batch_size: 2304"),
         ("mbs: 2", "micro_batch_size: 2"),
         ("a: 96", "num_attention_heads: 96"),
-        ("a: 96", "attention_heads: 96"),
         ("tflops: 148", "achieved_tflops: 148"),
-        ("tflops: 148", "TFLOPs_per_GPU: 148"),
         ("iter_s: 24.8", "step_time_s: 24.8"),
-        ("iter_s: 24.8", "iteration_time_s: 24.8"),
         ("iter_s: 24.8", "iter_ms: 24800"),
-        ("iter_s: 24.8", "sec_per_iter: 24.8"),
-        ("pct_peak: 47", "peak_pct: 47"),
-        ("pct_peak: 47", "percent_of_peak: 47"),
         ("pct_peak: 47", "pct_of_peak: '47%'"),
         ("aggregate_pflops: 227.1", "aggregate_petaflops: 227.1"),
-        ("aggregate_pflops: 227.1", "agg_pflops: 227.1"),
         ("mem_gb: 50", "max_mem_gb: 50"),
-        ("mem_gib: 50", "peak_mem_gib: 50"),
         ("tokens: 300B, days: 13", "tokens_B: 300, days: 13"),
-        ("tokens: 300B, days: 13", "tokens_t: 0.3, days: 13"),
         ("tokens: 300B, days: 13", "days_300B: 13"),
-        ("tokens: 300B, days: 13", "days_for_300b_tokens: 13"),
-        ("tokens: 300B, days: 13", "days_300B_tokens: 13"),
     ],
 )
 def test_other_spellings_of_a_column_are_the_same_column(tmp_path: Path, ours: str, other: str) -> None:
@@ -206,32 +178,15 @@ def test_other_spellings_of_a_column_are_the_same_column(tmp_path: Path, ours: s
     assert plain.to_json()["mfu_err_max_points"] == 0
 
 
-def test_gpu_days_and_gpu_hours_are_days_of_one_gpu(tmp_path: Path) -> None:
-    days = one(tmp_path, GPT % ("d", "tflops: 148, tokens: 300B, days: 13.25")).days
-    assert days != [0]
-    for other in (f"gpu_days: {13.25 * 1536}", f"gpu_hours: {13.25 * 24 * 1536}"):
-        assert one(tmp_path, GPT % ("d", f"tflops: 148, tokens: 300B, {other}")).days == pytest.approx(
-            days, abs=0.005
-        )
-    llama = GPT.replace("flops_convention: narayanan_hw", "").replace("source: somewhere", "source: elsewhere")
-    verdict = one(tmp_path, llama % ("unnamed", "tflops: 148, tokens: 300B, days: 13"))
-    assert verdict.unused["days not compared: the table names no convention of FLOPs for it"] == 1
-
-
 @pytest.mark.parametrize(
     ("said", "out"),
     [
         ("oom: true", True),
-        ("oom: 'yes'", True),
         ("oom: 'no'", False),
-        ("oom: 'false'", False),
         ("mem_gb: OOM", True),
         ("status: OOM", True),
-        ("tflops: OOM", True),
-        ("iter_s: oom", True),
         ("out_of_memory: true", True),
         ("fits: false", True),
-        ("fits: true", False),
         ("note: out of memory", True),
         ("note: ran out of memory at the optimizer step", True),
         ("note: did not run out of memory", False),
@@ -241,31 +196,6 @@ def test_gpu_days_and_gpu_hours_are_days_of_one_gpu(tmp_path: Path) -> None:
 def test_out_of_memory_however_it_is_said(tmp_path: Path, said: str, out: bool) -> None:
     verdict = one(tmp_path, GPT % ("oom", said))
     assert (verdict.oom, verdict.ran) == (int(out), 0)
-
-
-def test_defaults_of_a_stack_are_used_where_its_table_says_nothing(tmp_path: Path) -> None:
-    text = """
-  - id: silent
-    source: %s
-    hardware: H100-SXM-80GB, 8 a node
-    seq_len: 8192
-    rows:
-      - {model: %s, gpus: 64, dp: 8, tp: 8, %s, ac: full, layout: %s, tps: 600}
-"""
-    zero = {}
-    for source, batch, layout in (
-        ("elsewhere", "lbs: 2", "2D"),
-        ("elsewhere", "lbs: 2", "DDP"),
-        ("somewhere", "gbs: 8, mbs: 1", "2D"),
-    ):
-        (point,) = one(tmp_path, text % (source, "70B", batch, layout)).points
-        assert point.case is not None
-        zero[source, layout] = point.case.how.layout.zero
-    assert zero == {("elsewhere", "2D"): 3, ("elsewhere", "DDP"): 0, ("somewhere", "2D"): 1}
-    for name in ("Llama 3 70B", "Llama3-70B", "Llama-3.1-70B", "meta_llama_3.1_70b"):
-        assert one(tmp_path, text % ("elsewhere", name, "lbs: 2", "2D")).points
-    other = one(tmp_path, text % ("elsewhere", "Llama-2-70B", "lbs: 2", "2D"))
-    assert dict(other.unused) == {"time not compared: no L": 1}
 
 
 def test_mfu_of_a_row_in_fp8_is_of_the_peak_in_fp8(tmp_path: Path) -> None:
@@ -322,16 +252,6 @@ def test_a_measurement_that_is_no_number_is_told_and_a_share_is_a_percentage(tmp
     for mfu in ("mfu: 0.474", "mfu_pct: 47.4", "mfu: 47.4"):
         assert one(tmp_path, share % ("share", f"tflops: 148, {mfu}")).mfu == [0]  # 148 / 312
     assert one(tmp_path, share % ("share", "tflops: 148, mfu: 0.484")).mfu == [pytest.approx(0.914, abs=1e-3)]
-
-
-def test_tables_of_one_id_stay_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "tables.yaml"
-    file.write_text(
-        SOURCES + GPT % ("twin", "tflops: 148") + GPT % ("twin", "tflops: 140") + GPT % ("twin (2)", "tflops: 145")
-    )
-    assert main([str(file), str(file), "--json"]) == 0
-    names = list(json.loads(capsys.readouterr().out))
-    assert names == ["twin", "twin (2)", "twin (2) (2)", "twin (3)", "twin (4)", "twin (2) (3)"]
 
 
 def test_a_bubble_is_held_to_half_a_percent_where_a_layout_ran_at_three_batches(tmp_path: Path) -> None:
@@ -399,25 +319,6 @@ def test_a_size_stands_for_the_large_gpts_and_flops_need_no_layout(tmp_path: Pat
     assert not verdict.points  # no layout, no time
 
 
-def test_a_row_of_a_table_of_several_gpus_says_which_it_had(tmp_path: Path) -> None:
-    text = (GPT % ("mixed", "tflops: 148, gpu: a100")).replace("A100-SXM-80GB, 8", "per row; A100 or H100, 8")
-    assert one(tmp_path, text).points
-    nowhere = one(tmp_path, text.replace(", gpu: a100", ""))
-    assert not nowhere.points
-
-
-def test_the_best_of_several_layouts_is_looked_for_among_batches_alike(tmp_path: Path) -> None:
-    head, row = (GPT % ("many", "tflops: 148")).rsplit("      - ", 1)
-    row = row.replace("params_b: 145.6, ", "")
-    layouts = [("tp: 8, pp: 8", 148), ("tp: 8, pp: 16", 140), ("tp: 4, pp: 16", 145), ("tp: 8, pp: 4", 130)]
-    rows = "".join(
-        f"      - {row}".replace("tp: 8, pp: 8", degrees).replace("148", str(tflops)).replace(", vpp: 2", "")
-        for degrees, tflops in layouts
-    )
-    assert len(one(tmp_path, head + rows).groups) == 1
-    assert one(tmp_path, head + rows.replace("gbs: 2304", "gbs: 1536", 1)).groups == []
-
-
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text(SOURCES + GPT % ("good", "tflops: 148"))
@@ -451,11 +352,3 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not out
     assert said in err
     assert len(err.splitlines()) == 1
-
-
-def test_it_runs_as_a_script() -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "planner_accuracy.py"
-    ran = subprocess.run(
-        [sys.executable, script, "missing.yaml"], cwd=script.parents[1], capture_output=True, text=True, check=False
-    )
-    assert (ran.returncode, ran.stdout) == (2, "")

@@ -31,16 +31,11 @@ def test_a_file_is_whole_and_says_what_it_says_twice_the_same(id: str) -> None:
 WRONG = {
     "no source": ("\n[optim]", 'confidence = "file"', "", "optim.confidence: Field required"),
     "empty source": ("\n[data]", 'source = "EleutherAI/pythia: README.md"', 'source = ""', "data.source"),
-    "empty list": ("\n[data]", 'source = "EleutherAI/pythia: README.md"', "source = []", "data.source"),
     "wrong type": ("\n[optim]", "beta2 = 0.95", 'beta2 = "0.95"', "optim.beta2: Input should be a valid number"),
-    "float for a count": ("\n[arch]", "n_layers = 6", "n_layers = 6.0", "arch.n_layers: Input should be a valid int"),
     "unknown key": ("\n[optim]", "grad_clip", "gradclip", "optim.gradclip: Extra inputs"),
-    "unknown group": ("\n[optim]", "[optim]", "[optimiser]", "optimiser: Extra inputs"),
     "unknown word": ("\n[schedule]", '"cosine"', '"cosin"', "schedule.shape: Input should be"),
     "date": ("", '"2023-04"', '"April 2023"', "date: String should match"),
-    "heads": ("\n[arch]", "n_heads = 8", "n_heads = 7", "arch.n_heads: d_model 512 does not divide over 7"),
     "key heads": ("\n[arch]", "n_kv_heads = 8", "n_kv_heads = 3", "arch.n_kv_heads: 8 heads"),
-    "padding": ("\n[arch]", "vocab_padded = 50_304", "vocab_padded = 50_000", "arch.vocab_padded: 50000 is below"),
     "gate": ("\n[arch]", "gated = false", "gated = true", "arch.gated: true, but the activation is gelu"),
     "experts": ("\n[arch]", "gated = false", "gated = false\nn_experts = 4", "arch.experts_per_token: None of 4"),
     "kind": ("", 'kind = "dense"', 'kind = "moe"', "arch.n_experts: a run of kind moe has no experts"),
@@ -56,9 +51,7 @@ WRONG = {
     "min lr": ("\n[schedule]", "min_lr = 0.0001", "min_lr = 0.0002", "schedule.min_lr_ratio: 0.1 of 0.001 is"),
     "warm-up": ("\n[schedule]", "warmup_steps = 1430", "warmup_steps = 2000", "schedule.warmup_fraction: "),
     "ranks": ("\n[parallel]", "tp = 1", "tp = 2", "parallel.dp: tp x pp x dp x cp is 64, the accelerators are 32"),
-    "accumulation": ("\n[parallel]", "grad_accum = 1", "grad_accum = 2", "parallel.grad_accum: micro-batch x"),
     "exception": ("\n[arch]", "exceptions.d_ff", "exceptions.d_mlp", "arch.exceptions: there is no d_mlp in [arch]"),
-    "derived": ("\n[init]", 'derived = ["std"]', 'derived = ["sdt"]', "init.derived: there is no sdt in [init]"),
     "no toml": ("\n[arch]", "n_layers = 6", "n_layers = six", "Invalid value"),
 }
 
@@ -94,13 +87,3 @@ def test_a_ramp_ends_where_the_batch_does(tmp_path: Path, monkeypatch: pytest.Mo
         path.write_text(text.replace(right, wrong), encoding="utf-8")
         with pytest.raises(InputError, match=re.escape(said)):
             find_run(path.stem)
-
-
-def test_a_rounded_count_is_held_to_three_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (FOLDER / "opt-13b.toml").read_text(encoding="utf-8")
-    monkeypatch.setattr("leaven.catalogue.runs.FOLDER", tmp_path)
-    (tmp_path / "mine.toml").write_text(text.replace("13_000_000_000", "13_800_000_000"), encoding="utf-8")
-    with pytest.raises(InputError, match="params_total: the shape gives 12,8.*not within 3% of 13,800,000,000"):
-        find_run("mine")
-    (tmp_path / "mine.toml").write_text(text.replace("13_000_000_000", "13_100_000_000"), encoding="utf-8")
-    assert find_run("mine").params_total == 13_100_000_000

@@ -47,19 +47,6 @@ def test_the_catalogue_is_whole() -> None:
     assert all(run.instabilities for run in runs if run.status == "succeeded-with-interventions")
 
 
-def test_the_table_of_gpt3_is_one_lineage_however_many_copied_it() -> None:
-    runs = [run for run in load_runs() if run.lineage.name == "gpt3-table"]
-    assert {"GPT-3", "OPT", "Pythia", "Cerebras-GPT", "BLOOM", "GPT-NeoX"} <= {run.family for run in runs}
-    assert len(runs) == 40
-    assert all(run.lr_comparable for run in runs)  # the muP runs of Cerebras-GPT are not of it
-
-
-def test_an_exception_has_its_own_source() -> None:
-    arch = find_run("llama1-65b").arch
-    assert arch.provenance("d_ff").confidence == "paper-memory"
-    assert arch.provenance("d_model").confidence == "file"
-
-
 def test_published_values_in_the_terms_of_leaven() -> None:
     bloom = find_run("bloom-176b")
     assert bloom.decay == "cosine"
@@ -76,21 +63,6 @@ def test_published_values_in_the_terms_of_leaven() -> None:
     assert find_run("gpt3-175b").lr_sources == (
         "Language Models are Few-Shot Learners (arXiv 2005.14165), Table 2.1",  # the field's own, not the group's
     )
-
-
-def test_what_is_not_published_is_none() -> None:
-    nemotron, idefics = find_run("nemotron-4-15b"), find_run("idefics-80b")
-    assert nemotron.peak_lr is nemotron.optimizer is nemotron.decay is nemotron.warmup_fraction is None
-    assert idefics.tokens is idefics.batch_tokens is idefics.params_from_shape is model_shape(idefics) is None
-    assert not nemotron.lr_comparable
-
-
-def test_steps_are_no_measure_of_warm_up_while_the_batch_ramps() -> None:
-    run = find_run("pythia-70m")
-    document = run.model_dump(exclude_none=True)
-    document["batch"]["rampup"] = {"kind": "linear", "start_tokens": 1}
-    document["schedule"]["warmup_fraction"] = 0.25
-    assert PublishedRun.model_validate(document).warmup_fraction == 0.25
 
 
 def test_nearest_gives_each_lineage_one_vote_before_any_second() -> None:

@@ -34,13 +34,6 @@ def test_what_is_no_range(written: str) -> None:
         Range.parse(written)
 
 
-def test_both_ends_of_a_range_are_in_it() -> None:
-    found = select(RUNS, params=Range(70_426_624, 110_000_000), tokens=Range(299_892_736_000, None))
-    assert [run.id for run in found] == ["pythia-70m"]
-    assert select(RUNS, params=Range.parse("0..0")) == select(RUNS, params=Range.parse("..0")) == []
-    assert "idefics-80b" not in {run.id for run in select(RUNS, tokens=Range(0, None))}  # not known is not zero
-
-
 @pytest.mark.parametrize(
     ("conditions", "found"),
     [

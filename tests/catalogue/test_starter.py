@@ -29,7 +29,6 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.units import parse_quantity
-from leaven.scaling.table import resolve
 
 B, T = 10**9, 10**12
 
@@ -103,12 +102,6 @@ def test_next_to_published_runs(
     assert run.arch.d_model / 1.5 <= recipe.model.d_model <= run.arch.d_model * 1.5
     assert recipe.hyperparameters.weight_decay == 0.1
     assert recipe.hyperparameters.beta2 == 0.95
-
-
-def test_seven_billion_is_the_shape_of_llama() -> None:
-    model, arch = new(7e9, 2e12).recipe.model, find_run("llama1-7b").arch
-    assert (model.n_layers, model.d_model, model.n_heads) == (arch.n_layers, arch.d_model, arch.n_heads)
-    assert model.n_kv_heads == 8  # as most of its size since 2024
 
 
 def test_a_block_has_twelve_squares() -> None:
@@ -186,35 +179,6 @@ def test_steps_are_those_that_the_ramp_makes() -> None:
     assert "falcon-180b 4.00 B tokens" in recipe.why["schedule.warmup_tokens"]
 
 
-def test_who_grew_the_batch() -> None:
-    """A batch that dipped did not grow; runs of muP and Adafactor have no vote."""
-    assert (find_run("marin-32b").batch_grew, find_run("bloom-176b").batch_grew) == (False, True)
-    ramp = next(step for step in new(32 * B, 6 * T).steps if step.title == "ramp")
-    assert "constant: " in " ".join(ramp.lines)
-    assert not {"cerebras-gpt-13b-mup", "palm-62b"} & set(ramp.sources)
-
-
-def test_no_neighbour_is_said_and_goes_on() -> None:
-    said = " ".join(new(10**6, 40e6).steps[1].lines)
-    assert "none within a factor of 4: this is 70.4 times smaller than the nearest, pythia-70m" in said
-    assert "18.9 times larger" in " ".join(new(10 * T, 200 * T).steps[1].lines)
-
-
-def test_laid_out_on_a_cluster() -> None:
-    for params, gpus in ((B, "24xA100-80GB"), (70 * B, "512xH100-80GB")):
-        cluster = parse_cluster(gpus)
-        recipe = laid_out(new(params, 20 * params, gpus=cluster.gpus), cluster).recipe
-        layout = recipe.layout
-        assert layout.ranks == cluster.gpus
-        assert all(size // recipe.model.seq_len % layout.dp == 0 for _, size in recipe.batch.sizes)
-        assert "MFU" in recipe.why["layout.dp"]
-        assert set(_written(recipe)) <= set(recipe.why)
-
-
-def test_the_same_question_the_same_answer() -> None:
-    assert new(B, 20 * B) == new(B, 20 * B)
-
-
 @pytest.mark.parametrize("asked", [{"vocab": 10**6}, {"reference": "llama2-70b"}])
 def test_what_a_refusal_names_is_taken(asked: dict[str, object]) -> None:
     with pytest.raises(InputError) as refused:
@@ -255,21 +219,6 @@ def test_bad_input_is_one_line(asked: dict[str, object], message: str) -> None:
         starter(replace(StarterRequest("wheat", B, 20 * B), **asked))  # type: ignore[arg-type]
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_a_long_context_turns_slower_and_a_small_text_is_said_to_be_one() -> None:
-    found = starter(StarterRequest("long", 1_000_000_000, 20_000_000_000, seq_len=32_768))
-    assert found.recipe.model.rope_theta == 500_000  # Llama 3, OLMo 3
-    assert "llama3-8b" in found.recipe.why["model.rope_theta"]
-    assert starter(StarterRequest("usual", 1_000_000_000, 20_000_000_000)).recipe.model.rope_theta == 10_000
-    told = [said for step in found.steps if step.title == "duration" for said in step.lines]
-    assert any("about 6,667 epochs of python-stdlib" in said and "--source" in said for said in told)
-    named = starter(
-        StarterRequest("named", 1_000_000_000, 20_000_000_000, source="text.jsonl", text_tokens=5_000_000_000)
-    )
-    assert any("about 4 epochs of text.jsonl" in said for step in named.steps for said in step.lines)
-    on_the_hub = starter(StarterRequest("hub", 1_000_000_000, 20_000_000_000, source="hf://org/text"))
-    assert not any("epochs" in said for step in on_the_hub.steps for said in step.lines)
 
 
 def test_what_is_laid_out_can_be_trained_from_its_first_batch_on() -> None:
@@ -317,19 +266,6 @@ def test_from_a_run_its_values_stay_together(id: str) -> None:
     assert set(_written(recipe)) <= set(recipe.why)
 
 
-def test_from_a_run_at_its_own_size_the_rule_does_nothing() -> None:
-    run = find_run("cerebras-gpt-1.3b")
-    recipe = started_from(run.params_total, run.tokens or 0, reference=run.id).recipe
-    ratios = resolve(recipe).ratios
-    assert (ratios.width, ratios.depth, ratios.batch, ratios.tokens) == (1, 1, 1, 1)
-
-
-def test_what_cannot_be_carried_over_is_listed() -> None:
-    said = " ".join(started_from(7 * B, 2 * T, reference="olmo2-7b").steps[1].lines)
-    assert "not carried over: norms at the output of a branch" in said
-    assert "z_loss" in said
-
-
 @pytest.mark.parametrize(
     ("id", "sizes"),
     [
@@ -354,13 +290,6 @@ def test_a_batch_that_grew_in_increments_grows_so_again() -> None:
     assert all(size % (64 * 2048) == 0 for _, size in shared.sizes)
 
 
-def test_growth_that_is_not_published_is_said_and_left_out() -> None:
-    derived = own("gopher-280b")
-    assert len(derived.recipe.batch.sizes) == 1
-    assert "how its batch grew, of which too little is published" in " ".join(derived.steps[1].lines)
-    assert len(own("marin-32b").recipe.batch.sizes) == 1  # it dipped
-
-
 def test_cool_down_and_warm_up_are_the_runs_own() -> None:
     marin = own("marin-32b").recipe.schedule
     assert (marin.decay, marin.decay_ratio) == ("wsd", 0.4)
@@ -373,9 +302,3 @@ def test_cool_down_and_warm_up_are_the_runs_own() -> None:
     assert started_from(B, 10 * B, "olmo2-7b").recipe.schedule.warmup_tokens == pytest.approx(8.39e9, rel=1e-3)
     with pytest.raises(InputError, match=r"the warm-up of --from olmo2-7b alone takes 8.39 B; give more"):
         started_from(B, 2 * B, "olmo2-7b")
-
-
-@pytest.mark.parametrize("id", ["llama2-70b", "marin-32b", "olmo-1b", "gpt3-6.7b"])
-def test_at_its_own_size_the_shape_is_the_runs(id: str) -> None:
-    model, arch = own(id).recipe.model, find_run(id).arch
-    assert (model.n_layers, model.d_model, model.d_ff) == (arch.n_layers, arch.d_model, arch.d_ff)

@@ -106,12 +106,6 @@ def test_a_planner_that_has_learnt_is_held_against_the_same_measurement() -> Non
     assert (found.time, found.memory) == (pytest.approx(1.5), pytest.approx(1.2))
 
 
-def test_a_processor_is_calibrated_by_those_of_its_kind() -> None:
-    theirs, mine = record(accelerator="cpu", device="an abacus"), record(accelerator="cpu", device=processor())
-    assert calibration([theirs], "cpu", SMALL.params, Layout(), "bf16") is None
-    assert calibration([theirs, mine], "cpu", SMALL.params, Layout(), "bf16") is not None
-
-
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=9))
 def test_the_weighted_median_with_equal_weights_is_the_median(values: list[float]) -> None:
     assert weighted_median([(value, 1.0) for value in values]) == pytest.approx(median(values))
@@ -178,11 +172,6 @@ def test_a_guessed_device_is_a_caution_before_and_after_it_is_measured() -> None
     measured = bare.calibrated([mine], "bf16").cautions
     assert "the speed of cpu is a guess, and with it MFU and energy" in measured
     assert not any("guess" in said for said in plan_recipe(recipe(), "1xH100").cautions)
-
-
-def test_a_measurement_calibrates_alone() -> None:
-    plan = plan_recipe(recipe(), "1xH100").calibrated([took(2.5, by="measurement")], "bf16")
-    assert str(plan.calibration) == "x2.5 by a measurement on this accelerator"
 
 
 def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:

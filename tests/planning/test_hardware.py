@@ -1,8 +1,6 @@
 """Accelerators with their sources, a user's own, and clusters as people write them."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,26 +20,16 @@ def no_file_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("text", "gpus", "name", "node"),
     [
         ("384xA100-80GB", 384, "A100-SXM-80GB", 8),
-        ("8xH100-80GB", 8, "H100-SXM-80GB", 8),
         ("1_024 x h100", 1024, "H100-SXM-80GB", 8),
-        ("96xA100-40GB", 96, "A100-SXM-40GB", 8),
         ("8xH100-PCIe", 8, "H100-PCIe-80GB", 8),
         ("2×H200", 2, "H200-SXM-141GB", 8),
         ("512xGH200", 512, "GH200-141GB", 4),
-        ("8x8xA100-80GB", 64, "A100-SXM-80GB", 8),
         ("16x4xA100-80GB", 64, "A100-SXM-80GB", 4),
-        ("1x72xGB200", 72, "GB200-186GB", 72),
-        ("64xA100-SXM", 64, "A100-SXM-80GB", 8),
-        ("8xGH200-SXM", 8, "GH200-141GB", 4),
-        ("8xB200-SXM", 8, "B200-SXM-180GB", 8),
         ("64xH100 96 GB", 64, "H100-96GB", 8),
         ("8xNVIDIA H100", 8, "H100-SXM-80GB", 8),
         ("256xTPU v5e", 256, "TPUv5e-16GB", 256),
         ("4xRTX4090", 4, "RTX-4090-24GB", 8),
-        ("2x3090", 2, "RTX-3090-24GB", 8),
-        ("5xA100", 5, "A100-SXM-80GB", 8),
         ("12xA100", 12, "A100-SXM-80GB", 6),  # two nodes of 6, not one of 8 and one of 4
-        ("20xA100", 20, "A100-SXM-80GB", 5),
         ("13xA100", 13, "A100-SXM-80GB", 8),  # nothing divides it: 8 and 5
     ],
 )
@@ -113,16 +101,11 @@ def test_an_unknown_accelerator_is_told_its_neighbours_and_how_to_add_it(
         ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
         ("NVIDIA H100 NVL", "H100-NVL-94GB"),
         ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
         ("NVIDIA GH200 480GB", "GH200-141GB"),
-        ("NVIDIA L4", "L4-24GB"),
         ("Tesla V100-SXM2-32GB", "V100-SXM-32GB"),
         ("AMD Instinct MI300X", "MI300X-192GB"),
-        ("NVIDIA GeForce RTX 3090", "RTX-3090-24GB"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3080", None),
         ("NVIDIA A10G", None),
-        ("NVIDIA H200 NVL", None),
         ("cpu", None),
     ],
 )
@@ -184,12 +167,8 @@ def test_rates_are_dense_and_of_one_board() -> None:
     assert h100.matmul("fp32") == pytest.approx(0.8 * 67)
     assert a100.peak("fp8") is None
     assert a100.matmul("fp8") is None
-
-
-def test_a_board_without_bf16_is_planned_in_fp16() -> None:
-    v100 = find_accelerator("V100")
-    assert (v100.peak("bf16"), v100.peak("fp16"), v100.peak_tflops, v100.memory_gib) == (None, 125, 125, 32)
-    assert find_accelerator("V100-16GB").memory_gib == 16
+    v100 = find_accelerator("V100")  # no bf16: fp16 is planned
+    assert (v100.peak("bf16"), v100.peak("fp16"), v100.peak_tflops) == (None, 125, 125)
 
 
 MINE = """
@@ -265,12 +244,3 @@ def test_a_file_that_is_named_must_be_there(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv("LEAVEN_ACCELERATORS", str(path))
         with pytest.raises(InputError, match=says):
             parse_cluster("8xH100")
-
-
-def test_nothing_is_read_before_it_is_asked_for() -> None:
-    script = (
-        "import os, sys; os.environ['LEAVEN_ACCELERATORS'] = '/absent.toml';"
-        "import leaven.planning.plan, leaven.planning.hardware; print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -85,12 +85,6 @@ def test_tensor_parallel_groups_lie_in_a_node() -> None:
     assert {layout.tp for layout in layouts(twelve, parse_cluster("48xH100"))} == {1, 2, 4}
 
 
-def test_what_is_fixed_is_in_every_layout_and_the_rest_is_free() -> None:
-    found = list(layouts(LONG, parse_cluster("16xH100"), fixed={"pp": 4, "recompute": "full", "schedule": "gpipe"}))
-    assert {(layout.pp, layout.recompute, layout.schedule) for layout in found} == {(4, "full", "gpipe")}
-    assert {layout.tp for layout in found} == {1, 2, 4}
-
-
 def test_what_leaven_does_not_train_is_told_and_not_chosen() -> None:
     job = Job(LONG, 64 * LONG.seq_len, parse_cluster("16xH100"))
     seen = explore(job)

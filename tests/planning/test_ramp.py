@@ -1,12 +1,12 @@
 """Ramps: against what BLOOM measured, and against sums made by hand."""
 
 import pytest
-from tests.planning.shapes import LLAMA_8B, MEGATRON_FP16, SMALL, gpt
+from tests.planning.shapes import MEGATRON_FP16, SMALL, gpt
 
 from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
-from leaven.planning.plan import plan, plan_recipe
+from leaven.planning.plan import plan_recipe
 from leaven.planning.ramp import RampThroughput, plan_ramp
 from leaven.planning.timing import step_time
 from leaven.recipe.batch import Batch, BatchSchedule, Ramp
@@ -105,9 +105,3 @@ def test_a_plan_counts_the_recipes_own_ramp(tiny: Recipe) -> None:
     assert ramped.seconds > flat.seconds
     fp16 = plan_recipe(tiny.replace(changes | {"precision.compute": "fp16"}), "2xH100", "dp=2")
     assert fp16.time == flat.time
-
-
-def test_a_batch_of_one_sequence_has_no_ramp() -> None:
-    found = plan(LLAMA_8B, 10**9, 64 * 8192, parse_cluster("64xH100-80GB"), Layout(dp=64, zero=3)).ramp
-    assert found.start.batch_tokens == 64 * 8192
-    assert [choice.extra_hours for choice in found.choices] == [0]

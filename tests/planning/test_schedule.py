@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from leaven.planning.arrangement import Arrangement, bubble, scheduled
+from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.schedule import Timeline, order, simulate, timeline
 from leaven.planning.stages import in_flight
@@ -120,15 +120,6 @@ def test_no_pass_begins_before_what_it_needs_and_a_rank_does_one_at_a_time(sched
         assert worked == pytest.approx(m * sum((*forward[rank::p], *backward[rank::p])))
 
 
-def test_the_slowest_stage_sets_the_pace() -> None:
-    """1F1B by hand: the last of three stages takes twice as long, so the step is its work after one forward each of
-    the others, and the way back: 1 + 1 + 5 x 6 + 2 + 2."""
-    step = simulate(Layout(pp=3), 5, [1, 1, 2], [2, 2, 4])
-    assert step.end == 36
-    last = step.ranks[-1]
-    assert all(before.end == after.start for before, after in itertools.pairwise(last))
-
-
 def test_of_the_first_stage_the_whole_backward_pass_is_put_off_under_zero_bubble() -> None:
     step = even(Layout(pp=2, schedule="zero-bubble"), 2)
     takes = {(each.kind, each.stage): each.end - each.start for passes in step.ranks for each in passes}
@@ -136,12 +127,6 @@ def test_of_the_first_stage_the_whole_backward_pass_is_put_off_under_zero_bubble
         ("forward", 0): 1, ("input", 0): 0, ("weight", 0): 2,
         ("forward", 1): 1, ("input", 1): 1, ("weight", 1): 1,
     }  # fmt: skip
-
-
-def test_one_rank_has_no_bubble() -> None:
-    step = even(Layout(), 4)
-    assert step.end == 12
-    assert step.bubble == 0
 
 
 SHAPE = ModelShape(
@@ -161,11 +146,3 @@ def test_a_step_of_even_stages_stands_still_as_long_as_its_time_says(schedule: s
     assert worked == pytest.approx(4 * (time.compute + time.tensor_parallel + time.pipeline), rel=0.02)
     said = time.bubble / (time.compute + time.tensor_parallel + time.pipeline + time.bubble)
     assert step.bubble == pytest.approx(said, abs=0.005)
-
-
-def test_whole_rounds_go_through_several_stages() -> None:
-    layout = Layout(tp=8, pp=4, schedule="interleaved", stages_per_rank=2)
-    how = Arrangement(layout, 1, 10)
-    step = timeline(SHAPE, how, parse_cluster("32xA100-80GB"))
-    assert scheduled(layout, 10) == 12
-    assert all(len(passes) == 2 * 2 * 12 for passes in step.ranks)

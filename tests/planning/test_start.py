@@ -1,12 +1,10 @@
 """`leaven new`: a target and the proxy to tune for it, from one base."""
 
-import math
-
 import pytest
 
 from leaven.catalogue.findings import findings
 from leaven.catalogue.starter.base import tuned_bases
-from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, choose_proxy, proxy_shape, trials_worth
+from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, trials_worth
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.planning.start import StarterRecipes, start
 from leaven.recipe.errors import InputError
@@ -117,12 +115,6 @@ def test_a_search_has_fewer_trials_before_it_is_given_up() -> None:
     assert trials == sorted(trials, reverse=True)  # a dearer trial never asks for more of them
 
 
-def test_a_batch_of_a_few_sequences_has_no_proxy() -> None:
-    started = start(StarterRequest("long", 10**9, 20 * 10**9, seq_len=131_072))
-    assert started.proxy is None
-    assert "4 sequences" in started.derivation.tuning.reason
-
-
 def test_the_target_is_set_beside_the_published_runs_of_its_size() -> None:
     compared = {one.what: one for one in new("8B", "15T").compared}
     lr = compared["lr of hidden matrices"]
@@ -140,26 +132,6 @@ def test_a_disagreement_is_reported_with_both_readings() -> None:
     assert outside.keys() == {"lr of the embedding", "lr x weight decay"}
     assert outside["lr of the embedding"] == pytest.approx(1.2e-3 / 7e-4, rel=0.05)
     assert "two readings" in " ".join(started.derivation.steps[-1].lines)
-
-
-def test_an_eight_billion_of_today_is_one_of_today() -> None:
-    target = new("8B", "15T").target
-    assert target.model.seq_len >= 4096
-    assert target.model.n_kv_heads == 8
-    assert target.batch.ramp is not None
-    assert (target.schedule.decay, target.schedule.min_lr_ratio) == ("linear", 0.0)
-
-
-def test_one_lineage_or_a_law_of_2020_decides_nothing() -> None:
-    derived = new("30M", "600M").derivation
-    lr = derived.recipe.why["hyperparameters.lr"]
-    assert "Kaplan" not in lr
-    assert sum(name in lr for name in ("pythia-70m", "smollm-135m", "openelm-270m")) == 3
-
-
-def test_a_small_model_is_trained_on_a_processor() -> None:
-    assert new("10M", "200M").target.precision.compute == "fp32"
-    assert new("125M", "2.5B").target.precision.compute == "bf16"
 
 
 def test_a_proxy_of_a_size_is_taken_or_refused() -> None:
@@ -185,16 +157,6 @@ def test_no_shape_is_narrower_or_shallower_than_was_tested(starts: dict[tuple[st
 
 def _both(started: StarterRecipes) -> list[Recipe]:
     return [recipe for recipe in (started.proxy, started.target) if recipe]
-
-
-def test_the_cost_is_that_of_all_trials() -> None:
-    model = new("3B", "300B").target.model
-    shape = proxy_shape(model, 1e8)
-    assert shape
-    tuning = choose_proxy(model, 2**21, 300 * 10**9, lineages=5, size=shape.params)
-    assert tuning.proxy
-    assert tuning.proxy.cost == pytest.approx(tuning.proxy.trials * (shape.params / model.params) ** 2, rel=1e-3)
-    assert math.isclose(tuning.proxy.tokens / shape.params, 300e9 / model.params, rel_tol=1e-3)
 
 
 def test_where_nothing_is_published_leavens_own_tuned_base_is_the_start() -> None:

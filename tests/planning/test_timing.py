@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, MEGATRON_FP16, TORCHTITAN, bloom, gpt
+from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, MEGATRON_FP16, TORCHTITAN, gpt
 
 from leaven.catalogue.runs import find_run
 from leaven.planning.accelerators import Accelerator
@@ -159,18 +159,6 @@ def test_selective_recomputation_repeats_the_core_or_all_but_every_second_produc
         assert some.backward - none.backward == pytest.approx(again)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_code_that_is_slower_is_so_in_all_of_a_block(recompute: Recompute) -> None:
-    cluster, how = parse_cluster("8xA100-80GB"), Arrangement(Layout(tp=8, recompute=recompute), 1, 1)
-    for code in (MEGATRON_FP16, TORCHTITAN):
-        usual, slow = (
-            block_time(gpt(8, 4096, 32), how, cluster, replace(code, slower=factor)) for factor in (1.0, 1.5)
-        )
-        for part in ("forward", "backward", "weight"):
-            assert getattr(slow, part) == pytest.approx(1.5 * getattr(usual, part))
-        assert slow.all_reduce == usual.all_reduce
-
-
 def test_attention_with_a_flash_kernel_is_the_full_matrix_and_two_and_a_half_times_that_backward() -> None:
     block = block_time(LLAMA_8B, Arrangement(Layout(), 1, 1), Cluster(1, BUSY), TrainingCode())
     attention = next(operator for operator in block.operators if operator.name == "attention")
@@ -314,16 +302,6 @@ def test_replicas_exchange_units_once_a_step_with_the_last_backward_pass() -> No
     assert some == pytest.approx(all_reduce(ends, 4, 4, Cluster(16, fast)), rel=0.25)
 
 
-def test_messages_of_25_mib_over_512_gpus_cost_more_latency_than_one() -> None:
-    model = gpt(16, 2048, 32)
-    how = Arrangement(Layout(dp=512, zero=1), 1, 1)
-    apart, together = (
-        step_time(model, how, parse_cluster("512xH100"), code).data_parallel
-        for code in (TrainingCode(overlap=False), TrainingCode(overlap=False, message=float("inf")))
-    )
-    assert apart > 2 * together
-
-
 @pytest.mark.parametrize("zero", [2, 3])
 def test_zero_2_and_3_exchange_every_micro_batch(zero: int) -> None:
     model, cluster = gpt(16, 2048, 32, seq_len=128), parse_cluster("64xA100-80GB")
@@ -334,10 +312,3 @@ def test_zero_2_and_3_exchange_every_micro_batch(zero: int) -> None:
     gather = 0.0 if zero == 3 else one - (two - one)  # weights go once a step
     assert two - gather == pytest.approx(2 * (one - gather))
     assert one > gather
-
-
-def test_a_step_is_timed_from_a_blueprint_as_from_its_shape() -> None:
-    how = Arrangement(PREQUEL, 2, 16)
-    assert step_time(blueprint(bloom()), how, JEAN_ZAY, MEGATRON_FP16) == step_time(
-        bloom(), how, JEAN_ZAY, MEGATRON_FP16
-    )

@@ -18,10 +18,6 @@ def test_a_file_with_every_value_reads_back_equal(tiny: Recipe) -> None:
         assert section in tomllib.loads(text)
 
 
-def test_nothing_changes_in_a_file_whose_values_hold(tiny: Recipe, tiny_text: str) -> None:
-    assert render(tiny, tiny_text) == tiny_text
-
-
 def test_comments_and_order_survive_a_change(tiny: Recipe, tiny_text: str) -> None:
     changed = tiny.replace({"hyperparameters.lr": 0.02, "why": {"hyperparameters.lr": "because"}})
     text = render(changed, tiny_text)

@@ -114,13 +114,6 @@ def test_the_table_row_by_row(init: str) -> None:
     assert std(init, "positions", positions="learned") == pytest.approx(inside)
 
 
-def test_a_gated_mlp_in_is_an_output_to_torchtitan_only() -> None:
-    for init, (_, inside, *_rest) in TABLE.items():
-        gated = 0.02 / math.sqrt(2) if init == "depth-scaled" else inside
-        assert std(init, "layers.0.mlp.in") == pytest.approx(gated)
-        assert std(init, "layers.0.mlp.in", activation="gelu") == pytest.approx(inside)
-
-
 def test_inits_that_are_only_compared_with() -> None:
     """nanochat: zero projections, q k v 1 / sqrt(d), the MLP's first matrix x0.4. DeepNet: Xavier normal, with
     (8 L)^-1/4 for MLP, value and output. muP: variance over width."""
@@ -134,17 +127,6 @@ def test_inits_that_are_only_compared_with() -> None:
     assert std("mup", "layers.0.mlp.in", **wide(512)) / std("mup", "layers.0.mlp.in", **wide(2048)) == 2
     assert std("mup", "layers.0.mlp.out") == pytest.approx(std("mup", "layers.0.mlp.in") / math.sqrt(2 * DEPTH))
     assert COMPARED.keys() - INITS.keys() == {"nanochat", "deepnet", "mup"}
-
-
-def test_misprints_of_copies_are_refuted_by_published_numbers() -> None:
-    """GPT-2's outputs over sqrt(L), Wang's for TinyLlama's, small init as sqrt(2 / 5 d), DeepNet as GLM-130B has."""
-    gpt2 = find_run("gpt2-124m-llmc")
-    assert 0.02 / math.sqrt(12) != pytest.approx(gpt2.residual_init_std, rel=0.2)
-    tiny = find_run("tinyllama-1.1b")
-    assert std("wang", "layers.0.mlp.out", **wide(2048, 22)) == pytest.approx(2 * tiny.residual_init_std, rel=0.005)
-    assert math.sqrt(2 / 5 * 2048) > 1000 * tiny.init_std
-    glm = (2 * 70) ** -0.5 * math.sqrt(2 / (D + 4 * D))
-    assert std("deepnet", "layers.0.mlp.out", **wide(D, 70)) > 2 * glm
 
 
 def test_a_tied_matrix_starts_as_the_unembedding() -> None:
