@@ -5,7 +5,7 @@ leaven's engine, by a Llama of `transformers` in a plain loop under autocast, an
 the same loop, eager and compiled. Peers that are not installed are said to be missing. Each arm is a process of its
 own, so that its peak memory is its own; the arms take turns in short rounds, so that whatever else the machine does
 meets all of them; beside them runs the best square matmul of the same dtype, which speed is given as a share of.
-On a processor leaven's engine asks the C library to keep freed memory (training/machine.py), which a plain loop does
+On a processor leaven's engine asks the C library to keep freed memory (training/device.py), which a plain loop does
 not: `transformers+malloc` and `litgpt+malloc` are the peers after the same call, to tell that apart from the rest.
 FLOPs are 6 a matmul weight and token, the unembedding counted, and attention over the full matrix
 (planning/flops.py).
@@ -35,7 +35,7 @@ from typing import Any
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
-from leaven.training.machine import keep_freed_memory
+from leaven.training.device import keep_freed_memory
 
 # In the order of the table. The second has the logits of a micro-batch as one tensor, for the memory of the loss.
 ARMS = ("leaven", "leaven, whole logits", "transformers", "litgpt", "transformers+malloc", "litgpt+malloc")

@@ -19,7 +19,7 @@ import tomlkit
 
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.machine import machine
+from leaven.training.device import machine
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.document import UNDER_WAY, Answer, StudyTrial
 from leaven.tuning.space import space

@@ -8,7 +8,7 @@ import pytest
 
 FAULTS = """
 import resource, torch
-from leaven.training.machine import keep_freed_memory
+from leaven.training.device import keep_freed_memory
 if {keep}:
     keep_freed_memory()
 for step in range(20):

@@ -67,7 +67,7 @@ def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pyt
         taken.append(n)
         return StepCost(step_seconds=2 + 3 * n, memory_gib=1 + n / 2) if n < 7 else None  # out of memory
 
-    monkeypatch.setattr(measured, "_steps", steps)
+    monkeypatch.setattr(measured, "_measure_steps", steps)
     found = measure(tiny.replace({"model.n_layers": 12}), "cpu")
     assert taken == [12, 3, 6]
     assert found is not None

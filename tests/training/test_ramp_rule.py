@@ -165,7 +165,7 @@ def test_a_step_that_is_given_up_where_the_batch_grows_is_as_if_it_had_not_begun
             broken.stop = lambda: True
             with pytest.raises(StopRequested):
                 broken.step()
-            broken.give_up()
+            broken.abandon_step()
             broken.stop = lambda: False
         assert broken.step().update_norm == whole.step().update_norm
 

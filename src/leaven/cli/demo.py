@@ -26,7 +26,7 @@ def demo(
     json_output: JsonOption = False,
 ) -> None:
     from leaven.demo.demo import SIZES, Demo, DemoStopped
-    from leaven.training.machine import cores
+    from leaven.training.device import cores
 
     if size not in SIZES:
         raise InputError(f"--size {size}: there are {', '.join(SIZES)}")

@@ -78,7 +78,7 @@ def train_(
     from leaven.distributed.exchange import rank_zero_first
     from leaven.distributed.process_group import join_process_group, rank, world_size
     from leaven.interop.weights import require_start
-    from leaven.training.engine import default_device
+    from leaven.training.device import default_device
     from leaven.training.loop import Diverged
     from leaven.training.manual_rewind import ManualRewind
     from leaven.training.metrics import writers

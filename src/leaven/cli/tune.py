@@ -70,7 +70,7 @@ def tune(
 
     from leaven.planning.flops import flops_per_token
     from leaven.recipe.units import parse_quantity
-    from leaven.training.machine import cores
+    from leaven.training.device import cores
     from leaven.tuning.algorithm.trust_region import Axes
     from leaven.tuning.service.budget import Budget
     from leaven.tuning.service.plan import first

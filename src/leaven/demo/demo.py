@@ -23,8 +23,8 @@ from leaven.recipe.files import parse_recipe, read_recipe, read_text, write_reci
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.scaling.transfer import transfer
+from leaven.training.device import machine
 from leaven.training.engine import Training
-from leaven.training.machine import machine
 from leaven.training.run_folder import LOCK, held
 from leaven.training.worker import Pool, run_in
 from leaven.tuning.service.study import Study

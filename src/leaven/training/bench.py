@@ -5,22 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from leaven.planning.memory import GIB
-from leaven.recipe.errors import out_of_memory
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
-from leaven.training.engine import Training
-from leaven.training.micro_batch import fitting, require_memory
-from leaven.training.throughput import (
+from leaven.training.device import (
     Utilisation,
     device_peak,
     mfu_convention,
     peak_memory,
     reset_peak_memory,
+    unless_out_of_memory,
     utilisation,
 )
+from leaven.training.engine import Training
+from leaven.training.micro_batch import fitting, require_memory
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -140,22 +138,17 @@ def bench(
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchMeasurement | None:
-    """A few steps from the start of the data; None if they run out of memory."""
+    """Returns the fastest of a few steps from the start of the data, or None if they run out of memory."""
     training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
     training.micro_batch = micro_batch
     training.progress = Progress()
     reset_peak_memory(training.device)
-    try:
-        steps = [training.issue().result() for _ in range(STEPS)]
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-    else:
-        step = max(steps[1:], key=lambda step: step.tokens_per_second)
-        assert step.mfu is not None
-        held = peak_memory(training.device) / GIB
-        return BenchMeasurement(micro_batch, batch, step.tokens_per_second, step.tflops, step.mfu, held)
-    training.sharded.drop_gradients()
-    if training.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return None
+    steps = unless_out_of_memory(
+        lambda: [training.issue().result() for _ in range(STEPS)], training.device, training.sharded.drop_gradients
+    )
+    if steps is None:
+        return None
+    step = max(steps[1:], key=lambda step: step.tokens_per_second)
+    assert step.mfu is not None
+    held = peak_memory(training.device) / GIB
+    return BenchMeasurement(micro_batch, batch, step.tokens_per_second, step.tflops, step.mfu, held)

@@ -30,8 +30,8 @@ from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.clipping import Clipper
+from leaven.training.device import default_device, keep_freed_memory, known_peak
 from leaven.training.loop import Diverged
-from leaven.training.machine import keep_freed_memory
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.noise import NoiseMeasurement, NoiseScale
 from leaven.training.optimiser import MOMENTS, Optimiser
@@ -39,7 +39,6 @@ from leaven.training.precision import DTYPES, LossScale
 from leaven.training.rewind import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
 from leaven.training.step import PendingStep, Step, Telemetry
-from leaven.training.throughput import known_peak
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -340,10 +339,6 @@ class Training:
         seq_len = self.recipe.model.seq_len
         skip = tuple((start // seq_len, end // seq_len) for start, end in skipped(rewinds))
         self.stream = replace(self.stream, skip=skip)
-
-
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_trainable(recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS) -> None:

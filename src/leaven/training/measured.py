@@ -18,23 +18,25 @@ from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB
 from leaven.planning.training_codes import LEAVEN_BF16
-from leaven.recipe.errors import InputError, out_of_memory
+from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
-from leaven.training.engine import StopRequested, Training, default_device
-from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
-from leaven.training.precision import DTYPES
-from leaven.training.run_profile import record_of
-from leaven.training.throughput import (
+from leaven.training.device import (
     accelerator_of,
     best_matmul,
+    default_device,
     device_name,
     free_memory,
     held_memory,
     peak_memory,
     reset_peak_memory,
+    unless_out_of_memory,
 )
+from leaven.training.engine import StopRequested, Training
+from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
+from leaven.training.precision import DTYPES
+from leaven.training.run_profile import record_of
 
 WARM_UP, STEPS = 2, 3
 FORWARDS = 2
@@ -76,7 +78,7 @@ def measure(
     """
     device = default_device()
     _at_hand(device, gpus)
-    footing = held_memory(device)
+    memory_before = held_memory(device)
     flops = best_matmul(device, DTYPES[recipe.precision.compute], torch.get_num_threads())
     recipe, how = _short(recipe, device, flops)
     full = recipe.model.n_layers
@@ -86,8 +88,8 @@ def measure(
             depths = (full,) if deepest == full else (deepest // 2, deepest)
             costs: list[StepCost] = []
             for number, depth in enumerate(depths):
-                told = partial(_told, on_step, number, len(depths))
-                cost = _steps(_cut(recipe, depth), device, footing, stop, told)
+                progress = partial(_report_progress, on_step, number, len(depths))
+                cost = _measure_steps(_cut(recipe, depth), device, memory_before, stop, progress)
                 if cost is None:  # out of memory
                     break
                 costs.append(cost)
@@ -109,7 +111,7 @@ def measure(
     return Measurement(record, depths, tuple(cost.step_seconds for cost in costs), flops / 1e12)
 
 
-def _told(on_step: Callable[[int, int], None], depth: int, depths: int, done: int) -> None:
+def _report_progress(on_step: Callable[[int, int], None], depth: int, depths: int, done: int) -> None:
     on_step(depth * (WARM_UP + STEPS) + done, depths * (WARM_UP + STEPS))
 
 
@@ -170,17 +172,16 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
     return StepCost(step_seconds=line(low.step_seconds, high.step_seconds), memory_gib=held)
 
 
-def _steps(
-    recipe: Recipe, device: torch.device, footing: int, stop: Callable[[], bool], on_step: Callable[[int], None]
+def _measure_steps(
+    recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[int], None]
 ) -> StepCost | None:
-    """A few steps from the start, over random tokens; None if they run out of memory.
+    """Returns the cost of a few steps on random tokens, or None if they run out of memory.
 
     Raises:
-        StopRequested: if it was asked to stop.
+        StopRequested: if ``stop()`` becomes true.
     """
-    reset_peak_memory(device)
-    training = None
-    try:
+
+    def work() -> list[float]:
         training = Training(recipe, _random_tokens(recipe))
         training.stop = stop
         seconds = []
@@ -189,17 +190,16 @@ def _steps(
             step = training.issue().result()
             seconds.append(step.batch_tokens / step.tokens_per_second)
             on_step(done + 1)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-    else:
-        held = (peak_memory(device) - footing) / GIB
-        return StepCost(step_seconds=median(seconds[WARM_UP:]), memory_gib=held if held > 0 else None)
-    finally:
-        del training
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return None
+        return seconds
+
+    reset_peak_memory(device)
+    seconds = unless_out_of_memory(work, device)
+    if seconds is None:
+        return None
+    held = (peak_memory(device) - memory_before) / GIB
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return StepCost(step_seconds=median(seconds[WARM_UP:]), memory_gib=held if held > 0 else None)
 
 
 def _random_tokens(recipe: Recipe) -> TokenSet:

@@ -15,12 +15,12 @@ from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import GIB, stage_memory
 from leaven.planning.training_codes import LEAVEN_BF16
-from leaven.recipe.errors import InputError, out_of_memory
+from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
+from leaven.training.device import free_memory, peak_memory, reset_peak_memory, unless_out_of_memory, wait
 from leaven.training.run_folder import RunFolder
-from leaven.training.throughput import free_memory, peak_memory, reset_peak_memory, wait
 
 if TYPE_CHECKING:
     from leaven.training.engine import Training
@@ -280,7 +280,8 @@ def trial_step(training: "Training", size: int) -> float | None:
     device, seq_len = training.device, training.recipe.model.seq_len
     numbers = torch.from_numpy(training.stream.batch(training.progress.tokens // seq_len, size))
     scale = 1.0 if training.loss_scale is None else training.loss_scale.value
-    try:
+
+    def work() -> float:
         if size * seq_len < training.recipe.batch.tokens:
             for parameter in training.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -290,23 +291,20 @@ def trial_step(training: "Training", size: int) -> float | None:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
         ):
-            moments = None if training.optimiser.adam.state else _room(training, 2)
+            moments = None if training.optimiser.adam.state else _reserve(training, 2)
             training.sharded.forward_backward([training.micro_batch_of(numbers, size)], scale / (size * seq_len))
             wait(device)
-            _room(training, 1)  # the step keeps the weights of before beside the new ones
+            _reserve(training, 1)  # the step keeps the weights of before beside the new ones
             del moments
         return time.perf_counter() - began
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
+
+    try:
+        return unless_out_of_memory(work, device)
     finally:
         training.sharded.drop_gradients()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return None
 
 
-def _room(training: "Training", copies: int) -> torch.Tensor | None:
+def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
     """Reserves memory for so many copies of the parameters, as a step will; memory of a CPU counts only once
     written."""
     if training.device.type != "cuda":

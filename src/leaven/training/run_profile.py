@@ -18,35 +18,35 @@ from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
+from leaven.training.device import accelerator_of, device_name
 from leaven.training.engine import Training
 from leaven.training.loop import Callback
 from leaven.training.run_folder import RunFolder
 from leaven.training.step import Step
-from leaven.training.throughput import accelerator_of, device_name
 
 WARM_UP = 3
-"""First steps of a start, and of a batch size, that are not measured: they compile, fill caches and get memory."""
+"""First steps of each batch size in a start that are not measured: they compile, fill caches and allocate."""
 
 KEPT = 1_000
-"""Steps of a batch size that the median is of: the last ones."""
+"""The median is over this many last steps of a batch size."""
 
 ENOUGH = 10
-"""Steps from which a run says something to the history."""
+"""Steps from which a measurement enters the calibration history."""
 
 
 class RunProfile(Callback[Step]):
-    """Of one start of a run, for every size of its batch: a row of ``plan.json``.
+    """Measures one start of a run: a row of ``plan.json`` for each batch size.
 
-    A start that measured a row longer than the one before puts its own in the place. ``footing``: bytes that were
-    held before the model was there, which on a processor are those of the whole process.
+    A row replaces that of an earlier start if it is the median of at least as many steps.
     """
 
-    def __init__(self, run: RunFolder, training: Training, footing: int, keep_history: bool) -> None:
-        self._run, self._training, self._footing, self._keep_history = run, training, footing, keep_history
+    def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
+        self._run, self._training, self._keep_history = run, training, keep_history
+        self._memory_before = memory_before  # bytes held before the model was built; on a CPU by the whole process
         self._seen: Counter[int] = Counter()
         self._seconds: dict[int, deque[float]] = {}
         self._memory: dict[int, float] = {}
-        self._elsewhere = 0.0
+        self._highest_memory = 0.0  # GiB, of any process
         self._batch_tokens = 0
         self._before = _rows(run) if run.writes else []
 
@@ -58,16 +58,16 @@ class RunProfile(Callback[Step]):
             self._memory[size] = step.memory_gib
 
     def fullest(self, memory_gib: float) -> None:
-        """Take in what that process holds which holds most."""
-        self._elsewhere = memory_gib
+        """Take in the memory of the process that holds most."""
+        self._highest_memory = memory_gib
 
     def write(self) -> None:
-        """Write what is known so far; a disk without room costs the file and not the run."""
+        """Write the rows so far. If the disk is full the run continues without them."""
         if self._run.writes:
             self._write(self._records())
 
     def close(self) -> None:
-        """At the end of a start, however it comes: the last batch size goes into the history."""
+        """Write the rows, and add that of the last batch size to the calibration history."""
         if not self._run.writes:
             return
         self._write(records := self._records())
@@ -86,23 +86,23 @@ class RunProfile(Callback[Step]):
             write_text(self._run.plan_file, json.dumps(document, indent=1))
 
     def _records(self) -> list[CalibrationRecord]:
-        """Of the batch sizes so far, and of the one that is next."""
+        """Returns the records of the batch sizes so far, and of the next one."""
         training = self._training
         following = training.recipe.batches.batch_at(training.progress.tokens)
         return [self._record(size) for size in dict.fromkeys((*self._seen, following))]
 
     def _record(self, batch_tokens: int) -> CalibrationRecord:
         training, seconds = self._training, self._seconds.get(batch_tokens)
-        held = max(self._memory.get(batch_tokens, 0.0), self._elsewhere) - self._footing / GIB
-        took = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
+        held = max(self._memory.get(batch_tokens, 0.0), self._highest_memory) - self._memory_before / GIB
+        measured = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
         size, forwards = training.forwards(batch_tokens // training.recipe.model.seq_len)
         how = Arrangement(training.recipe.layout, size, forwards)
         record = record_of(training.recipe, training.device, batch_tokens, how)
-        return record.model_copy(update={"measured": took, "steps": len(seconds or ())})
+        return record.model_copy(update={"measured": measured, "steps": len(seconds or ())})
 
 
 def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arrangement) -> CalibrationRecord:
-    """What is known of a step before one is measured."""
+    """Returns the record of a step without its measurement."""
     name, accelerator = device_name(device), accelerator_of(device)
     return CalibrationRecord(
         by="run",
@@ -125,21 +125,23 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """What makes two starts measure the same."""
+    """Returns what has to be equal for two starts to measure the same."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
 def _row(record: CalibrationRecord) -> dict[str, Any]:
-    said, took = record.predicted, record.measured
+    predicted, measured = record.predicted, record.measured
     ratio: dict[str, float | None] | None = None
-    if said is not None and took is not None:
-        memory = took.memory_gib / said.memory_gib if took.memory_gib and said.memory_gib else None
-        ratio = {"step_seconds": took.step_seconds / said.step_seconds, "memory_gib": memory}
+    if predicted is not None and measured is not None:
+        memory = None
+        if measured.memory_gib and predicted.memory_gib:
+            memory = measured.memory_gib / predicted.memory_gib
+        ratio = {"step_seconds": measured.step_seconds / predicted.step_seconds, "memory_gib": memory}
     return record.model_dump(mode="json") | {"params": record.model.params, "measured_over_predicted": ratio}
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Of the starts before; what is damaged is measured again."""
+    """Returns the records of earlier starts; none if the file is damaged."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))

@@ -14,8 +14,8 @@ from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable
+from leaven.training.device import Peak, peak_memory
 from leaven.training.loop import StepResult
-from leaven.training.throughput import Peak, peak_memory
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,40 @@
-"""Training a recipe in a folder that holds everything the run needs."""
+"""Training a recipe in a folder that holds everything the run needs.
 
+:func:`train` prepares a run; :class:`Trainer` runs the loop (:mod:`leaven.training.loop`) over optimizer steps
+(:meth:`leaven.training.engine.Training.issue`), with the callbacks of :mod:`leaven.training.callbacks` around them.
+"""
+
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.recipe.errors import InputError, Settled, out_of_memory
-from leaven.recipe.recipe import Recipe, rearrangement
-from leaven.training.checkpoint import Progress, checkpoints, tokens_of
-from leaven.training.engine import StopRequested, Training, check_trainable, default_device
+from leaven.recipe.recipe import Difference, Recipe, rearrangement
+from leaven.training.callbacks import Announcements, Checkpoints, MetricsWriter, SpikeGuard, Validation
+from leaven.training.checkpoint import Checkpoint, Progress, checkpoints, read_checkpoint, tokens_of
+from leaven.training.device import (
+    default_device,
+    device_peak,
+    held_memory,
+    mfu_convention,
+    reset_peak_memory,
+    utilisation,
+)
+from leaven.training.engine import StopRequested, Training, check_trainable
+from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.manual_rewind import ManualRewind
 from leaven.training.micro_batch import as_begun, by_thumb, require_memory, settle
+from leaven.training.rewind import Rewind
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_profile import RunProfile
-from leaven.training.session import Session
 from leaven.training.step import Step
-from leaven.training.throughput import device_peak, held_memory, reset_peak_memory, utilisation
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -28,22 +42,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended."""
+    """The result of a run."""
 
     loss: float | None  # validation, nats per token; None while the run is not finished
-    tokens: int
+    tokens: int  # trained
     steps: int
-    seconds: float
-    mfu: float | None  # median over the steps
-    rollbacks: int
+    seconds: float  # spent on steps and validation, over all starts
+    mfu: float | None  # median over the steps; None where the peak of the device is unknown
+    rollbacks: int  # since the last manual rewind
     finished: bool
-    bits_per_byte: float | None  # the same loss per byte of text; None where the tokenizer does not tell bytes
-    mfu_causal: float | None  # the same speed, as causal MFU and as HFU
-    hfu: float | None
-    mfu_convention: str | None
-    unsaved: str | None = None  # why a run that was stopped could not be saved
+    bits_per_byte: float | None  # the same loss per byte of text; None where the tokenizer does not give bytes
+    mfu_causal: float | None  # the same speed as causal MFU
+    hfu: float | None  # the same speed as HFU
+    mfu_convention: str | None  # what these are shares of
+    unsaved: str | None = None  # why a stopped run could not be saved
     saved_tokens: int = 0  # trained at the newest checkpoint, from which the run resumes
-    noise_scale: float | None = None  # tokens; the last that was measured
+    noise_scale: float | None = None  # tokens; the last measurement
 
 
 def train(
@@ -61,17 +75,17 @@ def train(
 ) -> Summary:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
-    The losses are the same, to the last bit on one device, however often the run is stopped or killed. Every process
-    of a ``group`` calls this with the same arguments; the first one writes.
+    The losses are bit-identical on one device however often the run is stopped or killed. Every process of a
+    ``group`` calls this with the same arguments; the first one writes.
 
     Args:
-        stop: called before every forward, on any process. When it returns True, the current step is given up, the
-        step
-            before is saved, and the summary is not ``finished``.
+        on_step: called with each step, once it is done.
+        on_event: called with the name and values of each line of events.jsonl.
+        stop: polled before every forward, on any process. When it returns True, the current step is abandoned, the
+            state before it is saved, and the summary is not ``finished``.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
-        back: a manual rewind to do first, once: the same call again resumes.
-        history: whether the step times go into the history that calibrates plans; not where runs side by side would
-            slow each other down.
+        back: a manual rewind to do first. It is done once: the same call again resumes.
+        history: whether step times enter the calibration history. Not for runs that run side by side.
 
     Raises:
         InputError: if the folder holds another recipe, is in use, or cannot be written.
@@ -79,13 +93,17 @@ def train(
     """
     run, recipe, back = check(recipe, folder, back)
     run.check_text(tokens.fingerprint)
-    ended = _ended(run) if back is None else None
-    if ended is not None:
-        return ended
+    finish = run.finish() if back is None else None
+    if finish is not None:
+        return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
     check_trainable(recipe, tokens, group)
-    recipe, timed = _with_micro_batch(recipe, group)
-    footing = held_memory(default_device())
-    # Before anything is written: what cannot be trained leaves no folder.
+    timed = recipe.batch.micro_batch == "auto"
+    if timed:
+        require_memory(recipe)
+    if timed and group is not SINGLE_PROCESS:  # several devices would have to run out of memory together
+        recipe, timed = by_thumb(recipe), False
+    memory_before = held_memory(default_device())
+    # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     training = Training(recipe, tokens, group=group)
     training.stop = stop
     try:
@@ -97,40 +115,168 @@ def train(
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
         run.keep_tokenizer(tokens.tokenizer_path)
-        reset_peak_memory(training.device)  # trying micro-batches took more
-        session = Session(
-            run,
-            training,
-            on_step,
-            on_event,
-            profile=RunProfile(run, training, footing, history),
-            log_to=log_to,
-            bits_per_byte_factor=factor,
-            group=group,
-        )
+        reset_peak_memory(training.device)  # timing micro-batches took more
+        profile = RunProfile(run, training, memory_before, history)
+        trainer = Trainer(run, training, on_step, on_event, profile, log_to, factor)
         try:
             if moved:
-                session.rearrange(moved)
+                trainer.rearrange(moved)
             if choice is not None:
-                session.event("micro_batch", **choice.to_json())
-            end = session.train(lambda: group.any(stop()))
+                trainer.event("micro_batch", **choice.to_json())
+            finish = trainer.train(lambda: group.any(stop()))
         finally:
-            session.close()
-        return _summary(run, training.progress, end, session.unsaved)
+            trainer.close()
+        return _summary(run, training.progress, finish, trainer.unsaved)
 
 
-def _with_micro_batch(recipe: Recipe, group: ProcessGroup) -> tuple[Recipe, bool]:
-    """Returns the recipe with its micro-batch, and whether that is still to be timed: on one device only, since
-    several would have to run out of memory together."""
-    if recipe.batch.micro_batch != "auto":
-        return recipe, False
-    require_memory(recipe)
-    return (recipe, True) if group is SINGLE_PROCESS else (by_thumb(recipe), False)
+class Trainer:
+    """Trains in a run folder from its newest checkpoint, between one start and one stop."""
+
+    def __init__(  # noqa: PLR0917
+        self,
+        run: RunFolder,
+        training: Training,
+        on_step: Callable[[Step], None],
+        on_event: Callable[[str, dict[str, Any]], None],
+        profile: RunProfile,
+        log_to: Sequence[str],
+        bits_per_byte_factor: float | None,
+    ) -> None:
+        self.run, self.training, self.profile, self._on_event = run, training, profile, on_event
+        self.group = training.group
+        self.rewinds = run.rewinds()
+        self.unsaved: str | None = None  # why a stopped run could not be saved
+        self.damaged: list[Path] = []  # checkpoints that were skipped
+        self._unwritten: str | None = None  # why lines are not on the disk
+        announcements = Announcements(self, on_step)
+        self.metrics = MetricsWriter(self, log_to)
+        self.validation = Validation(self, bits_per_byte_factor)
+        self.checkpoints = Checkpoints(self)
+        self.spikes = SpikeGuard(self)
+        # The guard is last: everything about a step is written before the run rolls back.
+        self.callbacks: list[Callback[Step]] = [
+            self.metrics, profile, announcements, self.validation, self.checkpoints, self.spikes
+        ]  # fmt: skip
+        self.loop = Loop(training, self.callbacks, lookahead=True)
+        found = self._newest(self.rewinds)
+        self._restore(found)
+        self.event(
+            "start" if found is None else "resume",
+            device=str(training.device),
+            text=training.text,
+            epochs=training.epochs,
+            damaged_checkpoints=[path.name for path in self.damaged],
+            **announcements.batch(),
+            mfu_convention=mfu_convention(training.peak) if training.peak else None,
+            peak_tflops=training.peak.flops / 1e12 if training.peak else None,
+        )
+        profile.write()
+        if found is None:
+            self.checkpoints.save()
+
+    def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Train until done or stopped. Returns the loss and bits per byte of the last validation, or None if stopped;
+        ``unsaved`` then says why the run could not be saved."""
+        self.training.stop = stop
+        try:
+            if self.validation.owed:
+                self.validation.evaluate()
+            result = self.validation.evaluate() if self.loop.run(stop) else None
+        except StopRequested:
+            self.training.abandon_step()
+            self.loop.read()
+            result = None
+        error = self.checkpoints.save_last()
+        if result is None:
+            self.unsaved = error
+            self.event("stop", why="interrupted")
+            return None
+        if error is not None:
+            raise InputError(
+                f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
+            )
+        if not math.isfinite(result["loss"]):
+            self.fail({"why": f"the validation loss is {result['loss']:g}: the run is lost"})
+        self.event("finish", **result, seconds=self.training.progress.seconds)
+        self.run.written()
+        return result
+
+    def rearrange(self, changes: list[Difference]) -> None:
+        """Log that the run continues with another layout or micro-batch, and write that into its recipe."""
+        training = self.training
+        training.recipe = self.run.rearrange(training.recipe, changes, training.tokens)
+        listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
+        self.event("layout", changes=listed, recipe=training.recipe.model_dump(mode="json", exclude_none=True))
+
+    def close(self) -> None:
+        """Release what the callbacks hold."""
+        for callback in self.callbacks:
+            callback.close()
+
+    @property
+    def good_tokens(self) -> int:
+        """The tokens trained before the first step that is still suspicious."""
+        since = self.spikes.guard.since if self.spikes.guard else None
+        return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
+
+    def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
+        """Continue from the newest checkpoint that the rewind does not undo. The time spent still counts."""
+        found = self._newest((*self.rewinds, rewind))
+        if found is None:
+            self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
+        # The decision is final once this line is on the disk: a run killed later resumes from there.
+        self.run.event("rollback", **values)
+        self.rewinds = (*self.rewinds, rewind)
+        seconds = self.training.progress.seconds
+        self._restore(found)
+        self.training.progress = replace(found.progress, seconds=seconds)
+        names = [path.name for path in self.damaged]
+        self._on_event("rollback", values | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
+
+    def fail(self, values: dict[str, Any]) -> NoReturn:
+        """Log why the run is lost, and end it."""
+        self.event("stop", **values)
+        raise Diverged(values["why"])
+
+    def event(self, name: str, **values: Any) -> None:
+        """Write an event to the run folder and pass it to ``on_event``."""
+        values = {"step": self.training.progress.step, "tokens": self.training.tokens} | values
+        self.run.event(name, **values)
+        self._on_event(name, values)
+        if self.run.unwritten != self._unwritten:
+            self._unwritten = self.run.unwritten
+            if self._unwritten is not None:
+                self._on_event("unwritten", values | {"why": self._unwritten})
+
+    def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
+        """Returns the newest whole checkpoint that these rewinds have not undone, or None; ``damaged`` are the newer
+        ones.
+
+        Raises:
+            InputError: if all checkpoints are damaged. Nothing has been touched, so they may still be repaired.
+        """
+        found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
+        if found is None and damaged:
+            raise InputError(
+                f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "
+                "put a whole one back, or start again with another --run"
+            )
+        self.damaged = damaged
+        return found
+
+    def _restore(self, found: Checkpoint | None) -> None:
+        """Continue from a checkpoint, in memory and in the folder; from the start if it is None."""
+        if found is not None:
+            self.rewinds = max(self.rewinds, found.rewinds, key=len)
+            self.training.restore(found)
+        self.training.follow(self.rewinds)
+        for callback in self.callbacks:
+            callback.restore(found.state if found is not None else {})
 
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Lock the folder once every process has read it. The first process changes it, for all."""
+    """Lock the folder, after every process has read it. The first process writes to it, for all."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -163,10 +309,10 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, back: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Returns the run of a folder, the recipe as it will be trained there, and the rewind that is still to be done.
+    """Returns the run of a folder, the recipe as it will be trained there, and the rewind if it is still to be done.
 
     Raises:
-        InputError: if the folder cannot hold this run, or the run cannot go back like this.
+        InputError: if the folder cannot hold this run, or the rewind is not possible.
     """
     run, recipe = RunFolder(folder), as_begun(recipe, folder)
     if back is not None and not back.done(run, recipe):
@@ -176,30 +322,24 @@ def check(
     return run, recipe, None
 
 
-def _ended(run: RunFolder) -> Summary | None:
-    """Returns the summary of a run that has finished before."""
-    finish = run.finish()
-    if finish is None:
-        return None
-    return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
-
-
-def _summary(run: RunFolder, progress: Progress, ended: dict[str, Any] | None, unsaved: str | None = None) -> Summary:
-    # Where the peak is measured, each start has its own: the speed of all steps over that of the last start.
+def _summary(
+    run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
+) -> Summary:
+    # Where the peak is measured, each start has its own: the speed of all steps is divided by the last one.
     starts = [event for event in run.events() if event.get("peak_tflops")]
     metrics = run.metrics()
     speeds = [line["tflops"] for line in metrics]
     noise = [line["noise_scale"] for line in metrics if line.get("noise_scale") is not None]
     used = utilisation(run.recipe(), median(speeds) / starts[-1]["peak_tflops"]) if starts and speeds else None
     return Summary(
-        loss=ended["loss"] if ended else None,
+        loss=finish["loss"] if finish else None,
         tokens=progress.tokens,
         steps=progress.step,
         seconds=progress.seconds,
         mfu=used.mfu if used else None,
         rollbacks=len(run.rollbacks()),
-        finished=ended is not None,
-        bits_per_byte=ended.get("bits_per_byte") if ended else None,
+        finished=finish is not None,
+        bits_per_byte=finish.get("bits_per_byte") if finish else None,
         mfu_causal=used.mfu_causal if used else None,
         hfu=used.hfu if used else None,
         mfu_convention=starts[-1]["mfu_convention"] if starts else None,

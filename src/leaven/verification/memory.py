@@ -17,7 +17,7 @@ from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
-from leaven.training.machine import cores
+from leaven.training.device import cores
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.worker import Pool
 from leaven.verification.dry_run import StepMemory, dry_run

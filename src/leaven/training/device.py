@@ -1,27 +1,36 @@
-"""Speed and memory of a device: the peak that MFU is measured against, and the bytes held and free.
+"""Devices and the machine: names, peak speed (which MFU is a share of), bytes held and free, cores and versions.
 
 MFU is the model FLOPs of a token (:mod:`leaven.planning.flops`: 6 for each weight of a matmul, the unembedding but
 not the embedding, + 12 L d s for full attention) times tokens per second, over the dense peak of the dtype. Beside
 it stand the causal MFU (half of the attention) and the HFU (recomputation counted).
 """
 
+import ctypes
 import os
+import platform
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from leaven import __version__
 from leaven.planning.accelerators import Accelerator, physical_memory
 from leaven.planning.calibration import processor
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import known_device, parse_cluster
+from leaven.recipe.errors import out_of_memory
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
+
+T = TypeVar("T")
 
 MEASURING_SECONDS = 0.5
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
@@ -59,6 +68,11 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
     name = device_name(device)
     flops = peak_flops(name, compute)
     return Peak(flops, f"data sheet of {name}") if flops else None
+
+
+def default_device() -> torch.device:
+    """Returns the CUDA device if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name(device: torch.device) -> str:
@@ -144,6 +158,22 @@ def utilisation(recipe: Recipe, mfu: float) -> Utilisation:
     )
 
 
+def unless_out_of_memory(
+    work: Callable[[], T], device: torch.device, cleanup: Callable[[], None] = lambda: None
+) -> T | None:
+    """Returns ``work()``, or None if it runs out of memory; calls ``cleanup`` in both cases."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+    finally:
+        cleanup()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
 def peak_memory(device: torch.device) -> int:
     """Returns the most bytes held so far: allocated on an accelerator; on a CPU by the whole process."""
     if device.type == "cuda":
@@ -196,3 +226,35 @@ def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
     except (OSError, ValueError):  # there is none, or no limit ("max")
         return None
     return room + (int(cached[1]) if cached else 0)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory in GiB and versions: names of kinds, never of this machine."""
+    return {
+        "processor": processor(),
+        "cores": cores(),
+        "memory_gib": round(physical_memory() / 2**30, 1),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "leaven": __version__,
+    }
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep what it frees for the next step, up to 2 GiB and blocks up to 128 MiB.
+
+    The C library gives large blocks back at once and gets them again as pages to be filled with zeros, in every step:
+    5 to 37% of a step on a processor (measured: docs/log.md). Larger blocks stay as they are, for they would leave
+    holes. Where the library is not glibc, nothing changes.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_threshold = -1, -3  # names of malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_threshold, 2**27) or libc.mallopt(mmap_threshold, 2**25)  # the most that old ones take

@@ -11,11 +11,8 @@ import torch
 
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
-from leaven.training import throughput
-from leaven.training.engine import Training
-from leaven.training.precision import DTYPES
-from leaven.training.run_folder import RunFolder
-from leaven.training.throughput import (
+from leaven.training import device as devices
+from leaven.training.device import (
     best_matmul,
     device_peak,
     free_memory,
@@ -25,6 +22,9 @@ from leaven.training.throughput import (
     reset_peak_memory,
     utilisation,
 )
+from leaven.training.engine import Training
+from leaven.training.precision import DTYPES
+from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: p
     """Whatever is computed in half precision can be computed in fp32: an fp16 product that is emulated is no peak."""
     assert device_peak(CPU, compute).flops >= device_peak(CPU, "fp32").flops
     speeds = {torch.float32: 1e11, DTYPES[compute]: 4e9}
-    monkeypatch.setattr(throughput, "best_matmul", lambda device, dtype, threads: speeds[dtype])
+    monkeypatch.setattr(devices, "best_matmul", lambda device, dtype, threads: speeds[dtype])
     slow = device_peak(CPU, compute)
     assert (slow.flops, slow.source) == (
         1e11,
@@ -106,8 +106,8 @@ def test_the_most_memory_that_was_held() -> None:
 
 def test_free_memory_is_within_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < free_memory(CPU) < 2**50
-    monkeypatch.setattr(throughput, "_PROC", tmp_path)
-    monkeypatch.setattr(throughput, "_CGROUP", tmp_path)
+    monkeypatch.setattr(devices, "_PROC", tmp_path)
+    monkeypatch.setattr(devices, "_CGROUP", tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
     assert free_memory(CPU) == 4000 * 1024
     (tmp_path / "memory.max").write_text("max\n")
