@@ -1,4 +1,4 @@
-"""The verbs: a small file each, which parses, calls one function and hands the document to a view."""
+"""The command line. Each verb has a file, which parses the options, calls the library and prints its document."""
 
 import errno
 import os
@@ -10,33 +10,33 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from leaven.cli.usage_errors import mended
+from leaven.cli.usage_errors import usage_message
 from leaven.recipe.errors import InputError, Lost, out_of_memory
 from leaven.views.terminal.console import console, errors
 
-# What `leaven --help` says of each verb. Its file, of the same name, is imported when it is called.
+# The lines of `leaven --help`. The file of a verb has its name and is imported when the verb is called.
 VERBS = {
-    "recipes": "Published runs; every value names its source.",
-    "laws": "Learning rate, batch, decay and loss by every published law: conditions, fitted range, spread.",
-    "new": "Write a recipe and the proxy to tune for it, with a reason for every value.",
-    "show": "Print what every parameter gets: shape, role, init std, lr, weight decay, betas, eps, multiplier.",
-    "transfer": "Take a recipe to another width, depth, batch or duration; warns where that was never tested.",
-    "plan": "Will it fit, how fast, how long, at what cost; finds the best layout. With --budget: sizes that fit.",
-    "hardware": "The accelerators that the planner knows: rates, memory, power and links, each with its source.",
-    "check": "Does a rule hold? Checks on small models, minutes each; exit code 1 if one fails.",
-    "tune": "Search the hyperparameters of a small recipe. Run it again to resume, on several machines to share it.",
-    "train": "Train a recipe. Run it again to resume, with the same losses to the last bit.",
+    "recipes": "List and compare published training runs, with sources; check a recipe against them.",
+    "laws": "Predict learning rate, batch size, weight decay and loss by every published scaling law.",
+    "new": "Write a recipe and the small proxy recipe to tune for it, with a reason for every value.",
+    "show": "Print the shape, init std, lr, weight decay, betas, eps and multiplier of every parameter.",
+    "transfer": "Scale a recipe to another width, depth, batch size or duration; warn where that was never tested.",
+    "plan": "Predict memory, speed, time and cost on a cluster; find the best layout. With --budget: sizes that fit.",
+    "hardware": "List the accelerators that the planner knows, each number with its source.",
+    "check": "Check on small models that a scaling rule holds, in minutes. Exit code 1 if the check fails.",
+    "tune": "Search the hyperparameters of a small recipe. Run it again to resume, or on more machines to go faster.",
+    "train": "Train a recipe. Run it again to resume; the losses are the same to the last bit.",
     "sample": "Generate text from a trained run.",
-    "export": "Write weights or configurations in other people's formats.",
-    "import": "Read other people's configurations as a recipe.",
-    "bench": "Tokens/s, MFU and memory over micro-batch and global batch; where a ramp should start. Writes nothing.",
-    "report": "Write one self-contained HTML page about a run, a study, a check, a demo or the published runs.",
-    "demo": "All of it on this machine, on real text: tune a little model, transfer, train a bigger one, report.",
+    "export": "Export weights, or a configuration for another training code.",
+    "import": "Import the configuration of another training code as a recipe.",
+    "bench": "Measure tokens/s, MFU and memory over batch sizes, and where a batch ramp should start.",
+    "report": "Write a self-contained HTML page about a run, a study, a check, a demo or the published runs.",
+    "demo": "Tune a small model on real text, transfer its values, train a larger model and write a report.",
 }
 
 
 class Verbs(TyperGroup):
-    """The verbs, each imported when it is called."""
+    """The group of all verbs, which imports a verb when it is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
@@ -49,16 +49,16 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     cls=Verbs,
     name="leaven",
-    help="Tune a little model, train the big one.",
+    help="Tune a small model, train the big one.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 for _name, _help in VERBS.items():
-    app.command(_name, help=_help)(lambda: None)  # only its line in the list: Verbs finds the verb itself
+    app.command(_name, help=_help)(lambda: None)  # a line of --help; `Verbs` finds the verb itself
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
-_CTRL_C = 130  # what typer makes of a KeyboardInterrupt
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @app.callback(invoke_without_command=True)
@@ -68,16 +68,16 @@ def _no_verb(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """Run a verb. What is wrong with the input is one line on standard error and exit code 2, never a traceback."""
+    """Run a verb. Wrong input gives one line on standard error and exit code 2, never a traceback."""
     if "RANK" not in os.environ:
         _main()
         return
-    console.quiet = errors.quiet = os.environ["RANK"] != "0"  # one of many talks
+    console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
     try:
         _main()
     except SystemExit as left:
-        # One of many processes: threads of torch's that still wait for others would abort it at its end, which
-        # torchrun takes for a failure.
+        # Under torchrun, threads of torch may still wait for other processes. They would abort a normal exit, which
+        # torchrun counts as a failure.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(left.code if isinstance(left.code, int) else FAILED)
@@ -87,7 +87,7 @@ def _main() -> None:
     try:
         code = app(prog_name="leaven", standalone_mode=False)
     except InputError as error:
-        _say_of_one(error)
+        _let_this_process_print(error)
         _fail(str(error))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "leaven":
@@ -97,32 +97,32 @@ def _main() -> None:
         sys.stderr.close()
         sys.exit(FAILED)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _DISK_FULL:
             raise
-        _say_of_one(error)
+        _let_this_process_print(error)
         where = f" ({error.filename})" if error.filename else ""
-        _fail(f"{error.strerror}{where}; make room and run the same command again, what was complete is kept")
+        _fail(f"{error.strerror}{where}; free some space and run the same command again, finished work is kept")
     except Exception as error:
         if isinstance(error, Lost):
             sys.stderr.write(f"error: {error}\n")  # each process has its own
             sys.exit(FAILED)
-        _say_of_one(error)
+        _let_this_process_print(error)
         if out_of_memory(error):
             why = str(error) or type(error).__name__
-            _fail(f'out of memory; for a training lower [batch] micro_batch or set it to "auto" ({why})', FAILED)
-        said = mended(error)
-        if said is None:
+            _fail(f'out of memory ({why}); to train with less, lower [batch] micro_batch or set it to "auto"', FAILED)
+        message = usage_message(error)
+        if message is None:
             raise
-        _fail(said)
+        _fail(message)
     else:
         if code == _CTRL_C:
-            errors.print("interrupted; the same command goes on from what is on disk")
+            errors.print("interrupted; run the same command again to resume")
             sys.exit(INTERRUPTED)
         sys.exit(code or 0)
 
 
-def _say_of_one(error: Exception) -> None:
-    """Let this process speak, though it is not the first, if what befell it is known to no other."""
+def _let_this_process_print(error: Exception) -> None:
+    """Print from this process, even if it is not the first, when only this process knows about the error."""
     if getattr(error, "__notes__", None) and errors.quiet:
         errors.quiet = False
         errors.print(Text.assemble((f"{error.__notes__[0]}: ", "bold red")), end="")

@@ -17,31 +17,39 @@ from leaven.views.terminal.live import LiveScreen
 
 app = typer.Typer(add_completion=False)
 
-SIZES = "N,N,..."
-
 
 @app.command()
 def bench_(
     recipe: RecipeArgument,
     micro_batch: Annotated[
-        str | None, typer.Option(metavar=SIZES, help="Sequences a forward (powers of two).", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="N,N,...", help="Micro-batch sizes to measure, in sequences.", show_default="powers of two"
+        ),
     ] = None,
     global_batch: Annotated[
         str | None,
-        typer.Option(metavar=SIZES, help="Sequences a step (the recipe's batch, halved).", show_default=False),
+        typer.Option(
+            metavar="N,N,...",
+            help="Global batch sizes to measure, in sequences.",
+            show_default="the recipe's batch and its halves",
+        ),
     ] = None,
     share: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of the peak that the first batch of a ramp should have.")
+        float,
+        typer.Option(min=0.01, max=1, help="Minimum speed at the start of a batch ramp, as a share of full speed."),
     ] = 0.9,
-    seconds: Annotated[float, typer.Option(min=0, help="After so long no further measurement is begun.")] = 300,
+    seconds: Annotated[float, typer.Option(min=0, help="Start no new measurement after this many seconds.")] = 300,
     noise_from: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN", help="Propose a ramp from the noise scale that a run has measured; no speed is measured."
+            metavar="RUN",
+            help="Propose a batch ramp from the noise scale measured in this run folder; measure no speed.",
         ),
     ] = None,
     noise_multiple: Annotated[
-        float, typer.Option(min=0.01, help="With --noise-from: noise scales that a batch may have.")
+        float,
+        typer.Option(min=0.01, help="With --noise-from: largest allowed batch, in multiples of the noise scale."),
     ] = 1.0,
     overrides: SetOption = None,
     json_output: JsonOption = False,
@@ -82,19 +90,21 @@ def bench_(
     if found.rows or json_output:
         hand_over(document, bench_screen(document, loaded.model.seq_len, share), json_output)
     if interrupted:
-        errors.print("stopped before everything was measured; nothing is written, the same command begins anew")
+        errors.print("stopped before everything was measured; nothing is saved, the same command starts over")
         raise typer.Exit(75)
     if not found.rows:
-        raise InputError("no micro-batch is as small as a global batch or fits in memory; give --micro-batch 1")
+        raise InputError(
+            "every micro-batch is larger than the global batches or does not fit in memory; type --micro-batch 1"
+        )
 
 
 def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multiple: float) -> RampDocument:
-    """The ramp that the noise scale of a run allows, and what to type for it."""
+    """Propose a batch ramp from the noise scale that a run has measured."""
     from leaven.training.run_folder import RunFolder
 
     lines = RunFolder(run).metrics()
     if not lines:
-        raise InputError(f"--noise-from {run}: no run with a metrics.jsonl")
+        raise InputError(f"--noise-from {run}: the folder has no metrics.jsonl; give the folder of a run")
     fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
     found = noise_ramp(recipe, fit, multiple)
     following = next_commands.after_ramp(file, [*overrides, *found.settings]) if found.settings else []
@@ -109,5 +119,5 @@ def _sizes(option: str, text: str | None) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or sizes[0] < 1:
-        raise InputError(f"{option} {text}: write sequences with commas, for example 1,2,4,8")
+        raise InputError(f"{option} {text}: give numbers of sequences separated by commas, e.g. 1,2,4,8")
     return sizes

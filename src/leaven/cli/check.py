@@ -1,4 +1,4 @@
-"""leaven check coordinates|gradients|transfer|duration|batch|decay|init|equivalence|memory RECIPE"""
+"""leaven check coordinates, gradients and memory; the others are in check_runs.py"""
 
 from typing import Annotated
 
@@ -23,17 +23,19 @@ app = group()
 
 WidthsOption = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Widths, with commas (64,128,256,512, or near).", show_default=False),
+    typer.Option(metavar="LIST", help="Widths, separated by commas.", show_default="64,128,256,512 or near"),
 ]
 DepthsOption = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Depths, with commas (2,4,8,16).", show_default=False)
+    str | None, typer.Option(metavar="LIST", help="Depths, separated by commas.", show_default="2,4,8,16")
 ]
-FactorOption = Annotated[float, typer.Option(help="Multiplies every lr.")]
-BatchOption = Annotated[int | None, typer.Option(min=1, help="Tokens a step (512).", show_default=False)]
+FactorOption = Annotated[float, typer.Option(help="Multiply every lr by this.")]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Batch size in tokens.", show_default="512")]
 AlphaOption = Annotated[
-    float | None, typer.Option(min=0.5, max=1, help="alpha of a factory's rule (1).", show_default=False)
+    float | None, typer.Option(min=0.5, max=1, help="For module:factory: alpha of the rule.", show_default="1")
 ]
-HeadsOption = Annotated[bool, typer.Option("--grow-heads", help="Widen by larger heads instead of more of them.")]
+HeadsOption = Annotated[
+    bool, typer.Option("--grow-heads", help="Widen the model by larger heads instead of more heads.")
+]
 
 
 @app.command("coordinates")
@@ -41,7 +43,9 @@ def coordinates_(
     subject: SubjectArgument,
     widths: WidthsOption = None,
     depths: DepthsOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps on one batch; beyond 3 the limits are wider.")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Training steps, all on one batch; with more than 3 the limits are wider.")
+    ] = 3,
     seeds: SeedsOption = 3,
     lr_factor: FactorOption = 1.0,
     batch_tokens: BatchOption = None,
@@ -52,10 +56,10 @@ def coordinates_(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Do outputs, and their changes, keep their size over width and depth?
+    """Check that activations and their changes keep their size as width and depth grow (coordinate check).
 
-    A recipe keeps its rule and its proportions, but starts from initial values that are near the limit of large
-    models, with its base at the smallest width and depth: exponents do not depend on them, how soon they show does.
+    The recipe keeps its rule and proportions. Its base moves to the smallest width and depth, and its initial values
+    to ones where the exponents of large models show early; the exponents themselves do not depend on them.
     """
     from leaven.verification.coordinates import START, coordinates
 
@@ -75,7 +79,9 @@ def gradients_(
     subject: SubjectArgument,
     widths: WidthsOption = None,
     depths: DepthsOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps; from 150 on, shared QK gains are judged too.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Training steps; from 150 on, QK gains shared by heads are checked, too.")
+    ] = 20,
     seeds: SeedsOption = 3,
     lr_factor: FactorOption = 0.125,
     batch_tokens: BatchOption = None,
@@ -86,10 +92,10 @@ def gradients_(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Does eps move with the gradient it is added to, does every parameter move, and is the bookkeeping right?
+    """Check that eps scales with the gradients, every parameter is updated, and the rule's values are exact.
 
-    The bookkeeping is exact, read off the optimiser without a step, over width, depth, batch and tokens: lr x eps x
-    entries, lr x decay x steps, the half-lives of the betas, the lr.
+    The last part is computed from the optimizer's settings over width, depth, batch and tokens, without training: lr,
+    lr x eps x entries, lr x weight decay x steps, and the half-lives of the betas.
     """
     from leaven.verification.gradients import START, gradients
 
@@ -111,23 +117,27 @@ def memory(
         str | None,
         typer.Option(
             metavar="KEY=VALUE,...",
-            help="e.g. tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full (the recipe's own).",
-            show_default=False,
+            help="The layout to check, e.g. tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full.",
+            show_default="the recipe's",
         ),
     ] = None,
     ranks: Annotated[
         list[int] | None,
-        typer.Option("--rank", min=0, help="This one, also several times (one of the first, second and last stage)."),
+        typer.Option(
+            "--rank",
+            min=0,
+            help="Check this rank. Repeatable.",
+            show_default="one each of the first, second and last stage",
+        ),
     ] = None,
-    all_stages: Annotated[bool, typer.Option("--all-stages", help="One rank of every stage.")] = False,
+    all_stages: Annotated[bool, typer.Option("--all-stages", help="Check one rank of every pipeline stage.")] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Is the memory that is planned what a rank takes?
+    """Check the planned memory of a rank against two simulated training steps.
 
-    The model, its layout, the optimiser and two steps are those of a training, of any number of ranks, on one
-    processor and without their memory: tensors have shapes and no values. What stays between steps may
-    be 2% off, the peak 5%.
+    The steps run the real model, layout and optimizer of any number of ranks on one processor, with tensors that have
+    shapes but no data. Memory kept between steps may differ by 2%, the peak by 5%.
     """
     from leaven.verification.memory import check_memory, looked_at, rehearsal, with_layout
 

@@ -1,4 +1,4 @@
-"""leaven check transfer|duration|batch|decay|init|equivalence: checks by whole training runs."""
+"""leaven check transfer, duration, batch, decay, init and equivalence: checks that train whole runs"""
 
 import os
 from collections.abc import Callable
@@ -32,22 +32,34 @@ if TYPE_CHECKING:
     from leaven.verification.verdict import Verdict
 
 LongBatchOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens a step of module:factory (512).", show_default=False)
+    int | None, typer.Option(min=1, help="For module:factory: batch size in tokens.", show_default="512")
 ]
 TokensOption = Annotated[
-    int | None, count_option("Tokens of a run of module:factory (131,072; equivalence 524,288).")
+    int | None, count_option("For module:factory: length of a run in tokens.", "131,072; for equivalence 524,288")
 ]
-RunOption = Annotated[Path, typer.Option(metavar="DIR", help="Keeps every run; run it again to resume.")]
-WorkersOption = Annotated[int | None, typer.Option(min=1, help="Processes of one thread each (one a core).")]
+RunOption = Annotated[
+    Path, typer.Option(metavar="DIR", help="The folder for the training runs; run the command again to resume them.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=1, help="Worker processes, one thread each.", show_default="one per core")
+]
 ScaleOption = Annotated[
-    str | None, typer.Option(metavar="WIDTHxDEPTH", help="Of the model (a recipe's own).", show_default=False)
+    str | None, typer.Option(metavar="WIDTHxDEPTH", help="Size of the model, e.g. 64x4.", show_default="the recipe's")
 ]
-ScalesOption = Annotated[str, typer.Option(metavar="LIST", help="WIDTHxDEPTH, with commas; the first is the base.")]
+ScalesOption = Annotated[
+    str, typer.Option(metavar="LIST", help="Sizes as WIDTHxDEPTH, separated by commas; the first is the base.")
+]
 LrsOption = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Base lrs, or multiples of a factory's lr (its own x 1/4 to x 4)."),
+    typer.Option(
+        metavar="LIST",
+        help="Learning rates to train with, at the base; for module:factory, multiples of its lr.",
+        show_default="1/4 to 4 times the recipe's",
+    ),
 ]
-DurationsOption = Annotated[str, typer.Option(metavar="LIST", help="Durations, as multiples of its own.")]
+DurationsOption = Annotated[
+    str, typer.Option(metavar="LIST", help="Lengths of runs, as multiples of the recipe's, separated by commas.")
+]
 EQUIVALENCE_TOKENS = 524_288  # 256 steps of a batch x 4
 
 
@@ -65,7 +77,7 @@ def transfer(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Is the lr that is best for the small model best for the big one?"""
+    """Check that the best lr of a small model is also the best of a larger one."""
     from leaven.verification import sweep as checks
 
     pairs = _scales(scales)
@@ -89,14 +101,16 @@ def duration(
     write: Annotated[
         Path | None,
         typer.Option(
-            metavar="OUT.toml", help="Write the recipe with the measured token_exponent.", show_default=False
+            metavar="OUT.toml",
+            help="Write the recipe with the measured token_exponent to this file.",
+            show_default=False,
         ),
     ] = None,
     output: OutputOption = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Does the best lr move with the tokens of a run as the rule says, and is the base limited by noise?"""
+    """Check that the best lr changes with the length of a run as the rule says; measure the exponent."""
     from leaven.verification import duration as checks
 
     if write is not None:
@@ -121,7 +135,9 @@ def duration(
 def batch(
     subject: SubjectArgument,
     run: RunOption,
-    batches: Annotated[str, typer.Option(metavar="LIST", help="Batches, as multiples of its own.")] = "0.5,1,2,4",
+    batches: Annotated[
+        str, typer.Option(metavar="LIST", help="Batch sizes, as multiples of the recipe's, separated by commas.")
+    ] = "0.5,1,2,4",
     scale: ScaleOption = None,
     lrs: LrsOption = None,
     seeds: SeedsOption = 3,
@@ -133,7 +149,7 @@ def batch(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Does the best lr move with the batch as the rule says, at the same tokens?"""
+    """Check that the best lr changes with the batch size as the rule says, at equal tokens."""
     from leaven.verification import sweep as checks
 
     ratios = numbers(batches, "--batches", float)
@@ -149,11 +165,20 @@ def decay(
     run: RunOption,
     scales: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="WIDTHxDEPTH, with commas; the first is the base.", show_default=False),
+        typer.Option(
+            metavar="LIST",
+            help="Sizes as WIDTHxDEPTH, separated by commas; the first is the base.",
+            show_default="the recipe's",
+        ),
     ] = None,
     durations: DurationsOption = "1",
     decays: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Base weight decays (its own x 1/16 to x 16).")
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Weight decays to train with, at the base.",
+            show_default="1/16 to 16 times the recipe's",
+        ),
     ] = None,
     seeds: SeedsOption = 3,
     workers: WorkersOption = None,
@@ -161,14 +186,14 @@ def decay(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Is the weight decay that is best for the small model best for the big one, and for a longer run?"""
+    """Check that the best weight decay of a small model is also the best of a larger one, or of a longer run."""
     from leaven.verification import sweep as checks
 
     _require_recipe(subject, "weight decays")
     pairs = _scales(scales) if scales else [_pair(subject, overrides, None)]
     ratios = numbers(durations, "--durations", float)
     if len(pairs) < 2 and not {*ratios} - {1.0}:
-        raise InputError("give another scale or another duration: --scales 64x4,128x4 or --durations 1,2,4")
+        raise InputError("nothing to compare; type a second size or length: --scales 64x4,128x4 or --durations 1,2,4")
     family = long(subject, overrides, pairs[0], None, None, None)
     grid = _grid(family, "weight_decay", decays)
     verdict = _carried_out(lambda store: checks.decay(family, pairs, ratios, grid, store, seeds=seeds), workers, run)
@@ -179,14 +204,19 @@ def init(
     subject: SubjectArgument,
     run: RunOption,
     scales: ScalesOption,
-    stds: Annotated[str | None, typer.Option(metavar="LIST", help="Base init stds (its own x 1/4 to x 4).")] = None,
+    stds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Init stds to train with, at the base.", show_default="1/4 to 4 times the recipe's"
+        ),
+    ] = None,
     seeds: SeedsOption = 3,
     workers: WorkersOption = None,
     output: OutputOption = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Is the init std that is best for the small model best for the big one?"""
+    """Check that the best init std of a small model is also the best of a larger one."""
     from leaven.verification import sweep as checks
 
     _require_recipe(subject, "init stds")
@@ -200,9 +230,9 @@ def init(
 def equivalence(
     subject: SubjectArgument,
     run: RunOption,
-    batch_ratios: Annotated[str, typer.Option(metavar="LIST", help="Batches, as multiples of its own.")] = (
-        "0.25,0.5,2,4"
-    ),
+    batch_ratios: Annotated[
+        str, typer.Option(metavar="LIST", help="Batch sizes, as multiples of the recipe's, separated by commas.")
+    ] = ("0.25,0.5,2,4"),
     scale: ScaleOption = None,
     seeds: SeedsOption = 3,
     tokens: TokensOption = None,
@@ -213,9 +243,10 @@ def equivalence(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Does another batch at the same data give the same final loss under the rule, and another one without it?
+    """Check that runs with other batch sizes reach the same loss with the rule, and another loss without it.
 
-    The rule is a limit of many steps with noisy gradients: small batches, and 200 steps at least of the largest.
+    The rule is exact for many steps with noisy gradients: choose small batches, and at least 200 steps for the
+    largest.
     """
     from leaven.verification import equivalence as checks
 
@@ -248,7 +279,7 @@ def _grid(family: "ModelFamily", value: "Quantity", given: str | None) -> list[f
 
 def _require_recipe(subject: str, what: str) -> None:
     if is_entry(subject):
-        raise InputError(f"{subject}: this check moves {what}, which only a recipe names; give a recipe file")
+        raise InputError(f"{subject}: this check changes {what}, which only a recipe states; give a recipe file")
 
 
 def _carried_out(check: "Callable[[RunStore], Verdict]", workers: int | None, run: Path) -> "Verdict":

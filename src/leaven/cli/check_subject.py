@@ -21,16 +21,26 @@ if TYPE_CHECKING:
     from leaven.verification.verdict import Verdict
 
 SubjectArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or module:factory for a model of yours.")
+    str, typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or module:factory for your own torch model.")
 ]
-SeedsOption = Annotated[int, typer.Option(min=1, help="Seeds of initialisation and data.")]
+SeedsOption = Annotated[int, typer.Option(min=1, help="Number of random seeds, for initialisation and data.")]
 SourceOption = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help="Text for module:factory (python-stdlib): as data.source, or made-up."),
+    typer.Option(
+        metavar="TEXT",
+        help="For module:factory: the text, as data.source in a recipe, or made-up.",
+        show_default="python-stdlib",
+    ),
 ]
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE.html", help="Write the picture here.", show_default=False),
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE.html",
+        help="Write an HTML page with the chart to this file.",
+        show_default=False,
+    ),
 ]
 BATCH_TOKENS = 512
 
@@ -42,7 +52,7 @@ def numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
     except ValueError:
         values = []
     if not values or not all(0 < value < math.inf for value in values):
-        raise InputError(f"{option} {text}: give numbers above 0 with commas between them")
+        raise InputError(f"{option} {text}: give numbers above 0, separated by commas")
     return values
 
 
@@ -54,13 +64,13 @@ def above_0(value: float, option: str) -> None:
 def scale_of(text: str, option: str) -> tuple[int, int]:
     width, _, depth = text.strip().partition("x")
     if not (width.isdigit() and depth.isdigit() and int(width) and int(depth)):
-        raise InputError(f"{option} {text}: write a scale as WIDTHxDEPTH, e.g. 64x4")
+        raise InputError(f"{option} {text}: give a size as WIDTHxDEPTH, e.g. 64x4")
     return int(width), int(depth)
 
 
 def own_scale(subject: str, overrides: list[str] | None) -> tuple[int, int]:
     if is_entry(subject):
-        raise InputError(f"{subject}: say which member, e.g. --scale 64x4")
+        raise InputError(f"{subject}: give the size of the model, e.g. --scale 64x4")
     model = load(Path(subject), overrides).model
     return model.d_model, model.n_layers
 
@@ -89,7 +99,7 @@ def short(
     wide = numbers(widths, "--widths", int) if widths else [WIDTH * times for times in TIMES]
     deep = numbers(depths, "--depths", int) if depths else list(DEPTHS)
     if all(len(set(axis)) < 2 for axis in (wide, deep)):
-        raise InputError("a slope needs two sizes: give more --widths or --depths")
+        raise InputError("a slope needs at least two sizes; give more --widths or --depths")
     if is_entry(subject):
         if grow_heads:
             raise InputError(f"{subject}: --grow-heads is for recipes; change the factory")
@@ -132,7 +142,7 @@ def _recipe(subject: str, overrides: list[str] | None, given: dict[str, object])
     for option, value in given.items():
         if value is not None:
             raise InputError(
-                f"{option} is for module:factory; a recipe says it itself: --set data.tokens=..., and so on"
+                f"{option} is only for module:factory; change a recipe with --set, e.g. --set data.tokens=1M"
             )
     return load(Path(subject), overrides)
 

@@ -1,4 +1,4 @@
-"""What the verbs share: options, how a recipe is read, and how a document is handed over."""
+"""Shared by the verbs: options, reading a recipe, printing a document, stopping at Ctrl-C."""
 
 import json
 import signal
@@ -21,31 +21,39 @@ from leaven.recipe.units import parse_quantity
 from leaven.views.terminal.console import console, errors, next_lines
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The run folder that leaven train wrote.", show_default=False)
+]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a value, e.g. --set hyperparameters.lr=0.002."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
-def count_option(help: str) -> Any:
-    """An option that takes a count as people write it: 7B, 64k, 32_768."""
-    return typer.Option(parser=_count, metavar="COUNT", help=help, show_default=False)
+def count_option(help: str, default: str | bool = False) -> Any:
+    """An option for a count such as 7B, 64k or 32_768. ``default``: its default in words, where it is not fixed."""
+    return typer.Option(parser=_count, metavar="COUNT", help=help, show_default=default)
 
 
 def _count(text: str) -> int:
     try:
         return parse_quantity(text)
-    except InputError as error:  # a ValueError, which typer would reword
+    except InputError as error:  # typer would rewrite the message of a ValueError
         raise typer.BadParameter(str(error)) from None
 
 
-TokensOption = Annotated[int | None, count_option("The checkpoint at this many tokens (the newest whole one).")]
+TokensOption = Annotated[
+    int | None, count_option("Use the checkpoint at this many tokens.", "the newest complete one")
+]
 
 
 def group() -> typer.Typer:
-    """Verbs of one name; without one of them it prints its help."""
+    """A verb with subcommands; called without one it prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 
@@ -55,22 +63,20 @@ def _help(context: typer.Context) -> None:
 
 
 def load(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """The recipe in a file.
+    """Read a recipe file.
 
     Raises:
-        InputError: if it cannot be read; the name of a published run is told what it is.
+        InputError: if it cannot be read. For the id of a published run the message says how to show it.
     """
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
-        raise InputError(
-            f"{recipe} is a published run: leaven recipes show {recipe}; this verb takes a recipe file (TOML)"
-        )
+        raise InputError(f"{recipe} is a published run, not a recipe file; type: leaven recipes show {recipe}")
     return read_recipe(recipe, overrides or ())
 
 
 def hand_over(document: Document | Sequence[Document], screen: Iterable[RenderableType], json_output: bool) -> None:
-    """Print one JSON document on standard output, or the screen and the commands to type next.
+    """Print the document as JSON, or the screen followed by the commands to type next.
 
-    A number that is not finite becomes null.
+    JSON has no infinite numbers or NaN: they become null.
     """
     if json_output:
         data = document.dump() if isinstance(document, Document) else [each.dump() for each in document]
@@ -82,26 +88,26 @@ def hand_over(document: Document | Sequence[Document], screen: Iterable[Renderab
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask to stop at the next safe point; a second Ctrl-C stops at once."""
-    asked = False
+    """Yield a function that is true once Ctrl-C or SIGTERM arrived; a second Ctrl-C stops at once."""
+    requested = False
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
             raise KeyboardInterrupt
-        asked = True
-        errors.print("stopping at the next safe point (again: at once) ...")
+        requested = True
+        errors.print("stopping at the next safe point; press Ctrl-C again to stop at once")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked
+        yield lambda: requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def prepared(recipe: Recipe) -> Any:
-    """The tokens of a recipe's text, with a bar while they are made."""
+    """Tokenise the recipe's text, or read its tokens from the cache, with a progress bar."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

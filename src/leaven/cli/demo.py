@@ -15,13 +15,15 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def demo(
-    run: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo"),
+    run: Annotated[Path, typer.Option(help="The folder to write everything to.")] = Path("runs/demo"),
     size: Annotated[
-        str, typer.Option(help="full: about ten minutes on two cores; tiny: a minute, for tests.")
+        str, typer.Option(help="full: about ten minutes on two cores. tiny: one minute, for tests only.")
     ] = "full",
-    source: Annotated[str, typer.Option(help=r"The text: see \[data] source of a recipe.")] = "python-stdlib",
+    source: Annotated[
+        str, typer.Option(help=r"The text to train on, as \[data] source in a recipe: a file, a glob, hf://...")
+    ] = "python-stdlib",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that tune (one a core, four at most).")
+        int | None, typer.Option(min=1, help="Processes that run trials.", show_default="one per core, at most 4")
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -29,10 +31,10 @@ def demo(
     from leaven.training.device import cores
 
     if size not in SIZES:
-        raise InputError(f"--size {size}: there are {', '.join(SIZES)}")
+        raise InputError(f"--size {size}: choose from {', '.join(SIZES)}")
     with stopping() as stop:
         try:
-            # More workers would propose most trials before any has ended: a random search.
+            # With more than four workers most trials start before any has ended: that is random search.
             made = Demo(run, size, source, workers or min(cores(), 4), stop).walk()
         except DemoStopped:
             errors.print(f"stopped; run it again to resume ({run})")

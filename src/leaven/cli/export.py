@@ -1,4 +1,4 @@
-"""leaven export: to other people's formats."""
+"""leaven export weights, leaven export config"""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,20 +27,22 @@ app = group()
 @app.command()
 def weights(
     run: RunArgument,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.", show_default=False)],
-    to: Annotated[str, typer.Option(help="The format: huggingface.")] = "huggingface",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.", show_default=False)
+    ],
+    to: Annotated[str, typer.Option(help="The format to write; only huggingface.")] = "huggingface",
+    dtype: Annotated[str, typer.Option(help="Number format of the weights: fp32, bf16 or fp16.")] = "fp32",
     tokens: TokensOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Write a run's model as a folder that transformers loads, multipliers folded into the weights."""
+    """Write a run's model as a folder that transformers loads, with multipliers folded into the weights."""
     from leaven.interop.weights import DTYPES, write_huggingface
     from leaven.training.load import load_run
 
     if to != "huggingface":
-        raise InputError(f"--to {to}: there is huggingface")
+        raise InputError(f"--to {to}: only huggingface is supported")
     if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+        raise InputError(f"--dtype {dtype}: choose from {', '.join(DTYPES)}")
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
     architecture = write_huggingface(
@@ -68,33 +70,40 @@ def config(
         str,
         typer.Option(
             metavar="TARGET",
-            help="megatron, torchtitan, deepspeed, nanotron, transformers or litgpt.",
+            help="The training code: megatron, torchtitan, deepspeed, nanotron, transformers or litgpt.",
             show_default=False,
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="PATH", help="A new file (a folder for transformers).")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="PATH",
+            help="The file to write; for transformers, the folder.",
+            show_default="named after the recipe",
+        ),
     ] = None,
-    lossy: Annotated[bool, typer.Option(help="Write it although values are lost, and say so in the file.")] = False,
+    lossy: Annotated[bool, typer.Option(help="Write the file even if values are lost; the file lists them.")] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Write a recipe, with the values that it resolves to, as the configuration of another trainer.
+    """Write a recipe and its resolved values as the configuration of another training code.
 
-    What the target cannot express is listed, and nothing written, unless --lossy.
+    If the target cannot express some values, they are listed and nothing is written, unless --lossy is given.
     """
     from leaven.interop.configs.export import default_path, require_free, target, write
     from leaven.interop.configs.export import export as export_recipe
 
-    target(to)  # refuse an unknown one before anything is read
+    target(to)  # raises for an unknown target
     read = load(recipe, overrides)
     path = output or Path(default_path(to, read.name))
     require_free(path)
     export = export_recipe(to, read)
     if export.losses and not lossy:
         warn((loss.text for loss in export.losses), "lost")
-        count = f"{len(export.losses)} values" if len(export.losses) > 1 else "a value"
-        raise InputError(f"{recipe}: {to} would lose {count} (above); add --lossy to write it all the same")
+        count = f"{len(export.losses)} values" if len(export.losses) > 1 else "one value"
+        raise InputError(f"{recipe}: {to} cannot express {count}, listed above; add --lossy to write the rest")
     write(export, path)
     lost = [LossRow(key=loss.key, value=loss.value, why=loss.why) for loss in export.losses]
     following = next_commands.after_export_config(to, path)

@@ -1,4 +1,4 @@
-"""leaven hardware: the accelerators that the planner knows, and where each number is from."""
+"""leaven hardware"""
 
 from typing import Annotated
 
@@ -17,7 +17,9 @@ def hardware(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]", help="One of them with its sources, e.g. H100-80GB, or cpu.", show_default=False
+            metavar="[NAME]",
+            help="Show only this accelerator, with its sources: e.g. H100-80GB, or cpu for this machine.",
+            show_default=False,
         ),
     ] = None,
     json_output: JsonOption = False,

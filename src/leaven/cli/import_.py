@@ -1,4 +1,4 @@
-"""leaven import: from other people's formats."""
+"""leaven import config"""
 
 import re
 from pathlib import Path
@@ -22,32 +22,40 @@ def config(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="A script or list of flags; config.json, or the folder of it.", show_default=False
+            metavar="FILE",
+            help="megatron: a script or a list of flags. transformers: config.json or its folder.",
+            show_default=False,
         ),
     ],
     source: Annotated[
-        str, typer.Option("--from", metavar="SOURCE", help="transformers or megatron.", show_default=False)
+        str,
+        typer.Option(
+            "--from", metavar="SOURCE", help="The format of FILE: transformers or megatron.", show_default=False
+        ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="OUT.toml", help="The recipe to write (printed).")
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT.toml", help="The recipe file to write.", show_default="print it"),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Processes of the run: neither format says so.", show_default=False),
+        typer.Option(
+            min=1, metavar="N", help="Number of processes of the run; neither format stores it.", show_default=False
+        ),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Read another trainer's configuration as a recipe, with the flag or key that each value is from.
+    """Read another training code's configuration as a recipe; each value names the flag or key it came from.
 
-    What it does not tell, and what no recipe holds, is listed.
+    Values that FILE does not give, and settings that a recipe cannot hold, are listed.
     """
     from leaven.interop.configs import from_megatron, from_transformers
 
     if source not in next_commands.IMPORTED:
-        raise InputError(f"--from {source}: there are {', '.join(next_commands.IMPORTED)}")
+        raise InputError(f"--from {source}: choose from {', '.join(next_commands.IMPORTED)}")
     if output is not None and output.exists():
         raise InputError(f"{output}: the file exists; give another name")
-    # A recipe's name is a word; a file's may be anything.
+    # A file may have any name; the name of a recipe has no spaces or special characters.
     name = re.sub(r"^\W+|[^\w.\-]+", "-", (output or file.resolve()).stem).strip("-.") or "imported"
     if source == "megatron":
         found = from_megatron.read(read_text(file), str(file), name, ranks)
@@ -66,9 +74,9 @@ def config(
         screen = [] if output is None else [wrote(output, found.recipe)]
         hand_over(document, screen, json_output)
     else:
-        typer.echo(render(found.recipe), nl=False)  # a recipe that a shell can redirect: nothing else goes there
+        typer.echo(render(found.recipe), nl=False)  # so that `> OUT.toml` gives a valid recipe
     if not json_output:
         for line in found.unknown:
             errors.print(f"unknown   {line}")
         if found.unread:
-            errors.print(f"not read  {', '.join(found.unread)}")
+            errors.print(f"ignored   {', '.join(found.unread)}")

@@ -16,23 +16,25 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def laws(
-    params: Annotated[int | None, count_option("Parameters, e.g. 7B.")] = None,
-    tokens: Annotated[int | None, count_option("Training tokens, e.g. 2T.")] = None,
+    params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 7B.")] = None,
+    tokens: Annotated[int | None, count_option("Length of the run in tokens, e.g. 2T.")] = None,
     params_non_embedding: Annotated[
-        int | None, count_option("Of --params those without embeddings, which several laws count.")
+        int | None, count_option("Size of the model without embeddings, which several laws use.", "--params")
     ] = None,
     batch_tokens: Annotated[
-        int | None, count_option("A batch: each law's lr there, and where it stands against the critical ones.")
+        int | None,
+        count_option("Batch size in tokens: adds each law's lr at this batch, and compares it with their batches."),
     ] = None,
     flops: Annotated[
-        int | None, count_option("Instead of --params and --tokens: the best sizes for so many training FLOPs.")
+        int | None,
+        count_option("Training FLOPs, in place of --params and --tokens: prints the compute-optimal sizes."),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """With --flops, the best parameters and tokens for a budget, by Chinchilla's three approaches and those after."""
+    """With --flops: the compute-optimal parameters and tokens, by Chinchilla's three approaches and later work."""
     if flops is not None:
         if any(each is not None for each in (params, tokens, batch_tokens, params_non_embedding)):
-            raise InputError("--flops asks for the sizes, --params and --tokens give them; type one or the other")
+            raise InputError("--flops cannot be combined with other options; give --flops, or --params and --tokens")
         sizes = [OptimumRow(**asdict(each)) for each in compute_optimal(flops)]
         hand_over(sizes, optimum_screen(sizes), json_output)
         return
@@ -40,12 +42,12 @@ def laws(
         if value is None:
             raise InputError(f"{name} is missing; type: leaven laws --params COUNT --tokens COUNT")
     if batch_tokens is not None and batch_tokens <= 0:
-        raise InputError(f"--batch-tokens {batch_tokens}: a batch has at least one token")
+        raise InputError(f"--batch-tokens {batch_tokens}: give at least 1")
     assert params is not None
     assert tokens is not None
     if params_non_embedding is not None and not 0 < params_non_embedding <= params:
         raise InputError(
-            f"--params-non-embedding {params_non_embedding:,}: has to be at least 1 and at most --params {params:,}"
+            f"--params-non-embedding {params_non_embedding:,}: give at least 1 and at most --params ({params:,})"
         )
     results = evaluate(params, tokens, params_non_embedding=params_non_embedding)
     rows = [_row(result, critical_batch(results), batch_tokens) for result in results]

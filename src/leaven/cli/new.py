@@ -1,4 +1,4 @@
-"""leaven new OUT --params --tokens, or OUT --from-weights DIR"""
+"""leaven new"""
 
 import re
 from pathlib import Path
@@ -28,17 +28,21 @@ def new(
     output: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT.toml", help="The recipe to write; its proxy goes to OUT-proxy.toml.", show_default=False
+            metavar="OUT.toml",
+            help="The recipe file to write; its proxy is written to OUT-proxy.toml.",
+            show_default=False,
         ),
     ],
-    params: Annotated[int | None, count_option("The size, all parameters counted, e.g. 1B.")] = None,
+    params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 1B.")] = None,
     tokens: Annotated[
-        int | None, count_option("Duration in tokens, e.g. 20B (with --from-weights: 20 a parameter).")
+        int | None, count_option("Length of the run in tokens, e.g. 20B.", "with --from-weights, 20 per parameter")
     ] = None,
     proxy: Annotated[
         str | None,
         typer.Option(
-            metavar="COUNT", help="Size of the proxy to tune (chosen by evidence and cost); none for no proxy."
+            metavar="COUNT",
+            help="Size of the proxy recipe to tune, or none to write no proxy.",
+            show_default="chosen by evidence and cost",
         ),
     ] = None,
     from_run: Annotated[
@@ -46,24 +50,30 @@ def new(
         typer.Option(
             "--from",
             metavar="ID",
-            help="Take one published run's values together, its size and length too without --params: "
-            "leaven recipes list.",
+            help="Copy the values of this published run (see leaven recipes list); without --params, its size "
+            "and length too.",
             show_default=False,
         ),
     ] = None,
     gpus: Annotated[
         str | None,
-        typer.Option(metavar="COUNTxNAME", help="Lay it out on a cluster, e.g. 8xH100-80GB.", show_default=False),
+        typer.Option(
+            metavar="COUNTxNAME", help="Choose the layout for this cluster, e.g. 8xH100-80GB.", show_default=False
+        ),
     ] = None,
     from_weights: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Instead: a model in Hugging Face's format to start from.", show_default=False
+            metavar="DIR",
+            help="Continue from this model in Hugging Face format, instead of a new shape.",
+            show_default=False,
         ),
     ] = None,
-    source: Annotated[str, typer.Option(help=r"The text: see \[data] source of a recipe.")] = "python-stdlib",
-    vocab: Annotated[int | None, count_option("Tokens of the vocabulary.")] = None,
-    seq_len: Annotated[int | None, count_option("Tokens of a sequence.")] = None,
+    source: Annotated[
+        str, typer.Option(help=r"The text to train on, as \[data] source in a recipe: a file, a glob, hf://...")
+    ] = "python-stdlib",
+    vocab: Annotated[int | None, count_option("Vocabulary size.", "chosen by size")] = None,
+    seq_len: Annotated[int | None, count_option("Sequence length in tokens.", "chosen by size")] = None,
     json_output: JsonOption = False,
 ) -> None:
     proxy_output = output.with_stem(f"{output.stem}-proxy")
@@ -71,13 +81,13 @@ def new(
         if file.exists():
             raise InputError(f"{file}: the file exists; give another name")
     if not output.parent.is_dir():
-        raise InputError(f"{output}: there is no folder {output.parent}; make it first, or give another name")
-    # A recipe's name is a word; a file's may be anything.
+        raise InputError(f"{output}: the folder {output.parent} does not exist; create it, or give another name")
     if output.stem.endswith((next_commands.PROXY, next_commands.TUNED)):
         raise InputError(
             f"{output}: names ending in -proxy and -tuned are reserved for the recipes derived from OUT.toml; "
             "give another name"
         )
+    # A file may have any name; the name of a recipe has no spaces or special characters.
     name = re.sub(r"^\W+|[^\w.\-]+", "-", output.stem).strip("-") or "new"
     if from_weights is not None:
         others = {
@@ -90,18 +100,16 @@ def new(
         }
         given = [option for option, value in others.items() if value is not None]
         if given:
-            raise InputError(
-                f"--from-weights takes its shape from the model, {given[0]} asks for a new one; type one or the other"
-            )
+            raise InputError(f"--from-weights takes the shape from the model; leave out {given[0]}")
         _adopted(output, name, from_weights, tokens, source, json_output)
         return
     if from_run is not None and params is None:
         reference = find_reference(from_run)
         params, tokens = reference.params_total, tokens or reference.tokens
     if params is None:
-        raise InputError("nothing to start from; type --params COUNT --tokens COUNT, or --from-weights DIR")
+        raise InputError("no size given; type --params COUNT --tokens COUNT, or --from-weights DIR")
     if tokens is None:
-        raise InputError(f"--tokens is missing; 20 a parameter would be --tokens {20 * params}")
+        raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * params}")
     cluster = parse_cluster(gpus) if gpus else None
     started = start(
         StarterRequest(
@@ -128,14 +136,14 @@ def new(
 
 
 def _proxy_params(text: str | None) -> int | None:
-    """Parameters of the proxy asked for: None to choose one, 0 for none."""
+    """The size of the proxy in parameters: None to let leaven choose, 0 for no proxy."""
     if text is None:
         return None
     if text == "none":
         return 0
     size = parse_quantity(text)
     if size < 1:
-        raise InputError(f"--proxy {text}: give a size, e.g. 50M, or none")
+        raise InputError(f"--proxy {text}: give a size such as 50M, or none")
     return size
 
 

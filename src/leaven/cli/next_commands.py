@@ -1,8 +1,8 @@
-"""The command to type next: new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report.
+"""The commands to type next: new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report.
 
-Every verb ends with it: as its last lines in a terminal, under the key ``next`` in ``--json``. Each command is whole
-and works as it is printed. ``leaven new`` names the files: OUT.toml is the target, OUT-proxy.toml beside it the small
-recipe that is tuned for it, OUT-tuned.toml what comes back.
+Verbs print them last, and under the key ``next`` with ``--json``. Each command is complete and works as printed.
+``leaven new`` chooses the names: OUT.toml is the target, OUT-proxy.toml the small recipe that is tuned for it, and
+OUT-tuned.toml the target with the tuned values.
 """
 
 import shlex
@@ -20,11 +20,11 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
 PROXY, TUNED = "-proxy", "-tuned"
-IMPORTED = ("transformers", "megatron")  # what `leaven import config` reads
+IMPORTED = ("transformers", "megatron")  # the formats that `leaven import config` reads
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """After ``recipes check`` of a recipe that passed: tune a proxy, train anything else."""
+    """After a ``recipes check`` that passed: tune the proxy, or train the recipe if it has none."""
     sets = _sets(overrides)
     proxy = _beside(path, PROXY)
     if path.stem.endswith(PROXY):
@@ -42,7 +42,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
-    """After a study of the recipe at ``path``: back to the target if it stands beside the proxy."""
+    """After a study of ``path``: transfer to the target if its file exists, else train the best recipe."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     look = _line("report", study, "-o", study / "report.html")
@@ -52,21 +52,21 @@ def after_tune(path: Path, study: Path) -> list[str]:
 
 
 def after_transfer(output: Path | None, recipe: Recipe) -> list[str]:
-    """After ``transfer``; without an output file, the same again with one."""
+    """After ``transfer``: check and train the new recipe, or the same command with ``-o`` if none was written."""
     if output is None:
         return [again("-o", str(_free(Path(f"{recipe.name}-big.toml"))))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
 def after_import(output: Path | None, recipe: Recipe) -> list[str]:
-    """After ``import config``; without an output file, the same again with one."""
+    """After ``import config``: check and train the recipe, or the same command with ``-o`` if none was written."""
     if output is None:
         return [again("-o", str(_free(Path(f"{recipe.name}.toml"))))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
 def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequence[str]) -> list[str]:
-    """After the plan of a recipe: train it in that layout, if it fits and leaven can."""
+    """After the plan of a recipe: train it in that layout, if it fits and leaven supports it."""
     how = found.arrangement
     if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:
         return []
@@ -81,24 +81,24 @@ def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequen
 
 
 def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
-    """After the plan of a published run: a recipe with its values."""
+    """After the plan of a published run: write a recipe with its values."""
     return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """After ``plan --budget``: a recipe of the middle size."""
+    """After ``plan --budget``: write a recipe of the middle size."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """After a finished run: look at it, export it, try it."""
+    """After a finished run: report, sample, and export the weights if an architecture fits."""
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
     if any(not architecture.misfits(recipe.model) for architecture in ARCHITECTURES):
-        beside = run.parent if run.name else Path("..")  # the run may be the working directory
+        beside = run.parent if run.name else Path("..")  # run may be "."
         folder = _free(beside / f"{run.resolve().name}-huggingface")
         commands.append(_line("export", "weights", run, folder, "--to", "huggingface"))
     return commands
@@ -109,7 +109,7 @@ def after_bench(path: Path, micro_batch: int) -> list[str]:
 
 
 def after_ramp(path: Path, settings: Sequence[str]) -> list[str]:
-    """After a proposed ramp: train with it."""
+    """After ``bench --noise-from``: train with the proposed ramp."""
     return [_line("train", path, "--run", _run(path.stem), *_sets(settings))]
 
 
@@ -118,15 +118,17 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path) -> list[str]:
-    """After ``export config``: read it back, where leaven reads that format."""
+    """After ``export config``: import it again, if leaven reads that format."""
     if to not in IMPORTED:
         return []
     return [_line("import", "config", path, "--from", to, "-o", _free(Path(f"{path.stem}-imported.toml")))]
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """The study of a proxy, of as many trials as ``leaven new`` says where its target is known; where a trial is too
-    long for this machine, first its plan on others."""
+    """Tune a proxy, with the number of trials that is worth its cost if the target is known.
+
+    If one trial is too large for this machine, the first command plans it on a cluster.
+    """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
     if target is not None:
@@ -137,7 +139,7 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
 
 
 def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
-    """After ``leaven new`` wrote a target at ``path``: from its proxy, if it has one, to the trained run."""
+    """After ``leaven new`` wrote a target at ``path``: all commands from its proxy, if it has one, to the run."""
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target)]
     small, tuned = _beside(path, PROXY), _beside(path, TUNED)
@@ -153,14 +155,14 @@ def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:
-    """Train a recipe, or plan it where it is too large for this machine."""
+    """Train a recipe, or plan it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
         return [_launch(path, recipe.layout.ranks, gpus_here() or recipe.layout.ranks, sets)]
     return [_line("plan", path, "--gpus", cluster_for(recipe), *sets)]
 
 
 def again(*words: str) -> str:
-    """The command that was typed, with more words."""
+    """The command that was typed, with more arguments."""
     return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
 
 
@@ -191,7 +193,7 @@ def _run(stem: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """The path, with a number if something is there already."""
+    """The path, with a number appended if it exists."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

@@ -1,4 +1,4 @@
-"""leaven plan: memory, speed, time, cost and ramp of a recipe on a cluster; or what a cluster has room for."""
+"""leaven plan"""
 
 import shlex
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import typer
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, hand_over, load, stopping
 from leaven.planning.budget import budget as sizes_that_fit
-from leaven.planning.calibration import history as of_before
+from leaven.planning.calibration import history as past_runs
 from leaven.planning.cost import parse_price
 from leaven.planning.plan import ClusterPlan, plan_recipe, plan_run
 from leaven.planning.ramp import SHARE
@@ -25,55 +25,67 @@ from leaven.views.terminal.plan import budget_screen, plan_screen
 app = typer.Typer(add_completion=False)
 
 MeasureOption = Annotated[
-    bool, typer.Option("--measure", help="Take three short steps on the machine at hand and calibrate by them.")
+    bool, typer.Option("--measure", help="Run three short steps on this machine and calibrate the times by them.")
 ]
 HistoryOption = Annotated[
-    bool, typer.Option("--history/--no-history", help="Calibrate by what runs on this accelerator took.")
+    bool, typer.Option("--history/--no-history", help="Calibrate the times by earlier runs on this accelerator.")
 ]
 
 
 @app.command()
 def plan(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[RECIPE]", help="A recipe file (TOML), or the id of a published run.", show_default=False
+        ),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="COUNTxNAME", help="The cluster, e.g. 64xH100-80GB or 8x8xA100; or cpu.")
+        str | None,
+        typer.Option(metavar="COUNTxNAME", help="The cluster, e.g. 64xH100-80GB, 8x8xA100 (8 nodes of 8) or cpu."),
     ] = None,
     layout: Annotated[
         str | None,
         typer.Option(
             metavar="KEY=VALUE,...",
-            help="Plan this layout, e.g. tp=2,pp=4,mbs=2, instead of the best. "
-            "Keys: dp tp pp cp ep zero mbs dp_replicate stages_per_rank schedule recompute compile. Left out, dp is "
-            "what the others leave, mbs and compile are the recipe's, the rest 1, 0 or none; --explain has it at its "
-            "best.",
+            help="Plan this layout instead of the best one, e.g. tp=2,pp=4,mbs=2. Keys: dp tp pp cp ep zero mbs "
+            "(micro-batch) dp_replicate stages_per_rank schedule recompute compile. Keys left out: dp fills the "
+            "cluster, mbs and compile are the recipe's, all others are off.",
         ),
     ] = None,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="KEY=VALUE,...", help="Why not so, the rest at its best? e.g. tp=4 or pp=8,zero=1."),
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Explain why this layout was not chosen, e.g. tp=4 or pp=8,zero=1. Other keys at their best.",
+        ),
     ] = None,
     share: Annotated[
-        float, typer.Option(metavar="SHARE", help="Minimum speed at the ramp's start, as a share of full speed.")
+        float,
+        typer.Option(
+            metavar="SHARE", help="Minimum speed at the start of a batch ramp, as a share of full speed (0 to 1)."
+        ),
     ] = SHARE,
     price: Annotated[
         str | None,
-        typer.Option(metavar="PRICE", help="Of a GPU for an hour, e.g. $2.50: also say the cost in money."),
+        typer.Option(metavar="PRICE", help="Price of one GPU for one hour, e.g. $2.50; adds the cost in money."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", "-o", metavar="HTML", help="Write a page with pictures, too.")
+        Path | None,
+        typer.Option("--report", "-o", metavar="HTML", help="Write the plan as an HTML page with charts, too."),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTERxTIME", help="Without a RECIPE: which sizes fit, e.g. '64xH100 x 14d'."),
+        typer.Option(
+            metavar="CLUSTERxTIME", help="Without RECIPE: list the model sizes that fit, e.g. '64xH100 x 14d'."
+        ),
     ] = None,
     mfu: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="With --budget: assume this MFU instead of planning layouts."),
+        typer.Option(metavar="SHARE", help="With --budget: assume this MFU (0 to 1) instead of planning layouts."),
     ] = None,
     moments: Annotated[
-        Moments, typer.Option(help="Optimizer whose memory to plan; leaven trains with adam.")
+        Moments, typer.Option(help="Optimizer whose memory is planned; leaven itself trains with adam.")
     ] = "adam",
     measure: MeasureOption = False,
     history: HistoryOption = True,
@@ -82,7 +94,7 @@ def plan(
 ) -> None:
     if budget is not None:
         _alone(
-            "a --budget",
+            "--budget",
             {
                 "RECIPE": recipe,
                 "--gpus": gpus,
@@ -107,12 +119,12 @@ def plan(
             "or without a recipe: leaven plan --budget '64xH100-80GB x 14d'"
         )
     if mfu is not None:
-        raise InputError("--mfu goes with --budget; of a recipe the speed is planned, so leave --mfu out")
+        raise InputError("--mfu is only for --budget: the speed of a recipe is planned; leave --mfu out")
     if not 0 < share <= 1:
-        raise InputError(f"--share {share:g}: a share of full speed; give one above 0 and up to 1, for example 0.7")
+        raise InputError(f"--share {share:g}: give a share of full speed above 0 and at most 1, e.g. 0.7")
     each = None if price is None else parse_price(price)
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
-        _alone(f"{recipe}, a published run,", {"--set": overrides or None, "--measure": measure or None})
+        _alone(f"the published run {recipe}", {"--set": overrides or None, "--measure": measure or None})
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
         following = next_commands.after_plan_of_run(name, found.cluster)
     else:
@@ -138,29 +150,30 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """The plan of a recipe, calibrated by steps that are taken now, or by the history, or as it is.
+    """Calibrate a plan by steps measured now (``measure``) or by earlier runs (``history``); else return it as it is.
 
     Raises:
-        InputError: if the machine at hand has none of the planned accelerators.
-        typer.Exit: 75, if the measurement was stopped.
+        InputError: if this machine does not have the planned accelerator.
+        typer.Exit: with code 75 if the measurement was stopped.
     """
     if not measure:
-        return plan.calibrated(of_before() if history else [], recipe.precision.compute)
+        return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 
     from leaven.training.measured import measure as take_steps
 
     with stopping() as stop, LiveScreen() as screen:
         found = take_steps(recipe, gpus, on_step=screen.counts("measuring"), stop=stop)
     if found is None:
-        errors.print("stopped before it was measured; nothing is written, the same command begins anew")
+        errors.print("stopped before the measurement was complete; nothing is written, the same command starts over")
         raise typer.Exit(75)
     depth, layers = recipe.model.n_layers, " and ".join(map(str, found.layers))
-    of = "" if found.layers == (depth,) else f", of {layers} layers, from which {depth} follow"
+    of = "" if found.layers == (depth,) else f"; {depth} layers extrapolated from {layers}"
     errors.print(f"measured {found.record.device}: best matmul {found.matmul_tflops:.3g} TFLOP/s{of}")
     return plan.calibrated([found.record], recipe.precision.compute)
 
 
 def _alone(what: str, others: Mapping[str, object]) -> None:
+    """Raise InputError if any of the other options is given."""
     given = [name for name, value in others.items() if value is not None]
     if given:
-        raise InputError(f"{what} is planned without {given[0]}; leave it out")
+        raise InputError(f"{what} cannot be combined with {given[0]}; leave it out")

@@ -1,4 +1,4 @@
-"""leaven recipes: the published runs, and a recipe beside them."""
+"""leaven recipes list, show, nearest, diff and check"""
 
 import csv
 import sys
@@ -34,25 +34,33 @@ from leaven.views.terminal.console import console, warn
 from leaven.views.terminal.findings import findings_screen
 
 app = group()
-CsvOption = Annotated[bool, typer.Option("--csv", help="Print comma-separated values and nothing else.")]
-RangeOption = Annotated[str | None, typer.Option(metavar="A..B", help="For example 1B..10B; ..10B and 1B.. are open")]
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print comma-separated values instead of a table.")]
+ParamsRange = Annotated[
+    str | None, typer.Option(metavar="A..B", help="Only runs of this size, e.g. 1B..10B, ..10B or 1B..")
+]
+TokensRange = Annotated[
+    str | None, typer.Option(metavar="A..B", help="Only runs of this length in tokens, e.g. 1T..5T, ..5T or 1T..")
+]
 
 
 @app.command("list")
 def list_runs(
-    params: RangeOption = None,
-    tokens: RangeOption = None,
-    kind: Annotated[str | None, typer.Option(help="dense, moe or vlm.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="For example adamw.")] = None,
-    family: Annotated[str | None, typer.Option(help="For example Pythia.")] = None,
+    params: ParamsRange = None,
+    tokens: TokensRange = None,
+    kind: Annotated[str | None, typer.Option(help="Only runs of this kind: dense, moe or vlm.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Only runs with this optimizer, e.g. adamw.")] = None,
+    family: Annotated[str | None, typer.Option(help="Only runs of this family, e.g. Pythia.")] = None,
     where: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH=VALUE", help="E.g. schedule.shape=cosine; also != < <= > >=. May be repeated."),
+        typer.Option(
+            metavar="PATH=VALUE",
+            help="Only runs with this value, e.g. schedule.shape=cosine; also != < <= > >=. Repeatable.",
+        ),
     ] = None,
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """Published runs and the bases that leaven tuned itself, from the smallest to the largest."""
+    """List published runs and the runs that leaven has tuned itself, from the smallest to the largest."""
     _one_format(json_output, csv_output)
     named = {"kind": kind, "optimizer": optimizer, "family": family}
     conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
@@ -66,36 +74,51 @@ def list_runs(
 
 
 @app.command()
-def show(id: Annotated[str, typer.Argument(metavar="ID")], json_output: JsonOption = False) -> None:
-    """One run, every group with its source."""
+def show(
+    id: Annotated[str, typer.Argument(metavar="ID", help="A run in leaven recipes list, e.g. olmo-7b.")],
+    json_output: JsonOption = False,
+) -> None:
+    """Print all values of one published run, with their sources."""
     run = find_run(id)
     hand_over(PublishedRunDocument(**run.model_dump(exclude_none=True)), run_screen(run, console.width), json_output)
 
 
 @app.command("nearest")
 def nearest_runs(
-    params: Annotated[int | None, count_option("Parameters, e.g. 7B.")] = None,
-    tokens: Annotated[int | None, count_option("Training tokens, e.g. 2T.")] = None,
-    like: Annotated[
-        Path | None, typer.Option(metavar="RECIPE", help="Stack, and size where it is not given, of this recipe.")
+    params: Annotated[
+        int | None, count_option("Size of the model, embeddings included, e.g. 7B.", "of --like")
     ] = None,
-    norm_placement: Annotated[NormPlacement | None, typer.Option(help="Such runs first.")] = None,
-    qk_norm: Annotated[bool | None, typer.Option("--qk-norm/--no-qk-norm", help="Such runs first.")] = None,
-    optimizer: Annotated[Optimizer | None, typer.Option(help="Such runs first.")] = None,
-    kind: Annotated[Kind, typer.Option(help="Experts are another kind than dense models.")] = "dense",
-    factor: Annotated[float, typer.Option(help="How many times larger or smaller a run may be.")] = 4.0,
-    limit: Annotated[int, typer.Option(min=1, help="How many runs.")] = 5,
+    tokens: Annotated[int | None, count_option("Length of the run in tokens, e.g. 2T.", "of --like")] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="RECIPE", help="Look for runs like this recipe: its size, norms and optimizer."),
+    ] = None,
+    norm_placement: Annotated[
+        NormPlacement | None, typer.Option(help="List runs with this placement of norms first.")
+    ] = None,
+    qk_norm: Annotated[
+        bool | None, typer.Option("--qk-norm/--no-qk-norm", help="List runs with (or without) QK-norm first.")
+    ] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="List runs with this optimizer first.")] = None,
+    kind: Annotated[
+        Kind, typer.Option(help="The kind of model; mixtures of experts are not compared with dense models.")
+    ] = "dense",
+    factor: Annotated[float, typer.Option(help="Only runs up to this many times larger or smaller.")] = 4.0,
+    limit: Annotated[int, typer.Option(min=1, help="How many runs to list.")] = 5,
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """The runs nearest in stack, size and duration; of each lineage first its closest."""
+    """List the published runs most like a model: norms and optimizer first, then size and length.
+
+    The nearest run of each lineage (runs that inherit one learning rate) comes before the other runs.
+    """
     _one_format(json_output, csv_output)
     recipe = load(like, None) if like else None
     if recipe is not None:
         params = recipe.model.params if params is None else params
         tokens = recipe.data.tokens if tokens is None else tokens
     if params is None or tokens is None:
-        raise InputError("nearest to what? give --params and --tokens, or --like RECIPE")
+        raise InputError("no size given; type --params and --tokens, or --like RECIPE")
     own = Stack("pre", recipe.model.qk_norm, recipe.hyperparameters.optimizer) if recipe else Stack()
     asked = Stack(
         norm_placement or own.norm_placement,
@@ -110,11 +133,11 @@ def nearest_runs(
 
 @app.command("diff")
 def diff_runs(
-    a: Annotated[str, typer.Argument(metavar="A")],
-    b: Annotated[str, typer.Argument(metavar="B")],
+    a: Annotated[str, typer.Argument(metavar="A", help="The id of a published run, or a recipe file (.toml).")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same, to compare with.")],
     json_output: JsonOption = False,
 ) -> None:
-    """The values in which two runs differ; A and B are published runs, or recipe files (.toml)."""
+    """Print the values in which two published runs or recipes differ."""
     left, right = _run_or_recipe(a), _run_or_recipe(b)
     rows: Sequence[DifferenceRow]
     if isinstance(left, PublishedRun) and isinstance(right, PublishedRun):
@@ -130,14 +153,17 @@ def check(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     corpus_tokens: Annotated[
-        int | None, count_option("Tokens of the text, e.g. 25B. Default: its local files at 3.75 bytes a token.")
+        int | None, count_option("Size of the text in tokens, e.g. 25B.", "its local files, at 3.75 bytes per token")
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Where a recipe leaves the range of published runs, which of them say so, and what to set; 1 if it does."""
+    """Check a recipe against the range of published runs: what is outside, which runs show it, what to set.
+
+    The exit code is 1 if a value is outside.
+    """
     read = load(recipe, overrides)
     if corpus_tokens is not None and corpus_tokens < 1:
-        raise InputError("a text of no tokens has no epochs; give --corpus-tokens above 0, for example 25B")
+        raise InputError(f"--corpus-tokens {corpus_tokens}: give at least 1, e.g. 25B")
     found = findings(read, lambda one: resolve(one).rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
     following = next_commands.after_check(recipe, read, overrides or ()) if passed else []
@@ -157,7 +183,7 @@ def check(
 
 
 def _text_tokens(recipe: Recipe) -> int | None:
-    """About how many tokens the recipe's files hold; None where they are elsewhere, or a stand-in."""
+    """An estimate of the tokens in the recipe's files; None for remote files and the built-in sample text."""
     names = [source.source for source in recipe.data.sources]
     if "python-stdlib" in names:
         return None
@@ -172,11 +198,11 @@ def _text_tokens(recipe: Recipe) -> int | None:
 
 def _one_format(json_output: bool, csv_output: bool) -> None:
     if json_output and csv_output:
-        raise InputError("one document is printed: take --json or --csv")
+        raise InputError("--json and --csv cannot be combined; leave one out")
 
 
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:
-    """Rows as a document, as a screen, or as a spreadsheet reads them: what is not known is empty."""
+    """Print rows as JSON, as a table, or as CSV, where unknown values are empty."""
     if not csv_output:
         hand_over(rows, screen, json_output)
     elif rows:

@@ -1,4 +1,4 @@
-"""leaven report PATH"""
+"""leaven report"""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,14 +16,16 @@ app = typer.Typer(add_completion=False)
 def report(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="PATH", help="The folder of a run, a study, a check or a demo.", show_default=False),
+        typer.Argument(metavar="[PATH]", help="The folder of a run, a study, a check or a demo.", show_default=False),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
-    catalogue: Annotated[bool, typer.Option("--catalogue", help="The published runs, in place of a PATH.")] = False,
+    catalogue: Annotated[
+        bool, typer.Option("--catalogue", help="Describe the published runs, in place of PATH.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     if catalogue and path is not None:
-        raise InputError(f"--catalogue is a page of its own and takes no PATH; leave out {path} or --catalogue")
+        raise InputError(f"--catalogue takes no PATH; leave out {path} or --catalogue")
     if catalogue:
         from leaven.views.catalogue_page import write_catalogue
 
@@ -33,5 +35,5 @@ def report(
 
         written = write_page(path, output)
     else:
-        raise InputError("a report on what? give the folder of a run, a study, a check or a demo, or --catalogue")
+        raise InputError("PATH is missing; give the folder of a run, a study, a check or a demo, or --catalogue")
     hand_over(ReportDocument(path=str(written)), [f"wrote {written}"], json_output)

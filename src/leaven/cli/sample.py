@@ -1,4 +1,4 @@
-"""leaven sample RUN TEXT"""
+"""leaven sample"""
 
 import sys
 import time
@@ -20,13 +20,20 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def sample_(
     run: RunArgument,
-    text: Annotated[str, typer.Argument(metavar="[TEXT]", help="What the text begins with.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at most; an end of text ends it before.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Divides the logits; 0 takes the likeliest token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens (0: from all).")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="... and of these from the likeliest share p.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    samples: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    text: Annotated[str, typer.Argument(metavar="[TEXT]", help="The prompt to continue.")] = "",
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens; an end-of-text token stops earlier.")
+    ] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 means all.")] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Sample from the most likely tokens that together have this probability."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="How many texts to generate.")] = 1,
     tokens: TokensOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -39,8 +46,8 @@ def sample_(
     sampling = Sampling(temperature, top_k, top_p)
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are no text
-        raise InputError("text is not UTF-8; give it in the encoding of the terminal") from None
+    except UnicodeEncodeError:  # bytes on the command line that are not valid UTF-8
+        raise InputError("TEXT is not valid UTF-8; type it in the encoding of the terminal") from None
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
     loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,7 +83,7 @@ def sample_(
 
 
 def shown(text: str) -> str:
-    """What a terminal gets of a text: control characters, which a model may well make, are no commands to it."""
+    """The text, with control characters replaced on a terminal: a model may generate escape sequences."""
     if not sys.stdout.isatty():
         return text
     return "".join(each if each in "\n\t" or unicodedata.category(each) != "Cc" else "\ufffd" for each in text)

@@ -1,4 +1,4 @@
-"""leaven show RECIPE, leaven show --rule NAME"""
+"""leaven show"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -27,20 +27,21 @@ def show(
         Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe file (TOML).", show_default=False)
     ] = None,
     rule: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Print a scaling rule instead: {', '.join(RULES)}.")
+        str | None,
+        typer.Option(metavar="NAME", help=f"Print this scaling rule in place of a recipe: {', '.join(RULES)}."),
     ] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Below it the initialisation beside the published ones, and how the optimizer applies weight decay."""
+    """Also compares the initialisation with published ones and states how the optimizer applies weight decay."""
     if rule is not None:
         if rule not in RULES:
-            raise InputError(f"--rule {rule}: no such rule; there are {', '.join(RULES)}")
+            raise InputError(f"--rule {rule}: no such rule; choose from {', '.join(RULES)}")
         document = RuleDocument(**RULES[rule].document())
         hand_over(document, rule_table(document), json_output)
         return
     if recipe is None:
-        raise InputError("leaven show takes a recipe file, or --rule NAME for a scaling rule")
+        raise InputError("RECIPE is missing; type: leaven show RECIPE, or leaven show --rule NAME")
     loaded = load(recipe, overrides)
     found = warnings(loaded)
     shown = resolved(loaded, found, next_commands.after_show(recipe, overrides or ()))

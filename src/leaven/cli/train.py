@@ -1,4 +1,4 @@
-"""leaven train RECIPE"""
+"""leaven train"""
 
 import os
 from dataclasses import asdict
@@ -39,16 +39,16 @@ def train_(
         typer.Option(
             "--run",
             "--run-folder",
-            help="The run's folder (runs/NAME); under torchrun, which has a --run of its own, --run-folder.",
-            show_default=False,
+            help="The run folder to write. Under torchrun type --run-folder, since torchrun has its own --run.",
+            show_default="runs/NAME",
         ),
     ] = None,
     log_to: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Curves to tensorboard, wandb, trackio (with commas) or none; TensorBoard if it is installed.",
-            show_default=False,
+            help="Where to log curves: tensorboard, wandb, trackio (separated by commas), or none.",
+            show_default="tensorboard if installed",
         ),
     ] = None,
     log_every: Annotated[
@@ -56,22 +56,23 @@ def train_(
         typer.Option(
             min=1,
             metavar="STEPS",
-            help="A line every so many steps (each validation, and each minute).",
-            show_default=False,
+            help="Print a line every so many steps.",
+            show_default="each validation and each minute",
         ),
     ] = None,
     rewind_to: Annotated[
-        int | None, count_option("Go back to the newest checkpoint at or before this many tokens; later ones go.")
+        int | None,
+        count_option("Rewind to the newest checkpoint at or before this many tokens and delete later ones."),
     ] = None,
     skip_tokens: Annotated[
-        int | None, count_option("Leave out this much of the data from there on (with --rewind-to).")
+        int | None, count_option("With --rewind-to: skip this many tokens of the data from there on.")
     ] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """With --rewind-to, --set may change schedule, stability, evaluation, lr, weight decay, betas, eps, clipping."""
+    """With --rewind-to, --set may change schedule, stability, evaluation and the optimizer's values."""
     if skip_tokens is not None and rewind_to is None:
-        raise InputError("--skip-tokens goes with --rewind-to: say from where the data are left out")
+        raise InputError("--skip-tokens needs --rewind-to COUNT, the point from which data is skipped")
     loaded = load(recipe, overrides)
     folder = run or Path("runs") / loaded.name
 
@@ -85,11 +86,11 @@ def train_(
     from leaven.training.run_folder import RunFolder
     from leaven.training.trainer import check, train
 
-    by_hand = any(change.startswith("layout.dp=") for change in overrides or ())
-    if "WORLD_SIZE" in os.environ and not by_hand and RunFolder(folder).recipe_file.exists():
-        loaded = resized(loaded, world_size())  # a node is gone, or back
+    layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())
+    if "WORLD_SIZE" in os.environ and not layout_is_set and RunFolder(folder).recipe_file.exists():
+        loaded = resized(loaded, world_size())  # a node was lost or came back
     require_trainable(loaded, world_size())
-    if loaded.start.folder is not None:  # before hours of tokenising
+    if loaded.start.folder is not None:  # fails before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         _leave_if_decided(RunFolder(folder))
@@ -129,9 +130,9 @@ def train_(
 
 
 def _leave_if_decided(run: "RunFolder") -> None:
-    """torchrun takes every exit but 0 for a failure and starts all processes again; a run that has stopped of its own
-    accord stays so until it is started anew."""
+    """Exit if the run stopped on purpose. torchrun restarts all processes after any exit code but 0; such a run must
+    stay stopped until the user starts it again."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
-        errors.print(f"stopped before: {last['why']}; not started again")
+        errors.print(f"the run has stopped ({last['why']}) and is not restarted")
         raise typer.Exit(75 if last["why"] == "interrupted" else 1)

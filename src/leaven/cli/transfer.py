@@ -1,4 +1,4 @@
-"""leaven transfer RECIPE"""
+"""leaven transfer"""
 
 from itertools import chain
 from pathlib import Path
@@ -21,31 +21,34 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def transfer_(
     recipe: RecipeArgument,
-    width: Annotated[int | None, count_option("Target d_model.")] = None,
-    depth: Annotated[int | None, count_option("Target number of layers.")] = None,
-    batch_tokens: Annotated[int | None, count_option("Target global batch in tokens.")] = None,
-    tokens: Annotated[int | None, count_option("Target duration in tokens, e.g. 20B.")] = None,
-    d_ff: Annotated[int | None, count_option("Target d_ff; without it d_ff / d_model is kept.")] = None,
-    d_head: Annotated[int | None, count_option("Target head dimension; without it heads are added.")] = None,
-    kv_heads: Annotated[int | None, count_option("Target kv heads; without it heads per kv head are kept.")] = None,
+    width: Annotated[int | None, count_option("Target width (d_model).", "unchanged")] = None,
+    depth: Annotated[int | None, count_option("Target number of layers.", "unchanged")] = None,
+    batch_tokens: Annotated[int | None, count_option("Target global batch size in tokens.", "unchanged")] = None,
+    tokens: Annotated[int | None, count_option("Target length of the run in tokens, e.g. 20B.", "unchanged")] = None,
+    d_ff: Annotated[int | None, count_option("Target d_ff.", "same ratio to d_model")] = None,
+    d_head: Annotated[int | None, count_option("Target head dimension.", "unchanged; heads are added")] = None,
+    kv_heads: Annotated[int | None, count_option("Target number of key-value heads.", "same ratio to heads")] = None,
     like: Annotated[
         Path | None,
         typer.Option(
             metavar="TARGET.toml",
-            help="Take the tuned values to this recipe, which keeps its own shape, batch, tokens, data and layout.",
+            help="Put the tuned values into this recipe, which keeps its shape, batch, tokens, data and layout.",
             show_default=False,
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the new recipe here.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file of -o if it exists.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="The recipe file to write.", show_default="print the table only"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of -o if it exists.")] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
     asked = any(size is not None for size in (width, depth, batch_tokens, tokens, d_ff, d_head, kv_heads))
     if like is None and not asked:
-        raise InputError("no target: give --width, --depth, --batch-tokens or --tokens, or --like TARGET.toml")
+        raise InputError("no target given; type --width, --depth, --batch-tokens or --tokens, or --like TARGET.toml")
     if like is not None and asked:
-        raise InputError("--like takes every size from its recipe; leave out the other sizes, or --like")
+        raise InputError("--like takes all sizes from its recipe; leave out the other sizes, or --like")
     if output is not None:
         _require_new(output, [recipe, *([like] if like else [])], force)
     small = load(recipe, overrides if like is None else None)
@@ -73,9 +76,9 @@ def transfer_(
 
 
 def _require_new(output: Path, inputs: list[Path], force: bool) -> None:
-    """Refuse an output that exists, unless ``force``; never replace an input."""
+    """Raise InputError if the output exists and ``force`` is not given, or if it is one of the inputs."""
     for path in inputs:
         if output.exists() and path.exists() and output.samefile(path):
-            raise InputError(f"-o {output}: this is the recipe that is read; give another name")
+            raise InputError(f"-o {output}: this is an input file; give another name")
     if output.is_file() and not force:
-        raise InputError(f"-o {output}: the file exists; give another name, or --force to replace it")
+        raise InputError(f"-o {output}: the file exists; give another name, or --force to overwrite it")

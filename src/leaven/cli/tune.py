@@ -1,4 +1,4 @@
-"""leaven tune RECIPE"""
+"""leaven tune"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-TRIALS = 32  # without any budget
+TRIALS = 32  # if no budget is given
 
 
 @app.command()
@@ -28,38 +28,52 @@ def tune(
         str,
         typer.Option(
             metavar="DIR_OR_URL",
-            help="The study's folder, or a database for many machines: postgresql://USER@HOST/DATABASE, sqlite:///FILE.",
+            help="The study's folder, or a database shared by machines: postgresql://USER@HOST/DATABASE, sqlite:///FILE.",
             show_default=False,
         ),
     ],
     trials: Annotated[
-        int | None, typer.Option(min=1, help="How many trials, those that have ended before included (32).")
+        int | None, typer.Option(min=1, help="Total number of trials, including finished ones.", show_default="32")
     ] = None,
-    flops: Annotated[float | None, typer.Option(help="FLOPs of all trials, as in 1e18.")] = None,
-    hours: Annotated[float | None, typer.Option(help="Hours in which trials run, on all machines together.")] = None,
-    method: Annotated[str, typer.Option(help="trust-region, random, grid, tpe, cma or gp.")] = "trust-region",
+    flops: Annotated[
+        float | None, typer.Option(help="FLOP budget of all trials together, e.g. 1e18.", show_default="no limit")
+    ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(
+            help="Time budget in hours; time with trials on several machines at once counts once.",
+            show_default="no limit",
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="Search algorithm: trust-region, random, grid, tpe, cma or gp.")
+    ] = "trust-region",
     space: Annotated[
         str | None,
         typer.Option(
-            help="global, global-full (with schedule, clipping, dropout, optimizer), per-module (25 values or so), "
-            "per-module-full (about 90), or paths with commas; "
-            "\\[tuning] of the recipe if not given, or global.",
-            show_default=False,
+            help="What to search: global, global-full (adds schedule, clipping, dropout, optimizer), per-module "
+            "(about 25 values), per-module-full (about 90), or paths separated by commas.",
+            show_default="\\[tuning] of the recipe, else global",
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes of one thread each (one a core; 1 on a GPU).")
+        int | None,
+        typer.Option(min=1, help="Worker processes, one thread each.", show_default="one per core; 1 on a GPU"),
     ] = None,
     stack: Annotated[
         int | None,
-        typer.Option(min=1, hidden=True, help="Resume a study begun when trials could be stacked."),
+        typer.Option(min=1, hidden=True, help="Resume a study that was started with stacked trials."),
     ] = None,
     durations: Annotated[
         str | None,
-        typer.Option(metavar="COUNT,COUNT", help="Train each trial for several durations, on a common trunk (wsd)."),
+        typer.Option(
+            metavar="COUNT,COUNT",
+            help="Train each trial for several lengths in tokens, branching off one trunk (wsd schedule only).",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where results go if the study is a URL (studies/NAME).")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for the results if --study is a URL.", show_default="studies/NAME"),
     ] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
@@ -84,10 +98,10 @@ def tune(
     if trials is None and flops is None and hours is None:
         trials = TRIALS
     one = flops_per_token(loaded.model) * max(lengths, default=loaded.data.tokens)
-    # Refused before anything is written.
+    # Raises InputError for a wrong budget or method, before anything is written.
     first(Axes.of(searched.dimensions), method, Budget(trials, flops, hours, one))
     if flops is not None and flops < one:
-        raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give more")
+        raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give at least that")
     workers = workers or (1 if torch.cuda.is_available() else cores())
     searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
     tokens = prepared(loaded)
@@ -114,27 +128,27 @@ def tune(
 
 
 def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """The URL of a database, if it is one, and the folder of the results."""
+    """The database URL, or None if the study is a folder, and the folder of the results."""
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
 
 
 def _answer(state: StudyDocument, trials: int | None, folder: Path) -> Iterator[str]:
-    """The answer, folded under its labels in a terminal; what reads a pipe gets a line each."""
+    """The result of a study: wrapped under its labels on a terminal, one line each when piped."""
     from leaven.tuning.wording import lines, stopped
 
     width = console.width if console.is_terminal else None
-    said = [*lines(state, width), *([stopped(state.ended, trials)] if state.stalled else [])]
-    yield from answer_lines(said, folder, state.fewer is not None, width)
+    text = [*lines(state, width), *([stopped(state.ended, trials)] if state.stalled else [])]
+    yield from answer_lines(text, folder, state.fewer is not None, width)
 
 
 def _as_of_stacks(space: "Space", durations: bool) -> "Space":
-    """The space of a study that was begun with stacked trials, so that the same command resumes it."""
+    """The space of a study that was started with stacked trials, so that the same command resumes it."""
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
-    errors.print("--stack: trials are no longer stacked; each is trained by itself, --workers of them at once")
+    errors.print("--stack is obsolete: trials now run one per worker; set --workers for more at once")
     if durations:
-        raise InputError("--stack with --durations: a stack has no branches; leave one of them out")
+        raise InputError("--stack and --durations cannot be combined; leave one out")
     space = space.without(BATCH, "trials of one stack have one batch").without(TOKENS, "and one duration")
     return space.without(DROPOUT, "a trial with dropout is in no stack")

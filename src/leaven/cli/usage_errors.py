@@ -1,37 +1,37 @@
-"""What is wrong with a command line, in one line that says what to type."""
+"""One-line messages for wrong command lines."""
 
 import difflib
 import re
 from typing import Any
 
 
-def mended(error: Any) -> str | None:
-    """The line for one of typer's usage errors; None for any other error.
+def usage_message(error: Any) -> str | None:
+    """What is wrong with a command line and what to type; None if ``error`` is not one of typer's usage errors.
 
-    typer brings its own copy of click, in some versions another's: its errors are known by what they carry.
+    Some versions of typer bundle their own click, so its errors are recognised by their attributes, not their class.
     """
     if not hasattr(error, "format_message"):
         return None
-    said = str(error.format_message()).strip()
+    message = str(error.format_message()).strip()
     context: Any = getattr(error, "ctx", None)
     param: Any = getattr(error, "param", None)
-    if unknown := re.match(r"No such command '(.*?)'", said):
+    if unknown := re.match(r"No such command '(.*?)'", message):
         verbs = context.command.list_commands(context)
-        return f"no such verb: {context.command_path} {unknown[1]}; {_nearest(unknown[1], verbs)}"
-    if said.startswith("No such option"):
+        return f"no such command: {context.command_path} {unknown[1]}; {_suggestion(unknown[1], verbs, context)}"
+    if message.startswith("No such option"):
         options = [name for each in context.command.get_params(context) for name in each.opts if name[:2] == "--"]
-        return f"no such option: {error.option_name}; {_nearest(error.option_name, options)}"
-    if said.startswith("Missing") and param is not None:
+        return f"no such option: {error.option_name}; {_suggestion(error.option_name, options, context)}"
+    if message.startswith("Missing") and param is not None:
         return f"{_name(param)} is missing; type: {_usage(context)}"
     if param is not None:
         return f"{_name(param)}: {_lower(error.message.removeprefix('Value error, '))}"
-    said = _lower(re.sub("^Option '(.*?)'", r"\1", said).rstrip("."))
-    return f"{said}; type: {_usage(context)}" if context is not None else said
+    message = _lower(re.sub("^Option '(.*?)'", r"\1", message).rstrip("."))
+    return f"{message}; type: {_usage(context)}" if context is not None else message
 
 
-def _nearest(given: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+def _suggestion(typed: str, known: list[str], context: Any) -> str:
+    close = difflib.get_close_matches(typed, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"type {context.command_path} --help for the list"
 
 
 def _name(param: Any) -> str:
@@ -43,7 +43,7 @@ def _metavar(param: Any) -> str:
 
 
 def _usage(context: Any) -> str:
-    """``leaven laws --params COUNT --tokens COUNT``: what must be given, and no more."""
+    """The command with its required arguments: ``leaven export config RECIPE --to TARGET``."""
     words = [context.command_path]
     for param in context.command.get_params(context):
         if param.required:
