@@ -1,7 +1,9 @@
-"""A verb as a user calls it."""
+"""Run a verb as a user does."""
 
+import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,3 +24,10 @@ def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return int(stopped.value.code or 0), out, err
 
     return run
+
+
+def document(result: tuple[int, str, str]) -> Any:
+    """The JSON document that a verb printed, and nothing else."""
+    code, out, _ = result
+    assert code == 0
+    return json.loads(out)

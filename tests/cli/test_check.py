@@ -16,13 +16,6 @@ Verb = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("name", ["coordinates", "gradients"])
-def test_a_width_that_does_not_fit_is_one_line(name: str, tiny_file: Path, leaven: Verb) -> None:
-    code, out, err = leaven("check", name, tiny_file, "--widths", "7,9")
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert "width 7 is not a multiple" in err
-
-
-@pytest.mark.parametrize("name", ["coordinates", "gradients"])
 def test_two_sizes_and_one_seed_are_inconclusive(name: str, tiny_file: Path, leaven: Verb) -> None:
     sizes = ("--widths", "16,32", "--depths", "2", "--seeds", "1", "--steps", "2")
     code, out, _ = leaven("check", name, tiny_file, *sizes, "--set", "scaling.rule=standard")

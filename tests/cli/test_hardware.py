@@ -74,9 +74,3 @@ def test_a_budget_s_layouts_are_whole_and_what_they_stand_on_is_said(leaven: Ver
     assert re.search(r"  dp 256 tp 2 zero 3 mbs \d+ recompute full\n", many)
     assert re.search(r"  dp 512 in 8 zero 3 mbs \d+\n", many)
     assert "accuracy  mean error on published runs" in many
-
-
-def test_a_budget_s_options(leaven: Verb) -> None:
-    priced = ("plan", "--budget", "8xH100 x 3d", "--mfu", "0.4", "--price")
-    assert json.loads(leaven(*priced, "$2", "--json")[1])["cost"]["money"] == 1152
-    assert "--price two" in leaven(*priced, "two")[2]

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from leaven.catalogue.laws import FRONTIERS, LAWS
 from leaven.cli.laws import laws
-from leaven.recipe.errors import InputError
 
 app = typer.Typer()
 app.command()(laws)
@@ -101,27 +100,6 @@ def test_a_budget() -> None:
     text = flowing("--flops", "5.76e23")
     for told in ("67.9 B", "63.7 B", "40.4 B", "72.2 B", "a spread of 2.03x", "all of them extrapolate"):
         assert told in text
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (["--flops", "1e22", "--params", "1B"], "type one or the other"),
-        (["--flops", "1e22", "--tokens", "1B"], "type one or the other"),
-        (["--flops", "1e22", "--batch-tokens", "1M"], "type one or the other"),
-        (["--flops", "0"], "not enough for one parameter"),
-        (["--flops", "1e22", "--params-non-embedding", "1M"], "type one or the other"),
-        (["--tokens", "1B"], "--params is missing"),
-        ([*RUN, "--params-non-embedding", "2B"], "--params-non-embedding 2,000,000,000: has to be at least 1"),
-        ([*RUN, "--params-non-embedding", "0"], "at most --params 1,000,000,000"),
-        (["--params", "0", "--tokens", "1B"], "both must be above 0"),
-        ([*RUN, "--batch-tokens", "0"], "a batch has at least one token"),
-    ],
-)
-def test_refused_in_one_line(typed: list[str], said: str) -> None:
-    with pytest.raises(InputError, match=said) as refused:
-        run(*typed)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("typed", [("--params", "1", "--tokens", "1"), ("--params", "1e30", "--tokens", "1e30")])

@@ -44,7 +44,9 @@ def test_the_road_by_printed_commands_alone(leaven: Verb, road: Path) -> None:
         road.relative_to(Path.cwd()) / "wheat-proxy.toml", read_recipe("my recipes/wheat-proxy.toml"), []
     )[0]
     assert command == "leaven tune 'my recipes/wheat-proxy.toml' --study studies/wheat --trials 16"
-    command = command.replace("--trials 16", "--trials 3 --space hyperparameters.lr,schedule.warmup_tokens")
+    command = command.replace(
+        "--trials 16", "--trials 3 --space hyperparameters.lr,schedule.warmup_tokens --workers 1"
+    )
     code, out, err = typed(leaven, command)
     assert code == 0, err
     transfer, report = printed(out)

@@ -127,55 +127,8 @@ def test_a_ramp_says_its_units_and_no_more_than_it_keeps(rye, leaven):
     assert "growing" not in full
 
 
-def test_a_budget_needs_no_recipe(leaven):
-    code, out, _ = leaven("plan", "--budget", "8xH100 x 2d", "--mfu", "0.4", "--json")
-    assert code == 0
-    assert all(row["params"] > 0 for row in json.loads(out)["rows"])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ((), "RECIPE is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
-        (("RECIPE",), "--gpus is missing; type: leaven plan RECIPE --gpus COUNTxNAME"),
-        (("RECIPE", "--budget", "8xH100 x 2d"), "a --budget is planned without RECIPE; leave it out"),
-        (("--budget", "8xH100 x 2d", "-o", "x.html"), "a --budget is planned without -o; leave it out"),
-        *(
-            (
-                ("--budget", "8xH100 x 2d", *option.split()),
-                f"a --budget is planned without {option.split()[0]}; leave",
-            )
-            for option in ("--share 0.9", "--measure", "--set data.tokens=1", "--moments muon", "--no-history")
-        ),
-        (("--budget", "8xH100"), "not a cluster and a time; write for example"),
-        (("RECIPE", *CLUSTER, "--mfu", "0.4"), "--mfu goes with --budget"),
-        (("RECIPE", *CLUSTER, "--share", "1.4"), "--share 1.4: a share of full speed"),
-        (("RECIPE", *CLUSTER, "--share", "nan"), "--share nan: a share of full speed"),
-        (("RECIPE", *CLUSTER, "--price", "free"), "--price free: not the price of a GPU for an hour"),
-        (("RECIPE", *CLUSTER, "--explain", "tq=4"), "no such key 'tq'; known are dp, tp"),
-        (("bloom-176b", *CLUSTER, "--measure"), "bloom-176b, a published run, is planned without --measure"),
-        (("bloom-176b", *CLUSTER, "--set", "data.tokens=1"), "is planned without --set; leave it out"),
-    ],
-)
-def test_what_cannot_be_planned_is_one_line(options, said, rye, leaven, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = leaven("plan", *(rye if word == "RECIPE" else word for word in options))
-    assert code == 2
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert said in err
-    assert not (tmp_path / "x.html").exists()
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_docs_quote_what_is_printed(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.count("$ leaven plan ") == 1
     assert renewed(text) == text, "type: make docs-plan"
-
-
-def test_a_run_that_is_not_there_is_told_its_neighbours(leaven):
-    code, out, said = leaven("plan", "bloom-175b", "--gpus", "8xH100")
-    assert (code, out) == (2, "")
-    assert "did you mean bloom-176b" in said

@@ -45,37 +45,11 @@ def test_as_json(leaven: Verb) -> None:
     assert len(clip["runs"]) == 5
 
 
-def test_bad_input_is_one_line_and_2(leaven: Verb, tmp_path: Path) -> None:
-    other = tmp_path / "other.toml"
-    other.write_text("[tool]\nx = 1\n")
-    for arguments, said in (
-        ((tmp_path / "none.toml",), "no such file"),
-        ((other,), "tool: no such key"),
-        ((EXAMPLE, "--corpus-tokens", "0"), "--corpus-tokens above 0"),
-        ((EXAMPLE, "--set", "hyperparameters.lr=fast"), "lr"),
-    ):
-        code, out, err = leaven("recipes", "check", *arguments)
-        assert (code, out) == (2, "")
-        assert said in err
-        assert err.count("\n") == 1
-
-
 def test_report_of_the_catalogue(leaven: Verb, tmp_path: Path) -> None:
     out = tmp_path / "catalogue.html"
     code, printed, _ = leaven("report", "--catalogue", "-o", out, "--json")
     assert (code, json.loads(printed)["path"]) == (0, str(out))
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_report_takes_a_path_or_the_catalogue(leaven: Verb, tmp_path: Path) -> None:
-    out = tmp_path / "page.html"
-    code, _, err = leaven("report", tmp_path, "--catalogue", "-o", out)
-    assert code == 2
-    assert "takes no PATH" in err
-    code, _, err = leaven("report", "-o", out)
-    assert code == 2
-    assert "or --catalogue" in err
-    assert not out.exists()
 
 
 def test_the_epochs_of_files_that_are_here_are_estimated(leaven: Verb, tmp_path: Path) -> None:

@@ -110,32 +110,3 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
         err
         == f"error: {run}: no checkpoint yet; leaven train writes one every tenth of the run, or when it is stopped\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("verb", "says"),
-    [
-        ("export weights RUN RUN", "there is something already; give a new or an empty folder"),
-        ("export weights RUN RUN/recipe.toml", "there is something already"),
-        ("export weights RUN OUT --to megatron", "--to megatron: there is huggingface"),
-        ("export weights RUN OUT --dtype fp8", "--dtype fp8: there are fp32, bf16, fp16"),
-        ("export weights RUN OUT --tokens 1k", "no checkpoint at 1,000 tokens; there are 5_120, 10_240"),
-        ("export weights RUN RUN/recipe.toml/out", "there is a file where a folder should be"),
-        ("sample RUN x --top-p 2", "--top-p"),
-        ("sample RUN x --temperature inf", "temperature inf: give a number from 0 on"),
-        ("sample RUN caf\udce9", "text is not UTF-8"),
-        ("sample RUN x --tokens 77", "no checkpoint at 77 tokens"),
-        ("new OUT --from-weights RUN", "config.json: no such file"),
-    ],
-)
-def test_refusals_are_one_line_and_leave_nothing(
-    leaven: Verb, scaled_run: Path, tmp_path: Path, verb: str, says: str
-) -> None:
-    before = sorted(scaled_run.rglob("*"))
-    code, out, err = leaven(*verb.replace("RUN", str(scaled_run)).replace("OUT", str(tmp_path / "out")).split())
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert says in err
-    assert len(err.splitlines()) == 1
-    assert sorted(scaled_run.rglob("*")) == before
-    assert not list(tmp_path.iterdir())

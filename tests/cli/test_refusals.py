@@ -1,0 +1,215 @@
+"""Wrong input: one line on standard error that names the fault, exit code 2, and nothing is written."""
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Verb
+
+from leaven.data.tokens import prepare
+from leaven.recipe.files import read_recipe, write_recipe
+
+EXAMPLE = Path(__file__).parents[2] / "examples/350m.toml"
+H100 = "--gpus 32xH100-80GB"
+SIZE = "--params 1B --tokens 20B"
+
+# Recipes that can be neither trained nor searched: what --set changes, and what the line has to name.
+BAD_RECIPES = {
+    "model.d_modle=3": "[model] d_modle: no such key; did you mean d_model?",
+    "'hyperparameters.lr=\"high\"'": "should be a valid number, not 'high'",
+    "model.d_model=65": "d_model 65 is not n_heads x d_head = 2 x 8 = 16",
+    "batch.tokens=16": "smaller than one sequence of 32",
+    "'batch.ramp={start_tokens = 512, increment_tokens = 32, over_tokens = 99}'": "starts at 512 tokens",
+    "data.source=empty.txt": "no text",
+    "data.source=short.txt": "tokens",
+    "data.source=/absent/*.txt": "/absent/*.txt",
+    "model.vocab_size=128": "vocab_size",
+    "layout.tp=2": "torchrun",
+}
+REFUSED = {
+    "nonsense": "nonsense",
+    "recipes lits": "did you mean list?",
+    "train": "leaven train RECIPE",
+    "laws --flop 1e22": "did you mean --flops?",
+    "show": "--rule NAME",
+    "show --rule completp": "completep",
+    "show no-toml.toml": "not TOML",
+    "show tiny.toml --set hyperparameters.init=wang": "--set hyperparameters.init_std=",
+    # recipes, laws, hardware
+    "recipes show pythia-71m": "did you mean pythia-70m",
+    "recipes list --kind sparse": "no run has kind 'sparse'",
+    "recipes list --params 7B": "1B..10B",
+    "recipes list --params ''": "no range",
+    "recipes list --where 'peak_lr>nan'": "nan",
+    "recipes list --csv --json": "--csv",
+    "recipes nearest --params 7B": "--like RECIPE",
+    "recipes nearest --params 7B --tokens 2T --csv --json": "--csv",
+    "recipes nearest --params 7B --tokens 2T --factor nan": "nan",
+    "recipes nearest --params 1B --tokens 0": "above 0",
+    "recipes nearest --params 0 --like tiny.toml": "above 0",
+    "recipes nearest --like pythia-1b": "leaven recipes show pythia-1b",
+    "recipes check pythia-1b": "leaven recipes show pythia-1b",
+    "recipes check none.toml": "no such file",
+    "recipes check other.toml": "tool: no such key",
+    "recipes check 350m.toml --corpus-tokens 0": "--corpus-tokens",
+    "laws --params 1e400 --tokens 1B": "--params",
+    "laws --tokens 1B": "--params is missing",
+    "laws --params 0 --tokens 1B": "above 0",
+    "laws --flops 0": "0 FLOPs",
+    "laws --flops 1e22 --params 1B": "--flops",
+    "laws --flops 1e22 --batch-tokens 1M": "--flops",
+    f"laws {SIZE} --params-non-embedding 2B": "--params-non-embedding",
+    f"laws {SIZE} --batch-tokens 0": "--batch-tokens",
+    "hardware abacus": "leaven hardware",
+    # new
+    "new OUT": "--from-weights DIR",
+    "new OUT --params 1B": "--tokens 20000000000",
+    "new OUT --params 1B --from-weights x": "leave out --params",
+    "new OUT --params 0 --tokens 1B": "--params 0",
+    f"new OUT {SIZE} --gpus 8xZ9": "Z9",
+    f"new OUT {SIZE} --from olmo2": "did you mean",
+    "new OUT --params 70B --tokens 20B --gpus 1xL40S": "nothing fits",
+    f"new OUT {SIZE} --source none.txt": "none.txt",
+    f"new OUT {SIZE} --source empty.txt": "is empty",
+    f"new OUT {SIZE} --proxy 2B": "--proxy 2 B",
+    "new OUT --from olmo2-7b --proxy 50M": "--proxy",
+    f"new none/out.toml {SIZE}": "none does not exist",
+    f"new a-proxy.toml {SIZE}": "-proxy",
+    f"new a-tuned.toml {SIZE}": "-tuned",
+    f"new tiny.toml {SIZE}": "the file exists",
+    "new tiny.toml --from-weights .": "the file exists",
+    "new OUT --from-weights /absent": "/absent: no such folder",
+    "new OUT --from-weights RUN": "config.json: no such file",
+    # transfer
+    "transfer tiny.toml -o OUT": "--width",
+    "transfer tiny.toml --set hyperparameters.lr=0.1 -o OUT": "--like",
+    "transfer tiny.toml --like target.toml --width 32 -o OUT": "--like",
+    "transfer tiny.toml --like nowhere.toml -o OUT": "nowhere.toml: no such file",
+    "transfer tiny.toml --like target.toml --set model.vocab_size=640 -o OUT": "model.vocab_size is 320",
+    "transfer tiny.toml --tokens 1 -o OUT": "less than one batch",
+    "transfer tiny.toml --width 1e9 -o OUT": "the widest published model",
+    "transfer tiny.toml --width 24 -o OUT": "width 24 is not a multiple",
+    "transfer tiny.toml --width 0": "--width",
+    "transfer tiny.toml --tokens x": "is not a quantity",
+    "transfer tiny.toml --width 32 -o .": "give the name of a file",
+    "transfer tiny.toml --width 32 -o tiny.toml/x.toml": "cannot be written",
+    "transfer tiny.toml --width 32 -o other.toml": "--force",
+    "transfer tiny.toml --width 32 -o ./tiny.toml --force": "input",
+    "transfer tiny.toml --like target.toml -o target.toml --force": "input",
+    # plan
+    "plan": "leaven plan RECIPE --gpus COUNTxNAME",
+    "plan tiny.toml": "--gpus is missing",
+    "plan bloom-175b --gpus 8xH100": "did you mean bloom-176b",
+    "plan tiny.toml --gpus 8xQ100 --set precision.compute=bf16": "Q100",
+    "plan 350m.toml --gpus 8xTPUv4 --set precision.compute=fp32": "--set precision.compute=bf16",
+    "plan 350m.toml --gpus 8xH100 --layout tp=32": "tp of 1, 2, 4",
+    "plan 350m.toml --gpus 8xH100 --layout dp=8 --set batch.micro_batch=3": "micro-batch 3",
+    f"plan 350m.toml {H100} --mfu 0.4": "--budget",
+    f"plan 350m.toml {H100} --share 1.4": "--share 1.4",
+    f"plan 350m.toml {H100} --share nan": "--share nan",
+    f"plan 350m.toml {H100} --price free": "--price free",
+    f"plan 350m.toml {H100} --explain tq=4": "no such key 'tq'",
+    f"plan bloom-176b {H100} --measure": "--measure",
+    f"plan bloom-176b {H100} --set data.tokens=1": "--set",
+    "plan --budget 8xH100": "14d",
+    "plan --budget '8xH100 x 2d' --mfu 0.4 --price two": "--price two",
+    **{
+        f"plan {option} --budget '8xH100 x 2d'": option.split()[0]
+        for option in ("--share 0.9", "--measure", "--set data.tokens=1", "--moments muon", "--no-history", "-o OUT")
+    },
+    "plan tiny.toml --budget '8xH100 x 2d'": "RECIPE",
+    # check, bench, tune, train, demo, report
+    "check coordinates tiny.toml --widths 7,9": "width 7 is not a multiple",
+    "check gradients tiny.toml --widths 7,9": "width 7 is not a multiple",
+    "bench tiny.toml --micro-batch 1,x": "--micro-batch 1,x",
+    "bench tiny.toml --micro-batch 16": "--micro-batch 1",
+    "bench tiny.toml --noise-from absent": "metrics.jsonl",
+    "tune tiny.toml --study tiny.toml": "a file",
+    "tune tiny.toml --study OUT --space speed": "not a value to search",
+    "tune tiny.toml --study OUT --method best": "trust-region, random, grid, tpe",
+    "train absent.toml": "no such file",
+    "train tiny.toml --run tiny.toml": "a file",
+    "train tiny.toml --run OUT --log-to tensorbord": "tensorboard, wandb, trackio",
+    "train tiny.toml --run OUT --set start.weights=/absent": "/absent: no such folder",
+    "train tiny.toml --run OUT --set data.tokenizer=TOKENIZER": "400",
+    "train tiny.toml --skip-tokens 5k": "--rewind-to",
+    "train tiny.toml --run OUT --rewind-to 5k": "there is no run in",
+    "train tiny.toml --set stability.rollback_lr=0.5": "rollback_lr_tokens",
+    "train tiny.toml --set name=..": "name",
+    "demo --run tiny.toml": "a file",
+    "demo --run OUT --size tiny --source '/absent/*.txt'": "/absent",
+    "demo --run OUT --size huge": "full, tiny",
+    "report": "--catalogue",
+    "report . --catalogue": "--catalogue",
+    "report /absent": "no such folder",
+    "report tiny.toml": "a file",
+    # export, import, sample
+    "export config plain.toml --to jax": "megatron, torchtitan, deepspeed, nanotron",
+    "export config plain.toml": "leaven export config RECIPE --to TARGET",
+    "export config /absent --to litgpt": "/absent: no such file",
+    "export config plain.toml --to nanotron -o tiny.toml": "tiny.toml",
+    "export config plain.toml --to nanotron -o tiny.toml/x": "there is a file where a folder should be",
+    "export config plain.toml --to nanotron --set layout.dp=3": "does not divide over 3",
+    "import config plain.toml --from jax": "transformers, megatron",
+    "import config plain.toml": "--from is missing",
+    "import config /absent --from megatron": "/absent: no such file",
+    "import config /absent --from transformers": "/absent: no such file",
+    "import config plain.toml --from megatron": "--flag",
+    "import config plain.toml --from transformers": "JSON",
+    "import config plain.toml --from megatron -o tiny.toml": "the file exists",
+    "export weights /absent OUT": "/absent: no such folder",
+    "export weights . OUT": "holds no recipe.toml",
+    "export weights RUN RUN": "empty folder",
+    "export weights RUN RUN/recipe.toml": "recipe.toml",
+    "export weights RUN OUT --to megatron": "huggingface",
+    "export weights RUN OUT --dtype fp8": "fp32, bf16, fp16",
+    "export weights RUN OUT --tokens 1k": "no checkpoint at 1,000 tokens; there are 5_120, 10_240",
+    "export weights RUN RUN/recipe.toml/out": "there is a file where a folder should be",
+    "sample /absent Once": "leaven train RECIPE --run DIR",
+    "sample RUN x --top-p 2": "--top-p",
+    "sample RUN x --temperature inf": "temperature inf",
+    "sample RUN caf\udce9": "UTF-8",
+    "sample RUN x --tokens 77": "no checkpoint at 77 tokens",
+}
+CASES = REFUSED | {
+    f"{verb} OUT --set {change}": says
+    for verb in ("train tiny.toml --run", "tune tiny.toml --study")
+    for change, says in BAD_RECIPES.items()
+}
+
+
+@pytest.fixture
+def folder(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with good and bad files."""
+    (tmp_path / "tiny.toml").write_text(tiny_text)
+    (tmp_path / "plain.toml").write_text(tiny_text.replace("qk_norm = true", "qk_norm = false"))
+    (tmp_path / "other.toml").write_text("[tool]\nx = 1\n")
+    (tmp_path / "no-toml.toml").write_text("this is not TOML")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("one line\n")
+    shutil.copy(EXAMPLE, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_wrong_input_is_one_line_and_writes_nothing(
+    leaven: Verb, folder: Path, scaled_run: Path, command: str
+) -> None:
+    small = read_recipe(folder / "tiny.toml")
+    if "target.toml" in command:
+        changes = {"model": small.model.scaled(32, 4).model_dump(), "scaling.base": small.base.model_dump()}
+        write_recipe(small.replace(changes), folder / "target.toml")
+    if "TOKENIZER" in command:
+        command = command.replace("TOKENIZER", str(prepare(small.data, 400).tokenizer_path))
+    words = [word.replace("OUT", "out.toml").replace("RUN", str(scaled_run)) for word in shlex.split(command)]
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    run_before = sorted(scaled_run.rglob("*"))
+    code, out, err = leaven(*words)
+    assert (code, out) == (2, "")
+    (line,) = [line for line in err.splitlines() if not line.startswith("1 of 5  text: ")]  # the demo's progress
+    assert line.startswith("error: ")
+    assert CASES.get(command, "400") in line
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+    assert sorted(scaled_run.rglob("*")) == run_before

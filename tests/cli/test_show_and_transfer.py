@@ -1,0 +1,96 @@
+"""leaven show and leaven transfer: their documents, screens, warnings and files."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Verb, document
+
+from leaven.recipe.files import read_recipe, write_recipe
+
+
+def test_show_prints_every_module(leaven: Verb, tiny_file: Path) -> None:
+    shown = document(leaven("show", tiny_file, "--json"))
+    assert shown["totals"]["params"] == sum(math.prod(row["shape"]) for row in shown["parameters"])
+    assert set(shown["ratios"].values()) == {1.0}
+    code, out, _ = leaven("show", tiny_file)
+    assert code == 0
+    assert all(module in out for module in read_recipe(tiny_file).model.modules)
+
+
+def test_show_names_the_init_and_warns_of_one_that_is_too_large(leaven: Verb, tiny_file: Path) -> None:
+    named = ("--set", "hyperparameters.init=wang", "--set", "hyperparameters.init_std=")
+    shown = document(leaven("show", tiny_file, *named, "--json"))
+    assert (shown["init"]["name"], shown["warnings"]) == ("wang", [])
+    assert shown["optimizer"]["name"] == "adamw"
+    code, _, err = leaven("show", tiny_file, "--set", "hyperparameters.init_std=0.5")
+    assert code == 0
+    assert "warning: init std 0.5 of attention.query is 3.5 x sqrt(1 / (3 d)) = 0.144" in err
+
+
+def test_show_explains_clipping_and_the_ramp(leaven: Verb, tiny_file: Path) -> None:
+    clip = 'hyperparameters.grad_clip={mode = "running", limit = 2.0}'
+    ramp = "batch.ramp={start_tokens = 64, increment_tokens = 64, over_tokens = 1_000, rule = 'scaled'}"
+    shown = document(leaven("show", tiny_file, "--set", clip, "--set", ramp, "--json"))
+    assert (shown["clip"]["mode"], shown["clip"]["limit"]) == ("running", 2.0)
+    assert shown["ramp"]["rule"] == "scaled"
+    assert "lr x 0.5, weight decay x 0.5, eps x 2" in shown["ramp"]["why"]
+    text = " ".join(leaven("show", tiny_file, "--set", clip, "--set", ramp)[1].split())
+    assert shown["clip"]["why"] in text
+    assert shown["ramp"]["why"] in text
+    fixed = document(leaven("show", tiny_file, "--set", ramp, "--set", "batch.ramp.rule=fixed", "--json"))["ramp"]
+    assert fixed == {"rule": "fixed", "why": None}
+
+
+@pytest.mark.parametrize("name", ["standard", "mup", "completep", "complete-d-p"])
+def test_show_rule_prints_every_cell_with_its_source(leaven: Verb, name: str) -> None:
+    shown = document(leaven("show", "--rule", name, "--json"))
+    assert shown["rule"] == name
+    assert all(cell["source"] for row in shown["roles"].values() for cell in row.values())
+    assert all(cell["source"] for cell in shown["shared"].values())
+    text = " ".join(leaven("show", "--rule", name)[1].split())
+    assert all(cell["source"] in text for cell in shown["roles"]["hidden_weight"].values())
+
+
+def test_transfer_writes_the_larger_recipe_and_keeps_comments(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    big = tmp_path / "big.toml"
+    scale = ("--width", "32", "--depth", "4", "--batch-tokens", "512", "--tokens", "1M")
+    shown = document(leaven("transfer", tiny_file, *scale, "-o", big, "--json"))
+    assert shown["ratios"] == {"width": 2, "depth": 2, "batch": 2, "tokens": pytest.approx(1e6 / 10_240)}
+    assert "# as small as a transformer gets" in big.read_text()
+    assert document(leaven("show", big, "--json"))["parameters"] == shown["parameters"]
+    assert read_recipe(big).why
+    assert leaven("transfer", tiny_file, "--width", "48", "-o", big, "--force")[0] == 0
+    assert read_recipe(big).model.d_model == 48
+
+
+def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> None:
+    code, out, err = leaven("transfer", tiny_file, "--depth", "80", "--d-ff", "48", "--kv-heads", "2", "--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert {warning["about"] for warning in shown["warnings"]} == {"depth ratio", "tokens per parameter"}
+    assert err.splitlines() == [f"warning: {warning['message']}" for warning in shown["warnings"]]
+    assert [row["shape"] for row in shown["parameters"] if row["name"] == "layers.9.mlp.in.weight"] == [[48, 16]]
+    assert shown["scale"]["base"]["d_ff"] == 32
+    near = leaven("transfer", tiny_file, "--width", "32", "--json")
+    assert (json.loads(near[1])["warnings"], near[2]) == ([], "")
+
+
+def test_transfer_warns_of_a_dropped_ramp_and_of_adam(leaven: Verb, tiny_file: Path) -> None:
+    ramp = "batch.ramp={start_tokens = 128, increment_tokens = 64, over_tokens = 2_000}"
+    changes = ("--set", ramp, "--set", "hyperparameters.optimizer=adam")
+    shown = document(leaven("transfer", tiny_file, "--batch-tokens", "32", "--width", "32", *changes, "--json"))
+    assert {"ramp", "optimizer"} <= {warning["about"] for warning in shown["warnings"]}
+
+
+def test_transfer_like_puts_tuned_values_into_the_target(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    small, like, out = read_recipe(tiny_file), tmp_path / "target.toml", tmp_path / "tuned.toml"
+    changes = {"name": "target", "model": small.model.scaled(32, 4).model_dump(), "data.tokens": 40_960}
+    write_recipe(small.replace(changes | {"scaling.base": small.base.model_dump()}), like)
+    tiny_file.write_text(tiny_file.read_text().replace("lr = 0.01", "lr = 0.03"))
+    shown = document(leaven("transfer", tiny_file, "--like", like, "-o", out, "--json"))
+    assert shown["ratios"]["width"] == 2
+    written, target = read_recipe(out), read_recipe(like)
+    assert (written.hyperparameters.lr, target.hyperparameters.lr) == (0.03, 0.01)
+    assert (written.model, written.data, written.batch) == (target.model, target.data, target.batch)
