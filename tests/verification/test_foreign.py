@@ -284,15 +284,15 @@ def test_transfer_from_the_command_line_goes_on_and_is_reported(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("equivalence their_model:plain --run runs", "say which member, e.g. --scale 64x4"),
-        ("equivalence their_model:plain --run runs --scale 16", "--scale 16: write a scale as WIDTHxDEPTH"),
+        ("equivalence their_model:plain --run runs", "--scale 64x4"),
+        ("equivalence their_model:plain --run runs --scale 16", "--scale 16: give a size as WIDTHxDEPTH"),
         ("transfer their_model:plain --run runs --scales 16x1,32x1 --set data.seed=1", "--set is for recipes"),
-        ("transfer RECIPE --run runs --scales 16x2,32x2 --source made-up", "--source is for module:factory"),
-        ("transfer RECIPE --run runs --scales 16x2,32x2 --tokens 1k", "--tokens is for module:factory"),
-        ("init their_model:plain --run runs --scales 16x1,32x1", "only a recipe names; give a recipe file"),
+        ("transfer RECIPE --run runs --scales 16x2,32x2 --source made-up", "--source is only for module:factory"),
+        ("transfer RECIPE --run runs --scales 16x2,32x2 --tokens 1k", "--tokens is only for module:factory"),
+        ("init their_model:plain --run runs --scales 16x1,32x1", "only a recipe states; give a recipe file"),
         ("decay RECIPE --run runs", "--scales 64x4,128x4 or --durations 1,2,4"),
         ("duration their_model:plain --run runs --scale 16x1 --write o.toml", "--write is for recipes"),
-        ("gradients RECIPE --alpha 0.5", "--alpha is for module:factory"),
+        ("gradients RECIPE --alpha 0.5", "--alpha is only for module:factory"),
     ],
 )
 def test_what_belongs_to_recipes_or_to_factories_is_said(
