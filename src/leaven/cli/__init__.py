@@ -43,7 +43,14 @@ class Verbs(TyperGroup):
         module = import_module(f"leaven.cli.{'import_' if name == 'import' else name}")
         verb = typer.main.get_command(module.app)
         verb.help = "\n\n".join(filter(None, [VERBS[str(name)], verb.help]))
+        for command in [verb, *getattr(verb, "commands", {}).values()]:
+            command.help = _unwrapped(command.help or "")
         return name, verb, rest
+
+
+def _unwrapped(text: str) -> str:
+    """Paragraphs without the line breaks of the source, so that the terminal wraps them."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 app = typer.Typer(

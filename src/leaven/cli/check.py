@@ -31,7 +31,7 @@ DepthsOption = Annotated[
 FactorOption = Annotated[float, typer.Option(help="Multiply every lr by this.")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Batch size in tokens.", show_default="512")]
 AlphaOption = Annotated[
-    float | None, typer.Option(min=0.5, max=1, help="For module:factory: alpha of the rule.", show_default="1")
+    float | None, typer.Option(min=0.5, max=1, help="For module:factory, alpha of the rule.", show_default="1")
 ]
 HeadsOption = Annotated[
     bool, typer.Option("--grow-heads", help="Widen the model by larger heads instead of more heads.")

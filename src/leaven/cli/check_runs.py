@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from leaven.verification.verdict import Verdict
 
 LongBatchOption = Annotated[
-    int | None, typer.Option(min=1, help="For module:factory: batch size in tokens.", show_default="512")
+    int | None, typer.Option(min=1, help="For module:factory, batch size in tokens.", show_default="512")
 ]
 TokensOption = Annotated[
-    int | None, count_option("For module:factory: length of a run in tokens.", "131,072; for equivalence 524,288")
+    int | None, count_option("For module:factory, length of a run in tokens.", "131,072; for equivalence 524,288")
 ]
 RunOption = Annotated[
     Path, typer.Option(metavar="DIR", help="The folder for the training runs; run the command again to resume them.")

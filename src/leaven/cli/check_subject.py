@@ -28,7 +28,7 @@ SourceOption = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="For module:factory: the text, as data.source in a recipe, or made-up.",
+        help="For module:factory, the text, as data.source in a recipe, or made-up.",
         show_default="python-stdlib",
     ),
 ]

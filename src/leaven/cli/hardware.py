@@ -17,7 +17,7 @@ def hardware(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]",
+            metavar="NAME",
             help="Show only this accelerator, with its sources: e.g. H100-80GB, or cpu for this machine.",
             show_default=False,
         ),

@@ -37,7 +37,7 @@ def plan(
     recipe: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RECIPE]", help="A recipe file (TOML), or the id of a published run.", show_default=False
+            metavar="RECIPE", help="A recipe file (TOML), or the id of a published run.", show_default=False
         ),
     ] = None,
     gpus: Annotated[

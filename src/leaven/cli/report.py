@@ -16,7 +16,7 @@ app = typer.Typer(add_completion=False)
 def report(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="[PATH]", help="The folder of a run, a study, a check or a demo.", show_default=False),
+        typer.Argument(metavar="PATH", help="The folder of a run, a study, a check or a demo.", show_default=False),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     catalogue: Annotated[

@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def sample_(
     run: RunArgument,
-    text: Annotated[str, typer.Argument(metavar="[TEXT]", help="The prompt to continue.")] = "",
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt to continue.")] = "",
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens; an end-of-text token stops earlier.")
     ] = 200,

@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def show(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe file (TOML).", show_default=False)
+        Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)
     ] = None,
     rule: Annotated[
         str | None,

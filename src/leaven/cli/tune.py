@@ -53,7 +53,7 @@ def tune(
         typer.Option(
             help="What to search: global, global-full (adds schedule, clipping, dropout, optimizer), per-module "
             "(about 25 values), per-module-full (about 90), or paths separated by commas.",
-            show_default="\\[tuning] of the recipe, else global",
+            show_default="the tuning section of the recipe, else global",
         ),
     ] = None,
     workers: Annotated[
