@@ -48,11 +48,11 @@ def test_a_budget_is_a_cluster_and_a_time(text: str, cluster: str, hours: float)
     [
         ("64xH100 14d", "write for example '64xH100-80GB x 14d'"),
         ("64xH100 x 14y", "write for example '64xH100-80GB x 14d'"),
-        ("64xH100 x 0d", "no time at all; write for example '64xH100 x 14d'"),
+        ("64xH100 x 0d", "the time is zero; write for example '64xH100 x 14d'"),
         ("H100 x 4d", "'H100' is not a cluster"),
         ("64xQ100 x 4d", "no accelerator 'Q100'"),
-        ("64xH100 x 99999999d", "give it less time"),
-        ("1xA10 x 0.000001h", "give it more time"),
+        ("64xH100 x 99999999d", "reduce the time"),
+        ("1xA10 x 0.000001h", "increase the time"),
     ],
 )
 def test_bad_budgets_are_refused(text: str, message: str) -> None:
@@ -107,7 +107,7 @@ def test_a_given_mfu_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_laws_by_which_nothing_fits_are_refused_with_a_reason() -> None:
     found = budget("1xA10 x 0.05h", mfu=0.4)
     assert found.rows
-    assert all("give it more time" in each.why for each in found.refused)
+    assert all("increase the time" in each.why for each in found.refused)
 
 
 @pytest.mark.parametrize("mfu", [0.0, 1.0, 40, -0.1, math.nan])

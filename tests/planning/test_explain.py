@@ -68,7 +68,7 @@ def test_what_is_impossible_says_why(llama: ClusterPlan, asked: str, message: st
     ("asked", "message"),
     [
         ("zeros=4", "no such key 'zeros'; did you mean zero"),
-        ("", "nothing is asked"),
+        ("", "is empty; write"),
         ("zero=4", "zero"),
         ("recompute=x", "recompute"),
     ],
@@ -80,9 +80,9 @@ def test_bad_questions_are_refused(llama: ClusterPlan, asked: str, message: str)
 
 def test_the_choice_itself_and_what_is_not_searched(llama: ClusterPlan) -> None:
     best = plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB"))
-    assert best.explain(f"zero={best.arrangement.layout.zero}").line == "that is the choice"
+    assert best.explain(f"zero={best.arrangement.layout.zero}").line == "this is the choice"
     assert "ZeRO 3 with a pipeline is not searched" in llama.explain("zero=3,pp=2").line
-    assert "does not train with it" in llama.explain("cp=2").line
+    assert "cannot train with it" in llama.explain("cp=2").line
 
 
 def test_the_not_lines_name_neighbours_and_are_true() -> None:
@@ -133,6 +133,9 @@ def test_a_thin_pipeline_is_a_caution() -> None:
     cluster = parse_cluster("64xH100-80GB")
     thin = plan(LLAMA_8B, 10**12, 64 * 8192, cluster, Layout(dp=4, tp=4, pp=4, recompute="full"), micro_batch=2)
     assert thin.arrangement.grad_accumulation == 8
-    assert f"wants 16 or more; {thin.time.bubble / thin.time.step:.0%} of a step is bubble" in thin.cautions[-1]
+    assert (
+        f"the rule of thumb is 16 or more: {thin.time.bubble / thin.time.step:.0%} of a step is bubble"
+        in thin.cautions[-1]
+    )
     full = plan(LLAMA_8B, 10**12, 64 * 8192, cluster, Layout(dp=4, tp=4, pp=4, recompute="full"), micro_batch=1)
     assert not full.cautions

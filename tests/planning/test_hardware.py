@@ -57,7 +57,7 @@ def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
         assert cluster.accelerator.memory_gib == pytest.approx(int(total[1]) / 2**20, abs=0.06)
     assert {source.confidence for source in cluster.accelerator.sources} == {"guess"}
     assert cluster.accelerator.peak("bf16") == cluster.accelerator.peak("fp32")
-    with pytest.raises(InputError, match="one process; write cpu"):
+    with pytest.raises(InputError, match="one process on this machine; write cpu"):
         parse_cluster("2xcpu")
 
 

@@ -138,14 +138,14 @@ def test_what_fits_nowhere_says_which_size_would() -> None:
 
 def test_a_vocabulary_that_tp_cannot_divide_is_told() -> None:
     odd = gpt(128, 25_600, 160, vocab=50_257)
-    with pytest.raises(InputError, match="a vocabulary of 50,304 instead of 50,257 lets tp divide it, and would do"):
+    with pytest.raises(InputError, match="a vocabulary of 50,304 instead of 50,257 would fit, since tp divides it"):
         plan(odd, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB"))
     padded = odd.model_copy(update={"vocab_size": 50_304})
     assert plan(padded, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB")).fits
 
 
 def test_what_only_leaven_cannot_train_is_said_where_nothing_else_fits() -> None:
-    with pytest.raises(InputError, match="; leaven plans and exports, and does not train, --layout ") as raised:
+    with pytest.raises(InputError, match="; leaven can plan and export, but not train, --layout ") as raised:
         plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"))
     written = str(raised.value).rsplit("--layout ", 1)[1]
     layout, _ = parse_layout(written, 4096, SMALL)

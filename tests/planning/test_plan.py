@@ -47,7 +47,7 @@ def test_a_layout_as_people_write_it() -> None:
         ("zero=4", r"zero: input should be less than or equal to 3"),
         ("mbs=0", r"write mbs=1"),
         ("schedule,pp=2", r"'schedule' has no value; write for example schedule=gpipe"),
-        ("pp=2,pp=4", r"pp is there twice"),
+        ("pp=2,pp=4", r"pp appears twice"),
         ("compile=yes", r"'compile=yes' is neither on nor off; write compile=true or compile=false"),
         ("recompute=some", r"recompute: input should be 'none', 'selective' or 'full'"),
     ],
@@ -74,7 +74,7 @@ def test_an_impossible_layout_is_told_what_would_work(layout: Layout, gpus: int,
 
 
 def test_a_batch_of_half_sequences_is_refused() -> None:
-    with pytest.raises(InputError, match=r"no whole number of sequences of 1,024; 1,024 or 2,048 is"):
+    with pytest.raises(InputError, match=r"is not a whole number of sequences of 1,024; use 1,024 or 2,048"):
         plan(SMALL, 10**9, 1500, parse_cluster("1xA100"))
 
 

@@ -103,7 +103,7 @@ def test_override_of_a_module_whose_name_has_a_dot(tiny_file: Path) -> None:
         ("hyperparameters.modules.embedding.residual=2", "attention.out and mlp.out do"),
         ("model.d_model=65", r"d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
         ("batch.tokens=16", "a batch of 16 tokens is smaller than one sequence of 32"),
-        ("batch.tokens=100", "no whole number of sequences of 32; 96 or 128 is"),
+        ("batch.tokens=100", "not a whole number of sequences of 32; use 96 or 128"),
         (
             "batch.ramp={start_tokens = 512, increment_tokens = 32, over_tokens = 9}",
             "the ramp starts at 512 tokens, above its end of 256",

@@ -1,7 +1,7 @@
-"""Accelerators: their numbers, each with a source, from accelerators.toml and from the user's own file.
+"""Accelerators and their published numbers, each with a source, from accelerators.toml and the user's own file.
 
-A user's file has the same form and may add an accelerator or give another group (its own network, say) to a known
-one: ``$LEAVEN_ACCELERATORS``, or else accelerators.toml in leaven's folder of ``$XDG_CONFIG_HOME`` or ~/.config.
+The user's file has the same form. It may add an accelerator, or replace a group of numbers (such as the network) of a
+known one. It is ``$LEAVEN_ACCELERATORS``, or else leaven/accelerators.toml in ``$XDG_CONFIG_HOME`` or ~/.config.
 """
 
 import ctypes
@@ -35,18 +35,18 @@ EXAMPLE = (
     "{ peak = { bf16 = 400 }, memory = { gib = 64, tb_s = 2.0 }, link = { gb_s = 300, node = 8 }, "
     "network = { gb_s = 25 } }"
 )
-# Where nobody published a best matmul: the ratio to the peak of the measured accelerators of the table, 0.80.
+# Used where no measured matmul is published: the mean ratio to the peak of the measured accelerators, 0.80.
 _USUAL_MATMUL_SHARE = 0.80
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The published numbers of one accelerator. Links and networks count one direction."""
+    """The published numbers of one accelerator. Link and network bandwidth count one direction."""
 
     name: str
     peak_tflops: float  # dense, in bf16, or fp16 where there is no bf16
-    best_matmul_tflops: float | None  # the best such matmul that anybody measured
+    best_matmul_tflops: float | None  # the best matmul of that dtype that anybody measured
     memory_gib: float
     memory_tb_s: float  # bandwidth of its memory
     link_gb_s: float  # to its neighbours in the node
@@ -60,17 +60,17 @@ class Accelerator:
     note: str = ""
 
     def peak(self, dtype: Dtype) -> float | None:
-        """Dense TFLOP/s in a dtype; None where it has none, or none is known."""
+        """Return dense TFLOP/s in a dtype, or None if the device lacks it or the number is not known."""
         return dict(self.peaks or (("bf16", self.peak_tflops),)).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """TFLOP/s of the best matmul in a dtype: measured, or the usual share of its peak."""
+        """Return TFLOP/s of the best matmul in a dtype: measured, or the usual share of the peak."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
 
     @property
     def matmul_flops(self) -> float:
-        """FLOP/s of the best 16-bit matmul: the ceiling of any training step."""
+        """FLOP/s of the best 16-bit matmul, which no training step can exceed."""
         tflops = self.best_matmul_tflops
         return (self.peak_tflops * _USUAL_MATMUL_SHARE if tflops is None else tflops) * 1e12
 
@@ -134,7 +134,7 @@ class _Network(_Group):
 
 
 class _Entry(Part):
-    """One table of the file."""
+    """One accelerator of the file."""
 
     peak: _Rates
     matmul: _Rates = _Rates()
@@ -181,7 +181,7 @@ class _Entry(Part):
 
 
 def _spelt(source: str, named: Mapping[str, str]) -> str:
-    """A source with its short names, at the start or after a semicolon, replaced by the full ones."""
+    """Replace short names of sources, at the start or after a semicolon, by the full ones."""
     parts = []
     for part in source.split("; "):
         short = re.split(r"[ :]", part, maxsplit=1)[0]
@@ -190,7 +190,7 @@ def _spelt(source: str, named: Mapping[str, str]) -> str:
 
 
 class _Catalogue(Mapping[str, Accelerator]):
-    """Every known accelerator by its name, read when it is first asked for."""
+    """Every known accelerator by name. The files are read on first access."""
 
     def __getitem__(self, name: str) -> Accelerator:
         return _known(user_file())[name]
@@ -206,7 +206,7 @@ ACCELERATORS: Mapping[str, Accelerator] = _Catalogue()
 
 
 def user_file() -> Path:
-    """Where a user's own accelerators are read from, if there is such a file."""
+    """Return the path of the user's own accelerators; the file may not exist."""
     named = os.environ.get("LEAVEN_ACCELERATORS")
     if named:
         return Path(named).expanduser()
@@ -216,7 +216,7 @@ def user_file() -> Path:
 
 @cache
 def _known(path: Path) -> dict[str, Accelerator]:
-    """All accelerators: the built-in ones in their order, then the user's.
+    """Return all accelerators: the built-in ones in their order, then the user's.
 
     Raises:
         InputError: naming file, entry and remedy, if the user's file cannot be read or is wrong.
@@ -235,10 +235,10 @@ def _known(path: Path) -> dict[str, Accelerator]:
         if not isinstance(groups, dict):
             raise InputError(f"{path}: {written}: an accelerator is a table; write {written} = {EXAMPLE}")
         name = spelt.get(written.upper(), written)
-        told = {
+        sourced = {
             group: {"source": str(path), **part} if isinstance(part, dict) else part for group, part in groups.items()
         }
-        entry = raw.get(name, {}) | told
+        entry = raw.get(name, {}) | sourced
         known[name] = _validated(entry, f"{path}: [{written}]").accelerator(name, named)
     return known
 
@@ -282,7 +282,10 @@ def _validated(entry: dict[str, Any], where: str) -> _Entry:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first fault in one line; an unknown key before a missing one, which is usually the missing one misspelt."""
+    """Return the first fault as one line.
+
+    An unknown key comes before a missing one, because it is usually that key misspelt.
+    """
     fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
     keys = [str(key) for key in fault["loc"]]
     message = fault["msg"].removeprefix("Value error, ")

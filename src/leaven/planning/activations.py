@@ -1,7 +1,7 @@
-"""What a block keeps for its backward pass, operator by operator, in bytes a token.
+"""What a block keeps for its backward pass, by operator, in bytes per token.
 
-What is kept is what autograd must have: the inputs of products, norms and activations, the masks of dropout, and
-what the kernel of attention reads again. With context parallelism a rank has fewer tokens; nothing else changes.
+It is what autograd needs: the inputs of products, norms and activations, the dropout masks, and what the attention
+kernel reads again. With context parallelism a rank has fewer tokens; nothing else changes.
 """
 
 from dataclasses import dataclass
@@ -11,29 +11,29 @@ from leaven.planning.blueprint import BlockTable, Model, blueprint
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Recompute
 
-# Tensors of the width of the MLP that its backward pass needs: before and after the activation; of a gated one also
-# the gate and its activation. The gradient of a rectified unit is told by its output.
+# Tensors of the MLP's width that its backward pass needs: before and after the activation; if gated, also the gate
+# and its activation. The gradient of a rectified unit follows from its output.
 _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4, "geglu": 4}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes a token of one block on one rank."""
+    """Bytes per token of one block on one rank."""
 
     stays: float  # for every micro-batch in flight
-    once: float  # while one block is computed again
-    gradients: float  # within one block at the most
+    once: float  # while one block is recomputed
+    gradients: float  # peak within one block
 
 
 @cache
 def operators_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Bytes a token that a block keeps without recomputation, by operator, on one of ``tp`` ranks.
+    """Return the bytes per token that a block keeps without recomputation, by operator, on one of ``tp`` ranks.
 
-    For a GPT with d_ff = 4h in bf16 this is s b h (10 + 24/t + 5 a s/(h t)), Korthikanti 2022, arXiv 2205.05198,
-    equation 2, or with sequence parallelism all of it over t, equation 4. An expert's rows count for the tokens that
-    are sent to it, which are taken to be spread evenly; those are copies, for every expert that a token goes to.
+    For a GPT with d_ff = 4h in bf16 this is s b h (10 + 24/t + 5 a s/(h t)) (Korthikanti 2022, arXiv 2205.05198,
+    equation 2); with sequence parallelism all of it is divided by t (equation 4). The rows of an expert count for the
+    tokens routed to it, assumed to be spread evenly; each expert that a token goes to has its own copy.
     """
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
@@ -79,7 +79,7 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
-    """The same, summed up, under a mode of recomputation."""
+    """Return the sum of :func:`operators_kept` under a mode of recomputation."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1
@@ -88,7 +88,7 @@ def block_kept(
         stays = everything
     elif recompute == "full":
         stays = block_input
-    elif code.selective == "core":  # a flash kernel does that anyway, then there is nothing left to save
+    elif code.selective == "core":  # a flash kernel recomputes it anyway, so nothing is saved
         stays = everything - core
     else:
         stays = block_input + by_operator["attention.out"] + _every_second_product(block, tp, code)
@@ -103,15 +103,17 @@ def block_kept(
 
 
 def _every_second_product(block: BlockTable, tp: int, code: TrainingCode) -> float:
-    """Bytes a token of the outputs of the first, third ... product of a block (torchtitan's way)."""
+    """Return bytes per token of the outputs of the first, third, ... product of a block, as torchtitan keeps them."""
     stretch = tp if code.sequence_parallel else 1
     kept = block.matmuls[::2]
     return sum(code.element * row.n * row.passed / (tp if row.split == "column" else stretch) for row in kept)
 
 
 def layer_activation_bytes(model: Model, sequences: int, tp: int, code: TrainingCode = LEAVEN_BF16) -> float:
-    """What a block keeps without recomputation, in bytes, for ``sequences`` sequences on one rank; the mean over the
-    blocks, where they differ."""
+    """Return the bytes that a block keeps without recomputation for ``sequences`` sequences on one rank.
+
+    If the blocks differ it is their mean.
+    """
     table = blueprint(model)
     by_block = (
         count * sum(operators_kept(block, table.d_model, table.seq_len, tp, code).values())

@@ -1,4 +1,5 @@
-"""One way to run a step on a cluster: layout, micro-batch and accumulation; how it is written, what is allowed."""
+"""An arrangement is one way to run a step on a cluster: layout, micro-batch and accumulation. Its notation and
+limits."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from leaven.recipe.shape import ModelShape
 _NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "dp_replicate", "stages_per_rank")
 _WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
 _SWITCHES = {"compile": {"true": True, "false": False}}
-# Of one forward on one rank, where it is free: the most of 131 published rows of MPT, 64 sequences of 1,024.
+# Largest micro-batch that is searched, in tokens and sequences: the maximum of 131 published rows of MPT, 64 x 1,024.
 _MOST_TOKENS = 65_536
 _LARGEST = 64
 _KEYS = (*_NUMBERS, *_WORDS, *_SWITCHES)
@@ -28,8 +29,8 @@ class Arrangement:
     """One way to run a step."""
 
     layout: Layout
-    micro_batch: int  # sequences of one forward on a rank
-    grad_accumulation: int  # forwards of a rank in a step
+    micro_batch: int  # sequences per forward pass of a rank
+    grad_accumulation: int  # forward passes of a rank per step
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -40,7 +41,7 @@ class Arrangement:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> "Arrangement":
-        """The arrangement that ``to_json`` wrote."""
+        """Return the arrangement that ``to_json`` wrote."""
         layout = {name: document[name] for name in Layout.model_fields}
         return cls(Layout.model_validate(layout), document["micro_batch"], document["grad_accumulation"])
 
@@ -59,10 +60,10 @@ class Arrangement:
 
 
 def scheduled(layout: Layout, micro_batches: int) -> int:
-    """Micro-batches of a step that the schedule runs.
+    """Return the micro-batches of a step that the schedule runs.
 
-    With several stages on a rank whole rounds of pp go through; the last one is filled up with targets that do not
-    count.
+    With several stages per rank, micro-batches go through in rounds of pp; the last round is padded with targets that
+    do not count.
     """
     if layout.schedule in {"gpipe", "1f1b"}:
         return micro_batches
@@ -70,10 +71,10 @@ def scheduled(layout: Layout, micro_batches: int) -> int:
 
 
 def parse_keys(text: str) -> dict[str, Any]:
-    """The keys that ``tp=8,recompute=full`` names, with their values; ``mbs`` is the micro-batch.
+    """Parse ``tp=8,recompute=full`` into keys and values; ``mbs`` is the micro-batch.
 
     Raises:
-        InputError: on an unknown key or a value that is none.
+        InputError: on an unknown key or a wrong value.
     """
     values: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -83,21 +84,21 @@ def parse_keys(text: str) -> dict[str, Any]:
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_KEYS)}"
             raise InputError(f"layout {text!r}: no such key {key!r}; {hint}")
         if key in values:
-            raise InputError(f"layout {text!r}: {key} is there twice; leave one of them out")
+            raise InputError(f"layout {text!r}: {key} appears twice; remove one")
         if key in _NUMBERS and not value.isdecimal():
-            raise InputError(f"layout {text!r}: {item!r} has no whole number; write for example {key}=1")
+            raise InputError(f"layout {text!r}: {item!r} is not a whole number; write for example {key}=1")
         if key in _WORDS and not value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write for example {_WORDS[key]}")
         if key in _SWITCHES and value not in _SWITCHES[key]:
             raise InputError(f"layout {text!r}: {item!r} is neither on nor off; write {key}=true or {key}=false")
         values[key] = int(value) if key in _NUMBERS else _SWITCHES.get(key, {}).get(value, value)
     if values.get("mbs") == 0:
-        raise InputError(f"layout {text!r}: mbs=0 is no micro-batch; write mbs=1 or leave it out")
+        raise InputError(f"layout {text!r}: the micro-batch mbs must be at least 1; write mbs=1 or leave it out")
     return values
 
 
 def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
-    """The layout with these values and the defaults of the others; ``text`` is what the user wrote.
+    """Return the layout with these values and defaults for the others; ``text`` is what the user wrote.
 
     Raises:
         InputError: on a wrong value, or values that do not go together.
@@ -112,10 +113,10 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
 
 
 def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """A layout from ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``, and its micro-batch if it names one.
+    """Parse a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``; also return its micro-batch, if given.
 
-    What is left out has its default, ``compile`` the one given; ``dp`` takes the GPUs that tp, pp and cp leave. A
-    refusal names degrees that the model has.
+    Keys that are left out have their defaults, ``compile`` the given one; ``dp`` takes the GPUs that tp, pp and cp
+    leave. An error names degrees that the model allows.
 
     Raises:
         InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
@@ -134,7 +135,7 @@ def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -
 
 
 def _would(model: Model, layout: Layout, gpus: int) -> str:
-    """The degrees of one kind that the model has and that divide the GPUs beside the others."""
+    """Return the degrees of one kind that the model allows and that divide the remaining GPUs."""
     said = []
     for key, possible in (("tp", tensor_degrees(model)), ("pp", range(1, model.n_layers + 1))):
         own = getattr(layout, key)
@@ -151,13 +152,13 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def written(layout: Layout) -> str:
-    """A layout as ``--layout`` takes it, without default values."""
+    """Return a layout as ``--layout`` takes it, without default values."""
     values = layout.model_dump(exclude_defaults=True)
     return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
 
 
 def degrees(layout: Layout) -> str:
-    """The degrees of a layout: ``dp 2 x tp 4 x pp 1``."""
+    """Return the degrees of a layout: ``dp 2 x tp 4 x pp 1``."""
     cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
     return f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp}"
 
@@ -168,14 +169,16 @@ def _ranks(layout: Layout, gpus: int) -> str:
 
 
 def tensor_degrees(model: Model) -> list[int]:
-    """The tensor-parallel degrees that cut heads, key-value heads, the MLP, the vocabulary and, between products, the
-    sequence into whole parts."""
+    """Return the tensor-parallel degrees of a model.
+
+    They divide heads, key-value heads, the MLP's width, the vocabulary and, between products, the sequence.
+    """
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
     return [tp for tp in range(1, unit + 1) if unit % tp == 0]
 
 
 def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
-    """Refuse a layout that the model or the cluster cannot have.
+    """Check that the model and the cluster allow a layout.
 
     Raises:
         InputError: says which degree would work.
@@ -188,7 +191,7 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
 
 
 def shape_refusal(model: Model, layout: Layout) -> str | None:
-    """Why a model cannot be laid out like this, and what would work; None if it can."""
+    """Return why a model cannot have this layout and what would work, or None if it can."""
     tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
     possible = tensor_degrees(model)
     if tp not in possible:
@@ -216,18 +219,20 @@ def _cut_by_tensor_ranks(model: Model) -> str:
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
-    """Share of a step that a rank of a pipeline stands still: (p - 1) / (v m + p - 1), of p ranks with v stages each
-    and m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    """Return the share of a step that a pipeline rank is idle: (p - 1) / (v m + p - 1).
+
+    p ranks have v stages each and run m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, 2.2).
+    """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
 def forwards(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
-    """Forwards of a rank in a step."""
+    """Return the forward passes of a rank in a step."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
-    """Why the smallest batch of a run cannot go through a pipeline, and what would; None if it can."""
+    """Return why the smallest batch of a run cannot fill a pipeline and what would, or None if it can."""
     count = forwards(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None
@@ -248,19 +253,20 @@ def arrangements(
     micro_batch: int | None,
     smallest_tokens: int | None = None,
 ) -> list[Arrangement]:
-    """The layout with every micro-batch that divides a rank's share of the batch, or with the one given. The smallest
-    batch of a ramp fills the pipeline too.
+    """Return a layout with every micro-batch that divides a rank's share of the batch, or with the given one.
+
+    The smallest batch of a ramp must fill the pipeline, too.
 
     Raises:
-        InputError: if the batch is no whole number of sequences, does not divide, or leaves the pipeline unfilled;
+        InputError: if the batch is not a whole number of sequences, does not divide, or does not fill the pipeline;
             says what would do.
     """
     sequences, rest = divmod(batch_tokens, model.seq_len)
     if rest or not sequences:
         lower = max(sequences, 1) * model.seq_len
         raise InputError(
-            f"a batch of {batch_tokens:,} tokens is no whole number of sequences of {model.seq_len:,}; "
-            f"{lower:,} or {lower + model.seq_len:,} is"
+            f"a batch of {batch_tokens:,} tokens is not a whole number of sequences of {model.seq_len:,}; "
+            f"use {lower:,} or {lower + model.seq_len:,}"
         )
     share, rest = divmod(sequences, layout.dp)
     if rest or share % (micro_batch or 1):

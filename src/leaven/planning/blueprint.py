@@ -1,9 +1,9 @@
-"""The planner's model: one table of operators, from which FLOPs, memory and time are counted.
+"""The planner's model: a table of operators, from which FLOPs, memory and time are counted.
 
-A :class:`Blueprint` is wider than the models that leaven builds: experts, latent attention, widths that change from
-layer to layer. It is made from a :class:`ModelShape`, or from the architecture of a published run. Every row of a
-block says how tensor parallelism cuts it and how many of its copies a token passes, so that nothing that is counted
-from it has to know which kind of model it is.
+A :class:`Blueprint` can describe more than leaven builds: experts, latent attention, widths that change from layer to
+layer. It is made from a :class:`ModelShape` or from the architecture of a published run. Each row of a block says how
+tensor parallelism splits it and how many of its copies a token passes, so the code that counts need not know which
+kind of model it is.
 """
 
 from collections import Counter
@@ -26,19 +26,19 @@ class Matmul:
     name: str
     k: int
     n: int
-    split: Split  # tensor parallelism cuts the outputs (column), the inputs (row, an all-reduce follows), or nothing
+    split: Split  # tensor parallelism splits the outputs (column), the inputs (row, then all-reduce), or nothing
     bias: bool = False
-    stored: int = 1  # copies that exist, of an expert's matrix
-    passed: int = 1  # of those, the ones that a token passes
+    stored: int = 1  # copies that exist: the number of experts
+    passed: int = 1  # copies that a token passes
 
     @property
     def routed(self) -> bool:
-        """Whether it is one of many experts': these are shared out over the ``ep`` ranks."""
+        """Whether it belongs to one of many experts, which the ``ep`` ranks share out."""
         return self.stored > 1
 
     @property
     def size(self) -> int:
-        """Weights, of all copies."""
+        """Weights of all copies."""
         return self.stored * self.k * self.n
 
     @property
@@ -47,7 +47,7 @@ class Matmul:
         return 2 * self.passed * self.k * self.n
 
     def on_rank(self, tp: int) -> tuple[int, int]:
-        """(k, n) of a tensor rank; what does not divide is rounded up, as padding would."""
+        """Return (k, n) on a tensor rank; if a size does not divide it is rounded up, as padding would."""
         return -(-self.k // (tp if self.split == "row" else 1)), -(-self.n // (tp if self.split == "column" else 1))
 
 
@@ -62,7 +62,7 @@ class Core:
     window: int | None = None  # keys that a query sees at most; None for all
 
     def keys(self, seq_len: int, attention: Attention = "full") -> float:
-        """Keys that a query meets on average: all of its window, or of them those that are not in the future."""
+        """Return the mean number of keys that a query sees: its window, or the part that is not in the future."""
         window = min(self.window or seq_len, seq_len)
         return window if attention == "full" else window * (1 - window / (2 * seq_len))
 
@@ -77,8 +77,8 @@ class BlockTable:
 
     matmuls: tuple[Matmul, ...]
     core: Core
-    vectors: int  # gains and biases that every tensor rank has
-    split_vectors: int  # gains and biases that tensor ranks share out
+    vectors: int  # parameters of gains and biases that every tensor rank holds
+    split_vectors: int  # parameters of gains and biases that tensor ranks split
     activation: str
     qk_norm: bool = False
     dropout: bool = False
@@ -99,17 +99,17 @@ class BlockTable:
 
     @cached_property
     def active(self) -> int:
-        """The parameters that one token passes."""
+        """Parameters that one token passes."""
         return self.params - sum((row.stored - row.passed) * row.k * row.n for row in self.matmuls)
 
     @cached_property
     def whole(self) -> int:
-        """The parameters that every tensor rank has."""
+        """Parameters that every tensor rank holds in full."""
         return self.vectors + sum(row.size for row in self.matmuls if not row.routed and row.split == "none")
 
     @cached_property
     def cut(self) -> int:
-        """The parameters that tensor ranks share, without those of routed experts."""
+        """Parameters that tensor ranks split, without those of routed experts."""
         return self.params - self.experts - self.whole
 
     def row(self, name: str) -> Matmul:
@@ -143,7 +143,7 @@ class Blueprint:
 
     @cached_property
     def kinds(self) -> tuple[tuple[BlockTable, int], ...]:
-        """The different blocks, and how many there are of each."""
+        """The different blocks with their counts."""
         return tuple(Counter(self.blocks).items())
 
     @property
@@ -171,7 +171,7 @@ class Blueprint:
 
     @cached_property
     def tensor_unit(self) -> int:
-        """What a tensor degree must divide: heads, key-value heads, every width that is cut, and the vocabulary."""
+        """What a tensor degree must divide: heads, key-value heads, every split width, and the vocabulary."""
         sizes = [self.vocab_size]
         for block, _ in self.kinds:
             sizes += [block.core.heads, block.core.kv_heads]
@@ -183,13 +183,13 @@ class Blueprint:
 
 
 Model: TypeAlias = ModelShape | Blueprint
-"""What the planner takes as a model."""
+"""A model as the planner accepts it."""
 
 
 def attention_rows(
     d: int, heads: int, kv_heads: int, d_head: int, *, bias: bool = False, qkv_bias: bool = False
 ) -> list[Matmul]:
-    """The products around attention of heads that share keys and values in groups."""
+    """Return the products around grouped-query attention."""
     return [
         Matmul("attention.query", d, heads * d_head, "column", qkv_bias),
         Matmul("attention.key", d, kv_heads * d_head, "column", qkv_bias),
@@ -201,7 +201,7 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """The products of an MLP, or of ``stored`` experts of which a token passes ``passed``."""
+    """Return the products of an MLP, or of ``stored`` experts of which a token passes ``passed``."""
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),
@@ -219,9 +219,9 @@ def block_table(
     qk_norm: bool = False,
     dropout: bool = False,
 ) -> BlockTable:
-    """A layer with the biases of its products; gains are those of its norms.
+    """Return a layer with the biases of its products. ``gains`` and ``split_gains`` are parameters of its norms.
 
-    The bias of a row-parallel product is added after the sum over ranks, so every rank has all of it.
+    The bias of a row-parallel product is added after the sum over ranks, so every rank holds all of it.
     """
     shared, split = (sum(row.n for row in matmuls if row.bias and row.split == how) for how in ("row", "column"))
     return BlockTable(tuple(matmuls), core, gains + shared, split_gains + split, activation, qk_norm, dropout)

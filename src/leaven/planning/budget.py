@@ -1,9 +1,9 @@
-"""The planner in reverse: which model and how many tokens fit a cluster for so many days.
+"""The planner in reverse: which model sizes and how many tokens fit a cluster for a given time.
 
-A law says which size N is best for C = 6 N D FLOPs; how many FLOPs a cluster yields in the time depends on how fast
-it trains that size. So each row is a fixed point: a size -> a shape (as ``leaven new`` builds it) -> its fastest
-layout -> what it gets through in the time, C -> the size again. FLOP/s change slowly with size, so from the speed of
-a neighbouring size one step or two are enough, and sizes within 5% of each other are planned once.
+A law gives the best size N for a budget of C = 6 N D FLOPs, but how many FLOPs a cluster delivers depends on how fast
+it trains that size. So each row is a fixed point: size -> shape (as ``leaven new`` builds it) -> fastest layout ->
+FLOPs in the time -> size. FLOP/s change slowly with size, so one or two iterations suffice when starting from the
+speed of a neighbouring size, and sizes within 5% of each other share one plan.
 """
 
 import math
@@ -27,8 +27,8 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
 OVER_TRAINED = (20, 100, 500, 2000)
-"""Tokens a parameter: Chinchilla's rule of thumb, and what models that are to be cheap in use were trained on (Llama
-2 7B 290, Llama 3 8B 1,900)."""
+"""Tokens per parameter: Chinchilla's rule of thumb, and values of models built for cheap inference (Llama 2 7B 290,
+Llama 3 8B 1,900)."""
 _SECONDS = {"h": 3_600, "d": 86_400, "w": 7 * 86_400}
 _BUDGET = re.compile(
     r"(?P<cluster>.+?)\s*[x×*,]\s*(?P<time>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*"
@@ -52,10 +52,10 @@ class BudgetSpeed:
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Cluster and seconds from ``64xH100 x 14d``; also ``300h`` and ``2w``.
+    """Parse cluster and seconds from ``64xH100 x 14d``; also ``300h`` and ``2w``.
 
     Raises:
-        InputError: if it is not written so, or the cluster is none.
+        InputError: if the text does not have this form, or the cluster is unknown.
     """
     match = _BUDGET.fullmatch(text.strip())
     if match is None:
@@ -64,17 +64,17 @@ def parse_budget(text: str) -> tuple[Cluster, float]:
         )
     seconds = float(match["time"]) * _SECONDS[match["unit"].lower()]
     if not seconds:
-        raise InputError(f"--budget {text}: no time at all; write for example '{match['cluster']} x 14d'")
+        raise InputError(f"--budget {text}: the time is zero; write for example '{match['cluster']} x 14d'")
     return parse_cluster(match["cluster"]), seconds
 
 
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
-    """The sizes and tokens that fit ``64xH100 x 14d`` by every law of the best size, and over-trained ones.
+    """Return the sizes and tokens that fit ``64xH100 x 14d`` by every compute-optimal law, and over-trained ones.
 
-    With ``mfu`` the speed is that share of the dense peak, and no layout is looked for.
+    With ``mfu`` that share of the dense peak is assumed and no layout is planned.
 
     Raises:
-        InputError: if the text is no budget, the share no share, or no model fits; says what would.
+        InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
     """
     cluster, seconds = parse_budget(text)
     if mfu is not None and not 0 < mfu < 1:
@@ -114,15 +114,15 @@ def _answers() -> list[tuple[str, Callable[[float], float]]]:
 
 
 class _Speeds:
-    """Plans of one budget by size; nearly equal sizes share a plan."""
+    """The planned speeds of one budget by size; nearly equal sizes share a plan."""
 
     def __init__(self, cluster: Cluster, seconds: float, mfu: float | None) -> None:
         self._cluster, self._seconds, self._mfu = cluster, seconds, mfu
         self._planned: dict[float, BudgetSpeed] = {}
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """The fixed point of one law."""
-        # From the speed of the last size planned, or to begin with from the usual share of the peak.
+        """Return the fixed point of one law."""
+        # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self._planned.values()), None)
         peak = self._cluster.accelerator.peak_tflops * 1e12 * self._cluster.gpus
         flops = last.flops if last else (self._mfu or _FIRST_MFU) * peak
@@ -149,7 +149,7 @@ class _Speeds:
         )
 
     def _at(self, params: float, tokens: float) -> BudgetSpeed:
-        """The speed of a shape of about so many parameters."""
+        """Return the speed of a shape of about so many parameters."""
         for planned, speed in self._planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed
@@ -173,7 +173,7 @@ def _check(request: StarterRequest) -> None:
     said = f"{format_quantity(request.params)} parameters on {format_quantity(request.tokens)} tokens"
     if request.params < LEAST_PARAMS:
         raise InputError(
-            f"{said}: below {format_quantity(LEAST_PARAMS)} a model is nearly all vocabulary; give it more time"
+            f"{said}: below {format_quantity(LEAST_PARAMS)} a model is nearly all vocabulary; increase the time"
         )
     if request.params > MOST_PARAMS or request.tokens > MOST_TOKENS:
-        raise InputError(f"{said}: beyond anything that is planned here; give it less time")
+        raise InputError(f"{said}: too large to plan; reduce the time")

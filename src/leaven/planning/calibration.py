@@ -1,8 +1,8 @@
-"""What runs and measurements took, and how far the planner was off: the calibration history and its factors.
+"""The calibration history: what runs and measurements took, and how far the planner was off.
 
-The history lies in leaven's cache (``LEAVEN_CACHE``), a line a record, for every run of the user. It is written at
-the end of a run, which it must never harm: a disk without room or a folder that is read-only costs the line. Lines
-that are not of this version of leaven are skipped.
+The history is a file in leaven's cache (``LEAVEN_CACHE``), one line a record, shared by all runs of a user. It is
+written at the end of a run and must never harm it: if the disk is full or the folder read-only, only the line is
+lost. Lines that this version of leaven cannot read are skipped.
 """
 
 import math
@@ -28,11 +28,11 @@ from leaven.recipe.shape import ModelShape
 
 # Ratio of parameters within which a run is near, and within which it counts at all.
 NEAR, FAR = 4.0, 16.0
-# Runs that count at most: older ones were of other versions.
+# Only the newest runs count: older ones were made with other versions.
 NEWEST = 100
 # Size of a file of the history, about 400 lines. A full one replaces the one before it.
 LIMIT_BYTES = 512 * 1024
-# A line that has to wait longer than this is given up.
+# How long a line waits for the lock before it is dropped.
 LOCK_SECONDS = 5.0
 
 
@@ -51,7 +51,7 @@ class CalibrationRecord(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     by: Literal["run", "measurement"]
-    device: str  # what its driver calls it; of a processor its kind
+    device: str  # name by its driver; of a processor its model
     accelerator: str | None  # its name in the planner's table, if it is there
     threads: int | None = None
     compute: str  # dtype
@@ -73,9 +73,10 @@ class CalibrationRecord(BaseModel):
 
 
 def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> StepCost | None:
-    """The planner's time and memory of a step by leaven; None if it has none.
+    """Return the planner's time and memory of one step by leaven, or None if it cannot plan it.
 
-    Memory is without the context and fragmentation, which cannot be measured. No error may stop the run that asks.
+    Memory excludes the context and fragmentation, which cannot be measured. No error may stop the run that calls
+    this.
     """
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
@@ -87,7 +88,7 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
 
 
 def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
-    """Append a record to the history. Returns whether that was possible."""
+    """Append a record to the history. Returns whether it was written."""
     folder = folder or cache_folder()
     path = folder / "history.jsonl"
     try:
@@ -106,7 +107,7 @@ def _before(path: Path) -> Path:
 
 
 def history(folder: Path | None = None) -> list[CalibrationRecord]:
-    """The records of this user, the oldest first."""
+    """Return this user's records, the oldest first."""
     path = (folder or cache_folder()) / "history.jsonl"
     return [*_records(_before(path)), *_records(path)]
 
@@ -119,7 +120,7 @@ def _records(path: Path) -> Iterator[CalibrationRecord]:
 
 
 def processor() -> str:
-    """The kind of this machine's processor."""
+    """Return the model name of this machine's processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -129,7 +130,7 @@ def processor() -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors on what the planner says, by what runs on this accelerator took."""
+    """Factors on what the planner predicts, from runs on this accelerator."""
 
     time: float  # of a step
     memory: float | None  # None if it was not measured
@@ -147,13 +148,13 @@ class Calibration:
 def calibration(
     records: Iterable[CalibrationRecord], accelerator: str, params: int, layout: Layout, compute: str
 ) -> Calibration | None:
-    """The factor for a model of so many parameters in a layout, from the records of its accelerator and dtype.
+    """Return the factors for a model of ``params`` parameters in a layout, or None without a usable record.
 
-    None if there are none. Those of a processor count on one of its kind. The factor is the weighted median of
-    measured over predicted. Where there are runs that are near (within 4 times the parameters, the same kinds of
-    parallelism, recomputation, compiled or not) they alone count, else all within 16 times: a small model, which
-    waits for launches, says nothing of a large one. A run counts 1 / (1 + doublings of the parameters between +
-    kinds that differ). What was predicted is computed again, so that a newer planner is held against the same
+    Only records of the same accelerator and dtype count; for a processor, also of the same model. A factor is the
+    weighted median of measured / predicted. Near runs (within 4 times the parameters, the same kinds of parallelism,
+    recomputation and compilation) count alone if there are any, else all within 16 times: a small model, which waits
+    for kernel launches, says nothing about a large one. The weight of a run is 1 / (1 + doublings of the parameters
+    between + kinds that differ). The prediction is computed again, so that a newer planner is compared with the same
     measurements.
     """
     found, device = [], processor() if accelerator == "cpu" else None
@@ -168,7 +169,7 @@ def calibration(
     times, memories = [], []
     found = found[-NEWEST:]
     for _, weight, record in found:
-        # For an accelerator that is no longer in the table, what was predicted then.
+        # If the accelerator is no longer in the table, use what was predicted then.
         expected = predicted(record.model, record.arrangement, accelerator, compute) or record.predicted
         took = record.measured
         if expected is None or took is None:
@@ -185,7 +186,10 @@ def calibration(
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
-    """Of (value, weight): below it and above it is at most half of the weight; between two such, their mean.
+    """Return the weighted median of (value, weight) pairs: at most half of the weight is below it, and at most half
+    above.
+
+    Between two such values it is their mean.
 
     >>> weighted_median([(1.0, 1.0), (9.0, 1.0)]), weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.5)])
     (5.0, 2.0)
@@ -202,7 +206,7 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def _kinds(layout: Layout) -> set[str]:
-    """The features of a layout whose time the planner may misjudge."""
+    """Return the features of a layout whose time the planner may misjudge."""
     kinds = {
         "dp": layout.dp > 1,
         "tp": layout.tp > 1,

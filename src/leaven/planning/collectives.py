@@ -1,18 +1,18 @@
-"""Seconds of what ranks exchange: rings and all-to-alls inside a node and across nodes."""
+"""Time of communication between ranks: rings and all-to-alls, inside a node and across nodes."""
 
 from dataclasses import replace
 from math import ceil, log2
 
 from leaven.planning.hardware import Cluster
 
-# The share of a link's bandwidth that a collective reaches.
+# Share of a link's bandwidth that a collective reaches.
 LINK_SHARE = 0.65
-# Seconds of one step of a ring: over the links of a node, and over the network.
+# Latency of one step of a ring in seconds: over the links of a node, and over the network.
 LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 
 
 def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
-    """Bytes/s of a rank in a group of ranks ``stride`` apart over ``span`` ranks.
+    """Return bytes/s of a rank in a group of ranks ``stride`` apart that spans ``span`` ranks.
 
     Inside a node it is the link. Across nodes the rings of a group share the NICs of its members in a node.
     """
@@ -25,9 +25,9 @@ def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
 
 
 def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
-    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes in so many messages.
+    """Return seconds of a reduce-scatter or all-gather of ``size`` bytes, sent in ``messages`` messages.
 
-    Every one of n ranks sends (n - 1)/n of it in n - 1 steps; a step between nodes waits for the network.
+    Each of n ranks sends (n - 1)/n of it in n - 1 steps; a step between nodes has the network's latency.
     """
     if ranks == 1:
         return 0.0
@@ -38,8 +38,10 @@ def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int =
 
 
 def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
-    """Seconds of an all-reduce: twice the bytes of a ring, and the steps of two rings or of a tree over the nodes,
-    whichever are quicker (as NCCL chooses)."""
+    """Return seconds of an all-reduce: twice the bytes of a ring.
+
+    Its latency is that of two rings or of a tree over the nodes, whichever is shorter, as NCCL chooses.
+    """
     if ranks == 1:
         return 0.0
     nodes = _nodes(ranks, stride, cluster)
@@ -50,13 +52,14 @@ def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages:
 
 
 def _nodes(ranks: int, stride: int, cluster: Cluster) -> int:
-    """Nodes that a group of ranks ``stride`` apart is on."""
+    """Return the number of nodes that a group of ranks ``stride`` apart covers."""
     size = cluster.accelerator.node_size
     return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
 
 
 def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
-    """Seconds of an exchange in which each of n ranks sends (n - 1)/n of ``size`` bytes, a part to each other one."""
+    """Return seconds of an exchange in which each of n ranks sends (n - 1)/n of ``size`` bytes, an equal part to each
+    other rank."""
     if ranks == 1:
         return 0.0
     accelerator = cluster.accelerator
@@ -67,14 +70,14 @@ def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
 
 
 def hop(size: float, ranks: int, cluster: Cluster) -> float:
-    """Seconds to send ``size`` bytes to the next stage of a pipeline that spans ``ranks`` ranks."""
+    """Return seconds to send ``size`` bytes to the next stage of a pipeline that spans ``ranks`` ranks."""
     across = ranks > cluster.accelerator.node_size
     gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
     return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)
 
 
 def one_nic(cluster: Cluster) -> Cluster:
-    """The cluster for code whose rings do not share the NICs of a node: every rank has a node of its own."""
+    """Return the cluster with one GPU per node, for code whose rings do not share the NICs of a node."""
     if cluster.gpus <= cluster.accelerator.node_size:
         return cluster
     return replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))

@@ -1,4 +1,4 @@
-"""Why not another layout, and what to do if none fits: what was asked for, the neighbours of the choice, advice."""
+"""Why another layout was not chosen, and what to change if none fits."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
-# How the parts of a step are called in a sentence.
+# Names of the parts of a step in a sentence.
 PARTS = {
     "compute": "compute",
     "tensor_parallel": "all-reduce",
@@ -44,12 +44,12 @@ PARTS = {
     "data_parallel": "gradient exchange",
     "optimizer": "optimizer",
 }
-# Neighbours of the choice that are listed at most, and the share of a step by which one must be slower to be listed.
+# Most neighbours that are listed, and how much slower a step must be for a neighbour to be listed.
 _N_NOT = 4
 _SLOWER = 0.03
-# Multiples of the GPUs that are tried when nothing fits.
+# If nothing fits, these multiples of the GPUs are tried.
 _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
-# Numbers of GPUs tried on either side of one that no layout divides.
+# If no layout divides the GPUs, so many other counts are tried on either side.
 _TRIED = 64
 
 
@@ -60,7 +60,8 @@ def _comparison(
     found: LayoutCandidate | None = None,
     needs: tuple[Arrangement, Memory] | None = None,
 ) -> Explanation:
-    """What was asked beside the choice: ``found`` if something fits, else ``needs``, the one that needs least."""
+    """Compare a layout with the choice. ``found`` is the best that fits, ``needs`` the one that needs least if none
+    does."""
     how, memory = (found.arrangement, found.memory) if found else needs or (None, None)
 
     def side_by_side(own: dict[str, float], other: dict[str, float]) -> dict[str, Comparison]:
@@ -79,19 +80,19 @@ def _comparison(
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Compare the choice with the best layout that has ``tp=4`` or ``pp=8,recompute=full``, the rest being free.
+    """Compare the choice with the best layout that has, say, ``tp=4`` or ``pp=8,recompute=full``.
 
     Raises:
         InputError: if what is asked is no part of a layout.
     """
     fixed = parse_keys(asked)
     if not fixed:
-        raise InputError(f"explain {asked!r}: nothing is asked; write for example tp=4 or pp=8,recompute=full")
+        raise InputError(f"explain {asked!r} is empty; write for example tp=4 or pp=8,recompute=full")
     micro_batch = fixed.pop("mbs", None)
     _require_values(asked, fixed)
     job = exploration.job if micro_batch is None else replace(exploration.job, micro_batch=micro_batch)
     notes = _unsearched(job, fixed)
-    if job.by_leaven:  # what leaven does not train is only looked at when it is asked for
+    if job.by_leaven:  # layouts that leaven cannot train are searched on request only
         fixed = {"cp": 1, "ep": 1} | fixed
     if fixed.get("zero", 0) > 1 and not {"pp", "schedule", "stages_per_rank"} & {*fixed}:
         fixed["pp"] = 1
@@ -106,7 +107,11 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
         least = seen.too_large[0]
         return _comparison(asked, chosen, too_large(job.cluster, least[1]), needs=least)
     reason = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
-    if not fixed.keys() - {"cp", "ep", "compile"}:  # of the layout at hand, where its own degrees are asked for
+    if not fixed.keys() - {
+        "cp",
+        "ep",
+        "compile",
+    }:  # the reason of the chosen layout, where only its own degrees are requested
         try:
             job.arrangements(chosen.arrangement.layout)
         except InputError as error:
@@ -115,10 +120,10 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
-    """The neighbours of the choice that are slower by more than 3% or do not fit, each with its reason.
+    """Return a line for each neighbour of the choice that is more than 3% slower or does not fit, with the reason.
 
-    A neighbour has another value of one key, dp what is left, and the best micro-batch. Where that is impossible, the
-    other values that change are named: ``pp 2 (with zero 1)``.
+    A neighbour has another value of one key, dp adjusted to it, and its best micro-batch. Where no such layout exists
+    the other values that change are named: ``pp 2 (with zero 1)``.
     """
     cluster = exploration.job.cluster
     found: list[tuple[float, str]] = []
@@ -148,7 +153,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """The values in which a layout differs from the choice, but for one key and what follows from it."""
+    """Return the values in which a layout differs from the choice, except one key and what follows from it."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     mine, theirs = layout.model_dump(), own.model_dump()
@@ -156,7 +161,7 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """The next lower and the next higher number; all other words."""
+    """Return the next lower and the next higher number; of words, all others."""
     others = [value for value in values if value != own]
     if isinstance(own, str):
         return others
@@ -166,7 +171,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
     if found.arrangement == chosen.arrangement:
-        return "that is the choice"
+        return "this is the choice"
     more = (found.memory.total - chosen.memory.total) / GIB
     memory = f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'}"
     slower = found.time.step / chosen.time.step - 1
@@ -178,7 +183,7 @@ def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """The part of a step that grows most, and its share."""
+    """Return the part of a step that grows most, with its share."""
     more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
@@ -199,7 +204,7 @@ def too_large(cluster: Cluster, memory: Memory) -> str:
 
 
 def _require_values(asked: str, fixed: dict[str, Any]) -> None:
-    """Raise InputError for a value that no layout has, whatever the rest is."""
+    """Raise InputError for a value that no layout has, whatever its other values are."""
     for key, value in fixed.items():
         rest = {"dp": value} if key in {"ep", "dp_replicate"} else {}
         rest |= {"zero": 1} if key == "dp_replicate" else {"pp": 2} if key in {"schedule", "stages_per_rank"} else {}
@@ -209,7 +214,7 @@ def _require_values(asked: str, fixed: dict[str, Any]) -> None:
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """What the search leaves out on principle, as the end of a line."""
+    """Return what the search leaves out on principle, as the end of a line."""
     left_out = []
     if fixed.get("tp", 1) > job.cluster.accelerator.node_size:
         left_out.append("tensor parallelism across nodes")
@@ -219,12 +224,12 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
         left_out.append("a zero-bubble schedule")
     notes = f"; {' and '.join(left_out)} is not searched" if left_out else ""
     if job.by_leaven and max(fixed.get("cp", 1), fixed.get("ep", 1)) > 1:
-        notes += "; leaven plans and exports that and does not train with it"
+        notes += "; leaven plans and exports this but cannot train with it"
     return notes
 
 
 def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Why the model or the cluster has no layout with these values, whatever the others are."""
+    """Return why the model or the cluster has no layout with these values, or None if it may have."""
     tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
     product = tp * pp * cp * fixed.get("dp", 1)
     divides = job.cluster.gpus % product == 0
@@ -234,7 +239,7 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 
 
 def no_layout(seen: Exploration) -> InputError:
-    """The error of a search that found nothing: why, and what would work, in one line."""
+    """Return the error for a search that found nothing: one line with the reason and what would work."""
     job, beyond = seen.job, seen.untrained
     if seen.misfits:
         message = _nothing_fits(job, *seen.misfits[0])
@@ -247,12 +252,12 @@ def no_layout(seen: Exploration) -> InputError:
     else:
         message = str(seen.refusal or f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
     if beyond is not None:
-        message += f"; leaven plans and exports, and does not train, --layout {written(beyond.arrangement.layout)}"
+        message += f"; leaven can plan and export, but not train, --layout {written(beyond.arrangement.layout)}"
     return InputError(message)
 
 
 def lacking(job: Job, chosen: LayoutCandidate) -> str:
-    """What a layout that does not fit needs, and one change that would make it fit."""
+    """Return what a layout that does not fit needs, and one change that would make it fit."""
     layout, message = chosen.arrangement.layout, too_large(job.cluster, chosen.memory)
     changes: list[dict[str, Any]] = [{"recompute": "full"}, *({"zero": zero} for zero in range(layout.zero + 1, 4))]
     for key in ("tp", "pp"):
@@ -268,11 +273,11 @@ def lacking(job: Job, chosen: LayoutCandidate) -> str:
         if other != layout and fits(memory, job.cluster):
             asked = ",".join(f"{key}={value}" for key, value in change.items())
             return f"{message}; {asked} would fit in {memory.total / GIB:.1f}"
-    return f"{message}; leave out --layout to see what fits"
+    return f"{message}; without --layout leaven plans one that fits"
 
 
 def possible(job: Job) -> bool:
-    """Whether some layout that may be chosen fits."""
+    """Return whether any layout that may be chosen fits."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # the leanest are at the end
         try:
@@ -303,14 +308,16 @@ def _nothing_fits(job: Job, least: Arrangement, memory: Memory) -> str:
     padded = _padded(job)
     if padded is not None and possible(padded):
         vocab = padded.model.vocab_size
-        would.append(f"a vocabulary of {vocab:,} instead of {job.model.vocab_size:,} lets tp divide it, and would do")
+        would.append(f"a vocabulary of {vocab:,} instead of {job.model.vocab_size:,} would fit, since tp divides it")
     elif not more:
-        would.append("more GPUs do not help this batch: take a larger accelerator or a shorter seq_len")
+        would.append(
+            "more GPUs do not help with this batch: use an accelerator with more memory or a shorter seq_len"
+        )
     return f"{message}; {'; '.join(would)}"
 
 
 def _padded(job: Job) -> Job | None:
-    """The job with a vocabulary of whole 128s, if that is what tensor parallelism lacks."""
+    """Return the job with its vocabulary padded to a multiple of 128, if tensor parallelism lacks that."""
     if not isinstance(job.model, ModelShape) or job.model.vocab_size % 128 == 0:
         return None
     model = job.model.model_copy(update={"vocab_size": -(-job.model.vocab_size // 128) * 128})
@@ -324,7 +331,7 @@ def _of_layers(job: Job, layers: int) -> Model:
 
 
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """So many of the same GPUs, in whole nodes if the table has them and no other nodes were asked for."""
+    """Return a cluster of so many of the same GPUs, in the accelerator's usual nodes unless others were requested."""
     name = cluster.accelerator.name
     if name in ACCELERATORS and str(cluster) == f"{cluster.gpus}x{name}":
         nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
@@ -333,7 +340,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _near(job: Job) -> list[int]:
-    """The next lower and the next higher number of GPUs that a layout divides and the model fits."""
+    """Return the nearest lower and higher number of GPUs that some layout divides and the model fits."""
     counts, found = sorted(_dividing(job)), []
     own = bisect_left(counts, job.cluster.gpus)
     for near in (counts[:own][::-1], counts[own:]):
@@ -343,8 +350,11 @@ def _near(job: Job) -> list[int]:
 
 
 def _dividing(job: Job) -> set[int]:
-    """All numbers of GPUs that are dp x tp x pp of a layout that divides the batch, the heads and the layers, and
-    whose pipeline the batch fills."""
+    """Return every number of GPUs that some layout can use.
+
+    It is dp x tp x pp of a layout that divides the batch, the heads and the layers, and whose pipeline the batch
+    fills.
+    """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)
     return {

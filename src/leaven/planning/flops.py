@@ -1,9 +1,10 @@
 """Floating-point operations of training, by operator.
 
-A multiply-add is two operations. The backward pass costs twice the forward. Embedding lookups, norms, activations
-and softmax are not counted, the unembedding is: the convention of PaLM (appendix B), Narayanan 2021 and torchtitan.
-Of routed experts those count that a token is sent to, and the router. What a flash kernel computes again within its
-own backward pass is not counted, as nobody counts it. How published tables count: benchmarks/planner/conventions.py.
+A multiply-add is two operations. The backward pass costs twice the forward pass. Embedding lookups, norms,
+activations and softmax are not counted; the unembedding is: the convention of PaLM (appendix B), Narayanan 2021 and
+torchtitan. Routed experts count for the tokens routed to them, and the router counts. What a flash kernel recomputes
+in its own backward pass is not counted, as usual. Conventions of published tables are in
+benchmarks/planner/conventions.py.
 """
 
 from collections import defaultdict
@@ -21,8 +22,10 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of one forward pass, per token, by what becomes of them: ``attention`` over the full matrix of
-    scores, ``causal`` over what a causal kernel computes of it."""
+    """Operations of one forward pass per token.
+
+    ``attention`` counts the full matrix of scores, ``causal`` the part that a causal kernel computes.
+    """
 
     matrices: int
     attention: float
@@ -30,13 +33,13 @@ class ForwardFlops:
     unembedding: int
 
     def layers(self, attention: Attention = "full") -> float:
-        """All blocks."""
+        """Operations of all blocks."""
         return self.matrices + (self.causal if attention == "causal" else self.attention)
 
 
 @cache
 def forward_flops(model: Model) -> ForwardFlops:
-    """Operations of one forward pass per token."""
+    """Return the operations of one forward pass per token."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),
@@ -47,9 +50,10 @@ def forward_flops(model: Model) -> ForwardFlops:
 
 
 def operators(model: Model, attention: Attention = "full") -> dict[str, float]:
-    """Model FLOPs of training on one token by operator, over all layers; they add up to :func:`flops_per_token`.
+    """Return the model FLOPs of training on one token by operator, over all layers.
 
-    The core of attention is ``attention.core``; the products have the names that they have in the model.
+    They add up to :func:`flops_per_token`. The core of attention is ``attention.core``; products have their names in
+    the model.
     """
     table = blueprint(model)
     found: defaultdict[str, float] = defaultdict(float)
@@ -61,20 +65,20 @@ def operators(model: Model, attention: Attention = "full") -> dict[str, float]:
 
 
 def flops_per_token(model: Model, attention: Attention = "full") -> float:
-    """Model FLOPs of training on one token, forward and backward: 6 N + 12 L d s for full attention.
+    """Return the model FLOPs of training on one token, forward and backward: 6 N + 12 L d s for full attention.
 
-    N counts the matrices of the blocks and the unembedding. Source: PaLM, arXiv 2204.02311, appendix B;
-    Narayanan 2021, arXiv 2104.04473, without its recomputation.
+    N counts the matrices of the blocks and the unembedding. Sources: PaLM, arXiv 2204.02311, appendix B; Narayanan
+    2021, arXiv 2104.04473, without its recomputation.
     """
     forward = forward_flops(model)
     return 3 * (forward.layers(attention) + forward.unembedding)
 
 
 def hardware_flops_per_token(model: Model, recompute: Recompute, attention: Attention = "full") -> float:
-    """Model FLOPs plus what is computed again: all blocks (``full``), the attention core (``selective``).
+    """Return model FLOPs plus recomputation: of all blocks (``full``) or of the attention core (``selective``).
 
     With ``full`` this is Narayanan 2021, equation 3. For ``selective`` Korthikanti 2022 prints s/(3h), two thirds
-    more than the one forward pass of the attention core that is in fact repeated; here it counts once.
+    more than the one forward pass of the attention core that is repeated; here it counts once.
     """
     forward = forward_flops(model)
     again = {

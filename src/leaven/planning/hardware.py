@@ -1,4 +1,4 @@
-"""Clusters and accelerators by the names that people and drivers use."""
+"""Parse clusters and accelerator names as people and drivers write them."""
 
 import re
 from dataclasses import dataclass, replace
@@ -47,10 +47,10 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """A cluster from its written form: ``384xA100-80GB``, with the GPUs of a node ``48x8xA100-80GB``, or ``cpu``.
+    """Parse a cluster: ``384xA100-80GB``, with the GPUs of a node ``48x8xA100-80GB``, or ``cpu``.
 
-    A count that does not fill whole nodes is spread evenly, as 12 GPUs in nodes of 8 are two nodes of 6; if that
-    would leave more than half of each node idle the last node is short, as 13 are 8 and 5.
+    A count that does not fill whole nodes is spread evenly: 12 GPUs in nodes of 8 are two nodes of 6. If that would
+    leave more than half of each node idle, the last node is short: 13 are 8 and 5.
 
     Raises:
         InputError: if the text is none of these, or the name is not in the table.
@@ -64,7 +64,7 @@ def parse_cluster(text: str) -> Cluster:
         )
     first, second = (int(re.sub(r"[_,]", "", count)) for count in (match[1], match[2] or "1"))
     if match[3].lower() == "cpu":
-        raise InputError(f"{text!r}: cpu is this machine, one process; write cpu")
+        raise InputError(f"{text!r}: cpu is one process on this machine; write cpu")
     if first * second == 0:
         raise InputError(f"{text!r} has no GPU; write for example 1x{match[3]}")
     found = find_accelerator(match[3])
@@ -73,14 +73,14 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """GPUs in each node: the same number in all, if that is at least half of a node."""
+    """Return the GPUs in each node if all nodes can have the same number, at least half of a full one."""
     return (
         next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node) if gpus > node else node
     )
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """An accelerator by its name; maker, memory and form may be left out: ``H100``, ``A100 40 GB``, ``h200-sxm``.
+    """Return an accelerator by name. Maker, memory and form may be left out: ``H100``, ``A100 40 GB``, ``h200-sxm``.
 
     Raises:
         InputError: if the table has no such accelerator; says which are near, and what to type to add it.
@@ -89,7 +89,7 @@ def find_accelerator(name: str) -> Accelerator:
     if exact is not None:
         return exact
     wanted = [word for word in _words(name) if word not in _MAKERS]
-    # The first in the table that has every word asked for: SXM before PCIe, the larger memory first.
+    # The first in the table that has every word: SXM is before PCIe, the larger memory first.
     for known in ACCELERATORS.values():
         if wanted and _is_called(_words(known.name), wanted):
             return known
@@ -101,7 +101,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def nearest_names(name: str, n: int = 3) -> list[str]:
-    """The known names that are most like an unknown one."""
+    """Return the known names that are most similar to an unknown one."""
     by_short: dict[str, str] = {}
     for known in ACCELERATORS:
         by_short.setdefault(known.upper(), known)
@@ -111,9 +111,9 @@ def nearest_names(name: str, n: int = 3) -> list[str]:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """The accelerator that a driver calls ``NVIDIA H100 80GB HBM3``; None if the table has none of that kind.
+    """Return the accelerator that a driver calls, say, ``NVIDIA H100 80GB HBM3``, or None if it is not in the table.
 
-    Of several memories that of the name, else the first.
+    If there are several of that kind, the one with the memory in the name is returned, else the first.
     """
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
@@ -129,13 +129,13 @@ def known_device(name: str) -> Accelerator | None:
 
 
 def _words(name: str) -> list[str]:
-    """``H100 96 GB`` and ``H100-96GB`` are H100 and 96GB; SXM4 and SXM5 are SXM."""
+    """Split a name into words: ``H100 96 GB`` and ``H100-96GB`` are H100 and 96GB; SXM4 and SXM5 are SXM."""
     joined = re.sub(r"(\d)\s*GI?B\b", r"\1GB", name.upper())
     return [re.sub(r"^SXM\d$", "SXM", word) for word in re.split(r"[-_/\s]+", joined) if word]
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Whether an accelerator has every word, or is all of them written together (``TPU v5p``, ``RTX4090``)."""
+    """Return whether an accelerator's name has every word, also if they are joined (``TPU v5p``, ``RTX4090``)."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

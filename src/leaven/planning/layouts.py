@@ -1,7 +1,7 @@
-"""The search for a layout: everything the model, the batch and the memory allow, the fastest first.
+"""The search for a layout: everything that model, batch and memory allow, the fastest first.
 
-Nothing that could be the best is left out. Memory is asked first, and only what it rules out is skipped: what a
-micro-batch needs, a multiple of it needs too, so one that does not fit speaks for its multiples.
+The search is exhaustive. Memory is computed first, and it prunes safely: if a micro-batch does not fit, its multiples
+do not either, so they are skipped.
 """
 
 import math
@@ -22,21 +22,21 @@ from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 
-# Of an accelerator's memory: the count is up to 16% low on published rows, and what ran out of memory must not be
-# said to fit (docs/planner-accuracy.md).
+# Share of an accelerator's memory that a layout may need. The count is up to 16% low on published rows, and a layout
+# that ran out of memory must not be called fitting (docs/planner-accuracy.md).
 USABLE = 0.85
-# Tokens of one forward beyond which a larger micro-batch gains nothing; below, launch latency speaks for it.
+# Tokens of one forward above which a larger micro-batch gains nothing; below, it saves launch latency.
 _ENOUGH_TOKENS = 8192
-# Context parallelism is for what does not fit on one rank: it leaves each this many tokens of a sequence at least.
+# Context parallelism leaves each rank at least this many tokens of a sequence.
 _LEAST_CONTEXT = 4096
-# Stages on each rank of a pipeline; more are so many messages that nobody runs them.
+# Stages per pipeline rank; with more, the messages cost too much.
 _STAGES_PER_RANK = (1, 2, 4, 8)
 _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
-# Micro-batches for each stage of a pipeline that the bubble wants: a rule of thumb (Narayanan et al. 2021).
+# Micro-batches per pipeline stage that keep the bubble small: a rule of thumb (Narayanan et al. 2021).
 FILLS = 4
-# Times that differ by less are equal.
+# Times that differ by less than this share are equal.
 EQUAL = 0.01
-# What a layout that leaven does not train must be faster by to be worth a word.
+# A layout that leaven cannot train is mentioned if it is faster by more than this share.
 _WORTH_A_WORD = 0.02
 
 
@@ -52,18 +52,18 @@ class LayoutCandidate:
         return fits(self.memory, cluster)
 
     def times(self, factor: float) -> "LayoutCandidate":
-        """The same, slower by a factor."""
+        """Return the candidate with its step slower by a factor."""
         return replace(self, time=self.time.times(factor))
 
     @property
     def trained(self) -> bool:
-        """Whether leaven's own trainer has it: context and expert parallelism are planned and exported only."""
+        """Whether leaven can train with it. Context and expert parallelism can only be planned and exported."""
         return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be laid out: a model, its batch, a cluster, and the code that trains it."""
+    """What to lay out: a model, its batch, a cluster, and the training code."""
 
     model: Model
     batch_tokens: int
@@ -71,12 +71,12 @@ class Job:
     micro_batch: int | None = None  # sequences; None where it is free
     smallest_tokens: int | None = None  # the batch that a ramp begins with
     code: TrainingCode = LEAVEN_BF16
-    by_leaven: bool = True  # only what leaven's own trainer has may be chosen
+    by_leaven: bool = True  # only layouts that leaven's own trainer supports may be chosen
     compile: bool = False  # blocks are compiled in every layout
-    slower: float = 1.0  # factor on the planner's time of a step, by what was measured
+    slower: float = 1.0  # calibration: factor on the planner's time of a step
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
-        """A layout with every micro-batch. Raises InputError as :func:`arrangement.arrangements`."""
+        """Return a layout with every micro-batch. Raises InputError as :func:`arrangement.arrangements`."""
         return arrangements(self.model, layout, self.batch_tokens, self.micro_batch, self.smallest_tokens)
 
     def time(self, how: Arrangement) -> StepTime:
@@ -90,18 +90,18 @@ class Exploration:
 
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # the best first
-    too_large: tuple[tuple[Arrangement, Memory], ...]  # of each layout the smallest micro-batch, the leanest first
-    refusal: InputError | None  # why a layout could not cut the batch, if one could not
+    too_large: tuple[tuple[Arrangement, Memory], ...]  # each layout's smallest micro-batch, least memory first
+    refusal: InputError | None  # why a layout could not divide the batch, if one could not
     evaluations: int = field(compare=False, default=0)  # memories and times that were computed
 
     def slower(self, factor: float) -> "Exploration":
-        """The same search, every step by a factor longer than the planner's own."""
+        """Return the same search with every step longer than the planner's own by a factor."""
         fitting = tuple(candidate.times(factor / self.job.slower) for candidate in self.fitting)
         return replace(self, job=replace(self.job, slower=factor), fitting=fitting)
 
     @property
     def misfits(self) -> tuple[tuple[Arrangement, Memory], ...]:
-        """The part of ``too_large`` that might be chosen if it fitted."""
+        """The entries of ``too_large`` that could be chosen if they fitted."""
         if not self.job.by_leaven:
             return self.too_large
         return tuple(each for each in self.too_large if each[0].layout.cp == each[0].layout.ep == 1)
@@ -115,7 +115,12 @@ class Exploration:
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """Every layout that may be chosen with its best micro-batch, the best first."""
+        """Yield every layout of the cluster that is worth evaluating; ``fixed`` sets the values of some keys.
+
+        Tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a pipeline, and a rank keeps at
+        least 4,096 tokens of a sequence; a fixed value may break these rules. ZeRO 3 also shards over 1, 2, 4 or 8
+        nodes with replicas on the others.
+        """
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -123,7 +128,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best that may not be chosen, if it is faster by more than 2% or nothing else fits."""
+        """The best layout that may not be chosen, if it is more than 2% faster or nothing else fits."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -138,7 +143,7 @@ def fits(memory: Memory, cluster: Cluster) -> bool:
 def evaluate(
     model: Model, arrangement: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16
 ) -> LayoutCandidate:
-    """Memory and time of one arrangement."""
+    """Return memory and time of one arrangement."""
     return LayoutCandidate(
         arrangement, worst_stage(model, arrangement, code), step_time(model, arrangement, cluster, code)
     )
@@ -150,11 +155,7 @@ def layouts(
     code: TrainingCode = LEAVEN_BF16,
     fixed: Mapping[str, Any] | None = None,
 ) -> Iterator[Layout]:
-    """Every layout of the cluster worth a look, with some keys at a fixed value if they are given.
-
-    Tensor parallelism stays inside a node, ZeRO 2 and 3 have no pipeline, and a rank keeps 4,096 tokens of a sequence
-    or more; a fixed value may do otherwise. ZeRO 3 also shards over 1, 2, 4 or 8 nodes, repeated on the others.
-    """
+    """Every layout that may be chosen with its best micro-batch, the best first."""
     fixed = fixed or {}
     gpus, node = cluster.gpus, cluster.accelerator.node_size
     for tp in _values(fixed, "tp", (tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node))):
@@ -168,7 +169,7 @@ def layouts(
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Every layout of a job with every micro-batch, as far as they fit; ``fixed`` as in :func:`layouts`."""
+    """Evaluate every layout of a job with every micro-batch that fits; ``fixed`` as in :func:`layouts`."""
     fitting: list[LayoutCandidate] = []
     too_large: list[tuple[Arrangement, Memory]] = []
     refusal: InputError | None = None
@@ -177,7 +178,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     for layout in layouts(job.model, job.cluster, job.code, fixed):
         try:
             possible = job.arrangements(layout)
-        except InputError as error:  # this layout cannot cut the batch; another may
+        except InputError as error:  # this layout cannot divide the batch; another may
             refusal = refusal or error
             continue
         too_much: list[int] = []
@@ -197,10 +198,11 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 
 
 def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
-    """The fastest first, times within 1% of each other being equal: the planner does not know them better.
+    """Sort candidates, the fastest first. Times within 1% of each other are equal: the planner is no more precise.
 
-    Then what leaven trains, a pipeline that is filled by the rule of thumb, the lower ZeRO stage, fewer replicas and
-    stages, the micro-batch nearer to 8,192 tokens from below (launch latency is on its side), and less memory.
+    Among equals these come first: what leaven can train, a pipeline filled by the rule of thumb, the lower ZeRO
+    stage, fewer replicas and stages, the micro-batch nearest to 8,192 tokens from below (launch latency favours it),
+    less memory.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 
@@ -220,12 +222,12 @@ def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandid
 
 
 def thin_pipeline(how: Arrangement) -> bool:
-    """Whether a pipeline has fewer micro-batches than four for each stage, a rule of thumb."""
+    """Return whether a pipeline has fewer than four micro-batches per stage, a rule of thumb."""
     return how.layout.pp > 1 and how.grad_accumulation < FILLS * how.layout.pp
 
 
 def pareto(candidates: Iterable[LayoutCandidate]) -> list[LayoutCandidate]:
-    """The candidates that no other beats in both time and memory, the fastest first."""
+    """Return the candidates that no other beats in both time and memory, the fastest first."""
     front: list[LayoutCandidate] = []
     for candidate in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
         if not front or candidate.memory.total < front[-1].memory.total:
@@ -236,11 +238,11 @@ def pareto(candidates: Iterable[LayoutCandidate]) -> list[LayoutCandidate]:
 def _kinds(
     model: Model, degrees: dict[str, int], node: int, code: TrainingCode, fixed: Mapping[str, Any]
 ) -> Iterator[Layout]:
-    """Layouts of the same degrees: ZeRO stage, replicas, stages on a rank, and what is recomputed."""
+    """Yield the layouts with the same degrees: ZeRO stages, replicas, stages per rank, recomputation."""
     pp, sharers = degrees["pp"], degrees["dp"] * degrees["cp"]
     zeros = (0,) if sharers == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
     per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= model.n_layers] or [1]
-    # A flash kernel computes the attention core again anyway, so "selective" saves nothing with it.
+    # A flash kernel recomputes the attention core anyway, so "selective" saves nothing with it.
     recomputes: tuple[Recompute, ...] = ("none", "full") if code.flash_attention else ("none", "selective", "full")
     experts = blueprint(model).experts
     eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(sharers, experts) % ep == 0)]
@@ -256,12 +258,12 @@ def _kinds(
                     | {"ep": ep, "zero": zero, "dp_replicate": replicate, "recompute": recompute}
                     | {"schedule": schedule, "stages_per_rank": v, "compile": fixed.get("compile", False)}
                 )
-            except ValidationError:  # what was fixed does not go with the rest
+            except ValidationError:  # a fixed value cannot be combined with the rest
                 assert fixed
 
 
 def _replicas(degrees: dict[str, int], node: int) -> list[int]:
-    """One, or as many as there are if 1, 2, 4 or 8 nodes share a model."""
+    """Return the numbers of replicas: one, and as many as there are if 1, 2, 4 or 8 nodes share a model."""
     dp, in_node = degrees["dp"], max(1, node // (degrees["tp"] * degrees["cp"]))
     shared_by = [in_node * nodes for nodes in (1, 2, 4, 8)]
     return sorted({1, *(dp // ranks for ranks in shared_by if ranks > 1 and dp % ranks == 0)})
@@ -272,16 +274,17 @@ def _values(fixed: Mapping[str, Any], key: str, free: Any) -> Iterator[Any]:
 
 
 def _divisors(gpus: int, taken: int, most: int) -> Iterator[int]:
-    """Degrees up to a limit that divide the GPUs which others leave."""
+    """Yield the degrees up to a limit that divide the remaining GPUs."""
     left = gpus // taken if taken and gpus % taken == 0 else 0
     return (degree for degree in range(1, min(left, most) + 1) if left % degree == 0)
 
 
 def in_a_node(tp: int, gpus: int, node: int) -> bool:
-    """Whether tensor-parallel groups of so many ranks fill nodes without one that lies across two."""
+    """Return whether tensor-parallel groups of this size fit into nodes without one crossing two nodes."""
     return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
 
 
 def _cuts(seq_len: int, cp: int) -> bool:
-    """Whether each of ``cp`` ranks gets a piece of either half of a sequence: equal work for causal attention."""
+    """Return whether ``cp`` ranks can each have a piece of either half of a sequence: equal work for causal
+    attention."""
     return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)

@@ -1,8 +1,8 @@
 """Memory of one rank by part, in bytes.
 
-First principles: what the optimiser needs for every parameter, what the backward pass needs of every operator, the
-logits, the buffers, and a fixed amount that no formula gives. States: ZeRO paper, arXiv 1910.02054. How far that is
-off on published measurements: docs/planner-accuracy.md; on leaven's own steps: benchmarks/memory.py.
+It is computed from first principles: what the optimizer keeps for every parameter, what the backward pass needs from
+every operator, the logits, the buffers, and a fixed amount that no formula gives. States: ZeRO paper, arXiv
+1910.02054. Errors on published measurements: docs/planner-accuracy.md; on leaven's own steps: benchmarks/memory.py.
 """
 
 from collections import defaultdict
@@ -25,14 +25,14 @@ class Memory:
 
     weights: float
     grads: float
-    accumulation: float  # the sum of gradients over micro-batches, where it is kept beside them
+    accumulation: float  # sum of gradients over micro-batches, if it is kept separately
     optimizer: float
-    gathered: float  # weights as products read them: copies of the rank's own, or fetched from others
+    gathered: float  # weights as products read them: converted copies, or gathered from other ranks
     activations: float
     logits: float
-    buffers: float  # for the exchange of gradients and weights, and what an update needs beside the states
+    buffers: float  # for exchanging gradients and weights, and for the update
     fixed: float  # context, NCCL, kernels
-    reserve: float  # what the allocator holds and cannot use
+    reserve: float  # held by the allocator but unusable
 
     @property
     def total(self) -> float:
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def states(self) -> float:
-        """What stays from step to step, without the gradients."""
+        """Bytes that stay from step to step, without the gradients."""
         return self.weights + self.optimizer
 
     @property
@@ -50,27 +50,27 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """What a rank needs whatever its micro-batch is: bytes, where nothing else is said."""
+    """What a rank needs regardless of its micro-batch, in bytes unless stated otherwise."""
 
     weights: float
     grads: float
     accumulation: float
     optimizer: float
-    gathered: float  # as in Memory, but for ``units``
+    gathered: float  # as in Memory, without ``units``
     units: float  # gathered units of ZeRO 3, while a block is in use
     buffers: float
-    exchange: float  # a block's gradients on their way
-    update: float  # what an update needs beside the states
-    stays: float  # bytes of every token in flight
-    once: float  # bytes a token that exist once
+    exchange: float  # gradients of a block while they are exchanged
+    update: float  # extra memory of the update
+    stays: float  # bytes per token in flight
+    once: float  # bytes per token that exist once
     unembedding: float  # parameters of the unembedding on this rank
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
-    """Memory of one rank of a pipeline stage.
+    """Return the memory of one rank of a pipeline stage.
 
-    The logits and what there is inside a block in its backward pass, when its gradients are exchanged too and its
-    weights gathered, are never there together: the larger counts.
+    The logits and the working memory of a block's backward pass (with its gradient exchange and gathered weights) are
+    never there at the same time, so the larger of the two counts.
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -83,8 +83,8 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
         # The final norm's input and its output, which the unembedding reads.
         at_end: float = code.residual + code.element
         if code.unembedding:
-            # The loss has computed what its backward pass will give, and keeps it until then: of the unembedding, and
-            # of its input; and beside them the product that is added to the first.
+            # The loss has already computed the gradients of the unembedding and of its input, and keeps them until
+            # the backward pass; the product that is added to the first exists beside them.
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
             at_end = code.residual + code.element * (1 + waiting)
             logits += waiting * code.unembedding * rank.unembedding + code.element * rank.unembedding
@@ -98,7 +98,7 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
     units = min(rank.units, in_block - exchange)
     gathered = rank.gathered + units
     activations += in_block - exchange - units
-    update = max(0.0, rank.update - gathered - logits - activations)  # when it is made, these are gone
+    update = max(0.0, rank.update - gathered - logits - activations)  # these are free when it is allocated
     buffers = rank.buffers + exchange + update
     dynamic = rank.weights + rank.grads + rank.accumulation + rank.optimizer
     dynamic += gathered + activations + logits + buffers
@@ -123,7 +123,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     ends = end_parameters(table, t, first=first, last=last)
     dense = ends + sum(count * (block.whole + block.cut / t) for block, count in blocks)
     experts = sum(count * block.experts for block, count in blocks) / (t * layout.ep)
-    # Two data-parallel groups: experts have the fewer copies, the fewer ranks share one.
+    # Two data-parallel groups: the more ranks share an expert, the fewer copies of it exist.
     sharers = layout.dp * layout.cp // layout.dp_replicate
     expert_sharers = max(1, sharers // layout.ep)
 
@@ -138,7 +138,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
     copy = code.compute_copy or code.weights
     unit = max(block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks)
-    # Under ZeRO 3 the gathered unit in use and the one fetched ahead.
+    # Under ZeRO 3: the gathered unit in use and the prefetched one.
     units, gathered = 0.0, 2 * unit * copy if layout.zero == 3 else code.compute_copy * (dense + experts)
     if code.gathered_ends and layout.ranks > 1:
         gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
@@ -168,7 +168,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float]:
-    """Bytes that every token in flight keeps on a rank, and bytes a token that exist once."""
+    """Return the bytes per token that a rank keeps for every micro-batch in flight, and those that exist once."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -184,14 +184,14 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode)
         stays += table.d_model / stretch
     if code.keeps_outputs and not last:
         stays += residual * layout.stages_per_rank
-    # Keys and values on their way round the ranks that share a sequence, and their gradients: in use, and to come.
+    # Keys and values that circulate among the ranks of a sequence, and their gradients: current and next.
     pairs = max(block.core.kv_heads * (block.core.d_qk + block.core.d_v) for block, _ in blocks)
     ring = 2 * 2 * code.element * pairs / t if layout.cp > 1 else 0.0
     return stays, max(each.once + each.gradients for each, _ in kept) + ring
 
 
 def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16) -> Memory:
-    """Memory of the rank of the pipeline that needs most."""
+    """Return the memory of the pipeline rank that needs the most."""
     layout = how.layout
     ranks = _telling_ranks(blueprint(model), layout.pp, layout.stages_per_rank, code.balance)
     memories = (stage_memory(model, how, rank, code) for rank in ranks)
@@ -200,9 +200,9 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _telling_ranks(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Candidates for the rank that needs most: both ends, and the first rank with each set of blocks.
+    """Return the ranks that may need the most memory.
 
-    Fewer micro-batches wait on the ranks behind it.
+    These are both ends and the first rank with each set of blocks; ranks behind it keep fewer micro-batches.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
@@ -211,10 +211,11 @@ def _telling_ranks(table: Blueprint, pp: int, stages_per_rank: int, balance: Bal
 def activation_parts(
     model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Bytes of the activations of one rank by operator, of all its blocks and micro-batches in flight.
+    """Return the bytes of the activations of one rank by operator, for all its blocks and micro-batches in flight.
 
-    They add up to the activations of :func:`stage_memory`. With recomputation what stays is ``kept``, whatever it is
-    of. ``elsewhere`` is outside the blocks, sent on to the next stage, or inside one block in its backward pass.
+    They add up to the activations of :func:`stage_memory`. With recomputation the part that stays is ``kept``,
+    without operators. ``elsewhere`` is outside the blocks, sent to the next stage, or inside one block in its
+    backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

@@ -1,9 +1,9 @@
-"""A batch ramp from the noise scale that a run has measured: the batch stays at or below a multiple of it.
+"""A batch ramp from the measured gradient noise scale: the batch stays at or below a multiple of it.
 
 A batch of m noise scales needs 1 + m times the fewest tokens for a loss, and 1 + 1/m times the fewest steps
-(McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It is read at equal tokens, also
-off a smaller model: critical batches move with the tokens and hardly with the size (Zhang et al. 2024, arXiv
-2410.21676).
+(McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It may be read from a smaller
+model at the same number of tokens: critical batches depend on the tokens and hardly on the size (Zhang et al. 2024,
+arXiv 2410.21676).
 """
 
 import math
@@ -16,9 +16,9 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
-# First measurements that are left out: the running averages hold too few values.
+# The first measurements are skipped: their running averages have too few values.
 SETTLING = 10
-# Measurements that a fit needs after those.
+# Measurements that a fit needs after the skipped ones.
 FEWEST = 10
 
 
@@ -34,21 +34,21 @@ class NoiseFit:
     scatter: float  # factor by which a typical point is off
 
     def at(self, tokens: float) -> float:
-        """The noise scale in tokens; before the first point it is that of the first."""
+        """Return the noise scale in tokens; before the first point it is that of the first."""
         return self.last * float((max(tokens, self.from_tokens) / self.to_tokens) ** self.exponent)
 
     def reaches(self, noise: float) -> float:
-        """The tokens at which the noise scale is so large; infinite if it never is."""
+        """Return the tokens at which the noise scale reaches ``noise``; infinite if it never does."""
         if noise <= self.at(0):
             return 0.0
         return self.to_tokens * (noise / self.last) ** (1 / self.exponent) if self.exponent else math.inf
 
 
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
-    """Fit a line to the logarithms of (tokens, noise scale); a falling one is replaced by a constant.
+    """Fit a line to the logarithms of (tokens, noise scale); if it falls, use a constant.
 
     Raises:
-        InputError: if there are too few.
+        InputError: if there are too few measurements.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:
@@ -115,6 +115,7 @@ class NoiseRamp:
         )
 
     def document(self) -> RampDocument:
+        """Return the document, without the commands to run next."""
         return RampDocument(
             noise=NoiseFitRow(**asdict(self.fit)),
             multiple=self.multiple,
@@ -128,7 +129,8 @@ class NoiseRamp:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> NoiseRamp:
-    """Stages that halve the full batch, in whole sequences; each begins where it is ``multiple`` noise scales.
+    """Return stages that double up to the full batch, in whole sequences; each begins where it is ``multiple`` noise
+    scales.
 
     The first is the largest that the first measurements allow, or one sequence.
     """

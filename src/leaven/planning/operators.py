@@ -1,9 +1,9 @@
-"""Seconds of the operators of one block on one accelerator.
+"""Time of the operators of one block on one accelerator.
 
-A product of matrices takes whole waves of tiles at the best measured matmul, as far as its widths suit the tensor
-cores; everything else reads and writes the memory at its bandwidth; nothing is shorter than a launch. The shares
-below are of the device's published numbers, the same for every device; docs/planner-accuracy.md says what each is
-from.
+A matrix product takes whole waves of tiles at the best measured matmul rate, reduced if its widths do not suit the
+tensor cores. Everything else reads and writes memory at its bandwidth. No kernel is shorter than a launch. The shares
+below are relative to the device's published numbers and are the same for every device; their sources are in
+docs/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
 from leaven.planning.training_codes import TrainingCode
 
-# The share of the best measured matmul that large products sustain in training: the best is of the best shape, alone
-# and on a cool device.
+# Share of the best measured matmul that large products sustain in training. The best is measured with the best
+# shape, in isolation and on a cool device.
 SUSTAINED = 0.90
-# The share of the memory's bandwidth that a kernel reaches that only reads and writes.
+# Share of the memory bandwidth that a kernel reaches that only reads and writes.
 STREAMED = 0.85
 # Attention by a flash kernel, as a share of SUSTAINED, charged for the full matrix of scores: a causal kernel skips
 # half and is about half as efficient on the rest.
@@ -28,9 +28,9 @@ UNALIGNED = 0.75
 # batched products of scores on an A100. That wide ones (d_ff 14,337 for 14,336) lose as much is taken over and not
 # measured: cuBLAS from 11 on has tensor cores for them too, less efficient ones, and no published row says how much.
 MISALIGNED = 0.15
-# Seconds that a kernel takes at least.
+# Minimum seconds of a kernel.
 LAUNCH = 5e-6
-# Extra depth that filling and emptying a tile's pipeline costs, in elements of k.
+# Cost of filling and draining a tile's pipeline, in elements of k.
 _FILL = 128
 # (rows, columns, share of the best rate): smaller tiles read more for each product.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 64, 0.6))
@@ -43,7 +43,7 @@ class Operator:
     name: str
     forward: float
     backward: float
-    weight: float = 0.0  # the part of ``backward`` that computes gradients of weights
+    weight: float = 0.0  # part of ``backward`` that computes the gradients of weights
 
     def times(self, factor: float) -> "Operator":
         return Operator(self.name, factor * self.forward, factor * self.backward, factor * self.weight)
@@ -51,7 +51,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does of one micro-batch."""
+    """The part of a micro-batch that one rank computes."""
 
     tokens: int  # its own
     seq_len: int
@@ -65,8 +65,10 @@ class Work:
 def matmul_seconds(
     mnk: tuple[int, int, int], accelerator: Accelerator, *, count: int = 1, dtype: Dtype = "bf16"
 ) -> float:
-    """Seconds of ``count`` products (m, k) x (k, n) in one launch: the longer of whole waves of tiles, and of reading
-    and writing the matrices once (in 2 bytes)."""
+    """Return seconds of ``count`` products (m, k) x (k, n) in one launch.
+
+    It is the longer of the whole waves of tiles and of reading and writing the matrices once (2 bytes an element).
+    """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
     rate = SUSTAINED * (accelerator.matmul_flops if own is None else own * 1e12)
@@ -85,7 +87,7 @@ def matmul_seconds(
 
 
 def stream_seconds(size: float, accelerator: Accelerator) -> float:
-    """Seconds of a kernel that reads and writes ``size`` bytes in all."""
+    """Return seconds of a kernel that reads and writes ``size`` bytes in total."""
     return max(size / (accelerator.memory_tb_s * 1e12 * STREAMED), LAUNCH)
 
 
@@ -93,7 +95,7 @@ def stream_seconds(size: float, accelerator: Accelerator) -> float:
 def block_operators(
     block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode
 ) -> tuple[Operator, ...]:
-    """The operators of one block on a rank's part of a micro-batch, with their times."""
+    """Return the operators of one block with their times, for a rank's part of a micro-batch."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
@@ -106,7 +108,7 @@ def block_operators(
 
 
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
-    """Group products with the same input: queries, keys and values; gate and in."""
+    """Group products with the same input: query, key and value; gate and in."""
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -115,7 +117,8 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """A product, and backward those with the weights and with the inputs; of experts, all of a rank in one launch."""
+    """Return a product with its backward pass (gradients of weights and of inputs); all experts of a rank run in one
+    launch."""
     first, dtype = rows[0], code.products
     k, n = first.on_rank(work.tp)[0], sum(row.on_rank(work.tp)[1] for row in rows)
     count = max(1, first.stored // work.ep) if first.routed else 1
@@ -127,8 +130,11 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 
 
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Scores, softmax and the weighted sum. A flash kernel computes the scores again backward: five products for two.
-    Without one every score is written and read, by product, softmax, dropout, product."""
+    """Return scores, softmax and the weighted sum as one operator.
+
+    A flash kernel recomputes the scores in its backward pass: five products for two. Without one, every score is
+    written and read by product, softmax, dropout and product.
+    """
     core = block.core
     if code.flash_attention:
         rate = accelerator.matmul_flops * SUSTAINED * FLASH
@@ -145,8 +151,11 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 
 
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Of each of two branches: the norm reads the stream and writes the branch's input, and the branch is added to
-    the stream, with the mask of its dropout. Backward each reads what it had and what comes, and writes what goes."""
+    """Return the norms and residual additions of the two branches.
+
+    A norm reads the stream and writes the branch's input; the branch is added to the stream, with its dropout mask.
+    The backward passes read the saved tensors and the incoming gradients, and write the outgoing ones.
+    """
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
     added = stream_seconds(2 * stream + hidden + mask, accelerator)
@@ -156,8 +165,10 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """From what enters the MLP's middle to what leaves it. The gate's activation and the product with it are two
-    kernels where they are not fused."""
+    """Return the activation of the MLP.
+
+    If it is not fused, the activation of the gate and the product with it are two kernels.
+    """
     entering = sum(
         row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))
     )

@@ -1,4 +1,4 @@
-"""The plan of a run on a cluster: will it fit, how fast, how long; of a recipe, or of a published run."""
+"""The plan of a run on a cluster: whether it fits, how fast it is and how long it takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -66,31 +66,31 @@ ACCURACY = (
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """One arrangement on a cluster. What there is beside it is computed when it is asked for.
+    """One arrangement on a cluster. Everything that follows from it is computed when it is first read.
 
-    ``calibration`` is in every time, of the choice and of the other layouts (``job.slower``); ``memory`` is the
-    planner's own.
+    Every time of the plan, also of other layouts, includes the calibration (``job.slower``). ``memory`` does not: it
+    is the planner's own count.
     """
 
     job: Job
     tokens: int  # of the run
     batch: Batch
     chosen: LayoutCandidate
-    share: float = SHARE  # of the full batch's throughput, that a ramp keeps from its start
+    share: float = SHARE  # of the full batch's throughput that a ramp must keep from its start
     calibration: "Calibration | None" = None
 
     def changed(self, *, calibration: "Calibration | None" = None, share: float | None = None) -> "ClusterPlan":
-        """The plan with another calibration or share."""
+        """Return the plan with another calibration or share."""
         calibration, share = calibration or self.calibration, self.share if share is None else share
         slower = calibration.time if calibration else 1.0
         job, chosen = replace(self.job, slower=slower), self.chosen.times(slower / self.job.slower)
         plan = replace(self, job=job, chosen=chosen, calibration=calibration, share=share)
-        if "exploration" in vars(self):  # not a second time
+        if "exploration" in vars(self):  # reuse the search
             vars(plan)["exploration"] = self.exploration.slower(slower)
         return plan
 
     def calibrated(self, records: "Iterable[CalibrationRecord]", compute: str) -> "ClusterPlan":
-        """The plan with the factors of the records of its accelerator, computing in this dtype."""
+        """Return the plan with the factors that the records of its accelerator give for this compute dtype."""
         from leaven.planning.calibration import calibration
 
         layout, accelerator = self.arrangement.layout, self.cluster.accelerator.name
@@ -137,7 +137,7 @@ class ClusterPlan:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the run, with its ramp."""
+        """Seconds of the run, including its batch ramp."""
         return RampThroughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
     @property
@@ -156,7 +156,7 @@ class ClusterPlan:
 
     @property
     def activations(self) -> dict[str, float]:
-        """Bytes of activations by operator, on the rank that needs most."""
+        """Bytes of activations by operator, on the rank that needs the most memory."""
         totals = [memory.total for memory in self.stages]
         return activation_parts(self.job.model, self.arrangement, totals.index(max(totals)), self.job.code)
 
@@ -169,7 +169,7 @@ class ClusterPlan:
 
     @cached_property
     def exploration(self) -> Exploration:
-        """The search over all layouts and micro-batches, also where the plan's own layout was given."""
+        """The search over all layouts and micro-batches. It also runs if the plan's own layout was given."""
         return explore(self.job)
 
     @property
@@ -191,17 +191,17 @@ class ClusterPlan:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """A layout that leaven plans and exports but does not train, if it is faster by more than 2%."""
+        """A layout that leaven plans and exports but cannot train, if it is more than 2% faster."""
         return self.exploration.untrained
 
     @cached_property
     def not_lines(self) -> tuple[str, ...]:
-        """Why the neighbours were not chosen: ``tp 8: all-reduce 38% of the step``."""
+        """Why the neighbouring layouts were not chosen: ``tp 8: all-reduce 38% of the step``."""
         return not_lines(self.exploration, self.chosen)
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
-        """Warnings: what does not fit, and what is allowed but against a rule of thumb."""
+        """Warnings: what does not fit, and what is allowed but breaks a rule of thumb."""
         found = [] if self.fits else [lacking(self.job, self.chosen)]
         device = self.cluster.accelerator
         if any(of.confidence == "guess" for of in device.sources):
@@ -210,15 +210,15 @@ class ClusterPlan:
         layout, m = self.arrangement.layout, self.arrangement.grad_accumulation
         if thin_pipeline(self.arrangement):
             found.append(
-                f"{m} micro-batches for a pipeline of {layout.pp}: by rule of thumb it wants {FILLS * layout.pp} or "
-                f"more; {self.time.bubble / self.time.step:.0%} of a step is bubble"
+                f"{m} micro-batches for a pipeline of {layout.pp}; the rule of thumb is {FILLS * layout.pp} or "
+                f"more: {self.time.bubble / self.time.step:.0%} of a step is bubble"
             )
         room, factor = self.cluster.accelerator.memory_gib, self.calibration and self.calibration.memory
-        context = self.job.code.fixed_gib  # which is no tensor
+        context = self.job.code.fixed_gib  # not a tensor, so not in what runs measured
         took = (self.memory.total / GIB - context) * (factor or 1.0) + context
         if self.fits and took > room:
             found.append(
-                f"it fits by the planner, and not by what runs on this accelerator took, x{factor:.3g} of that: "
+                f"runs on this accelerator took x{factor:.3g} of the planned memory; by that it does not fit: "
                 f"{took:.3g} GiB of {room:.3g}"
             )
         return tuple(found)
@@ -229,11 +229,12 @@ class ClusterPlan:
         return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=self.share)
 
     def explain(self, asked: str) -> Explanation:
-        """Compare the choice with the best layout that has ``tp=4``; see :func:`leaven.planning.explain.explain`."""
+        """Compare the choice with the best layout that has, say, ``tp=4``; see
+        :func:`leaven.planning.explain.explain`."""
         return explain(self.exploration, self.chosen, asked)
 
     def cost(self, price: Price | None = None) -> CostRow:
-        """Time, GPU-hours, energy, and money at a price of a GPU-hour."""
+        """Time, GPU-hours and energy; also money if the price of a GPU-hour is given."""
         return cost(self.seconds, self.cluster, price)
 
     def document(self, asked: str | None = None, price: Price | None = None) -> PlanDocument:
@@ -284,10 +285,11 @@ def _row(candidate: LayoutCandidate) -> CandidateRow:
 
 
 def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
-    """Plan a recipe on ``64xH100-80GB``, in a layout written ``tp=8,pp=12,zero=1,mbs=2`` or in the best one.
+    """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in the given one.
 
-    Blocks are compiled in either if they are in the recipe's own layout and nothing else is written. ``moments`` of
-    another optimizer than Adam are planned, and not trained.
+    ``layout`` is written as ``tp=8,pp=12,zero=1,mbs=2``. Blocks are compiled if the recipe's own layout compiles
+    them, unless ``layout`` says otherwise. ``moments`` of an optimizer other than Adam can be planned but not
+    trained.
 
     Raises:
         InputError: as :func:`plan_job` and :func:`in_precision`.
@@ -314,8 +316,8 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
 def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
     """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
 
-    Its own sequence, batch and tokens; the vocabulary is padded to whole 128s. Nothing is ruled out for being beyond
-    leaven's own trainer.
+    Sequence length, batch and tokens are the run's own; the vocabulary is padded to a multiple of 128. Limits of
+    leaven's own trainer do not apply.
 
     Raises:
         InputError: if there is no such run, or too little of it is published to plan it.
@@ -346,9 +348,9 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """The sequences of a batch that was published as a round number of tokens: the roundest count within 5%.
+    """Return the number of sequences of a batch that was published as a rounded number of tokens.
 
-    16M tokens in sequences of 8,192 are 2,048.
+    It is the roundest count within 5%: 16M tokens in sequences of 8,192 are 2,048.
     """
     count = batch_tokens / seq_len
     if count == int(count):
@@ -369,7 +371,9 @@ def plan(
     smallest_tokens: int | None = None,
     code: TrainingCode = LEAVEN_BF16,
 ) -> ClusterPlan:
-    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``; ``smallest_tokens``: if they ramp, the first.
+    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``.
+
+    ``smallest_tokens`` is the first batch, if the batch grows.
 
     Raises:
         InputError: as :func:`plan_job`.
@@ -380,10 +384,10 @@ def plan(
 
 
 def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> ClusterPlan:
-    """Plan a job of ``tokens`` tokens; ``batch`` where it grows.
+    """Plan a job of ``tokens`` tokens. ``batch`` is given if it grows.
 
-    Without a layout the fastest that fits is taken. With one, that layout is planned even if it does not fit (then
-    ``fits`` is False), with its fastest micro-batch that fits.
+    Without a layout the fastest that fits is chosen. A given layout is planned with its fastest micro-batch that
+    fits, even if none does; then ``fits`` is False.
 
     Raises:
         InputError: if a layout, batch or cluster is impossible, or nothing fits; says what would work.
@@ -394,11 +398,11 @@ def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch |
         if not seen.layouts:
             raise no_layout(seen)
         found = ClusterPlan(job, tokens, batch, seen.layouts[0])
-        vars(found)["exploration"] = seen  # not a second time
+        vars(found)["exploration"] = seen  # reuse the search
         return found
     check_layout(job.model, layout, job.cluster)
     tried = [evaluate(job.model, how, job.cluster, job.code) for how in job.arrangements(layout)]
     fitting = [candidate for candidate in tried if candidate.fits(job.cluster)]
-    # Nothing fits: show the one that comes nearest.
+    # If nothing fits, show the one that needs the least memory.
     chosen = ranked(job.model, fitting)[0] if fitting else min(tried, key=lambda candidate: candidate.memory.total)
     return ClusterPlan(job, tokens, batch, chosen)

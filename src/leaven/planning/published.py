@@ -1,4 +1,4 @@
-"""The planner's table of a published architecture, also of one that leaven does not build."""
+"""Blueprints of published architectures, including those that leaven cannot build."""
 
 from collections.abc import Sequence
 from itertools import cycle, islice
@@ -24,10 +24,10 @@ _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 def published_blueprint(
     arch: PublishedArchitecture, seq_len: int, windows: Sequence[int | None] = (None,), *, dropout: bool = False
 ) -> Blueprint:
-    """The table of a published architecture at a sequence length.
+    """Return the blueprint of a published architecture at a sequence length.
 
-    ``windows``: keys that a query sees in one layer after the other, and again from the first; None for all of them.
-    Where a source has experts in some layers only, the ones without are taken for the first.
+    ``windows`` are the attention windows (in keys) of successive layers, repeated from the first; None means all
+    keys. Where a source has experts in some layers only, the layers without experts come first.
 
     Raises:
         InputError: naming what of the shape is not published.
@@ -67,7 +67,7 @@ def published_blueprint(
 
 
 def _gains(arch: PublishedArchitecture) -> int:
-    """Parameters of a norm over one channel."""
+    """Return the parameters that a norm has for each channel."""
     bias = arch.bias if arch.norm_bias is None else arch.norm_bias
     return (1 + (arch.norm == "layernorm" and bool(bias))) if arch.norm_affine else 0
 

@@ -1,8 +1,8 @@
 """Throughput while the batch grows: where a ramp should start, and how many hours each start costs.
 
-A small batch is few micro-batches on each rank: a pipeline stands still for most of the step, and what is done once
-a step (gradient exchange, optimiser) is shared by few tokens. The layout is the run's; the micro-batch follows, since
-a rank cannot send more sequences through one forward than it has, and less of them fill a pipeline.
+With a small batch each rank has few micro-batches: a pipeline is idle for most of the step, and work done once a step
+(gradient exchange, optimizer) is spread over few tokens. The layout is the run's. The micro-batch may be smaller: a
+rank cannot put more sequences into one forward pass than it has, and smaller micro-batches fill a pipeline better.
 """
 
 from leaven.documents.planning import RampChoice, RampMicroBatch, RampPlan, RampPoint
@@ -12,24 +12,25 @@ from leaven.planning.layouts import Job
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.batch import Ramp as BatchRamp
 
-# Share of the full batch's throughput that a ramp keeps from its start, by default.
+# Default share of the full batch's throughput that a ramp must keep from its start.
 SHARE = 0.7
-# Length of a ramp as a share of the run, if the recipe has none (GPT-3 1.3 to 4%, BLOOM 4%).
+# Length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
 _MOST_INCREMENTS = 64
 
 
 class RampThroughput:
-    """Times a step of one layout at any batch; each batch is computed once."""
+    """Step times of one layout at any batch; each batch is computed once."""
 
     def __init__(self, job: Job, full: Arrangement) -> None:
         self.job, self.full = job, full
         self._steps: dict[int, tuple[Arrangement, float]] = {}
 
     def step(self, sequences: int) -> tuple[Arrangement, float]:
-        """The fastest way through a batch, and its seconds. No micro-batch is larger than the full batch's.
+        """Return the fastest arrangement for a batch and its seconds. Micro-batches are at most the full batch's.
 
-        What does not divide is cut evenly, as the trainer does it: the rank with most is waited for.
+        A batch that does not divide is distributed as the trainer does it: the rank with the most sequences sets the
+        time.
         """
         if sequences not in self._steps:
             self._steps[sequences] = min(
@@ -64,7 +65,7 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Seconds of a run whose batch grows by these sizes."""
+        """Return the seconds of a run whose batch grows by these sizes."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
@@ -93,10 +94,10 @@ def plan_ramp(
     own: Batch | None = None,
     share: float = SHARE,
 ) -> RampPlan:
-    """The ramp of a run of ``tokens`` in one layout, which begins where ``share`` of the full throughput is kept.
+    """Return the ramp of a run in one layout. It begins where ``share`` of the full throughput is kept.
 
-    Increments are Megatron's: equal, of as many sequences on every rank, 64 at the most. A ramp is as long as the
-    recipe's own, or 3% of the run.
+    Increments are equal, as in Megatron: the same number of sequences on every rank, at most 64. The ramp is as long
+    as the recipe's own, or 3% of the run.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch_tokens // seq_len, full.layout.dp
@@ -132,9 +133,9 @@ def plan_ramp(
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """The smallest multiple of dp x micro-batch that divides a batch into at most 64 increments.
+    """Return the smallest multiple of dp x micro-batch that divides a batch into at most 64 increments.
 
-    A multiple of dp alone, if there would be fewer than eight increments.
+    If that gives fewer than eight increments, it is a multiple of dp alone.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -142,7 +143,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Starts to compare: the first possible, the chosen one, and those next above 1/2, 1/4, ... of the batch."""
+    """Return starts to compare: the first possible, the chosen one, those next above 1/2, 1/4, ... of the batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -154,7 +155,7 @@ def _sizes(job: Job, start: int, increment: int, over: int) -> tuple[tuple[int, 
 
 
 def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:
-    """(batch in tokens, steps of that batch) of a run of so many tokens."""
+    """Return (batch in tokens, steps of that batch) for a run of so many tokens."""
     schedule = BatchSchedule(sizes)
     ends = [segment.first_step for segment in schedule.segments[1:]] + [schedule.first_step_at(tokens)]
     last = ends[-1]

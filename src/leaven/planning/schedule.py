@@ -1,11 +1,11 @@
-"""A pipeline step pass by pass: which rank computes what, and when.
+"""A pipeline step, pass by pass: which rank computes what, and when.
 
-A schedule is an order of passes on every rank (torch.distributed.pipelining's own, held against it in tests); times
-follow from it alone: a pass begins when its rank is free and what it needs is there. From that come the bubble and
-the micro-batches in flight, for stages as uneven as they are.
+A schedule is an order of passes on every rank; tests compare it with torch.distributed.pipelining. The times follow
+from the order: a pass begins when its rank is free and its inputs are there. From them come the bubble and the
+micro-batches in flight, also for uneven stages.
 
-Stage s of p ranks with v stages each lies on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, 2.2). GPipe:
-Huang et al. 2019, arXiv 1811.06965. Zero-bubble, its ZB1P: Qi et al. 2023, arXiv 2401.10241.
+Stage s of p ranks with v stages each runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, 2.2). GPipe:
+Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
 """
 
 from collections import deque
@@ -26,10 +26,10 @@ Key = tuple[Kind, int, int]  # kind, stage, micro-batch
 
 
 class Pass(NamedTuple):
-    """A stage's work on one micro-batch.
+    """The work of a stage on one micro-batch.
 
-    Zero-bubble splits a backward pass: gradients of the stage's input, which the previous stage waits for, and of its
-    weights, which nobody waits for.
+    Zero-bubble splits a backward pass into the gradients of the stage's input, which the previous stage needs, and
+    those of its weights, which nothing waits for.
     """
 
     kind: Kind
@@ -51,12 +51,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the time that ranks are idle, on average."""
+        """The mean share of the time that ranks are idle."""
         busy = sum(each.end - each.start for passes in self.ranks for each in passes)
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """The most passes of a rank that wait for their backward pass at once."""
+        """Return the most passes of a rank that await their backward pass at the same time."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
@@ -65,12 +65,12 @@ class Timeline:
 
 
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
-    """The passes of a rank in order. ``micro_batches`` as :func:`arrangement.scheduled` counts them.
+    """Return the passes of a rank in order; ``micro_batches`` as counted by :func:`arrangement.scheduled`.
 
-    Forward passes fill the pipeline, then each is followed by a backward pass, then backward passes empty it. With
-    several stages on a rank a round of p micro-batches goes through one after the other: the passes ahead of rank r
-    are those of its other stages, (v - 1) p, and two for every rank behind it, one for zero-bubble, whose rank r puts
-    the weights' halves off by r passes, so that all of them end together.
+    Forward passes fill the pipeline, then each is followed by a backward pass, then backward passes drain it. With
+    several stages per rank, micro-batches go through in rounds of p. Ahead of its first backward pass rank r runs the
+    passes of its other stages, (v - 1) p, and two for every rank behind it; with zero-bubble one for each, since rank
+    r delays the gradients of weights by r passes so that all ranks end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches
@@ -96,7 +96,7 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
 
 def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> Iterator[tuple[int, int]]:
-    """(stage, micro-batch) in the order of the passes in one direction."""
+    """Return (stage, micro-batch) in the order of the passes in one direction."""
     p, v = layout.pp, layout.stages_per_rank
     together = p if v > 1 else micro_batches
     for first in range(0, micro_batches, together):
@@ -112,11 +112,11 @@ def simulate(
     backward: Sequence[float],
     weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """The passes of a step with their times, in any unit and exact if they are whole numbers.
+    """Return the passes of a step with their times, in any unit; the times are exact if all inputs are integers.
 
-    ``forward`` and ``backward`` of each of the p v stages; ``weight``, what of ``backward`` is for the weights: by
-    default as long as the forward pass, since it is the same products. Of the first stage torch leaves the whole
-    backward pass to the weights' half: nobody waits for the gradient of tokens.
+    ``forward`` and ``backward`` are the times of each of the p v stages; ``weight`` is the part of ``backward`` for
+    the gradients of weights, by default as long as the forward pass, which has the same products. For the first stage
+    torch computes the whole backward pass in that part, because nothing needs the gradient of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
@@ -130,7 +130,7 @@ def simulate(
         return weight[stage] if kind == "weight" else backward[stage] - weight[stage]
 
     def needs(kind: Kind, stage: int, micro_batch: int) -> Key | None:
-        """The pass of another rank that must be done before."""
+        """Return the pass of another rank that must be done before this one."""
         if kind == "forward" and stage:
             return ("forward", stage - 1, micro_batch)
         if kind == half and stage < stages - 1:
@@ -159,12 +159,14 @@ def simulate(
 
 
 def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Timeline:
-    """The step of an arrangement, in seconds: each stage with its own blocks, the last one with the logits, and in
-    every pass what it sends on. Of :func:`timing.step_time` it leaves out what comes once a step."""
+    """Return the step of an arrangement in seconds, with uneven stages, logits on the last one, and the transfers.
+
+    Unlike :func:`timing.step_time` it leaves out what happens once per step.
+    """
     layout = how.layout
     block = block_time(model, how, cluster, code)
     layers = stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)
-    passes = 3 if layout.recompute == "full" else 2  # in which ranks exchange
+    passes = 3 if layout.recompute == "full" else 2  # passes with communication
     exchanged, sent = block.all_reduce / passes, transfer_seconds(model, how, cluster, code)
     forward = [n * (block.forward + exchanged) + sent for n in layers]
     adding = [
@@ -177,7 +179,7 @@ def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCod
         n * (block.backward + (passes - 1) * exchanged) + sent + added for n, added in zip(layers, turns, strict=True)
     ]
     weight = [n * block.weight + added for n, added in zip(layers, turns, strict=True)]
-    logits = logits_seconds(model, how, cluster, code) / 3  # each of its three products
+    logits = logits_seconds(model, how, cluster, code) / 3  # for each of its three products
     forward[-1] += logits
     backward[-1] += 2 * logits
     weight[-1] += logits

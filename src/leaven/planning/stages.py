@@ -1,4 +1,4 @@
-"""Blocks, parameters and waiting micro-batches of each rank of a pipeline."""
+"""Blocks, parameters and micro-batches in flight of each pipeline rank."""
 
 from collections import Counter
 from functools import cache
@@ -10,13 +10,13 @@ from leaven.recipe.layout import Layout
 
 @cache
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
-    """Blocks of each pipeline stage, one at least.
+    """Return the number of blocks of each pipeline stage, at least one.
 
-    ``weight``: so that the most loaded has the least, where the embedding weighs on the first stage and the
-    unembedding on the last, each as many blocks as it has parameters of one that a token passes: a block's memory
-    and, of the unembedding, its FLOPs too go by its matrices. ``number``: one more or less at most, what does not
-    divide in the middle: how BLOOM and others were laid out. ``work``: in order, a stage being full when the FLOPs so
-    far are its share; the unembedding counts, the embedding not: nanotron's way.
+    - ``weight``: minimises the largest stage. The embedding counts for the first stage and the unembedding for the
+      last, as many blocks as they have parameters of one that a token passes.
+    - ``number``: the stages differ by one block at most, and the extra ones are in the middle, as for BLOOM.
+    - ``work``: a stage is full when the FLOPs so far reach its share; the unembedding counts, the embedding does not,
+      as in nanotron.
     """
     table = blueprint(model)
     n_layers = table.n_layers
@@ -63,7 +63,7 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
 ) -> tuple[tuple[BlockTable, int], ...]:
-    """The different blocks on a pipeline rank, with their counts, over all its stages r, r + pp, ..."""
+    """Return the different blocks on a pipeline rank with their counts, over all its stages r, r + pp, ..."""
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)
@@ -75,13 +75,15 @@ def rank_blocks(
 
 
 def rank_layers(model: Model, layout: Layout, rank: int, code: TrainingCode = LEAVEN_BF16) -> int:
-    """Blocks on a rank of the pipeline, of all its stages."""
+    """Return the number of blocks on a pipeline rank, over all its stages."""
     return sum(stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)[rank :: layout.pp])
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Parameters on one tensor-parallel rank of a rank of the pipeline. Tied embeddings are on both ends; routed
-    experts are shared out over the ``ep`` ranks too."""
+    """Return the parameters on one tensor-parallel rank of a pipeline rank.
+
+    Tied embeddings are on both ends; the ``ep`` ranks share out the routed experts.
+    """
     table = blueprint(model)
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
     dense = sum(count * (block.whole + block.cut / layout.tp) for block, count in blocks)
@@ -90,7 +92,7 @@ def stage_parameters(model: Model, layout: Layout, stage: int, code: TrainingCod
 
 
 def end_parameters(table: Blueprint, tp: int, *, first: bool, last: bool) -> float:
-    """Parameters of the ends, outside the blocks, on one tensor-parallel rank."""
+    """Return the parameters outside the blocks on one tensor-parallel rank."""
     parameters = 0.0
     if first:
         parameters += table.embedding / tp + table.embedding_vectors + table.positions
@@ -100,11 +102,10 @@ def end_parameters(table: Blueprint, tp: int, *, first: bool, last: bool) -> flo
 
 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
-    """The most micro-batches whose activations a pipeline rank keeps at once, over all its stages.
+    """Return the most micro-batches whose activations a pipeline rank keeps at once, over all its stages.
 
-    All under GPipe, p - r under 1F1B; of v stages 2 (p - r - 1) + (v - 1) p + 1 of the v m passes (Narayanan et al.
-    2021, arXiv 2104.04473, 2.2); p under zero-bubble, which puts the weights' half of a backward pass off. So torch's
-    schedules have it.
+    GPipe: all. 1F1B: p - r. With v stages: 2 (p - r - 1) + (v - 1) p + 1 of the v m passes (Narayanan et al. 2021,
+    arXiv 2104.04473, 2.2). Zero-bubble: p, because it delays the gradients of weights. torch's schedules do the same.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

@@ -1,4 +1,4 @@
-"""What `leaven new` writes: a target, its proxy, and a comparison of the target with published runs."""
+"""The recipes of `leaven new`: a target, its proxy, and a comparison of the target with published runs."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,7 +23,8 @@ from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
 _ROUNDING = 1.02  # published values are rounded
-# Times the published range; below this there is no disagreement, since published values are rounded and set by hand.
+# A value disagrees if it is outside the published range by more than this factor: published values are rounded and
+# set by hand.
 FAR = 1.25
 
 
@@ -69,7 +70,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     """Derive the target and its proxy, and compare the target with published runs.
 
     Raises:
-        InputError: if the size or the length makes no sense, or the cluster does not hold the target.
+        InputError: if size or duration are out of range, or the target does not fit the cluster.
     """
     derived = starter(request)
     if cluster:
@@ -136,7 +137,7 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
 
 
 def _proxy(derived: Derivation) -> Recipe | None:
-    """The recipe of the proxy: the target transferred down to its own base, in one process."""
+    """Return the recipe of the proxy: the target scaled down to its own base, in one process."""
     proxy, target = derived.tuning.proxy, derived.recipe
     if proxy is None:
         return None

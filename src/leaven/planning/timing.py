@@ -1,12 +1,13 @@
 """Time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
-A block is its operators (operators.py) and what its ranks exchange (collectives.py). Gathers and scatters of ZeRO 2
-and 3 hide behind the compute of their own micro-batch, and the gradients of ZeRO 0 and 1, in code that overlaps them,
-behind the last backward pass. Where weights are in shards from ZeRO 1 on, they are gathered as products read them:
-under ZeRO 1 and 2 once a step, behind its first forward pass, and under 3 for every pass. Else they are gathered as
-they are kept, after the update. The root unit waits: nothing is computed before it is there, and its gradients come
-last.
-Stragglers, congestion and the host's own slowness are not modelled.
+A block is its operators (operators.py) plus its communication (collectives.py). The gathers and scatters of ZeRO 2
+and 3 overlap with the compute of their own micro-batch. The gradients of ZeRO 0 and 1 overlap with the last backward
+pass if the training code does that. Where weights are sharded from ZeRO 1 on, they are gathered in the dtype that
+products read: under ZeRO 1 and 2 once a step, overlapping its first forward pass, under 3 for every pass. Elsewhere
+they are gathered after the update, in the dtype in which they are kept. The root unit is not hidden: nothing is
+computed before it has arrived, and its gradients come last.
+
+Stragglers, congestion and a slow host are not modelled.
 """
 
 from collections.abc import Callable
@@ -30,10 +31,10 @@ class StepTime:
     """Seconds of one optimizer step by part; ``step`` is their sum."""
 
     compute: float  # of all micro-batches
-    tensor_parallel: float  # exchanges of tensor, context and expert ranks
+    tensor_parallel: float  # communication of tensor, context and expert ranks
     pipeline: float  # transfers between stages
     bubble: float  # idle at both ends of the pipeline
-    data_parallel: float  # exchange of gradients and weights that no compute hides
+    data_parallel: float  # exchange of gradients and weights that compute does not hide
     optimizer: float
 
     @property
@@ -50,8 +51,8 @@ class BlockTime:
 
     forward: float
     backward: float  # with recomputation
-    all_reduce: float  # what ranks exchange
-    weight: float  # the part of ``backward`` that computes gradients of weights
+    all_reduce: float  # communication
+    weight: float  # part of ``backward`` that computes the gradients of weights
     operators: tuple[Operator, ...]  # of the first block, without recomputation
 
     @property
@@ -60,7 +61,7 @@ class BlockTime:
 
 
 def block_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> BlockTime:
-    """Time of the mean block of a model for one micro-batch."""
+    """Return the time of the mean block of a model for one micro-batch."""
     layout, table = how.layout, blueprint(model)
     work = Work(
         tokens=_tokens(table, how),
@@ -87,14 +88,14 @@ def _block_time(
         forward += share * once
         backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
-        passes = 3 if recompute == "full" else 2  # the forward pass may be there twice
+        passes = 3 if recompute == "full" else 2  # with recomputation there are two forward passes
         exchanged += share * passes * _exchange(block, work, accelerator, code)
     first = block_operators(table.blocks[0], work, accelerator, code)
     return BlockTime(forward, backward, exchanged, weight, first)
 
 
 def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
-    """Seconds of recomputation in the backward pass."""
+    """Return the seconds of recomputation in the backward pass."""
     if recompute == "none":
         return 0.0
     core = sum(operator.forward for operator in operators if operator.name == "attention")
@@ -106,10 +107,10 @@ def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, c
 
 
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Seconds of communication inside a block in one pass, forward or backward.
+    """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor ranks exchange after each of two branches, context ranks send keys and values round a ring as far as
-    attention does not hide it, experts receive their tokens and send them back.
+    Tensor ranks exchange after each of two branches. Context ranks send keys and values round a ring, hidden as far
+    as attention takes longer. Experts receive their tokens and send them back.
     """
     node = Cluster(work.tp * work.cp * work.ep, accelerator)
     stream = code.element * work.tokens * work.width
@@ -131,11 +132,11 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 
 @dataclass(frozen=True)
 class _Stage:
-    """Sizes of the ranks of a pipeline that matter for time."""
+    """Sizes of pipeline ranks that determine the time."""
 
-    most: int  # blocks of the rank that has most
+    most: int  # blocks of the rank with the most
     last: int  # blocks of the last rank
-    blocks: float  # parameters in blocks, but for routed experts, of the rank that has most parameters
+    blocks: float  # parameters in blocks without routed experts, on the rank with the most parameters
     experts: float  # its routed experts
     ends: float  # its parameters in no block
 
@@ -156,7 +157,7 @@ def _stages(table: Blueprint, layout: Layout, code: TrainingCode) -> _Stage:
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Seconds of the logits and their loss for one micro-batch, forward and backward: every byte at the peak is
+    """Return the seconds of logits and loss for one micro-batch, forward and backward; every byte at the peak is
     written and read."""
     table = blueprint(model)
     return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
@@ -170,7 +171,7 @@ def _logits_seconds(table: Blueprint, m: int, tp: int, accelerator: Accelerator,
 
 
 def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Seconds to send the activations of one micro-batch to the next stage."""
+    """Return the seconds to send the activations of one micro-batch to the next stage."""
     table, layout = blueprint(model), how.layout
     if layout.pp == 1:
         return 0.0
@@ -179,23 +180,23 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
 
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Seconds to add the gradients of a micro-batch to the sum."""
+    """Return the seconds to add the gradients of a micro-batch to the sum."""
     summed = code.accumulation or code.grads
     return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
 
 
 def _tokens(table: Blueprint, how: Arrangement) -> int:
-    """Tokens of a micro-batch on one rank."""
+    """Return the tokens of a micro-batch on one rank."""
     return how.micro_batch * table.seq_len // how.layout.cp
 
 
 def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> StepTime:
-    """Time of one optimizer step: (m + (p - 1) / v) slots of the slowest of p ranks with v stages each, then the
-    optimizer.
+    """Return the time of one optimizer step.
 
-    A zero-bubble schedule fills the bubble with the weights' halves of backward passes: of every forward and backward
-    pass twice that half is gone from it (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - T_W, where T_B is the
-    other half alone). So torch's schedule comes out (planning/schedule.py, and measured: docs/log.md).
+    It is m + (p - 1) / v slots of the slowest of p ranks with v stages each, plus the optimizer. A zero-bubble
+    schedule fills the bubble with the gradients of weights: twice their time is saved for every forward and backward
+    pass (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - T_W, where T_B is the other half alone). torch's
+    schedule gives the same (planning/schedule.py, and measured: docs/log.md).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
@@ -213,7 +214,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
         idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
     share = stage.parameters
-    if layout.zero:  # experts have the fewer copies, the fewer ranks share one (planning/memory.py)
+    if layout.zero:  # the more ranks share an expert, the fewer copies exist (planning/memory.py)
         sharers = layout.dp * layout.cp // layout.dp_replicate
         share = (stage.blocks + stage.ends) / sharers + stage.experts / max(1, sharers // layout.ep)
     return StepTime(
@@ -231,8 +232,10 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 def _data_parallel(
     how: Arrangement, cluster: Cluster, code: TrainingCode, stage: _Stage, *, forward: float, backward: float
 ) -> float:
-    """Seconds a step of data-parallel exchange that no compute hides; ``forward`` and ``backward`` are those of the
-    stage, one micro-batch."""
+    """Return the seconds per step of data-parallel communication that no compute hides.
+
+    ``forward`` and ``backward`` are times of the stage for one micro-batch.
+    """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
@@ -248,14 +251,14 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Seconds to exchange the blocks; the ranks of ``ep`` hold different experts."""
+        """Return the seconds to exchange the blocks; the ranks of ``ep`` hold different experts."""
         of_experts = collective(of_each * stage.experts, expert_sharers, tp * ep, cluster, messages)
         return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if stage.experts else 0.0)
 
     if layout.zero == 0:
         root = all_reduce(each * ends, ranks, tp, cluster) if ends else 0.0
         return root + max(0.0, over(all_reduce, each) - hidden)
-    # Between replicas, of the share of each, once a step: units as the last backward pass gives them.
+    # Replicas exchange their shards once a step, unit by unit during the last backward pass.
     between = all_reduce(each * blocks / sharers, layout.dp_replicate, tp * sharers, cluster, units or 1)
     if stage.experts:
         copies, stride = ranks // ep // expert_sharers, tp * ep * expert_sharers

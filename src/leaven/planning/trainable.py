@@ -1,4 +1,4 @@
-"""Whether leaven can train a recipe in its layout on so many processes; checked before anything is started."""
+"""Check before a run starts whether leaven can train a recipe in its layout on the given number of processes."""
 
 from importlib.metadata import version
 
@@ -12,7 +12,7 @@ from leaven.scaling.tested_ranges import Caution
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Check that a recipe can be trained in its layout on so many processes.
+    """Check that a recipe can be trained in its layout on this number of processes.
 
     Raises:
         InputError: says what would work.
@@ -39,7 +39,7 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
 
 
 def require_ranks(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if a layout does not have so many ranks; it names the nearest possible layouts that have."""
+    """Raise InputError, naming the nearest possible layouts, if a layout does not have this number of ranks."""
     layout = recipe.layout
     if layout.ranks == processes:
         return
@@ -55,7 +55,7 @@ def require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
-    """The recipe of a run for another number of processes than before, with another dp; unchanged if none fits."""
+    """Return the recipe of a run for another number of processes, with another dp; unchanged if none fits."""
     layout = recipe.layout
     dp, rest = divmod(processes, layout.tp * layout.pp)
     if rest or not dp or dp == layout.dp:
@@ -65,7 +65,7 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
 
 
 def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
-    """At most two possible (dp, tp, pp) of so many ranks, the nearest to the recipe's first."""
+    """Return up to two possible (dp, tp, pp) with this number of ranks, the nearest to the recipe's first."""
     layout = recipe.layout
 
     def possible(degrees: dict[str, int]) -> bool:
@@ -92,7 +92,10 @@ def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """The noise scale needs the gradient of a part of the batch, over all processes, before that of all of it."""
+    """Return why the noise scale cannot be measured, or None if it can.
+
+    It needs the gradient of part of the batch, over all processes, before the gradient of all of it.
+    """
     layout = recipe.layout
     off = "take it out to train like this"
     if layout.pp > 1:
@@ -115,8 +118,11 @@ def _noise_refusal(recipe: Recipe) -> str | None:
 
 
 def _torch_refusal(recipe: Recipe) -> str | None:
-    """Of a backward pass in two halves, torch before 2.13 takes the gradients of some weights for a wrong output
-    (2.11), or adds them twice where one is computed from another (2.12): wrong without a word."""
+    """Return why this version of torch cannot split a backward pass, or None if it can.
+
+    Before 2.13 torch silently takes the gradients of some weights for a wrong output (2.11), or adds them twice where
+    one is computed from another (2.12).
+    """
     there = version("torch")
     if recipe.layout.schedule != "zero-bubble" or tuple(map(int, there.split(".")[:2])) >= (2, 13):
         return None
@@ -124,7 +130,7 @@ def _torch_refusal(recipe: Recipe) -> str | None:
 
 
 def layout_cautions(recipe: Recipe) -> list[Caution]:
-    """Warnings about layouts that are allowed and probably a mistake."""
+    """Return warnings about layouts that are allowed but probably a mistake."""
     layout = recipe.layout
     found = []
     if layout.zero and layout.dp == 1:

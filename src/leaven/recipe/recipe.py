@@ -146,8 +146,8 @@ class Recipe(Part):
             if tokens % seq_len:
                 lower = tokens // seq_len * seq_len
                 raise ValueError(
-                    f"a batch of {tokens:,} tokens is no whole number of sequences of {seq_len:,}; "
-                    f"{lower:,} or {lower + seq_len:,} is"
+                    f"a batch of {tokens:,} tokens is not a whole number of sequences of {seq_len:,}; "
+                    f"use {lower:,} or {lower + seq_len:,}"
                 )
         if self.batch.rule == "scaled" and self.scaling.rule not in BATCH_RULES:
             key = "ramp.rule" if self.batch.ramp else "stages_rule"
