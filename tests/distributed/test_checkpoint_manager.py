@@ -124,8 +124,8 @@ from leaven.training import checkpoint_manager as keeping
 from tests.distributed.cut_up import rows, saved
 
 class Forked(ProcessGroup):
-    def shared(self, value):
-        if self.first:
+    def broadcast(self, value):
+        if self.is_first:
             self.store.set("shared", value)
         return self.store.get("shared").decode()
 

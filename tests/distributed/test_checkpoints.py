@@ -154,9 +154,7 @@ def twice(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     ("change", "said"),
     [
         (shifted(1, 1), "w: a part of it is owned by nobody"),
-        (shifted(0, 4), "w: a part of it is owned by nobody"),
         (shifted(2, 1), r"w: a block of it, \(\(9, 13\), \(0, 100\)\), is not within \(12, 100\)"),
-        (shifted(0, -1), r"w: a block of it, \(\(-1, 3\), \(0, 100\)\), is not within"),
         (twice, "step.w: a part of it is owned twice"),
         (without_number, "step.w: owned by nobody; rank 0 holds it for others"),
         (doubled, r"w: its blocks are of different tensors, float32 \(12, 100\) and float64"),
@@ -222,8 +220,7 @@ def test_a_folder_that_is_not_the_same_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "exchange", "state"])
-@pytest.mark.parametrize("readers", [1, 3])
-def test_a_damaged_one_is_passed_over_by_all(tmp_path: Path, damage: str, readers: int) -> None:
+def test_a_damaged_one_is_passed_over_by_all(tmp_path: Path, damage: str) -> None:
     write_all(tmp_path, 1, 3)
     newest = write_all(tmp_path, 2, 4)
     file = newest / "optimizer-00003-of-00004.safetensors"
@@ -247,7 +244,7 @@ def test_a_damaged_one_is_passed_over_by_all(tmp_path: Path, damage: str, reader
         same(found.model["w"], rows(1, 0, 1).model["w"])
         assert damaged == [newest]
 
-    together(readers, body)
+    together(3, body)
 
 
 def test_all_read_what_the_first_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

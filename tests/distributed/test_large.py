@@ -52,7 +52,7 @@ def held(recipe: Recipe, among: tuple[int, ...]) -> Held:
     model = ShardedModel(recipe.model, table, seed=0, dtype=torch.bfloat16, device=device, layout=layout, group=group)
     if model._pipeline is not None:
         batch = recipe.batch.tokens // recipe.model.seq_len // layout.dp
-        model._pipeline._of(model.schedulable(batch), torch.Size((1, recipe.model.seq_len)))
+        model._pipeline._schedule_for(model.schedulable(batch), torch.Size((1, recipe.model.seq_len)))
     return {piece.name: (tuple(piece.local.shape), piece.owned) for piece in model.pieces}
 
 

@@ -78,48 +78,25 @@ def differences(
 
 
 CASES = {
-    "dp2": layout(dp=2),
-    "dp2 zero1": layout(dp=2, zero=1) | PER_MODULE,
     "dp2 zero2": layout(dp=2, zero=2) | RUNNING | SCALED,
     "dp2 zero3": layout(dp=2, zero=3) | GPT,
     "dp3 zero1": layout(dp=3, zero=1) | ISOLATED,
     "dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE,
-    "tp2": layout(tp=2),
-    "tp2 gpt": layout(tp=2) | GPT | FULL,
-    "tp2 bloom": layout(tp=2) | BLOOM,
+    "tp2 bloom": layout(tp=2) | BLOOM | FULL,
     "tp2 gains by head": layout(tp=2) | {"model.qk_norm_per_head": True} | ISOLATED,
-    "tp4": layout(tp=4) | GPT,
     "pp2": layout(pp=2),
-    "pp2 gpipe": layout(pp=2, schedule="gpipe") | GPT,
     "pp2 interleaved": layout(pp=2, schedule="interleaved", stages_per_rank=2) | TIED,
     "pp2 zero-bubble": layout(pp=2, schedule="zero-bubble", stages_per_rank=2),
-    "pp4": layout(pp=4) | TIED | ISOLATED | ONE,
-    "dp2 pp2 zero1": layout(dp=2, pp=2, zero=1) | TIED | PER_MODULE | ONE,
-    "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, schedule="zero-bubble", stages_per_rank=2) | ONE,
     "dp2 pp2 zero2 gpipe": layout(dp=2, pp=2, zero=2, schedule="gpipe") | ONE,
-    "dp2 pp2 zero3": layout(dp=2, pp=2, zero=3) | FULL | ONE,
     "dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, schedule="interleaved", stages_per_rank=2) | TIED | ONE,
-    "dp4 pp2 zero3 on two nodes": layout(dp=4, pp=2, zero=3, dp_replicate=2) | ONE | LARGER,
-    "dp2 tp2 zero0": layout(dp=2, tp=2),
-    "dp2 tp2 zero2": layout(dp=2, tp=2, zero=2) | TIED,
-    "dp2 tp2 zero3": layout(dp=2, tp=2, zero=3) | BLOOM | {"model.n_layers": 2},
-    "tp2 pp2": layout(tp=2, pp=2) | GPT | {"model.n_layers": 2},
     "dp2 tp2 pp2 zero1": layout(dp=2, tp=2, pp=2, zero=1) | TIED | PER_MODULE | {"model.n_layers": 2} | ONE,
+    "tp4": layout(tp=4) | GPT,
+    "pp4": layout(pp=4) | TIED | ISOLATED | ONE,
+    "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, schedule="zero-bubble", stages_per_rank=2) | ONE,
+    "dp4 pp2 zero3 on two nodes": layout(dp=4, pp=2, zero=3, dp_replicate=2) | ONE | LARGER,
 }
-
-
-SLOW = {
-    "dp2 tp2 zero0",
-    "dp2 tp2 zero2",
-    "dp2 pp2 zero1",
-    "dp2 pp2 zero3",
-    "dp4 pp2 zero3 on two nodes",
-    "pp2 gpipe",
-    "dp2 zero1",
-    "tp2",
-    "tp4",
-}
-"""Left to `make test-slow`: others have all that is in them."""
+SLOW = {"tp4", "pp4", "dp2 pp2 zero1 zero-bubble", "dp4 pp2 zero3 on two nodes"}
+"""Cases for `make test-slow`: larger numbers of ranks, and products of features that the other cases have."""
 
 
 @pytest.mark.parametrize(
@@ -141,8 +118,8 @@ STAGES = layout(dp=2, pp=2, zero=2) | ONE | {"model.n_layers": 2}
 # What rounding makes of it in 3 steps, stated: partial sums of tensor ranks are rounded to the compute dtype.
 @pytest.mark.parametrize(
     ("compute", "limit", "laid_out"),
-    [("fp32", 1e-5, STAGES), ("bf16", 2e-2, SHARED), ("bf16", 2e-2, STAGES), ("fp16", 2e-2, STAGES)],
-    ids=["fp32", "bf16 tp", "bf16 pp", "fp16"],
+    [("bf16", 2e-2, SHARED), ("fp16", 2e-2, STAGES)],
+    ids=["bf16 tp", "fp16 pp"],
 )
 def test_lower_precision_differs_by_its_rounding(
     compute: str, limit: float, laid_out: dict[str, Any], ranks: Pool, alone: Alone, tiny: Recipe

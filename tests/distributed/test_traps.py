@@ -108,7 +108,7 @@ def schedules_built(recipe: Recipe) -> list[int]:
     assert model._pipeline is not None
     taken = sorted({model.schedulable(count) for count in range(1, 41)})
     for count in taken:
-        model._pipeline._of(count, torch.Size((1, recipe.model.seq_len)))
+        model._pipeline._schedule_for(count, torch.Size((1, recipe.model.seq_len)))
     return taken
 
 

@@ -22,7 +22,7 @@ VOCABULARY = 64
 RECIPE = f"""
 name = "planted"
 [model]
-n_layers = 2
+n_layers = 1
 d_model = 32
 n_heads = 2
 n_kv_heads = 2

@@ -51,13 +51,6 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
     assert sorted(path.name for path in alone.iterdir()) == [".history.lock", "history.jsonl"]
 
 
-def test_isolated_documents_and_a_start_are_no_hindrance(tiny: Recipe) -> None:
-    recipe = tiny.replace({"data.documents": "isolated", "start.weights": "/nowhere", "batch.micro_batch": 1})
-    found = measure(recipe, "cpu")
-    assert found is not None
-    assert (found.record.micro_batch, found.record.grad_accumulation, found.record.batch_tokens) == (1, 2, 64)
-
-
 def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take 2 seconds and 3 a layer, and hold 1 GiB and half of one a layer: of 12 layers, 38 and 7."""
     taken = []
@@ -116,9 +109,3 @@ def test_another_accelerator_than_is_here_is_refused(tiny: Recipe, alone: Path) 
     with pytest.raises(InputError, match=r"machine at hand, which has a processor \(--gpus cpu\) and no H100-SXM"):
         measure(tiny, "64xH100", stop=lambda: True)
     assert list(alone.iterdir()) == []
-
-
-def test_a_full_cache_costs_the_line_alone(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "file")
-    assert measure(tiny, "cpu") is not None

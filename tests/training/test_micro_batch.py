@@ -25,7 +25,6 @@ from leaven.training.trainer import train
 
 LONG = {"data.tokens": 256 * micro_batch.TIMED_STEPS}
 RAMP = {"batch.ramp": dict(start_tokens=96, increment_tokens=32, over_tokens=1_000)}
-STAGES = {"batch.stages": [dict(from_tokens=0, tokens=160), dict(from_tokens=400, tokens=256)]}
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +62,8 @@ def test_candidates_are_powers_of_two_evened_out() -> None:
     [
         ({}, [256] * 8),
         (RAMP, [96, 96, 96, 128, 160, 160, 192, 224]),
-        (STAGES, [160, 160, 160, 256, 256, 256, 256, 256]),
     ],
-    ids=["static", "ramp", "stages"],
+    ids=["static", "ramp"],
 )
 def test_losses_are_those_of_the_whole_batch_for_any_micro_batch(
     tiny: Recipe, tokens: TokenSet, how: dict[str, Any], batches: list[int]

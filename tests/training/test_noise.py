@@ -1,6 +1,5 @@
 """The noise scale of a run: against gradients taken apart from it, over a stop, and without a trace in the run."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -170,12 +169,3 @@ def test_an_automatic_micro_batch_leaves_two_parts(measured: Recipe, tokens: Tok
     assert choose(Training(recipe, tokens)).micro_batch == 4
     longer = recipe.replace({"data.tokens": 1_024_000})  # long enough to be timed
     assert max(timing.micro_batch for timing in choose(Training(longer, tokens)).timings) == 4
-
-
-@pytest.mark.parametrize("every", [256, None])
-def test_metrics_have_it_where_it_is_asked_for(
-    measured: Recipe, tokens: TokenSet, tmp_path: Path, every: int | None
-) -> None:
-    train(measured.replace({"data.tokens": 2_560, KEY: every}), tokens, tmp_path / "run")
-    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [("noise_scale" in line) for line in written] == [every is not None] * 10

@@ -147,17 +147,6 @@ def test_norms_of_the_modules_add_up(tiny: Recipe, tokens: TokenSet) -> None:
     assert step.modules["attention.query"][1] == pytest.approx(float(torch.stack(query).detach().norm()), rel=1e-5)
 
 
-def test_a_batch_that_does_not_divide_is_filled_up_with_what_does_not_count(tiny: Recipe, tokens: TokenSet) -> None:
-    """Eight sequences in micro-batches of three, against eight at once."""
-    whole = Training(tiny.replace({"batch.micro_batch": 8}), tokens)
-    parts = Training(tiny.replace({"batch.micro_batch": 3}), tokens)
-    for _ in range(3):
-        a, b = whole.step(), parts.step()
-        assert a.loss == pytest.approx(b.loss, rel=1e-6)
-        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
-    assert whole.evaluate() == pytest.approx(parts.evaluate(), rel=1e-6)
-
-
 @pytest.mark.slow
 def test_a_compiled_model_has_the_same_losses(tiny: Recipe, tokens: TokenSet) -> None:
     shallow = tiny.replace({"model.n_layers": 1})  # the compiler takes seconds a block

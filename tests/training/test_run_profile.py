@@ -12,7 +12,6 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.planning import calibration as planning
 from leaven.planning.calibration import CalibrationRecord, history, processor
 from leaven.recipe.recipe import Recipe
-from leaven.training import run_profile
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_profile import ENOUGH, WARM_UP, RunProfile
@@ -109,18 +108,6 @@ def test_every_size_of_a_ramp_has_a_row_and_the_last_is_remembered(
     assert [each.batch_tokens for each in history(alone)] == [256]
 
 
-def test_losses_are_the_same_bits_with_and_without(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(tiny, tokens, tmp_path / "with")
-    for name in ("after_step", "write", "close"):
-        monkeypatch.setattr(RunProfile, name, lambda self, *arguments: None)
-    train(tiny, tokens, tmp_path / "without")
-    with_, without = ([line["loss"] for line in RunFolder(tmp_path / name).metrics()] for name in ("with", "without"))
-    assert with_ == without
-    assert not (tmp_path / "without" / "plan.json").exists()
-
-
 def test_nothing_of_it_stops_a_run(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,40 +128,10 @@ def test_nothing_of_it_stops_a_run(
     assert alone.read_text() == "in the way"
 
 
-def test_a_device_that_the_table_does_not_have_is_measured(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_profile, "accelerator_of", lambda device: None)
-    train(tiny, tokens, tmp_path / "run")
-    (row,) = rows(tmp_path / "run")
-    assert (row["accelerator"], row["predicted"], row["measured_over_predicted"]) == (None, None, None)
-    assert row["measured"]["step_seconds"] > 0
-    assert history(alone)[0].accelerator is None
-
-
-def test_a_run_that_fails_leaves_it(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    def fails(step: Step) -> None:
-        if step.step == 8:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train(tiny, tokens, tmp_path / "run", on_step=fails)
-    assert rows(tmp_path / "run")[0]["steps"] == 8 - WARM_UP
-
-
 def test_a_run_beside_others_is_no_measure(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
     train(tiny, tokens, tmp_path / "run", history=False)
     assert rows(tmp_path / "run")[0]["measured"]
     assert history(alone) == []
-
-
-def test_what_a_kill_has_left_of_writing_is_gone(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    train(tiny, tokens, folder, stop=lambda: seen(folder) >= 5)
-    torn = folder / ".plan.json.1.tmp"
-    torn.write_text("{")
-    train(tiny, tokens, folder)
-    assert not torn.exists()
 
 
 def test_the_median_is_of_the_steps_after_the_first(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

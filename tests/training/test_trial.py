@@ -262,16 +262,3 @@ def test_durations_that_have_no_trunk(
     with pytest.raises(InputError, match=says) as error:
         train_trial(tiny.replace(changes), durations=durations)
     assert "\n" not in str(error.value)
-
-
-def test_a_base_whose_rule_knows_no_tokens_is_a_trunk(tiny: Recipe) -> None:
-    recipe = tiny.replace(WSD | {"scaling.base": BASE | {"depth": 1}, "scaling.rule": "completep"})
-    assert [tokens for tokens, _ in train_trial(recipe, durations=DURATIONS[:2]).branches] == [*DURATIONS[:2]]
-
-
-def test_a_pool_that_is_left_ends_its_own_processes_alone() -> None:
-    with Pool(1) as other:
-        assert other.submit(os.getpid).result()
-        with Pool(1) as pool:
-            assert pool.submit(os.getpid).result()
-        assert other.submit(os.getpid).result()

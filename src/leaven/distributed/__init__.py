@@ -1,1 +1,1 @@
-"""How a model is laid out over ranks; the model does not know."""
+"""Lays a model out over ranks; the model itself has no code for it."""

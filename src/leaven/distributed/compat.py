@@ -1,4 +1,4 @@
-"""The names of torch.distributed that it does not promise to keep, in one place; tests/distributed/test_compat.py
+"""Everything that leaven uses of torch.distributed's private or changing names; tests/distributed/test_compat.py
 tests each."""
 
 import warnings
@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Every rank's tensors one after the other, and their sums cut up again; torch 2.13 has other names for them.
+# torch 2.13 renames both.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-stage_backward = _backward.stage_backward  # of a stage's inputs, where torch's own would also set FSDP's ways
+stage_backward = _backward.stage_backward  # without the FSDP settings that PipelineStage changes around it
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -36,32 +36,33 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def quiet_about_views() -> None:
-    """A tensor-parallel module's output is a view of a DTensor. FSDP warns of in-place operations on views at each of
-    them; there are none in the model."""
+    """Silence FSDP's warning about in-place operations on views: outputs of tensor-parallel modules are views, and
+    the model has no in-place operations."""
     warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor")
 
 
 def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of what this process holds of a tensor, and where in the whole it begins."""
+    """Returns the shape of this process's part of a tensor and its offset in the whole."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
 
 def pretend(rank: int, size: int) -> None:
-    """Be one of so many processes, of which no other is there, to see what it would hold: collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's tests are not for a training
+    """Act as one of ``size`` processes without the others: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # part of torch's tests
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 @contextmanager
-def resizes_seen(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Say which storage has another size now: so FSDP gives up what it has gathered, and gets it again."""
+def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call ``on_resize`` with every storage that is resized: FSDP frees and reallocates gathered parameters this
+    way."""
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:
         found = resize(self, size)
-        told(self)
+        on_resize(self)
         return found
 
     torch.UntypedStorage.resize_ = seen  # type: ignore[method-assign, assignment]
@@ -73,7 +74,7 @@ def resizes_seen(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Do inside of ``apart()`` what a DTensor does to learn the shape of a result: the operation, on a fake of the
+    """Enter ``apart()`` while DTensor infers the shape of a result, for which it runs the operation on a fake of the
     whole tensor."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -1,4 +1,4 @@
-"""A stage of a pipeline that holds what it needs now, and not what the whole step needs."""
+"""A pipeline stage that frees buffers, gradients and parameters after each micro-batch."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,13 +14,16 @@ from leaven.distributed.compat import stage_backward
 
 
 class LeanStage(PipelineStage):
-    """torch's stage makes a buffer for what it receives of every micro-batch of the step before the first one comes,
-    and keeps parameters gathered and gradients whole, in fp32, until the last one has gone: ZeRO 2 and 3 hold what
-    ZeRO 1 does. Here a buffer lives from its receive to the end of its backward pass, and with ``zero`` 2 gradients
-    are shared out after each micro-batch, with 3 parameters too.
+    """A :class:`PipelineStage` whose memory follows the ZeRO stage.
 
-    The price is a reduce-scatter, and of 3 an all-gather, for each micro-batch. A backward pass in two halves
-    (zero-bubble) cannot: the second one needs what the first would give up, and a layout with both is refused.
+    torch's own allocates receive buffers for all micro-batches at the start of a step, and keeps parameters gathered
+    and gradients unsharded until its end, so that ZeRO 2 and 3 need as much memory as ZeRO 1. Here a buffer lives
+    from its receive to the end of its backward pass; with ``zero`` 2 gradients are reduce-scattered after each
+    micro-batch, and with 3 parameters are also resharded. That costs one more reduce-scatter, and with 3 one more
+    all-gather, for each micro-batch.
+
+    The zero-bubble schedule does not work with this: the second half of its backward pass needs what the first one
+    would free. Layouts with both are refused.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
@@ -45,14 +48,14 @@ class LeanStage(PipelineStage):
 
     def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[P2POp]:
         for info in received(recv_infos):
-            info.buffer = _anew(info.buffer, self.device)
+            info.buffer = _reallocated(info.buffer, self.device)
         return super()._get_recv_ops(recv_infos)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in received(infos.get(bwd_chunk_id, ())):
-                info.buffer = _anew(info.buffer, torch.device("meta"))
+                info.buffer = _reallocated(info.buffer, torch.device("meta"))
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -70,9 +73,9 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Those that come over a wire. What a first stage is given has no buffer; in torch 2.11 not even the name."""
+    """Returns the infos that have a receive buffer: inputs of the first stage have none."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 
-def _anew(buffer: Tensor, device: torch.device) -> Tensor:
+def _reallocated(buffer: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)

@@ -1,9 +1,8 @@
 """Unembedding and cross-entropy where each tensor rank has a slice of the vocabulary and of the sequence.
 
-As :mod:`leaven.model.loss`, some tokens at a time: no rank ever has the logits of more than a chunk, and of those
-only its own slice. What the ranks exchange of a chunk is three numbers a token. Shapes: B sequences, T positions of
-all ranks together, D d_model, V vocabulary of this rank, n tokens of a chunk.
-"""
+Like :mod:`leaven.model.loss` it works on chunks of tokens: a rank never holds the logits of more than one chunk, and
+of those only its slice of the vocabulary. Ranks exchange three numbers for each token. Shapes: B sequences, T
+positions of all ranks together, D d_model, V vocabulary of this rank, n tokens of a chunk."""
 
 from typing import Any
 
@@ -28,11 +27,11 @@ def sharded_cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden . weight)[target], in
-    nats, (); the same on every rank. ``hidden_BtD`` is this rank's stretch of positions, ``targets_BT`` are all of
-    them."""
+    """Returns ``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden .
+    weight)[target], in nats, (), the same on every rank. ``hidden_BtD`` has this rank's positions, ``targets_BT`` all
+    positions."""
     if not torch.is_grad_enabled():
-        # A parameter wants its gradient here too, and would get one that nobody reads: most of the work.
+        # A parameter requires its gradient here too. Computing it would be most of the work, for nothing.
         weight_VD = weight_VD.detach()
     arguments = hidden_BtD, weight_VD, targets_BT, group, multiplier, factor, compute, repeatable
     total: Tensor = _ShardedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -57,7 +56,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         w_VD = weight_VD.to(compute)
         weight = torch.as_tensor(factor, dtype=wide)
         learns = hidden_BtD.requires_grad or weight_VD.requires_grad
-        # Ranks have their stretches of positions one after the other, so the gathered order is (rank, B, t).
+        # Each rank has consecutive positions, so the gathered order is (rank, B, t).
         hidden_ND = all_gather(hidden_BtD.flatten(0, 1), group)
         length, size = hidden_BtD.shape[1], dist.get_world_size(group)
         targets_N = targets_BT.view(len(targets_BT), size, length).transpose(0, 1).flatten()
@@ -72,12 +71,12 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             logits_nV = F.linear(h_nD, w_VD).to(wide)
             highest_n = logits_nV.amax(-1)
             dist.all_reduce(highest_n, dist.ReduceOp.MAX, group)
-            # The target's logit is that of the one rank which has it, and 0 of the others.
+            # The target's logit is on one rank; the others add 0.
             place_n1 = (targets_n - first)[:, None]
             mine_n1 = (place_n1 >= 0) & (place_n1 < len(weight_VD))
             place_n1 = place_n1.clamp(0, len(weight_VD) - 1)
             target_n = torch.where(mine_n1, logits_nV.gather(1, place_n1), 0)[:, 0]
-            p_nV = logits_nV.sub_(highest_n[:, None]).exp_()  # all in one place: they are the largest tensors by far
+            p_nV = logits_nV.sub_(highest_n[:, None]).exp_()  # in place: these are by far the largest tensors
             sums_2n = torch.stack((p_nV.sum(-1), target_n))
             dist.all_reduce(sums_2n, group=group)
             normaliser_n, target_n = sums_2n
@@ -90,7 +89,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
             grad_weight_VD += g_nV.T @ h_nD
         grad_hidden_BtD = None
-        if grad_hidden_ND is not None:  # a rank's slice of the vocabulary gives a part of every token's gradient
+        if grad_hidden_ND is not None:  # each rank has its vocabulary's part of every token's gradient
             grad_hidden_BtD = reduce_scatter(grad_hidden_ND, group).view(hidden_BtD.shape)
         ctx.repeatable = repeatable
         ctx.save_for_backward(grad_hidden_BtD, grad_weight_VD)

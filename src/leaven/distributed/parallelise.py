@@ -1,7 +1,7 @@
-"""A model over ranks, in one straight function: tensor -> recompute -> compile -> shard.
+"""Builds the layers of one rank: tensor parallelism, recomputation, compilation, sharding, in this order.
 
-Which stretches of layers a rank has is :mod:`leaven.distributed.pipeline`'s; how modules are cut over tensor ranks is
-the table in :mod:`leaven.distributed.shardings`.
+:mod:`leaven.distributed.pipeline` decides which layers a rank has, and the table in
+:mod:`leaven.distributed.shardings` how each module is split over tensor ranks.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import ParameterTable
 
-# In the parameters' dtype; everything else is computed in it where autocast says so.
+# The modules of a block whose parameters travel in the compute dtype.
 _MATRICES = ("attention", "mlp")
 
 
@@ -35,7 +35,7 @@ def build_stage(
     device: torch.device,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
-    """The layers from the first to before the second number, laid out over the ranks; without values."""
+    """Returns the layers from the first number up to the second, laid out over the ranks, without values."""
     first, last = layers
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
@@ -57,8 +57,9 @@ def build_stage(
 
 
 def compile_block(block: nn.Module, whole: bool) -> None:
-    """A block, or its two large parts each by itself: FSDP's hooks at those are not compiled, and a DTensor that
-    passes from what is compiled before such a hook to what is after it comes back without its gradient's layout."""
+    """Compile a whole block, or attention and MLP separately. With tensor parallelism they are separate: FSDP's hooks
+    at them are not compiled, and a DTensor that crosses such a hook inside a compiled block loses the layout of its
+    gradient."""
     if whole:
         block.compile()
         return
@@ -68,12 +69,11 @@ def compile_block(block: nn.Module, whole: bool) -> None:
 
 
 def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
-    """Parameters, gradients and optimiser states over the data-parallel ranks, as the ZeRO stage says (Rajbhandari et
-    al. 2020, arXiv 1910.02054).
+    """Shard parameters, gradients and optimizer states over the data-parallel ranks by ZeRO stage (Rajbhandari et al.
+    2020, arXiv 1910.02054).
 
-    Products read matrices in the dtype that autocast would cast them to, so they travel in it; norms and embeddings
-    are read, and travel, in fp32, and so do all gradients. The loss is a sum over the tokens of all ranks, divided
-    by their number before the backward pass: gradients are summed and never averaged.
+    Matrices travel in the compute dtype; norms, embeddings and all gradients in fp32. The loss is divided by the
+    number of tokens of all ranks before the backward pass, so gradients are summed and never averaged.
     """
     assert group.mesh is not None
     mesh = group.mesh["replicate", "shard"] if group.degree("replicate") > 1 else group.mesh["shard"]
@@ -86,24 +86,25 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
         for name in _MATRICES:
             module = getattr(block, name)
             fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=matrices)
-    if zero == 3 and stage.begins and not stage.model.shape.tied_embeddings:  # the end of a tied one reads it too
+    if zero == 3 and stage.begins and not stage.model.shape.tied_embeddings:  # tied, the last layer reads it too
         embedding = fully_shard(stage.model.embedding, mesh=mesh, reshard_after_forward=True, mp_policy=others)
-        embedding.set_unshard_in_backward(False)  # its gradient is of tokens and not of values
+        embedding.set_unshard_in_backward(False)  # its backward pass does not read it
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=others)
     for unit in units(stage):
-        # Gloo knows no division before a sum; one without it is what is wanted.
+        # Sum without dividing, which Gloo cannot do in one operation.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:
+    """Returns the modules that FSDP gathers and shards as one."""
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
 @torch.no_grad()
 def pieces(stage: Stage) -> list[Piece]:
-    """What this process holds of the stage's parameters. Where the last stage has a tied embedding of its own, the
-    first owns it."""
+    """Returns this process's pieces of the stage's parameters. A tied embedding is on the first and the last stage;
+    the first one owns it."""
     return [
         piece_of(name, parameter, owned=stage.begins or name != "embedding.weight")
         for name, parameter in stage.model.named_parameters()
@@ -112,7 +113,7 @@ def pieces(stage: Stage) -> list[Piece]:
 
 @torch.no_grad()
 def initialise(held: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Give what this process holds the values that the rows say: those that one process would give them."""
+    """Fill this process's pieces with their initial values: the same as on a single process."""
     for piece in held:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

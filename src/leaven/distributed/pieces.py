@@ -1,6 +1,6 @@
-"""What of a tensor a process holds: every element is owned by exactly one process of a run.
+"""The part of a tensor that a process holds. Every element is owned by exactly one process of a run.
 
-Norms are sums over what is owned, and checkpoints are made of it: no layout counts or writes an element twice.
+Norms are sums over owned elements, and checkpoints contain these: no layout counts or writes an element twice.
 """
 
 from dataclasses import dataclass
@@ -14,34 +14,35 @@ from leaven.distributed.compat import local_place
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block lies: from ``offset`` on in a tensor of ``shape``."""
+    """The position of a block in a whole tensor."""
 
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # of the block's first element
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a tensor of ``shape`` from ``offset`` on. ``local`` shares its memory with what the model computes
-    with; ``owned``: no other process counts or saves it."""
+    """The block of a tensor that this process holds."""
 
-    name: str
-    local: Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    owned: bool = True
+    name: str  # of the parameter
+    local: Tensor  # the block; shares its memory with the model
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # of the block's first element in it
+    owned: bool = True  # whether this process counts and saves the block
 
     @property
     def whole(self) -> bool:
+        """Whether the block is the whole tensor."""
         return tuple(self.local.shape) == self.shape
 
     @property
     def place(self) -> Place:
+        """The position of the block."""
         return Place(self.shape, self.offset)
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """What this process holds of a tensor. Of replicas, the first on each axis of the mesh owns."""
+    """Returns this process's piece of a tensor. Of replicas, the first on each axis of the mesh owns it."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -53,12 +54,12 @@ def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
 
 
 def whole(model: nn.Module) -> list[Piece]:
-    """The parameters of a model, or what this process holds of them."""
+    """Returns this process's pieces of a model's parameters."""
     return [piece_of(name, parameter) for name, parameter in model.named_parameters()]
 
 
 def cut(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """The block of ``shape`` from ``offset`` on, a view."""
+    """Returns a view of the block of ``shape`` at ``offset``."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, start, length) if length else tensor.narrow(dim, 0, 0)
     return tensor

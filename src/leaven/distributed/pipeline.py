@@ -1,7 +1,7 @@
-"""A batch through the stages of a pipeline, by torch's schedules.
+"""Runs batches through the stages of a pipeline with torch's schedules.
 
-Every process reads the samples of its data-parallel rank from the stream by number, so that only what the blocks pass
-on travels: the first stage takes tokens, the last one targets, all of them the documents.
+Every process reads the samples of its data-parallel rank itself, so that only activations and their gradients travel:
+the first stage uses the tokens, the last one the targets, and all of them the document numbers.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ SCHEDULES = {
 }
 
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]
-"""Inputs, targets and, where documents do not see each other, the document of each input: (sequences, seq_len)."""
+"""Inputs, targets and, for isolated documents, the document number of each input: (sequences, seq_len)."""
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
-    """The stages of a pipeline rank, in order: r, r + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    """Returns the stages of a pipeline rank: r, r + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
     return [rank + layout.pp * turn for turn in range(layout.stages_per_rank)]
 
 
 class Pipeline:
-    """The stages that this process has, and its wires to the others."""
+    """The stages of this process, and its connections to the other pipeline ranks."""
 
     def __init__(self, stages: Sequence[Stage], layout: Layout, group: ProcessGroup, device: torch.device) -> None:
         assert group.mesh is not None
@@ -46,23 +46,23 @@ class Pipeline:
         self.numbers = stage_numbers(layout, self.rank)
         self.group = group.mesh.get_group("pp")
         self._tp = layout.tp
-        self._for: tuple[int, torch.Size] | None = None
+        self._built_for: tuple[int, torch.Size] | None = None
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
 
     def schedulable(self, micro_batches: int) -> int:
-        """1F1B fills the pipeline before it empties it."""
+        """Returns the smallest number of at least so many micro-batches that the schedule takes."""
         least = self.count if self.layout.schedule == "1f1b" else 1
         return max(scheduled(self.layout, micro_batches), least)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Add to the gradients; the sum of the losses where the last stage is, else 0, ()."""
+        """Accumulate gradients. Returns the sum of the losses on the last stage, 0 elsewhere, ()."""
         inputs, targets, documents = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )
         assert inputs is not None
         assert targets is not None
         losses: list[Tensor] = []
-        schedule = self._of(len(micro_batches), micro_batches[0][0].shape)
+        schedule = self._schedule_for(len(micro_batches), micro_batches[0][0].shape)
         arguments: dict[str, Any] = {"targets_BT": targets}
         if documents is not None:
             arguments["documents_BT"] = documents
@@ -73,8 +73,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """As :meth:`forward_backward`, forward only. The schedules have one of their own, but it changes what they
-        have noted down for training."""
+        """Returns what :meth:`forward_backward` does, without gradients. The schedules' own evaluation is not used:
+        it changes the state that they keep for training."""
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
@@ -92,10 +92,10 @@ class Pipeline:
                     dist.send(x.contiguous(), group=self.group, group_dst=(number + 1) % self.layout.pp)
         return total
 
-    def _of(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """The schedule for so many micro-batches of a shape. A schedule writes on its stages what it needs of them,
-        so there is one at a time: two on the same stages would lose gradients without a word."""
-        if self._for != (count, shape):
+    def _schedule_for(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        """Returns the schedule for so many micro-batches of a shape. There is one at a time: schedules keep state on
+        their stages, and two on the same stages lose gradients silently."""
+        if self._built_for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")
             tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
             stages = [
@@ -112,19 +112,19 @@ class Pipeline:
                 for number, stage in zip(self.numbers, self.stages, strict=True)
             ]
             schedule = SCHEDULES[self.layout.schedule]
-            alone = issubclass(schedule, PipelineScheduleSingle)
+            single = issubclass(schedule, PipelineScheduleSingle)
             self._schedule = schedule(
-                stages[0] if alone else stages,
+                stages[0] if single else stages,
                 n_microbatches=count,
                 loss_fn=lambda loss, _: loss.sum(),
                 scale_grads=False,
             )
-            self._for = count, shape
+            self._built_for = count, shape
         assert self._schedule is not None
         return self._schedule
 
     def _passed_on(self, shape: torch.Size) -> tuple[int, int, int]:
-        """(B, T of this tensor rank, D)."""
+        """Returns the shape of activations between stages: (B, T of this tensor rank, D)."""
         return shape[0], shape[1] // self._tp, self.stages[0].model.shape.d_model
 
     def _nothing(self) -> Tensor:

@@ -1,8 +1,8 @@
-"""The rendezvous of processes that start together, in a store that remembers those before them.
+"""Gives the processes of one start a store of their own.
 
-torchrun restarts the processes of a run in place and keeps its store. What the dead have left there (addresses, above
-all) is taken for that of the living: a restarted group then hangs, or is refused its connections. So the living first
-agree on a prefix of their own, and keep everything under it.
+torchrun restarts the processes of a run in place and keeps its store. New processes would read what dead ones wrote
+there, addresses above all, and hang or fail to connect. So they first agree on a new prefix, and keep everything
+under it.
 """
 
 import json
@@ -13,18 +13,18 @@ from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-_PAUSE = 0.02  # s between two looks at the store
+_PAUSE = 0.02  # s between two polls of the store
 
 
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A store with a prefix that only the ``size`` processes which call this now share.
+    """Returns a store with a prefix that is shared only by the ``size`` processes that call this now.
 
-    Each writes a new random word. The first proposes the words it sees, each of the others agrees if its own is
-    among them, and when all have agreed to the same proposal the first confirms it. A proposal with a word of a dead
-    process is never confirmed: the word of a living one is missing in it.
+    Each process writes a new random word. The first one proposes all the words that it sees, each other process
+    agrees if its own word is among them, and the first one confirms once all have agreed. A proposal with the word of
+    a dead process is never confirmed, because the living process of that rank does not agree.
 
     Raises:
-        TimeoutError: naming the ranks that did not come.
+        TimeoutError: naming the ranks that are missing.
     """
     word, until = token_hex(8), time.monotonic() + timeout.total_seconds()
     store.set(f"hello/{rank}", json.dumps(word))

@@ -1,8 +1,8 @@
-"""A model over the processes of a run, as the training sees it: the same in every layout.
+"""A model over the processes of a run, with one interface for every layout.
 
-Optimiser, clipping and norms work on the pieces that a process holds, as plain tensors. A norm is the root of a sum
-of squares over pieces that are owned, over all processes: each element counts once, and every process gets the same
-bits, so that what is decided by them is decided alike everywhere.
+Optimizer, clipping and norms work on the pieces of this process, as plain tensors. A norm is the root of the sum of
+squares of owned elements over all processes: each element counts once, and every process gets the same bits, so that
+decisions that depend on a norm are the same on all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,17 +29,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of which this process holds a piece. ``parameter`` is the model's, ``leaf`` its local memory as a
-    parameter of its own; without other processes they are one."""
+    """A parameter of which this process holds a piece."""
 
-    row: ParameterRow
+    row: ParameterRow  # of the parameter table
     piece: Piece
-    parameter: nn.Parameter
-    leaf: nn.Parameter
+    parameter: nn.Parameter  # in the model; a DTensor if it is sharded
+    leaf: nn.Parameter  # the local memory of ``parameter`` as a plain one; the same object if it is not sharded
 
 
 class ShardedModel:
-    """Stages, their parameters in the order of the table, and what is done to all of them together."""
+    """The stages of this process, and their parameters in the order of the parameter table."""
 
     def __init__(
         self,
@@ -66,8 +65,8 @@ class ShardedModel:
             )
             for number in stage_numbers(layout, group.rank_along("pp"))
         ]
-        self.held = self._take_hold(table)
-        if device.type != "meta":  # where there is only to see what a process would hold
+        self.held = self._find_held(table)
+        if device.type != "meta":  # which has no values
             initialise(self.pieces, table, seed)
         self.rows = [held.row for held in self.held]
         self.leaves = [held.leaf for held in self.held]
@@ -77,10 +76,10 @@ class ShardedModel:
         self._owned = torch.tensor([held.piece.owned for held in self.held], device=device)
         self._pipeline = Pipeline(self.stages, layout, group, device) if layout.pp > 1 else None
         self._both_ends = _both_ends(group) if layout.pp > 1 and shape.tied_embeddings else None
-        # Of the processes that have the same loss, one counts it.
-        self._tells_loss = self.stages[-1].ends and group.rank_along("tp") == 0
+        # Tensor ranks have the same loss; one of them counts it.
+        self._counts_loss = self.stages[-1].ends and group.rank_along("tp") == 0
 
-    def _take_hold(self, table: ParameterTable) -> list[Held]:
+    def _find_held(self, table: ParameterTable) -> list[Held]:
         found: dict[str, Held] = {}
         for stage in self.stages:
             parameters = dict(stage.model.named_parameters())
@@ -88,7 +87,7 @@ class ShardedModel:
                 parameter = parameters[piece.name]
                 leaf = parameter if piece.local is parameter else nn.Parameter(piece.local)
                 row = table[piece.name]
-                # A rank with both ends of a tied pipeline would have the embedding twice.
+                # A tied embedding would be twice on a rank that has both ends of the pipeline.
                 assert piece.name not in found
                 found[piece.name] = Held(row, piece, parameter, leaf)
         return [found[row.name] for row in table.rows if row.name in found]
@@ -98,7 +97,7 @@ class ShardedModel:
         return [held.piece for held in self.held]
 
     def schedulable(self, micro_batches: int) -> int:
-        """As many micro-batches, or the next larger number that the pipeline's schedule can do."""
+        """Returns the smallest number of at least so many micro-batches that the pipeline's schedule takes."""
         return self._pipeline.schedulable(micro_batches) if self._pipeline else micro_batches
 
     def train(self, mode: bool) -> None:
@@ -111,10 +110,9 @@ class ShardedModel:
         factor: Tensor | float,
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Add to the gradients; ``factor`` x the sum of the losses of this process, (), as :meth:`total` wants it.
+        """Accumulate gradients. Returns ``factor`` x the sum of the losses of this process, (), for :meth:`total`.
 
-        ``after_first`` is called when the gradients are those of the first micro-batch; not in a pipeline, where
-        there is no such moment.
+        ``after_first`` is called when the gradients are those of the first micro-batch alone; never in a pipeline.
         """
         for stage in self.stages:
             stage.factor = factor
@@ -123,7 +121,7 @@ class ShardedModel:
         else:
             stage, loss = self.stages[0], torch.zeros((), device=self.device)
             for last, (inputs, targets, documents) in _with_last(micro_batches):
-                self._expect(last)
+                self._set_communication(last)
                 part = stage(inputs, targets, documents)[0]
                 part.backward()
                 loss += part.detach()
@@ -135,7 +133,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def forward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """The sum of the losses of this process in nats, ()."""
+        """Returns the sum of the losses of this process without gradients, in nats, ()."""
         self.train(False)
         for stage in self.stages:
             stage.factor = 1.0
@@ -148,15 +146,16 @@ class ShardedModel:
         return loss
 
     def total(self, loss: Tensor) -> Tensor:
-        """The sum over all processes of a loss that each has of its own samples, ()."""
+        """Returns the sum over all processes of the losses of their own samples, ()."""
         return (
             loss
             if self.group is SINGLE_PROCESS
-            else self.group.all_reduce_(loss if self._tells_loss else torch.zeros_like(loss))
+            else self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
         )
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """2-norms by row of the table, over all processes, of each group of tensors that go with the leaves."""
+        """Returns, for each group of tensors that correspond to the leaves, their 2-norms over all processes by row
+        of the table."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -165,7 +164,7 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """2-norms by row of the table of the gradients so far, wherever they have been exchanged."""
+        """Returns the 2-norms of the current gradients by row of the table, once they have been exchanged."""
         gradients = [held.parameter.grad for held in self.held]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
@@ -173,9 +172,10 @@ class ShardedModel:
         for held in self.held:
             held.parameter.grad = held.leaf.grad = None
 
-    def _expect(self, last: bool) -> None:
-        """Of the micro-batches of a step ZeRO 0 and 1 exchange gradients after the last only, and so do replicas in
-        every stage; below 3, parameters stay until then."""
+    def _set_communication(self, last: bool) -> None:
+        """Set what FSDP does after the next micro-batch. Gradients are exchanged after every one with ZeRO 2 and 3,
+        and only after the last of a step with ZeRO 0 and 1 and between replicas; parameters stay gathered below ZeRO
+        3."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]
@@ -183,7 +183,7 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Gradients of pieces to their leaves; those of a tied embedding from both ends of the pipeline."""
+        """Move gradients to the leaves, and sum those of a tied embedding over both ends of the pipeline."""
         for held in self.held:
             if held.leaf is not held.parameter:
                 grad = held.parameter.grad
@@ -195,7 +195,7 @@ class ShardedModel:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
-    """Each with whether it is the last; one is made when the one before it is asked for."""
+    """Yield each item with whether it is the last; reads one item ahead."""
     items = iter(items)
     for ahead in items:
         item = ahead
@@ -206,7 +206,7 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
-    """This process and the one at the other end of its pipeline; None between the ends."""
+    """Returns the group of this process and the one at the other end of its pipeline; None between the ends."""
     assert group.mesh is not None
     ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)

@@ -1,10 +1,9 @@
-"""How each module is laid out over the tensor ranks: the table beside the parameter table.
+"""The table of how each module is split over tensor ranks.
 
 Tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv
-2205.05198): products into heads and into d_ff are cut by columns, those out of them by rows, the vocabulary by rows
-of its two matrices, and between the products every rank has its own stretch of positions. A layer's forward pass has
-two all-gathers (into attention, into the MLP) and two reduce-scatters (out of them), its backward pass the same
-turned round.
+2205.05198): projections into heads and into d_ff are split by columns, those out of them by rows, both vocabulary
+matrices by rows, and between them every rank has its own part of the sequence. The forward pass of a layer has two
+all-gathers (into attention, into the MLP) and two reduce-scatters (out of them); the backward pass has the reverse.
 """
 
 from collections.abc import Callable
@@ -41,7 +40,7 @@ SEQUENCE = 1  # dimension of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """A table of learned positions that every rank has whole, and its rows of this rank's stretch of positions."""
+    """A replicated table of learned positions; each rank returns the rows of its part of the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -54,9 +53,9 @@ class PositionTable(ParallelStyle):
 
 
 class VocabularySlice(ParallelStyle):
-    """An embedding of which each rank has the rows of its tokens, to stretches of positions.
+    """An embedding with a slice of the vocabulary on each rank; each rank returns its part of the sequence.
 
-    torch's own style gives every rank a gradient of the whole vocabulary, to be summed up and cut afterwards.
+    torch's own style allocates a gradient of the whole vocabulary on every rank.
     """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -78,11 +77,11 @@ class VocabularySlice(ParallelStyle):
 
 
 class LocalNorm(ParallelStyle):
-    """A norm of what each rank has: as one process computes it, on plain tensors. ``gains`` are whole on every rank,
-    and their gradients a part of the sum on each, or each rank has those of its heads.
+    """A norm of each rank's own activations, on plain tensors. ``gains`` is Replicate, with gradients summed over the
+    ranks, or Shard(0) for gains by head.
 
-    torch's own style computes on DTensors, of which a processor makes a norm in small steps, each of them kept for
-    the backward pass.
+    torch's own style computes on DTensors, where a norm on a CPU is decomposed into small operations whose results
+    are all kept for the backward pass.
     """
 
     def __init__(self, gains: Placement) -> None:
@@ -105,7 +104,7 @@ class LocalNorm(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """The first argument comes as stretches of positions and is wanted whole."""
+    """Returns the style of a module that gathers its first argument over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),
@@ -134,12 +133,12 @@ ENDS: dict[str, Callable[[], ParallelStyle]] = {
     "positions": PositionTable,
     "norm.embedding": partial(LocalNorm, Replicate()),
     "norm.final": partial(LocalNorm, Replicate()),
-    "unembedding": ColwiseParallel,  # its rows, the vocabulary; the loss reads them
+    "unembedding": ColwiseParallel,  # splits rows, the vocabulary; the loss reads them
 }
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Lay a stage on the meta device out over tensor ranks, every module as the tables say."""
+    """Split every module of a stage on the meta device over tensor ranks, by the tables."""
     quiet_about_views()
     model = stage.model
     by_head = (
@@ -166,7 +165,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, table: dict[str, Callable[[], Pa
 
 
 def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
-    """ALiBi's bias has a slice for each head; a rank's attention gets those of its own."""
+    """Give attention the slices of ALiBi's bias that belong to this rank's heads."""
 
     def mine(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, norm, positions = arguments

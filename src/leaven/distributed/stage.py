@@ -1,4 +1,4 @@
-"""The stretch of a model that a rank runs in one go. Without a pipeline it is the whole model."""
+"""The consecutive layers that a rank runs in one pass; without a pipeline the whole model."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from leaven.model.transformer import Transformer
 
 
 class LossFunction(Protocol):
-    """As :func:`leaven.model.loss.cross_entropy`, of hidden (B, T, D) and targets (B, T)."""
+    """A cross-entropy like :func:`leaven.model.loss.cross_entropy`, of hidden (B, T, D) and targets (B, T)."""
 
     def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor: ...
 
@@ -21,11 +21,14 @@ def whole_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **h
 
 
 class Stage(nn.Module):
-    """Layers ``first`` to before ``last`` of a model, with the embedding before and the loss after if they are at its
-    ends. Parameters keep the names that they have in the whole model, after ``model.``.
+    """Layers from ``first`` up to ``last`` of a model, with the embedding and the loss if they are at its ends.
+    Parameters have their names in the whole model, after ``model.``.
 
-    ``dtype`` is that of the products. ``factor`` multiplies the loss: set it before a forward. ``splits_backward``:
-    the gradients of inputs and of parameters are computed apart.
+    Args:
+        dtype: of matrix products.
+        splits_backward: whether the gradients of inputs and of parameters are computed separately.
+
+    ``factor`` multiplies the loss; set it before a forward.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Stage(nn.Module):
         self.begins, self.ends = first == 0, last == shape.n_layers
         for layer in range(shape.n_layers):
             if not first <= layer < last:
-                model.layers[layer] = None  # type: ignore[assignment]  # children() passes it over
+                model.layers[layer] = None  # type: ignore[assignment]  # children() skips it
         if not self.begins:
             if shape.embedding_norm:
                 del model.norm["embedding"]
@@ -59,8 +62,9 @@ class Stage(nn.Module):
         return list(self.model.layers.children())
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Tokens (B, T) of the first stage, else what the stage before gave (B, T, D), to what the next one gets, or
-        of the last one the loss in nats, summed over the targets that count and multiplied by ``factor``, (1,)."""
+        """Returns the activations for the next stage, (B, T, D), or on the last stage the loss in nats, summed over
+        the targets that count and multiplied by ``factor``, (1,). ``x`` has tokens (B, T) on the first stage, else
+        the activations of the stage before."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):
             if self.begins:
@@ -79,4 +83,4 @@ class Stage(nn.Module):
             compute=self.dtype if lower else None,
             repeatable=self.splits_backward,
         )
-        return torch.stack((loss,))  # and no view: hooks on a stage want its output to themselves
+        return torch.stack((loss,))  # not a view: hooks on a stage may not get one
