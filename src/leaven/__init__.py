@@ -1,7 +1,7 @@
-"""leaven: tune a little model, train the big one.
+"""leaven: tune a small model, train the big one.
 
-``read_recipe`` reads a recipe, ``train`` trains it, ``load`` gives model and tokenizer of a run, and ``parametrize``
-puts somebody else's torch model under a rule; ``fold`` and ``save_folded`` make it a plain model again.
+``read_recipe`` reads a recipe, ``train`` trains it and ``load`` returns the model and tokenizer of a run.
+``parametrize`` applies a scaling rule to any torch model; ``fold`` and ``save_folded`` make it a plain model again.
 """
 
 from importlib import import_module
@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Hyperparameters", "Ratios", "fold", "load", "parametrize", "read_recipe", "save_folded", "train"]
 
-# Imported when first asked for, so that `import leaven` stays light and needs no torch.
-_WHERE = {
-    "Hyperparameters": ("leaven.recipe.hyperparameters", "Hyperparameters"),
-    "Ratios": ("leaven.scaling.cells", "Ratios"),
-    "fold": ("leaven.interop.multipliers", "fold"),
-    "load": ("leaven.training.load", "load"),
-    "parametrize": ("leaven.interop.torch_models", "parametrize"),
-    "read_recipe": ("leaven.recipe.files", "read_recipe"),
-    "save_folded": ("leaven.interop.multipliers", "save_folded"),
-    "train": ("leaven.training.trainer", "train"),
+# The module of each name. It is imported on first use, so that `import leaven` is fast and needs no torch.
+_MODULES = {
+    "Hyperparameters": "leaven.recipe.hyperparameters",
+    "Ratios": "leaven.scaling.cells",
+    "fold": "leaven.interop.multipliers",
+    "load": "leaven.training.load",
+    "parametrize": "leaven.interop.torch_models",
+    "read_recipe": "leaven.recipe.files",
+    "save_folded": "leaven.interop.multipliers",
+    "train": "leaven.training.trainer",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _WHERE[name]
-    return getattr(import_module(module), attribute)
+    return getattr(import_module(_MODULES[name]), name)

@@ -55,7 +55,7 @@ def test_what_a_verb_prints_is_its_document(
 
 
 def test_another_document_and_another_key_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"a document of leaven.report/2, not of leaven.report/1"):
+    with pytest.raises(ValidationError, match=r"the schema is leaven.report/2, expected leaven.report/1"):
         runs.ReportDocument.model_validate({"schema": "leaven.report/2", "path": "x"})
     with pytest.raises(ValidationError, match="Extra inputs"):
         runs.ReportDocument.model_validate({"path": "x", "pth": "y"})

@@ -86,9 +86,9 @@ def test_the_untuned_arm_has_what_leaven_new_writes_for_its_size_and_batch() -> 
 
 def test_a_folder_of_something_else_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    walk = Demo(tmp_path, "tiny", f"{corpus}/*.txt", 1, stop=lambda: False).walk
-    with pytest.raises(InputError, match="holds no demo"):
-        walk()
+    run = Demo(tmp_path, "tiny", f"{corpus}/*.txt", 1, stop=lambda: False).run
+    with pytest.raises(InputError, match="does not hold a demo"):
+        run()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

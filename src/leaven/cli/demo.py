@@ -35,7 +35,7 @@ def demo(
     with stopping() as stop:
         try:
             # With more than four workers most trials start before any has ended: that is random search.
-            made = Demo(run, size, source, workers or min(cores(), 4), stop).walk()
+            made = Demo(run, size, source, workers or min(cores(), 4), stop).run()
         except DemoStopped:
             errors.print(f"stopped; run it again to resume ({run})")
             raise typer.Exit(75) from None

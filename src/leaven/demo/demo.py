@@ -1,4 +1,4 @@
-"""The way, step by step. Every part leaves its result in the folder, so a killed demo goes on where it was."""
+"""``leaven demo``: tune, transfer, train, report. Each part saves its result, so a killed demo can resume."""
 
 import json
 import math
@@ -40,19 +40,19 @@ PARTS = ("text", "tune", "transfer", "train", "report")
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything. The target is ``wider``, ``deeper`` and ``longer`` than the proxy."""
+    """The size of a demo."""
 
     trials: int
-    wider: int = 2
+    wider: int = 2  # width of the target / width of the proxy
     deeper: int = 2
-    longer: int = 4
-    changes: dict[str, Any] = field(default_factory=dict)  # of the proxy recipe
+    longer: int = 4  # in tokens
+    changes: dict[str, Any] = field(default_factory=dict)  # to the proxy recipe, by path
 
 
 SIZES = {
-    # About ten minutes on two cores. Of 32 trials two points are judged, and what is chosen is confirmed.
+    # About ten minutes on two cores.
     "full": Size(trials=32),
-    # The same way in a minute, for tests: the numbers mean nothing.
+    # One minute, for tests: the numbers mean nothing.
     "tiny": Size(
         trials=6,
         changes={
@@ -92,16 +92,16 @@ ARMS = ("transferred", "copied", "untuned")
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the runs: same model, tokens, batch and seed; other hyperparameters."""
+    """One of the compared runs. All have the same model, tokens, batch and seed, and other hyperparameters."""
 
-    key: str
+    key: str  # name of the run folder
     title: str
-    why: str
+    why: str  # where its hyperparameters come from
     recipe: Recipe
 
 
 def arms(target: Recipe) -> tuple[Arm, ...]:
-    """The tuned values under the rule; the same without a rule; what a starter has that nobody has tuned."""
+    """The compared runs: tuned values moved by the rule, tuned values copied, untuned values of leaven new."""
     return (
         Arm(
             "transferred",
@@ -112,47 +112,47 @@ def arms(target: Recipe) -> tuple[Arm, ...]:
         Arm(
             "copied",
             "copied unchanged (standard)",
-            "the tuned values as they are, in an ordinary parametrisation",
+            "the tuned values as they are, in the standard parametrisation",
             target.replace({"name": "copied", "scaling.rule": "standard"}),
         ),
         Arm(
             "untuned",
             "untuned (leaven new)",
-            "lr, init, decay, betas, eps, clip and schedule as leaven new has them for this size, batch and length: "
-            "published runs and laws, moved there",
+            "lr, init, decay, betas, eps, clip and schedule of leaven new for this size, batch and length: "
+            "from published runs and laws, moved to this scale",
             untuned(target).replace({"name": "untuned"}),
         ),
     )
 
 
 class DemoStopped(Exception):
-    """Asked to stop. Everything finished is on disk, and the same call goes on from there."""
+    """The demo was asked to stop. Finished parts are on disk, and the same call resumes."""
 
 
 @dataclass
 class Demo:
-    """One demo in a folder: demo.json says what is done, the folders beside it hold it."""
+    """A demo in a folder: demo.json lists the finished parts, the folders beside it are their results."""
 
     folder: Path
-    size: str
-    source: str
-    workers: int
-    stop: Callable[[], bool]
-    state: dict[str, Any] = field(default_factory=dict)
-    _holds: bool = False  # the folder, and so may write into it
+    size: str  # a key of `SIZES`
+    source: str  # the text, as `data.source` in a recipe
+    workers: int  # processes
+    stop: Callable[[], bool]  # true once the user asked to stop
+    state: dict[str, Any] = field(default_factory=dict)  # the content of demo.json
+    _locked: bool = False  # whether this process holds the lock of the folder and may write
 
-    def walk(self) -> DemoDocument:
-        """All parts in order; what came out.
+    def run(self) -> DemoDocument:
+        """Run all parts in order and return the result.
 
         Raises:
-            InputError: if the folder holds something else or the source has no text.
-            DemoStopped: if ``stop`` said so.
+            InputError: if the folder holds something else, or the source has no text.
+            DemoStopped: if ``stop`` became true.
         """
         self._open()
-        tokens = self._text()  # before anything is written: a source without text leaves no folder
+        tokens = self._text()  # first, so that a wrong source leaves no folder behind
         with held(self.folder, "demo folder"):
-            self._holds = True
-            self._save()  # before the study: killed in the middle of it, the folder is known as a demo's
+            self._locked = True
+            self._save()  # first, so that a demo killed during its study is recognised
             best = self._tune(tokens)
             target = self._transfer(best)
             self._train(target)
@@ -165,20 +165,20 @@ class Demo:
         return recipe.replace(SIZES[self.size].changes | {"data.source": self.source})
 
     def _open(self) -> None:
-        what = {"size": self.size, "source": self.source}
+        options = {"size": self.size, "source": self.source}
         if self._file.exists():
             self.state = json.loads(read_text(self._file))
-            if {key: self.state.get(key) for key in what} != what:
+            if {key: self.state.get(key) for key in options} != options:
                 raise InputError(
                     f"{self.folder} holds a demo of size {self.state.get('size')} on {self.state.get('source')}; "
                     "use another --run"
                 )
             return
         if self.folder.exists() and not self.folder.is_dir():
-            raise InputError(f"--run {self.folder}: a file; give a folder")
-        if self.folder.exists() and any(not _left_by_a_start(entry.name) for entry in self.folder.iterdir()):
-            raise InputError(f"{self.folder} is not empty and holds no demo; use another --run")
-        self.state = {"name": "leaven demo", **what, "parts": [], "machine": machine()}
+            raise InputError(f"--run {self.folder} is a file; give a folder")
+        if self.folder.exists() and any(not _is_left_over(entry.name) for entry in self.folder.iterdir()):
+            raise InputError(f"{self.folder} is not empty and does not hold a demo; use another --run")
+        self.state = {"name": "leaven demo", **options, "parts": [], "machine": machine()}
 
     @property
     def _file(self) -> Path:
@@ -189,7 +189,7 @@ class Demo:
 
     @contextmanager
     def _part(self, name: str, detail: str) -> Iterator[None]:
-        """Time a part; what an interrupted one took before counts too."""
+        """Announce a part and add its time to demo.json, also if it is interrupted."""
         left = f" · about {format_seconds(self._seconds_left(name))} left in all" if name in {"tune", "train"} else ""
         errors.print(f"{PARTS.index(name) + 1} of {len(PARTS)}  {name}: {detail}{left}")
         began = time.monotonic()
@@ -198,7 +198,7 @@ class Demo:
         finally:
             spent = self._seconds | {name: self._seconds.get(name, 0.0) + time.monotonic() - began}
             self.state["parts"] = [{"name": key, "seconds": round(value, 2)} for key, value in spent.items()]
-            if self._holds:
+            if self._locked:
                 self._save()
         if self.stop():
             raise DemoStopped
@@ -208,7 +208,7 @@ class Demo:
         return {part["name"]: part["seconds"] for part in self.state["parts"]}
 
     def _seconds_left(self, part: str) -> float:
-        """What tuning and training still take, from the speed of the proxy on one thread and the FLOPs of both."""
+        """Estimate the time that tuning and training still take, from the proxy's speed on one thread."""
         proxy, size = self.proxy, SIZES[self.size]
         wider = proxy.model.scaled(proxy.model.d_model * size.wider, proxy.model.n_layers * size.deeper)
         trial = proxy.data.tokens / float(self.state["proxy_tokens_per_second"])
@@ -244,7 +244,7 @@ class Demo:
         with self._part("tune", detail), study, TuneScreen(study.state(), trials, self.workers) as screen:
             state = study.run(trials, self.workers, screen=screen, stop=self.stop)
         if state.best is None:
-            raise InputError("every trial of the demo diverged; nothing can be transferred")
+            raise InputError("every trial of the demo diverged; there is nothing to transfer")
         self.state["proxy"] = {"study": "study"}
         return read_recipe(self.folder / "study" / "best.toml")
 
@@ -267,13 +267,13 @@ class Demo:
         return target
 
     def _train(self, target: Recipe) -> None:
-        ways = arms(target)
-        folders = {arm.key: self.folder / "runs" / arm.key for arm in ways}
-        with self._part("train", f"{len(ways)} runs of {format_quantity(target.data.tokens)} tokens"):
-            for arm in ways:
+        compared = arms(target)
+        folders = {arm.key: self.folder / "runs" / arm.key for arm in compared}
+        with self._part("train", f"{len(compared)} runs of {format_quantity(target.data.tokens)} tokens"):
+            for arm in compared:
                 errors.print(f"        {arm.key}: {arm.why}")
-            with Pool(min(self.workers, len(ways))) as pool, RunsScreen(folders, target.data.tokens) as screen:
-                pending = {pool.submit(run_in, folders[arm.key], arm.recipe): arm for arm in ways}
+            with Pool(min(self.workers, len(compared))) as pool, RunsScreen(folders, target.data.tokens) as screen:
+                pending = {pool.submit(run_in, folders[arm.key], arm.recipe): arm for arm in compared}
                 while pending and not self.stop():
                     for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
                         self._record(pending.pop(future), self._result(future))
@@ -284,7 +284,7 @@ class Demo:
             return future.result()
         except BrokenProcessPool:
             raise InputError(
-                "a training process died (out of memory?); the same command goes on from its last checkpoint"
+                "a training process died (out of memory?); run the same command again to resume from its checkpoint"
             ) from None
 
     def _record(self, arm: Arm, loss: float | None) -> None:
@@ -298,7 +298,7 @@ class Demo:
         self._save()
         with self._part("report", "one self-contained page"):
             path = write_page(self.folder, self.folder / "report.html")
-        # Once more, so that the page knows how long it took itself.
+        # Written again, so that it includes its own time.
         return write_page(self.folder, path)
 
     def _document(self, report: Path, small: Recipe, large: Recipe) -> DemoDocument:
@@ -315,13 +315,13 @@ class Demo:
         )
 
 
-def _left_by_a_start(name: str) -> bool:
-    """A file that a demo killed before its demo.json was whole leaves behind."""
+def _is_left_over(name: str) -> bool:
+    """Whether a file was left by a demo that was killed before it had written demo.json."""
     return name == LOCK or name.startswith(".demo.json.")
 
 
 def measure_speed(recipe: Recipe, tokens: TokenSet) -> float:
-    """Tokens per second of a recipe on one thread: the median of its first steps."""
+    """Tokens per second of a recipe on one thread: the median over nine steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     training = Training(recipe, tokens)
@@ -330,9 +330,9 @@ def measure_speed(recipe: Recipe, tokens: TokenSet) -> float:
     return speeds[len(speeds) // 2]
 
 
-def verdict(ways: list[dict[str, Any]]) -> str:
-    """One sentence on what was measured, whichever way it went. One seed a run: the noise is not in it."""
-    first, *others = ways
+def verdict(measured: list[dict[str, Any]]) -> str:
+    """One sentence that compares the transferred run with the others. Each has one seed, so noise is not included."""
+    first, *others = measured
     if first["loss"] is None:
         return "The transferred run diverged."
     compared = []

@@ -1,7 +1,7 @@
-"""Documents: what every verb returns, as typed and versioned data. `--json` prints one, a view draws it.
+"""Documents: the typed and versioned result of every verb. `--json` prints it, a view draws it.
 
-A key is never renamed or removed; new keys may come. The number in ``schema`` changes when the meaning of a key does.
-docs/documents.md lists all documents and is written from these files: the comment behind a field is its line there.
+Keys are never renamed or removed; new keys may be added. The number in ``schema`` changes when the meaning of a key
+changes. docs/documents.md is generated from these files: the comment of a field is its description there.
 """
 
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ class Entry(BaseModel):
 
 
 class Document(Entry):
-    """What a verb returns: ``class Trained(Document, schema="train/1")``."""
+    """The result of a verb: ``class TrainDocument(Document, schema="train/1")``."""
 
     SCHEMA: ClassVar[str] = ""
 
@@ -33,10 +33,10 @@ class Document(Entry):
         """Accept what :meth:`dump` wrote."""
         if isinstance(values, dict) and "schema" in values:
             if values["schema"] != cls.SCHEMA:
-                raise ValueError(f"a document of {values['schema']}, not of {cls.SCHEMA}")
+                raise ValueError(f"the schema is {values['schema']}, expected {cls.SCHEMA}")
             values = {key: value for key, value in values.items() if key != "schema"}
         return values
 
     def dump(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
+        """Return plain data for ``--json``."""
         return {**self.model_dump(mode="json", by_alias=True), "schema": self.SCHEMA}

@@ -1,10 +1,10 @@
-"""Errors that the user sees as one line."""
+"""Errors that are shown to the user as one line."""
 
 
 class InputError(ValueError):
-    """The input is wrong. The message is one line that says what is wrong and what to type.
+    """Wrong input. The message is one line that says what is wrong and what to type.
 
-    The command line prints it and exits with code 2; nothing has been written.
+    The command line prints it and exits with code 2. Nothing has been written.
     """
 
 
@@ -13,12 +13,12 @@ class Settled(InputError):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, numpy or torch says that memory is full."""
-    said = str(error)
+    """Whether Python, numpy or torch raised this error because memory is full."""
+    message = str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and ("can't allocate memory" in said or "bad_alloc" in said))
+        or (isinstance(error, RuntimeError) and ("can't allocate memory" in message or "bad_alloc" in message))
     )
 
 

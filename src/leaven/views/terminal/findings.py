@@ -1,4 +1,4 @@
-"""A recipe beside the published runs in the terminal: one finding after the other, the verdict last."""
+"""``leaven recipes check`` in the terminal: the findings one by one, the verdict last."""
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -13,17 +13,20 @@ from leaven.views.terminal.tables import folded
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
 _LABEL = max(map(len, _STYLES)) + 2
-_MOST = 4  # ids in a line; --json has all
+_MOST = 4  # run ids printed in a line; --json has all
 
 
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[Text]:
-    """The farthest outside first. ``chosen``: paths that leaven chose itself, for which a note proposes nothing."""
+    """The findings, the farthest outside first.
+
+    For values with a reason in the recipe (paths in ``chosen``) a note points to the reason and suggests no change.
+    """
     size, tokens = format_quantity(check.params), format_quantity(check.tokens)
-    yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values as its matrices get them")
+    yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values after the scaling rule")
     for one in check.findings:
         yield Text()
-        said = [f"{one.check}: {one.says}", *_evidence(one)]
-        lines = [line for part in said for line in folded(part, width, _LABEL)]
+        parts = [f"{one.check}: {one.says}", *_evidence(one)]
+        lines = [line for part in parts for line in folded(part, width, _LABEL)]
         for n, line in enumerate(lines):
             label = one.severity.upper() if one.severity != "note" else one.severity
             yield Text.assemble(((label if n == 0 else "").ljust(_LABEL), _STYLES[one.severity]), line)
@@ -45,7 +48,7 @@ def verdict(found: Sequence[FindingRow], checks: int) -> Text:
 
 
 def written(value: Any) -> str:
-    """As ``--set`` reads it; None takes a value out."""
+    """A value as ``--set`` reads it; nothing for None, which removes the value."""
     match value:
         case None:
             return ""
@@ -73,7 +76,7 @@ def _evidence(one: FindingRow) -> Iterator[str]:
 
 
 def _to_type(mend: Mapping[str, Any], width: int) -> Iterator[Text]:
-    """Broken only between options, with what a shell takes for one line."""
+    """The options to type, in lines that a shell joins: only broken between options, with a backslash."""
     line = " " * _LABEL + "->"
     for path, to in mend.items():
         option = f" --set {path}={written(to)}"

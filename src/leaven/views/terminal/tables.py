@@ -1,7 +1,7 @@
-"""Tables and labelled facts that know the width they are printed at.
+"""Tables and labelled facts that fit the width of the terminal.
 
-A row is a line: names are never broken, numbers never left out; free text ends in an ellipsis, and the columns that
-say least go first.
+A row is one line. Names and numbers are never cut; free text is cut with an ellipsis, and the least important columns
+are dropped first.
 """
 
 import textwrap
@@ -14,8 +14,8 @@ from rich.text import Text
 
 from leaven.recipe.units import format_quantity
 
-LEAST = 30  # free text of fewer characters than this says too little to be worth its column
-LABEL = 11  # characters of the label "next" and of those above it
+LEAST = 30  # a column of free text is dropped rather than cut to fewer characters
+LABEL = 11  # width of the labels, in characters
 
 Cell = str | Text
 Fact = tuple[str, Sequence[Cell]]
@@ -26,18 +26,18 @@ class Column:
     """A column of a table."""
 
     header: str
-    unit: str = ""  # stands below the header
-    align: Literal["left", "right", "point"] = "right"
-    drop: int = 0  # where there is no room the column with the highest number goes first; 0 stays
-    free: bool = False  # text that may be cut
-    width: int = 0  # characters, of a column whose rows come one at a time
+    unit: str = ""  # printed below the header
+    align: Literal["left", "right", "point"] = "right"  # point: decimal points one below the other
+    drop: int = 0  # if there is no room, columns with the highest number are dropped first; 0 is never dropped
+    free: bool = False  # free text, which may be cut
+    width: int = 0  # in characters, for `RowByRow`
 
 
 class Columns:
-    """Rows under headers, a line each; ``notes`` are told in full below their rows, folded where need be.
+    """A table with one line per row; ``notes`` are printed in full below their rows.
 
-    A table too wide for its terminal drops columns, then narrows its gaps, then tells below the table, once, what is
-    the same in all rows.
+    A table that is too wide drops columns, then narrows its gaps, then moves columns with one value in all rows to a
+    line below the table.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Columns:
                 for line in joined(self._notes[r], options.max_width - 4):
                     yield Text(" " * 4 + line.plain, style="dim")
         if same:
-            told = ", ".join(f"{self._columns[i].header} {str(self._cells[i][0]).strip()}" for i in same)
-            yield Text(f"all rows: {told}")
+            values = ", ".join(f"{self._columns[i].header} {str(self._cells[i][0]).strip()}" for i in same)
+            yield Text(f"all rows: {values}")
 
     def _fit(self, width: int) -> tuple[list[int], int, list[int]]:
-        """The columns that are shown, the gap between them, and those told below."""
+        """The columns of the table, the gap between them, and the columns printed below the table."""
         kept = list(range(len(self._columns)))
         while self._least(kept, 2) > width and any(self._columns[i].drop for i in kept):
             kept.remove(max(kept, key=lambda i: self._columns[i].drop))
@@ -111,8 +111,10 @@ class Columns:
 
 
 class RowByRow:
-    """A table whose rows come one at a time, in columns of fixed widths, but for a free one at the end; columns
-    without room are left out."""
+    """A table whose rows are printed one at a time, in columns of fixed width; the last column may be free text.
+
+    Columns that do not fit are dropped.
+    """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
         self.columns = list(columns)
@@ -129,7 +131,7 @@ class RowByRow:
         return self.line({column.header: column.header for column in self.columns})
 
     def line(self, cells: Mapping[str, Cell]) -> Text:
-        """A row of cells by header; what is not among the columns is left out."""
+        """A row, from cells by header; cells without a column are left out."""
         aligned = []
         for column in self.columns:
             cell, width = cells.get(column.header, ""), self.widths[column.header]
@@ -140,7 +142,7 @@ class RowByRow:
 
 
 class Facts:
-    """A label and what it says, folded between the parts: ``layout   dp 64 · tp 1 · pp 1``."""
+    """Lines of a label and its parts, wrapped between parts: ``layout   dp 64 · tp 1 · pp 1``."""
 
     def __init__(self, facts: Sequence[Fact]) -> None:
         self._facts = facts
@@ -154,7 +156,7 @@ class Facts:
 
 
 def joined(parts: Sequence[Cell], room: int) -> list[Text]:
-    """Parts with dots between them in lines of at most ``room``; a part that is longer is folded between words."""
+    """Join parts with dots into lines of at most ``room`` characters; a longer part is wrapped between words."""
     lines: list[Text] = []
     for part in parts:
         text = Text(part) if isinstance(part, str) else part
@@ -168,7 +170,7 @@ def joined(parts: Sequence[Cell], room: int) -> list[Text]:
 
 
 def folded(text: str, width: int, indent: int = 0) -> list[str]:
-    """Text in lines that fit ``width`` after ``indent``; words and ids stay whole."""
+    """Wrap text to ``width`` less ``indent`` characters; words and ids are never broken."""
     return textwrap.wrap(text, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
 
 
@@ -187,7 +189,7 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[str]) -> list[str]:
-    """Numbers one below the other at their points: ``0.004``, ``2.83e-4`` and ``1e-8``."""
+    """Align numbers at their decimal points: ``0.004``, ``2.83e-4`` and ``1e-8``."""
     split = [next((n for n, sign in enumerate(cell) if sign in ".e"), len(cell)) for cell in cells]
     before = max(split, default=0)
     after = max((len(cell) - n for cell, n in zip(cells, split, strict=True)), default=0)
@@ -195,7 +197,7 @@ def at_point(cells: Sequence[str]) -> list[str]:
 
 
 def learning_rate(lr: float | None, digits: int = 2) -> str:
-    """One below the other, all alike: ``3.5e-4``."""
+    """A learning rate in scientific notation: ``3.5e-4``."""
     if lr is None:
         return "-"
     mantissa, _, exponent = f"{lr:.{digits - 1}e}".partition("e")
@@ -207,5 +209,5 @@ def count(value: float | None) -> str:
 
 
 def under(label: str, lines: Sequence[Sequence[Cell]]) -> list[Fact]:
-    """Facts that share a label, which stands before the first."""
+    """Facts under one label, which is printed before the first."""
     return [("" if n else label, line) for n, line in enumerate(lines)]
