@@ -182,7 +182,7 @@ def test_killed_while_saving(killed: Path, number: int) -> None:
         rank: (killed / f"{number}-{rank}").read_text() for rank in range(3) if (killed / f"{number}-{rank}").exists()
     }
     if number == 0:
-        assert said[0].startswith("rank 1: nothing heard of it")
+        assert said[0].startswith("rank 1: does not answer")
         assert sorted(said) == [0, 2]
     else:
         assert all("rank 0 does not answer" in said[rank] for rank in (1, 2))

@@ -153,11 +153,11 @@ def twice(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (shifted(1, 1), "w: a part of it is owned by nobody"),
-        (shifted(2, 1), r"w: a block of it, \(\(9, 13\), \(0, 100\)\), is not within \(12, 100\)"),
-        (twice, "step.w: a part of it is owned twice"),
-        (without_number, "step.w: owned by nobody; rank 0 holds it for others"),
-        (doubled, r"w: its blocks are of different tensors, float32 \(12, 100\) and float64"),
+        (shifted(1, 1), "w: a part of it is saved by no process"),
+        (shifted(2, 1), r"w: block \(\(9, 13\), \(0, 100\)\) is not within \(12, 100\)"),
+        (twice, "step.w: a part of it is saved twice"),
+        (without_number, "step.w: no process saves it; rank 0 holds a replica"),
+        (doubled, r"w: its blocks belong to different tensors, float32 \(12, 100\) and float64"),
     ],
 )
 def test_what_is_no_whole_tensor_is_not_saved(
@@ -180,7 +180,7 @@ def test_overlapping_pieces_are_found(tmp_path: Path) -> None:
         made = Checkpoint(
             Progress(1, 256), {"w": torch.zeros(end - start, 5)}, {}, places={"w": Place((12, 5), (start, 0))}
         )
-        with pytest.raises(NotSaved, match="w: a part of it is owned twice"):
+        with pytest.raises(NotSaved, match="w: a part of it is saved twice"):
             write_checkpoint(tmp_path, made, Exchange(group))
 
     together(2, body)
@@ -203,7 +203,7 @@ def test_one_that_is_not_heard_of_and_comes_late(tmp_path: Path) -> None:
         while not exchange._store.check([exchange._key(who)]):
             time.sleep(0.01)
 
-    assert set(together(3, body)) == {"rank 2: nothing heard of it"}
+    assert set(together(3, body)) == {"rank 2: does not answer"}
     assert names(tmp_path) == []
 
 
@@ -215,7 +215,7 @@ def test_a_folder_that_is_not_the_same_for_all(tmp_path: Path) -> None:
         return str(error.value)
 
     (said,) = set(together(4, body))
-    assert said.startswith("rank 2: model-00003-of-00004.safetensors is not what rank 0 finds")
+    assert said.startswith("rank 2: model-00003-of-00004.safetensors is not the file that rank 0 finds")
     assert names(tmp_path / "node0") == names(tmp_path / "node1") == []
 
 

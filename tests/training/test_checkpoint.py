@@ -85,7 +85,7 @@ def test_one_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(checkpoint_module, "_fingerprint", fails)
-    with pytest.raises(InputError, match=r"512: cannot be read: Input/output error; mend that and run"):
+    with pytest.raises(InputError, match=r"512: cannot be read: Input/output error; solve that and run"):
         read_checkpoint(tmp_path)
 
 

@@ -140,5 +140,5 @@ def test_nowhere_to_go_back_to(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run in"):
         check(RUN, tmp_path / "none", ManualRewind(40 * STEP))
     there = [tokens_of(path) for path in checkpoints(finished / "checkpoints")]
-    with pytest.raises(InputError, match=r"no whole checkpoint at or before it; there are those of .* tokens"):
+    with pytest.raises(InputError, match=r"no whole checkpoint at or before it; there are checkpoints at .* tokens"):
         check(RUN, finished, ManualRewind(min(there) - 1))

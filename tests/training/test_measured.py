@@ -106,6 +106,6 @@ def test_stopped_at_any_moment_nothing_is_written(tiny: Recipe, alone: Path) -> 
 
 
 def test_another_accelerator_than_is_here_is_refused(tiny: Recipe, alone: Path) -> None:
-    with pytest.raises(InputError, match=r"machine at hand, which has a processor \(--gpus cpu\) and no H100-SXM"):
+    with pytest.raises(InputError, match=r"this machine, which has a processor \(--gpus cpu\) and no H100-SXM"):
         measure(tiny, "64xH100", stop=lambda: True)
     assert list(alone.iterdir()) == []

@@ -124,7 +124,7 @@ def test_writers_by_name() -> None:
     assert writers(None) == ("tensorboard",)
     assert writers([]) == ()
     assert writers(["tensorboard", "tensorboard"]) == ("tensorboard",)
-    with pytest.raises(InputError, match="--log-to wandbb: there are tensorboard, wandb, trackio and none"):
+    with pytest.raises(InputError, match="--log-to wandbb: take tensorboard, wandb, trackio or none"):
         writers(["wandbb"])
 
 

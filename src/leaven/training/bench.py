@@ -1,4 +1,5 @@
-"""Measures throughput over micro-batch and global batch with real steps, and says where a batch ramp should start."""
+"""Measures throughput by micro-batch and global batch with real steps, and suggests where a batch ramp should
+start."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 STEPS = 3
-"""Steps of a measurement, the first of which warms up."""
+"""Steps of a measurement; the first one is not counted."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,23 @@ class Bench:
     convention: str  # of MFU
     rows: tuple[BenchMeasurement, ...]  # in the order of the global batch, then of the micro-batch
     too_large: tuple[int, ...]  # micro-batches that do not fit
-    whole: bool  # nothing was left out because of a stop or the time limit
-    unfinished: int | None = None  # the global batch that was interrupted; its fastest micro-batch may be missing
+    whole: bool  # False if a stop or the time limit ended it early
+    unfinished: int | None = None  # the global batch at which it ended; its fastest micro-batch may be missing
 
     def best(self, global_batch: int) -> BenchMeasurement:
-        """The fastest micro-batch of a global batch."""
+        """Returns the fastest micro-batch of a global batch."""
         return max(
             (row for row in self.rows if row.global_batch == global_batch), key=lambda row: row.tokens_per_second
         )
 
     @property
     def global_batches(self) -> list[int]:
+        """The measured global batches, in sequences."""
         return list(dict.fromkeys(row.global_batch for row in self.rows))
 
     def choose(self, share: float) -> dict[str, Any] | None:
-        """The fastest micro-batch at the largest batch, and the smallest batch with this share of the peak; None if
-        there is no batch with all its micro-batches."""
+        """Returns the fastest micro-batch at the largest batch, and the smallest batch with this share of its speed;
+        None if no batch was measured with all micro-batches."""
         fastest = [self.best(size) for size in self.global_batches if size != self.unfinished]
         if not fastest:
             return None
@@ -80,17 +82,18 @@ class Bench:
         }
 
     def utilisation(self, row: BenchMeasurement) -> Utilisation:
+        """Returns the utilisation of a measurement under all conventions."""
         return utilisation(self.recipe, row.mfu)
 
 
 def batches_of(recipe: Recipe, most: int = 7) -> list[int]:
-    """Global batches to measure, in sequences: the recipe's, halved (rounded up) up to six times."""
+    """Returns the global batches to measure, in sequences: the recipe's, halved (rounded up) up to six times."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(most)})
 
 
 def micro_batches_of(recipe: Recipe) -> list[int]:
-    """Powers of two up to the recipe's batch, and that."""
+    """Returns the micro-batches to measure: powers of two up to the recipe's batch, and that."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({min(2**n, sequences) for n in range(sequences.bit_length() + 1)})
 

@@ -1,10 +1,9 @@
-"""Checkpoints: folders that are whole or absent, in one format for any number of processes.
+"""Checkpoints: folders that are complete or absent, in one format for any number of processes.
 
-Files are written to a temporary folder beside it, synced, and renamed into place. ``state.json`` is written last: it
-holds the length and digest of every file and of itself, so that a damaged checkpoint is noticed and the one before it
-is used. Several processes write a file each of the tensors, or parts of tensors, that they own; the first one checks
-that these are whole tensors and does the rest.
-"""
+A checkpoint is written to a temporary folder, synced, and renamed. ``state.json`` is written last and holds the
+length and digest of every file and of itself, so that a damaged checkpoint is detected and the one before it is used.
+Each of several processes writes one file of the tensors, or parts of tensors, that it owns; the first one checks that
+the parts make whole tensors, and completes the checkpoint."""
 
 import json
 import shutil
@@ -27,15 +26,15 @@ from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors,
 from leaven.training.rewind import Rewind, undone
 
 FORMAT, FORMAT_OF_MANY = 2, 3
-"""Of what one process writes, and of what several do: there ``state.json`` says which part of a tensor is where."""
+"""Format numbers: of one process, and of several, where ``state.json`` lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
-_NAME = "tokens-*"  # with "damaged-" before it one that was passed over
+_NAME = "tokens-*"  # damaged ones are renamed to damaged-tokens-*
 UNFINISHED = ".tokens-*.tmp"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """The position of a run."""
 
     step: int = 0  # steps done
     tokens: int = 0  # trained
@@ -44,19 +43,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run at a step. What is no tensor is saved as the first process has it."""
+    """The state of a run at a step. Everything except tensors is saved by the first process."""
 
     progress: Progress
-    model: Mapping[str, Tensor]  # parts of parameters that this process owns
-    optimizer: Mapping[str, Tensor]  # moments and the like, likewise
-    state: Mapping[str, Any] = field(default_factory=dict)  # of the callbacks, for JSON
+    model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process owns
+    optimizer: Mapping[str, Tensor]  # optimizer states, likewise
+    state: Mapping[str, Any] = field(default_factory=dict)  # of the callbacks, as JSON values
     rewinds: tuple[Rewind, ...] = ()  # of the run so far
-    # Where a part lies in the whole tensor. A tensor that is not here is whole; a name that is only here belongs to a
-    # tensor that other processes own.
+    # The positions of parts in their tensors. Tensors without an entry are whole; an entry without a tensor belongs
+    # to another process.
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def copied(self) -> "Checkpoint":
-        """Returns a copy in memory of the host, to which no training step writes."""
+        """Returns a copy in host memory, which later steps do not change."""
         model, optimizer = (
             {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
             for tensors in (self.model, self.optimizer)
@@ -66,14 +65,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SavedCheckpoint(Checkpoint):
-    """A checkpoint on disk. Any part of its tensors is read on demand, whichever way they were split when saved."""
+    """A checkpoint on disk. Any part of a tensor is read on demand, however the tensor was split when saved."""
 
     model: Tensors
     optimizer: Tensors
 
 
 class NotSaved(Exception):
-    """A checkpoint could not be written. Nothing of it is left, and all others are untouched."""
+    """A checkpoint could not be written. All others are untouched."""
 
 
 def write_checkpoint(
@@ -82,14 +81,13 @@ def write_checkpoint(
     exchange: Exchange | None = None,
     tidy: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Save into ``folder/tokens-NNN``, replacing one that is there.
+    """Save into ``folder/tokens-NNN``, replacing an existing one. Returns its path.
 
-    All processes of the exchange call it, from any thread, with the same result. The first one calls ``tidy`` when
-    the checkpoint is there, before the others know.
+    All processes of the exchange call this, from any thread, and get the same result. The first one calls ``tidy``
+    after the checkpoint is complete and before the others return.
 
     Raises:
-        NotSaved: if the disk of one process is full or not writable, one does not answer, or their parts do not make
-            whole tensors.
+        NotSaved: if one process cannot write or does not answer, or the parts do not make whole tensors.
     """
     exchange = exchange or Exchange()
     final = folder / f"tokens-{checkpoint.progress.tokens:015d}"
@@ -98,25 +96,25 @@ def write_checkpoint(
     try:
         mine = _write_part(temporary, checkpoint, exchange.group)
     except (OSError, SafetensorError) as error:
-        mine = {"error": _said(error)}
+        mine = {"error": _reason(error)}
     parts, failed = exchange.gather(mine), None
     if exchange.group.is_first:
         try:
             _commit(temporary, final, checkpoint, _all_well(parts))
         except (OSError, ValueError) as error:
-            failed = _said(error)
+            failed = _reason(error)
         else:
             tidy()
     failed = exchange.broadcast(failed)
     if failed is not None:
-        shutil.rmtree(temporary, ignore_errors=True)  # by all: one may have come too late to be heard of
+        shutil.rmtree(temporary, ignore_errors=True)  # by all processes: one may have written after the decision
         raise NotSaved(failed)
     return final
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write what a process owns. Returns the lengths and digests of its files, and where its tensors lie in the
-    whole."""
+    """Write the tensors that a process owns. Returns the lengths and digests of its files, and the positions of its
+    parts."""
     folder.mkdir(parents=True, exist_ok=True)
     part: dict[str, Any] = {"files": {}}
     held = set(checkpoint.places)
@@ -139,9 +137,9 @@ def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> di
 
 
 def _all_well(parts: Sequence[Any]) -> Sequence[dict[str, Any]]:
-    """Returns the parts. Raises OSError if a process could not write or did not answer."""
+    """Returns the parts of all processes. Raises OSError if one could not write or did not answer."""
     errors = [
-        (f"rank {rank}: " if len(parts) > 1 else "") + ("nothing heard of it" if part is None else part["error"])
+        (f"rank {rank}: " if len(parts) > 1 else "") + ("does not answer" if part is None else part["error"])
         for rank, part in enumerate(parts)
         if part is None or "error" in part
     ]
@@ -151,12 +149,14 @@ def _all_well(parts: Sequence[Any]) -> Sequence[dict[str, Any]]:
 
 
 def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[dict[str, Any]]) -> None:
-    """Make a checkpoint of the files that all processes have written."""
+    """Check the files of all processes, write ``state.json``, and rename the folder into place."""
     files: dict[str, Any] = {}
     for rank, part in enumerate(parts):
         for name, written in part["files"].items():
             if not (temporary / name).exists() or (temporary / name).stat().st_size != written["bytes"]:
-                raise OSError(f"rank {rank}: {name} is not what rank 0 finds; all ranks must write to one folder")
+                raise OSError(
+                    f"rank {rank}: {name} is not the file that rank 0 finds; all ranks must write to one folder"
+                )
         files |= part["files"]
     whole = {
         kind: merged([{name: SavedTensor.from_json(each) for name, each in part[kind].items()} for part in parts])
@@ -165,7 +165,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
     for rank, part in enumerate(parts):
         for name in part["of_others"]:
             if not any(name in tensors for tensors in whole.values()):
-                raise ValueError(f"{name}: owned by nobody; rank {rank} holds it for others")
+                raise ValueError(f"{name}: no process saves it; rank {rank} holds a replica")
     state = asdict(checkpoint.progress) | {
         "format": FORMAT,
         "rewinds": [asdict(rewind) for rewind in checkpoint.rewinds],
@@ -176,10 +176,10 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         where = {kind: {name: each.to_json() for name, each in tensors.items()} for kind, tensors in whole.items()}
         state |= {"format": FORMAT_OF_MANY, "tensors": where}
     with (temporary / "state.json").open("w", encoding="utf-8") as file:
-        # A line a number is for people, and slow: not for a table of every block.
+        # Indented for people, except with many processes, where the table of blocks makes that slow.
         json.dump(state | {"blake2b": _digest_of(state)}, file, indent=1 if len(parts) == 1 else None)
     sync_file(temporary / "state.json")
-    if final.exists():  # undone since, or damaged: a run does not come twice to a whole one
+    if final.exists():  # damaged, or undone by a rewind
         shutil.rmtree(final)
     place_folder(temporary, final)
 
@@ -187,14 +187,14 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 def read_checkpoint(
     folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, group: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[SavedCheckpoint | None, list[Path]]:
-    """Returns the newest whole checkpoint (None if there is none), and the damaged ones that were passed over; with
-    ``tokens``, only of those at that many tokens.
+    """Returns the newest whole checkpoint, or None, and newer damaged ones; with ``tokens``, only those at that many
+    tokens.
 
-    Checkpoints that the run's ``rewinds`` have undone do not count. All processes of a group call it with the same
-    ``rewinds``, share the files to verify, and find the same.
+    Checkpoints that the run's ``rewinds`` have undone are ignored. All processes of a group call this with the same
+    ``rewinds``, share the verification of files, and get the same result.
 
     Raises:
-        InputError: if one is there and cannot be read now; it may still be whole.
+        InputError: if a checkpoint cannot be read for now, though it may be whole.
     """
     damaged: list[Path] = []
     for candidate in reversed(group.broadcast(checkpoints(folder))):
@@ -208,7 +208,7 @@ def read_checkpoint(
             found, unreadable = None, error.strerror or str(error)
         if group.any(unreadable is not None):
             why = unreadable or "another process cannot read it"
-            raise InputError(f"{candidate}: cannot be read: {why}; mend that and run the same command again")
+            raise InputError(f"{candidate}: cannot be read: {why}; solve that and run the same command again")
         anywhere = group.any(found is None)
         if found is None or anywhere:
             damaged.append(candidate)
@@ -218,7 +218,7 @@ def read_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a folder, the oldest first, whole or not."""
+    """Returns the checkpoints of a folder, damaged ones too, the oldest first."""
     return sorted(folder.glob(_NAME))
 
 
@@ -247,7 +247,7 @@ def _read(folder: Path, group: ProcessGroup) -> SavedCheckpoint:
     return SavedCheckpoint(progress, model, optimizer, state["state"], rewinds)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 

@@ -22,8 +22,8 @@ from leaven.training.checkpoint import (
 from leaven.training.rewind import firsts, staying
 
 GIVE_UP = 5.0
-"""Seconds for which :meth:`CheckpointManager.close` waits for other processes. It is called while a checkpoint is
-being written only when the training has failed, and then they may be gone."""
+"""Seconds for which :meth:`CheckpointManager.close` waits for other processes. A checkpoint is still being written
+then only if the training has failed, and the others may be gone."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Saved:
 class CheckpointManager:
     """Writes checkpoints in a thread, one at a time, and removes those that are no longer needed.
 
-    ``keep`` counts scheduled checkpoints, the first in each ``every_tokens``. One that a stop added never displaces
-    another, so that a run that was stopped can go back as far as one that was not.
+    ``keep`` counts scheduled checkpoints, the first in each ``every_tokens``. An additional one, written at a stop,
+    never displaces another, so that a stopped run can roll back as far as any other.
 
-    Every process of a run has a manager and calls the same methods at the same steps, from its main thread; making
-    one and :meth:`clear` are collective. Only the first process moves and removes folders.
+    Every process of a run has a manager and calls the same methods at the same steps, from its main thread. The
+    constructor and :meth:`clear` are collective. Only the first process moves and removes folders.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing; the state may change as soon as this returns. The newest scheduled checkpoint of at most
-        ``good_tokens`` is kept, whatever comes after it."""
-        assert self._writing is None, "ask outcome() first"
+        """Start writing a copy of the state. The newest scheduled checkpoint of at most ``good_tokens`` is always
+        kept."""
+        assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Returns the result of the last save, once; None if there is none, or not yet. With ``wait`` every process
-        has the same result when this returns; without, some have it earlier than others.
+        """Returns the result of the last save, once, or None if there is none yet. With ``wait`` all processes get it
+        at the same call; otherwise some may get it earlier than others.
 
         Raises:
             NoReply: if the first process does not report the result.
@@ -79,15 +79,16 @@ class CheckpointManager:
         return saved
 
     def close(self) -> None:
+        """End the thread, after a write in progress."""
         self._exchange.shorten_timeout(GIVE_UP)
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens`` trained: move damaged checkpoints aside,
-        and remove those after it, which have been undone, and unfinished ones of a run that was killed.
+        """Prepare the folder for a run that continues from ``after_tokens`` trained: rename damaged checkpoints, and
+        remove later ones, which are undone, and unfinished ones.
 
-        Call :meth:`outcome` first. No process reads or writes a checkpoint meanwhile: all start this together, when
-        they have read what they need, and continue together.
+        Call :meth:`outcome` first. All processes wait for each other before and after, so that none reads or writes a
+        checkpoint meanwhile.
         """
         self._group.barrier()
         if self._group.is_first:

@@ -1,4 +1,4 @@
-"""Tensors in the files of a checkpoint, whole or in blocks: any part of any of them, without the rest."""
+"""Reads any part of a tensor from the files of a checkpoint, where tensors are whole or in blocks."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """A part of a tensor, of ``shape`` and from ``offset`` on, in a file under the tensor's name."""
+    """A block of a tensor in a file, under the tensor's name."""
 
     file: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of its first element in the whole tensor
+    shape: tuple[int, ...]  # of the block
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -31,10 +31,10 @@ class SavedBlock:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Where a tensor is. ``dtype`` is torch's name for it."""
+    """The location of a tensor in the files of a checkpoint."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # torch's name
+    shape: tuple[int, ...]  # of the whole tensor
     blocks: tuple[SavedBlock, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -48,11 +48,10 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Whole tensors from what each process has written of them.
+    """Returns whole tensors from the parts that the processes have written.
 
     Raises:
-        ValueError: naming a tensor of which an element is in no file, or in two, or whose blocks are of different
-            tensors.
+        ValueError: if an element of a tensor is in no file or in two, or its blocks differ in dtype or whole shape.
     """
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:
@@ -64,7 +63,7 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
         for other in others:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 there = " and ".join(f"{each.dtype} {each.shape}" for each in (first, other))
-                raise ValueError(f"{name}: its blocks are of different tensors, {there}")
+                raise ValueError(f"{name}: its blocks belong to different tensors, {there}")
         blocks = tuple(block for each in pieces for block in each.blocks)
         fault = _fault(tuple(block.spans for block in blocks), first.shape)
         if fault:
@@ -73,20 +72,20 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
     return whole
 
 
-@lru_cache(1024)  # many tensors are cut alike
+@lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Why blocks do not make up a tensor."""
+    """Returns why blocks do not make a whole tensor, or None."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
         ):
-            return f"a block of it, {block}, is not within {shape}"
+            return f"block {block} is not within {shape}"
     times = _times(blocks, shape)
-    return None if times <= {1} else f"a part of it is owned {'by nobody' if 0 in times else 'twice'}"
+    return None if times <= {1} else f"a part of it is saved {'by no process' if 0 in times else 'twice'}"
 
 
 def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
-    """How many blocks an element of a tensor is in: every number that there is."""
+    """Returns the set of numbers of blocks that contain an element."""
     if not shape:
         return {len(blocks)}
     edges = sorted({0, shape[0], *(edge for block in blocks for edge in block[0])})
@@ -99,8 +98,8 @@ def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """Tensors by name, read when they are asked for. What is given may be a view of a file: copy it before writing
-    to it. Files are opened when something of them is needed, and stay readable from then on, though deleted."""
+    """Tensors by name, read on access. A result may be a view of a file: copy it before writing to it. A file is
+    opened on first access, and stays readable from then on even if it is deleted."""
 
     def __init__(self, folder: Path, saved: Mapping[str, SavedTensor]) -> None:
         self._folder, self._saved = folder, saved
@@ -108,11 +107,11 @@ class Tensors(Mapping[str, Tensor]):
 
     @classmethod
     def of_file(cls, path: Path) -> "Tensors":
-        """All that are in a file, whole."""
+        """Returns all tensors of a file, each whole."""
         saved: dict[str, SavedTensor] = {}
         tensors = cls(path.parent, saved)
         file = tensors._opened(path.name)
-        for name in file.keys():  # noqa: SIM118  # no mapping
+        for name in file.keys():  # noqa: SIM118  # not a mapping
             tensor = file.get_tensor(name)
             shape = tuple(tensor.shape)
             saved[name] = SavedTensor(dtype_name(tensor), shape, (SavedBlock(path.name, (0,) * len(shape), shape),))
@@ -129,14 +128,14 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._saved)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._saved  # that of Mapping would read it
+        return name in self._saved  # Mapping's own would read the tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Returns the shape of a whole tensor."""
         return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The block of ``shape`` from ``offset`` on; nothing else is read, nor held in memory."""
+        """Returns the block of ``shape`` at ``offset``, without reading the rest."""
         saved, wanted = self._saved[name], _spans(offset, shape)
         assert len(wanted) == len(saved.shape), f"{name} is {saved.shape}, not {tuple(shape)}"
         assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, saved.shape, strict=True))

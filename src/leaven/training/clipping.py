@@ -1,4 +1,4 @@
-"""Gradient clipping by norm. Its limit moves with no rule: :func:`leaven.scaling.table.clip_reason` says why."""
+"""Gradient clipping by norm. No scaling rule changes its limit: see :func:`leaven.scaling.table.clip_reason`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class RunningNorm:
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def add(self, norm: Tensor, ramp: Factors = AT_BASE) -> None:
-        """Take in a norm, unless it is not finite."""
+        """Add a norm, unless it is not finite."""
         (mean_square, steps), beta = self.state.unbind(), ramp.beta(self.beta)
         added = torch.stack((beta * mean_square + (1 - beta) * norm.double() ** 2, steps + 1))
         self.state = torch.where(norm.isfinite(), added, self.state)
@@ -41,7 +41,7 @@ class RunningNorm:
 class Clipper:
     """Scales gradients down in place, without waiting for the device."""
 
-    limit: float  # of a norm; in mode ``running`` in units of the running norm
+    limit: float  # on the norm; in mode ``running`` in units of the running norm
     model: ShardedModel
     parts: Tensor | None = None  # in mode ``per-module``: the number of each row's module in its block
     running: RunningNorm | None = None  # in mode ``running``
@@ -57,12 +57,10 @@ class Clipper:
         return cls(clip.limit or torch.inf, model, parts, running)
 
     def __call__(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
-        """Divide the gradients by ``scale`` and clip them. Returns their global norm in between, ().
+        """Divide the gradients by ``scale`` and clip them. Returns their global norm before clipping, ().
 
-        ``ramp`` multiplies the values of the full batch: it moves the beta of the running norm.
-
-        A limit is kept to a millionth, as torch does: limit / (norm + 1e-6).
-        """
+        ``ramp`` multiplies the values of the full batch, here the beta of the running norm. As in torch, the factor
+        is limit / (norm + 1e-6)."""
         gradients = [leaf.grad for leaf in self.model.leaves if leaf.grad is not None]
         assert len(gradients) == len(self.model.leaves)
         sizes = self.model.norms(gradients)[0]
@@ -82,7 +80,7 @@ class Clipper:
             factors = factors[self.model.of_held]
         multiply_(gradients, factors if scale is None else factors / scale)
         if self.running is not None:
-            # What the optimiser saw: a spike that was clipped must not raise the limit for the next one.
+            # The clipped norm: a spike must not raise the limit for the next one.
             self.running.add(torch.minimum(norm.double(), limit), ramp)
         return norm
 

@@ -42,22 +42,21 @@ class Peak:
     """Peak speed of a device."""
 
     flops: float  # FLOP/s
-    source: str
+    source: str  # a data sheet, or a measurement
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
     """Returns the dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
 
-    For fp32, as for a CPU, there is no number rather than a wrong one: it may run as TF32 or not, and a trainer that
-    took unknown devices for an A100 printed an MFU three times too high.
-    """
+    None for fp32, which may run as TF32 or not, and for CPUs: a wrong peak is worse than none. A trainer that took
+    unknown devices for an A100 printed an MFU three times too high."""
     known = known_device(device_name)
     tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
     return None if tflops is None else tflops * 1e12
 
 
 def mfu_convention(peak: Peak) -> str:
-    """Returns what an MFU is a share of, in a line."""
+    """Returns the definition of the MFU, in one line."""
     return (
         "model FLOPs a token 6 N (unembedding counted, embedding not) + 12 L d s (causal: half of that) over "
         f"{peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
@@ -65,6 +64,7 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
+    """Returns the peak of a device from its data sheet, or None if that is not known."""
     name = device_name(device)
     flops = peak_flops(name, compute)
     return Peak(flops, f"data sheet of {name}") if flops else None
@@ -81,14 +81,14 @@ def device_name(device: torch.device) -> str:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Returns a device in the planner's table, or None where it is not there."""
+    """Returns the entry of a device in the planner's table, or None."""
     return known_device(device_name(device)) if device.type == "cuda" else parse_cluster("cpu").accelerator
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Returns the peak of a device from its data sheet, or else measured here, once a process.
+    """Returns the peak of a device from its data sheet, or else measured, once per process.
 
-    What a device only emulates it can at best compute in fp32. Without that bound a processor without fp16 showed
+    A dtype that the device only emulates has at least the peak of fp32. Without that bound a CPU without fp16 showed
     MFUs of up to 227%: its fp16 product of two matrices takes eight times as long if neither is transposed.
     """
     known = known_peak(device, compute)
@@ -103,10 +103,9 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Returns the FLOP/s of the fastest square matmul of this many threads, in about half a second: sizes double
-    while there is time for two products."""
+    """Returns the FLOP/s of the fastest square matmul with this many threads, measured in about half a second."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
-    # The next size takes eight times as long; three products of it, the first of them to warm up.
+    # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
         a = torch.ones(size, size, device=device, dtype=dtype)
         times = []
@@ -122,7 +121,7 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Returns the seconds of a piece of work that is the same on every device, to find the slowest of many."""
+    """Returns the seconds of a matmul that is the same on all devices, to find the slowest of several."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -134,7 +133,7 @@ def time_fixed_work(device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -184,7 +183,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Returns the bytes held now, as :func:`peak_memory` counts them; on a CPU where the system tells (Linux)."""
+    """Returns the bytes held now, as :func:`peak_memory` counts them; on a CPU only on Linux."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with suppress(OSError):
@@ -193,7 +192,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Make :func:`peak_memory` count from what is held now; on a CPU where the system can (Linux)."""
+    """Make :func:`peak_memory` count from what is held now; on a CPU only on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -202,7 +201,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the bytes that a run on this device can still have; on a CPU within the limit of its container."""
+    """Returns the bytes that a run can still allocate on this device; on a CPU within the limit of its container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -223,13 +222,13 @@ def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
-    except (OSError, ValueError):  # there is none, or no limit ("max")
+    except (OSError, ValueError):  # no control group, or no limit ("max")
         return None
     return room + (int(cached[1]) if cached else 0)
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory in GiB and versions: names of kinds, never of this machine."""
+    """Returns processor, cores, memory in GiB and versions, without anything that identifies this machine."""
     return {
         "processor": processor(),
         "cores": cores(),
@@ -242,19 +241,18 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep what it frees for the next step, up to 2 GiB and blocks up to 128 MiB.
+    """Let the C library keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB.
 
-    The C library gives large blocks back at once and gets them again as pages to be filled with zeros, in every step:
-    5 to 37% of a step on a processor (measured: docs/log.md). Larger blocks stay as they are, for they would leave
-    holes. Where the library is not glibc, nothing changes.
-    """
+    By default it returns large blocks to the system at once, which has to clear their pages again in every step: 5 to
+    37% of a step on a CPU (measured: docs/log.md). Larger blocks would fragment memory. Without glibc this does
+    nothing."""
     if platform.libc_ver()[0] == "glibc":
-        trim_threshold, mmap_threshold = -1, -3  # names of malloc.h
+        trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h
         libc = ctypes.CDLL(None)
         libc.mallopt(trim_threshold, 2**31 - 1)
         libc.mallopt(mmap_threshold, 2**27) or libc.mallopt(mmap_threshold, 2**25)  # the most that old ones take

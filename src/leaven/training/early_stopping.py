@@ -1,11 +1,10 @@
-"""When a trial is over before its end: it has diverged, or a better one is out of its reach. Without torch.
+"""Ends trials early: those that diverge, and those that cannot reach the best one (pruning). It does not import
+torch.
 
-Only runs of one schedule are compared, at equal tokens: cut off early, a short cosine run ranks nothing, for a high
-lr starts behind and wins in the end. So the margin is what the baseline itself has still to gain. That is much while
-the lr is high, and goes to nothing as it falls: to win, whoever is further behind would have to gain twice as much.
-The constants were chosen on whole curves of one set of trials and tried on another (benchmarks/early_stopping.py,
-docs/log.md).
-"""
+Trials are compared at equal tokens, and only if they have the same schedule. A high learning rate starts behind and
+may still win, so a trial may be as far behind as the baseline's loss still falls from there. That margin is wide
+while the learning rate is high, and narrows as it decays. The constants were chosen on the curves of one set of
+trials and tested on another (benchmarks/early_stopping.py, docs/log.md)."""
 
 import math
 from collections.abc import Mapping
@@ -19,33 +18,32 @@ from leaven.training.loop import Callback, Diverged, StepResult
 from leaven.training.outcome import Baseline, Curve, curve_of
 
 POINTS = 32
-"""Stretches of equal tokens that a run is looked at in."""
+"""Number of intervals of equal tokens in which a run is judged."""
 
 
 LEARNT = 0.01
-"""Nats below a uniform guess: how often each token comes is worth tenths, and is what any run learns first."""
+"""Nats below a uniform guess that any run gains: token frequencies, learnt first, give tenths of a nat."""
 
 
-def lost_above(vocab_size: int) -> float:
-    """The loss that counts as divergence, in nats: one worse than a uniform guess."""
+def divergence_limit(vocab_size: int) -> float:
+    """Returns the loss that counts as divergence, in nats: one more than a uniform guess."""
     return math.log(vocab_size) + 1.0
 
 
 @dataclass
 class DivergenceMonitor(Callback[StepResult]):
-    """Follows a run of ``tokens`` and ends it when it has diverged.
+    """Ends a run when it has diverged.
 
-    A point of ``curve`` is the mean loss since the one before, at the first step that ends in or after its stretch.
-    The run is judged by ``mean``, over about the last stretch: the loss of one small batch of odd text may be above a
-    uniform guess, and so may the first ones at a large init. What blew up and settled at a uniform guess, its softmax
-    saturated, has diverged as well: such runs end alike to the last digit, and no search finds its way among them.
-    """
+    A point of ``curve`` is the mean loss since the previous point, at the first step that ends in or after its
+    interval. The criterion is ``mean``, over about the last interval: a single batch of unusual text may be worse
+    than a uniform guess, and so may the first batches with a large init. A run whose loss exploded and then settled
+    at a uniform guess has diverged too: its softmax is saturated, and all such runs end with the same loss."""
 
     vocab_size: int
     tokens: int  # of the whole run
-    at_once: bool = True  # whether a gradient that is not finite ends the run, as a loss does
+    at_once: bool = True  # whether a gradient that is not finite ends the run at once
     done: int = 0  # tokens
-    mean: float = 0.0  # of the loss, over about the last stretch
+    mean: float = 0.0  # of the loss, over about the last interval
     since: float = 0.0  # sum of loss x tokens since the last point
     curve: Curve = ()
 
@@ -54,7 +52,7 @@ class DivergenceMonitor(Callback[StepResult]):
             raise Diverged(f"mean loss {self.mean:g} at step {step.step}")
 
     def lost(self, loss: float, batch_tokens: int) -> bool:
-        """Take in a step; whether the run has diverged."""
+        """Add a step. Returns whether the run has diverged."""
         before, self.done = self.done, self.done + batch_tokens
         if not math.isfinite(loss):
             return True
@@ -64,7 +62,7 @@ class DivergenceMonitor(Callback[StepResult]):
             last = self.curve[-1][0] if self.curve else 0
             self.curve = (*self.curve, (self.done, self.since / (self.done - last)))
             self.since = 0.0
-        limit = lost_above(self.vocab_size)
+        limit = divergence_limit(self.vocab_size)
         if self.done >= self.tokens and any(loss > limit for _, loss in self.curve):
             return self.mean > math.log(self.vocab_size) - LEARNT
         return self.mean > limit and self.done > self.tokens / 4
@@ -77,7 +75,7 @@ class DivergenceMonitor(Callback[StepResult]):
 
 
 class Pruned(Exception):
-    """A trial is out of reach of its baseline. ``expected``: the validation loss that it would have come to."""
+    """A trial cannot reach its baseline. ``expected`` is the validation loss that it would have reached."""
 
     def __init__(self, expected: float) -> None:
         self.expected = expected
@@ -85,9 +83,9 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback[StepResult]):
-    """Ends a trial that is out of reach of its baseline, at a point of its curve after the warm-up.
+    """Ends a trial that cannot reach its baseline, at a point of its curve after the warm-up.
 
-    It comes after the monitor in the list of callbacks.
+    In the list of callbacks it has to come after the monitor.
     """
 
     monitor: DivergenceMonitor
@@ -105,51 +103,51 @@ class Pruning(Callback[StepResult]):
 
 
 SMOOTH = 4
-"""Points of a curve that are compared at once."""
+"""Number of points of a curve that are compared."""
 FIRST = 0.25
-"""Share of the run before which nothing is given up."""
+"""Share of the run before which no trial is pruned."""
 MARGIN = 1.0
-"""Share of what the baseline has still to gain by which a run may be behind."""
+"""How far a trial may be behind, as a share of what the baseline's loss still falls."""
 LEAST = 8.0
-"""Of the noise between seeds, by which a run may be behind at any time."""
+"""How far a trial may always be behind, in standard deviations between seeds."""
 CATCHES_UP = 1.5
-"""In shares of what the baseline has still to gain: a run that is as far behind as this keeps half of its gap."""
+"""A trial that is this far behind keeps half of its gap, as a share of what the baseline's loss still falls."""
 
 
 def out_of_reach(curve: Curve, baseline: Baseline) -> bool:
-    """Whether a run of the baseline's duration, as far as it is, is out of reach of it."""
+    """Returns whether a trial with this curve so far cannot reach the baseline."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False
-    return gap(curve, baseline) > max(MARGIN * _to_gain(curve, baseline), LEAST * baseline.noise)
+    return gap(curve, baseline) > max(MARGIN * _remaining_gain(curve, baseline), LEAST * baseline.noise)
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """The validation loss to which a run would have come that is given up.
+    """Returns the validation loss that a pruned trial would have reached.
 
-    It catches up while the baseline still gains, and the less of its way the further behind it is.
+    It closes part of its gap while the baseline's loss still falls: the larger the gap, the smaller that part.
     """
     behind = gap(curve, baseline)
-    return baseline.loss + behind**2 / (behind + CATCHES_UP * _to_gain(curve, baseline))
+    return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """How far behind the baseline a run is, in nats per token: in its last points, at equal tokens."""
+    """Returns how far behind the baseline the last points of a trial are, in nats per token at equal tokens."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
-def _to_gain(curve: Curve, baseline: Baseline) -> float:
-    """By how much the baseline's loss still fell from where the curve ends."""
+def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
+    """Returns how much the baseline's loss still fell from where the curve ends."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 
 def comparable(baseline: Baseline, tokens: int) -> bool:
-    """Whether the baseline is of a run of so many tokens: their last batches may differ."""
+    """Returns whether the baseline is a run of so many tokens, up to its last batch."""
     return bool(baseline.curve) and math.isclose(baseline.curve[-1][0], tokens, rel_tol=0.02)
 
 
 def _mean(curve: Curve, at: Curve) -> float:
-    """Of a curve at the tokens of another."""
+    """Returns the mean of a curve at the tokens of another."""
     tokens, losses = zip(*curve, strict=True)
     return float(np.interp([there for there, _ in at], tokens, losses).mean())

@@ -1,7 +1,6 @@
-"""A training: model, optimiser and position in the data, and the one optimiser step of leaven
-(:meth:`Training.issue`).
+"""Model, optimizer and position in the data, and the optimizer step: :meth:`Training.issue`.
 
-A step is a function of the recipe, the tokens and the state.
+A step is a function of the recipe, the tokens and the state alone.
 """
 
 import time
@@ -50,15 +49,15 @@ class StopRequested(Exception):
 
 @dataclass
 class TrainingBatch:
-    """What this process feeds to the model of a batch."""
+    """A batch, as this process feeds it to the model."""
 
     tokens: int  # of the whole batch
-    targets: int  # those of the whole batch that count in the loss
+    targets: int  # of the whole batch, those that count in the loss
     micro_batches: Iterator[MicroBatch]  # of this process
 
 
 class Training:
-    """Model, optimiser and position in the stream of a run, on one device or as this process's share of it."""
+    """Model, optimizer and position in the data of a run, on one device or on one process of several."""
 
     def __init__(
         self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, group: ProcessGroup = SINGLE_PROCESS
@@ -101,21 +100,22 @@ class Training:
 
     @property
     def model(self) -> Transformer:
-        """Of one device."""
+        """The model of a run on one device."""
         return self.sharded.stages[0].model
 
     @property
     def tokens(self) -> int:
-        """Trained so far."""
+        """The tokens trained so far."""
         return self.progress.tokens
 
     @property
     def next_batch_tokens(self) -> int:
-        """Of the next step."""
+        """The tokens of the next step."""
         return self.recipe.batches.batch_at(self.progress.tokens)
 
     @property
     def finished(self) -> bool:
+        """Whether all steps are done."""
         return self.progress.step >= self.recipe.steps
 
     def check_stop(self) -> None:
@@ -133,8 +133,8 @@ class Training:
         """Take one optimiser step and wait for it.
 
         Raises:
-            Diverged: if the loss or the gradient is not finite, and not for a loss scale that was too large; the
-                parameters are those of the step before.
+            Diverged: if the loss or the gradient is not finite, unless the loss scale was too large. The parameters
+                are then unchanged.
         """
         step = self.issue().result()
         if step.diverged and self.recipe.stability.on_spike != "off":
@@ -142,8 +142,11 @@ class Training:
         return step
 
     def issue(self) -> PendingStep:
-        """Hand one optimiser step to the device without waiting for it. A step whose loss or gradient norm is not
-        finite, or not below the limits, is skipped by the device itself: parameters and moments stay as they were."""
+        """Start one optimizer step on the device and return without waiting for it.
+
+        The device itself skips a step whose loss or gradient norm is not finite or not below the limits: parameters
+        and moments stay unchanged.
+        """
         self.telemetry.begin()
         recipe, start = self.recipe, self.progress
         batch = self._batch_at(start.tokens)
@@ -156,7 +159,7 @@ class Training:
         self._recount(longer)
         grad_norm = self.clipper(self._scale, ramp)
         finite = loss.isfinite() & grad_norm.isfinite()
-        applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # false of what is no number
+        applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # False for nan
         noise_scale = noise.result(grad_norm) if noise else torch.full_like(loss, torch.nan)
 
         self.telemetry.before_update()
@@ -173,31 +176,31 @@ class Training:
 
     @property
     def _scale(self) -> Tensor | None:
-        """What the loss is multiplied by, (), in half precision."""
+        """The factor on the loss in fp16, (); None without one."""
         return None if self.loss_scale is None else self.loss_scale.value
 
     def _forward_backward(self, batch: TrainingBatch, noise: NoiseMeasurement | None) -> Tensor:
-        """Compute the gradients of a batch, times the loss scale; returns its mean loss, ()."""
+        """Compute the gradients of a batch, times the loss scale. Returns its mean loss, ()."""
         share = (1 if self._scale is None else self._scale) / batch.targets
         after_first = noise.after_first if noise else None
         loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, share, after_first))
         return loss if self._scale is None else loss / self._scale
 
     def _seed_dropout(self) -> None:
-        """Masks are a function of (seed, step): a resumed run draws the same ones. No two processes share one."""
+        """Seed dropout by seed, step and rank, so that a resumed run draws the same masks."""
         if self.recipe.model.dropout:
             ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _recount(self, longer: float) -> None:
-        """Convert step counts when the batch changes. Called after the gradients are there: a step that is given up
-        before leaves the state as it was."""
+        """Convert step counts when the batch changes. Called once the gradients are computed, so that a step that is
+        abandoned before leaves the state unchanged."""
         if longer != 1:
             self.clipper.recount(longer)
             self.optimiser.recount(longer)
 
     def _noise_measurement(self, batch: TrainingBatch, before: int) -> NoiseMeasurement | None:
-        """What measures the noise scale in the step of a batch, where that is due."""
+        """Returns the measurement of the noise scale in this step, or None if it is not due."""
         if self.noise is None or not self.noise.due(before, before + batch.tokens):
             return None
         first = next(batch.micro_batches)
@@ -213,7 +216,7 @@ class Training:
         return step
 
     def evaluate(self) -> float:
-        """Mean validation loss in nats per token, over the same windows at every call."""
+        """Returns the mean validation loss in nats per token, over the same windows at every call."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._slice(len(windows))
@@ -223,13 +226,13 @@ class Training:
         return float(loss) / batch.targets
 
     def validation_targets(self) -> NDArray[np.int64]:
-        """The tokens that the validation loss is the mean over, (targets,)."""
+        """Returns the target tokens of the validation loss, (targets,)."""
         targets, inputs = self.validation[:, 1:], self.validation[:, :-1]
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
     def _counted(self, windows: Tensor, sequences: int) -> int:
-        """The targets of a batch of so many sequences that count in the loss, of which this process has ``windows``:
-        not those that another document begins with."""
+        """Returns how many targets of a batch count in the loss; ``windows`` are this process's part of it. The first
+        token of an isolated document does not count."""
         if self._end_of_text is None:
             return sequences * self.recipe.model.seq_len
         mine = int((windows[:, :-1] != self._end_of_text).sum())
@@ -240,7 +243,7 @@ class Training:
         )
 
     def _batch_at(self, tokens: int) -> TrainingBatch:
-        """What this process feeds to the model in the step after so many tokens. It reads no others' samples."""
+        """Returns the batch of the step after so many tokens. A process reads its own samples only."""
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
         start, count = self._slice(sequences)
@@ -248,22 +251,22 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """This process's part of a batch of so many sequences: the first ``count`` of its windows."""
+        """Returns a batch of so many sequences, of which this process has the first ``count`` windows."""
         targets = self._counted(windows[:count], sequences)
         return TrainingBatch(
             sequences * self.recipe.model.seq_len, targets, self._micro_batches(windows, count, sequences)
         )
 
     def _slice(self, sequences: int) -> tuple[int, int]:
-        """Which of a batch's sequences are this process's: first and number. The last processes may have fewer, or
-        none."""
+        """Returns the first of this process's sequences in a batch, and their number. The last processes may have
+        fewer, or none."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """What each forward gets of the first ``count`` windows. All have one size, and all processes as many: they
-        are filled up with sequences whose targets do not count."""
+        """Yield the first ``count`` windows as micro-batches. All have one size, and all processes have as many: they
+        are padded with sequences whose targets do not count."""
         size, forwards = self.forwards(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -271,7 +274,7 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """On the device; only targets of the first ``count`` windows (sequences, seq_len + 1) count."""
+        """Returns windows (sequences, seq_len + 1) on the device; only the targets of the first ``count`` count."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)
@@ -280,8 +283,8 @@ class Training:
         return self._on_device(inputs), self._on_device(targets), documents
 
     def forwards(self, sequences: int) -> tuple[int, int]:
-        """Sequences of each forward of a batch of so many, and forwards. A compiled model sees one size wherever it
-        can: a new one costs more than the padding."""
+        """Returns the sequences of each forward and the number of forwards of a batch. A compiled model gets one size
+        wherever possible: compiling for a new one costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
@@ -292,8 +295,8 @@ class Training:
         return tokens
 
     def checkpoint(self) -> Checkpoint:
-        """What this process owns of the run. The step counts of the optimiser go with the first element of theirs;
-        what is of no parameter with the first process."""
+        """Returns the state of the run that this process owns. The process with the first element of a parameter owns
+        its step count; the first process owns what belongs to no parameter."""
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}
@@ -317,7 +320,7 @@ class Training:
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore what was saved, by any layout."""
+        """Restore a checkpoint, whichever layout saved it."""
         moments = {}
         for held in self.sharded.held:
             name, piece = held.row.name, held.piece
@@ -334,7 +337,7 @@ class Training:
         self.progress = checkpoint.progress
 
     def follow(self, rewinds: tuple[Rewind, ...]) -> None:
-        """Skip what the run's rewinds skip of the stream, and lower the lr as they do."""
+        """Skip the data and lower the learning rate as the run's rewinds say."""
         self.rewinds = rewinds
         seq_len = self.recipe.model.seq_len
         skip = tuple((start // seq_len, end // seq_len) for start, end in skipped(rewinds))
@@ -342,7 +345,7 @@ class Training:
 
 
 def check_trainable(recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS) -> None:
-    """Raise InputError for anything that would stop a training before its first step."""
+    """Raise InputError if this recipe cannot be trained on these tokens by these processes."""
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)

@@ -33,11 +33,11 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokenizer_json: str
     tokens: int  # trained at the checkpoint
-    damaged: tuple[str, ...]  # newer checkpoints that were passed over
+    damaged: tuple[str, ...]  # newer checkpoints, which are damaged
 
     @cached_property
     def model(self) -> Transformer:
-        """On the CPU, in fp32 and in evaluation mode."""
+        """The model, on the CPU, in fp32 and in evaluation mode."""
         with torch.device("meta"):
             multipliers = {row.name: row.multiplier for row in self.table.rows}
             model = Transformer(self.recipe.model, multipliers, self.table.attention_scale)
@@ -46,11 +46,12 @@ class LoadedRun:
 
     @property
     def end_of_text(self) -> int:
+        """The token that separates documents."""
         return Encoder(self.tokenizer).end_of_text
 
     @property
     def vocabulary(self) -> int:
-        """The model's may be rounded up beyond it."""
+        """The size of the tokenizer's vocabulary; the model's may be larger."""
         return Encoder(self.tokenizer).vocab_size
 
 
@@ -58,19 +59,19 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     """Returns model and tokenizer of a run's newest whole checkpoint, or of the one at ``tokens`` tokens.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
-    time, vocabulary). Warns of damaged checkpoints that it passed over.
+    time, vocabulary). Warns of newer checkpoints that are damaged.
 
     Raises:
-        InputError: if the folder holds no run, no such checkpoint, or no whole one.
+        InputError: if the folder holds no run, or no such checkpoint that is whole.
     """
     loaded = load_run(run, tokens)
     for name in loaded.damaged:
-        warnings.warn(f"checkpoint {name} of {run} is damaged and was passed over", stacklevel=2)
+        warnings.warn(f"checkpoint {name} of {run} is damaged and was not used", stacklevel=2)
     return loaded.model, loaded.tokenizer
 
 
 def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
-    """Returns what :func:`load` does, with everything else that belongs to the run at that checkpoint."""
+    """Returns a run at a checkpoint, chosen as in :func:`load`."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         said = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"

@@ -1,5 +1,5 @@
-"""The training loop: steps one after the other, and callbacks around them. Whole runs, the trials of a study, the
-models of a check and the models of others are trained by it."""
+"""The training loop: optimizer steps with callbacks around them. It trains runs, trials of a study, and the models of
+checks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What any model tells of an optimiser step."""
+    """The result of an optimizer step of any model."""
 
     step: int  # from 1
     tokens: int  # consumed once the step is done
@@ -22,11 +22,12 @@ class StepResult:
 
     @property
     def diverged(self) -> bool:
+        """Whether the loss is not finite."""
         return not math.isfinite(self.loss)
 
 
 class Diverged(RuntimeError):
-    """The loss is no longer a number, or will not come down again."""
+    """The loss is not finite, or has risen for good."""
 
 
 S_co = TypeVar("S_co", bound=StepResult, covariant=True)
@@ -41,54 +42,55 @@ class Pending(Protocol[S_co]):
 
 
 class Trainable(Protocol[S_co]):
-    """What the loop trains: :class:`leaven.training.engine.Training`, or any model of which this is known."""
+    """The interface of what the loop trains: :class:`leaven.training.engine.Training`, or any other model."""
 
     @property
     def tokens(self) -> int:
-        """Trained so far."""
+        """The tokens trained so far."""
         ...
 
     @property
     def finished(self) -> bool: ...
 
     def issue(self) -> Pending[S_co]:
-        """Hand over one optimiser step without waiting for it."""
+        """Start one optimizer step without waiting for it."""
         ...
 
 
 class Callback(Generic[S_contra]):
-    """What else is done during a run: override what is needed. Callbacks are called in the order of the loop's list,
-    and may raise to end the run."""
+    """Methods that the loop calls; override those that are needed. Callbacks are called in the order of the loop's
+    list, and may raise to end the run."""
 
     def before_step(self) -> None:
-        """Before each step is handed to the device; the step before it may not have been read yet."""
+        """Called before each step is started; the result of the step before may not have been read yet."""
 
     def after_step(self, step: S_contra) -> None:
-        """After each step, once it has been read."""
+        """Called after each step, once its result has been read."""
 
     def is_due(self, before: int, after: int) -> bool:
-        """Whether :meth:`on_due` is to be called after a step from ``before`` to ``after`` tokens, unless it was the
+        """Returns whether to call :meth:`on_due` after a step from ``before`` to ``after`` tokens, unless it was the
         last one."""
         return False
 
     def on_due(self) -> None:
-        """Between two steps: everything that was handed over has been read."""
+        """Called between two steps, once the results of all started steps have been read."""
 
     def state(self) -> dict[str, Any]:
-        """What belongs into a checkpoint, for JSON: this callback's keys of a document that all share."""
+        """Returns this callback's keys of the JSON document in a checkpoint, which all callbacks share."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from where the training is now, with the document that was saved there; empty at the start."""
+        """Continue from the current position of the training, with the document saved there; empty at the start."""
 
     def close(self) -> None:
-        """At the end, however it comes."""
+        """Called at the end of the run, also after an error."""
 
 
 class Loop(Generic[S]):
     """Trains to the end, with callbacks.
 
-    With ``lookahead`` a step is read when the next one has been handed to the device, so that the device never waits.
+    With ``lookahead`` the result of a step is read after the next one has been started, so that the device never
+    waits.
     """
 
     def __init__(self, training: Trainable[S], callbacks: Sequence[Callback[S]], *, lookahead: bool = False) -> None:
@@ -101,7 +103,7 @@ class Loop(Generic[S]):
         while not stop():
             if not self._training.finished:
                 self._take_step()
-            elif self.read():  # the last step may take the run back
+            elif self.read():  # after the last step the run may roll back
                 break
         self.read()
         return self._training.finished
@@ -120,8 +122,8 @@ class Loop(Generic[S]):
                 callback.on_due()
 
     def read(self, following: Pending[S] | None = None) -> bool:
-        """Read the pending step, if any; ``following`` is the pending one from now on. Returns False if a callback
-        has discarded that one."""
+        """Read the result of the pending step, if any, and make ``following`` the pending one. Returns False if a
+        callback has discarded that one."""
         pending, self._pending = self._pending, following
         self._discarded = False
         if pending is not None:
@@ -131,13 +133,13 @@ class Loop(Generic[S]):
         return not self._discarded
 
     def discard(self) -> None:
-        """Forget the step that is pending: the run goes on from another state."""
+        """Drop the pending step: the run continues from another state."""
         self._pending, self._discarded = None, True
 
 
 @dataclass(frozen=True)
 class DoneStep:
-    """A step that nobody has to wait for."""
+    """A step that is done already."""
 
     step: StepResult
 
@@ -147,13 +149,13 @@ class DoneStep:
 
 @dataclass
 class PlainTraining:
-    """A model that is known by its loss. Gradients stay until the next step; nothing is clipped."""
+    """Trains any model with a given loss and optimizer, without clipping. Gradients stay until the next step."""
 
     optimizer: "Optimizer"
     loss: Callable[[int], "Tensor"]  # mean loss of the batch after so many tokens, ()
     batch_tokens: int
     end: int  # tokens of the whole run
-    lr_multiplier: Callable[[int], float] = lambda tokens: 1.0  # of every group's lr, at so many tokens trained
+    lr_multiplier: Callable[[int], float] = lambda tokens: 1.0  # on every group's lr, by tokens trained
     tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -164,7 +166,7 @@ class PlainTraining:
         return self.tokens >= self.end
 
     def issue(self) -> DoneStep:
-        """Take one optimiser step."""
+        """Take one optimizer step."""
         loss = self.loss(self.tokens)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

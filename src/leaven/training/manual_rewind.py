@@ -16,7 +16,7 @@ class ManualRewind:
     """A request to continue from an earlier checkpoint."""
 
     rewind_to: int  # tokens trained: the newest whole checkpoint at or before it
-    skip_tokens: int = 0  # of the stream to skip from there, rounded up to whole sequences
+    skip_tokens: int = 0  # of the data to skip from there, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
         """Returns whether this was the last manual rewind: doing it again would compute the same bits."""
@@ -24,19 +24,19 @@ class ManualRewind:
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if there is no run, no checkpoint to go back to, or a change that a run cannot make."""
+        """Raise InputError if there is no run, no checkpoint to return to, or a change that is not possible."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
         if refused:
             raise InputError(
                 f"--rewind-to: {listed(refused)}; a run can change [{'], ['.join(SECTIONS)}] and "
-                f"{', '.join(HYPERPARAMETERS)} on its way, not this; use another --run"
+                f"{', '.join(HYPERPARAMETERS)} with --rewind-to, and nothing else; use another --run"
             )
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind and the recipe from there on; the run follows it when it is trained."""
+        """Record the rewind, and write the recipe that holds from there on."""
         with held(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), run.rewinds()
@@ -60,6 +60,6 @@ class ManualRewind:
             there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
             raise InputError(
                 f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before it; "
-                + (f"there are those of {there} tokens" if there else "there is none in the run folder")
+                + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
             )
         return found.progress.tokens

@@ -1,4 +1,4 @@
-"""Three short steps on the machine at hand, by which a plan is calibrated."""
+"""Measures a few steps on this machine, to calibrate a plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,24 +40,23 @@ from leaven.training.run_profile import record_of
 
 WARM_UP, STEPS = 2, 3
 FORWARDS = 2
-"""Of a step, at most: one that accumulates, in which the optimiser has no larger part than it need have."""
+"""Forwards of a step, at most. With one alone the optimizer would have too large a share of the time."""
 
 SHORT_SECONDS = 10.0
-"""Of a step, about: a model that would take longer is cut in depth."""
+"""Seconds of a step above which the model is measured with fewer layers."""
 
 USUAL_SHARE = 0.5
-"""Of the best matmul, that a step reaches: how long it will take, before one has been taken."""
+"""Share of the best matmul speed that a step is assumed to reach, to estimate its time before measuring."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """``record`` is of the recipe's own depth. ``layers`` were measured at ``step_seconds``, one depth or two: from
-    two it is extrapolated. ``matmul_tflops`` is the best matmul of this device in the recipe's dtype."""
+    """The result of a measurement."""
 
-    record: CalibrationRecord
-    layers: tuple[int, ...]
-    step_seconds: tuple[float, ...]
-    matmul_tflops: float
+    record: CalibrationRecord  # at the recipe's depth
+    layers: tuple[int, ...]  # depths that were measured: the recipe's, or two from which it is extrapolated
+    step_seconds: tuple[float, ...]  # at each of these depths
+    matmul_tflops: float  # the best matmul of this device in the recipe's dtype
 
 
 def measure(
@@ -67,17 +66,17 @@ def measure(
     on_step: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Measurement | None:
-    """Take a few steps of a recipe's shape on random tokens, in this process, and add them to the history.
+    """Take a few steps of a recipe's shape on random tokens, and add the result to the calibration history.
 
-    ``gpus`` is the cluster that is planned: the machine at hand is to have one of its accelerators. A shape that does
-    not fit, or is slow here, is cut in depth: time and memory are linear in the layers. None if it was stopped;
-    nothing is then written.
+    ``gpus`` is the cluster of the plan; this machine must have one of its accelerators. A shape that is too large or
+    too slow here is measured at two smaller depths, since time and memory are linear in the number of layers. Returns
+    None if stopped; nothing is then written.
 
     Raises:
-        InputError: if the machine at hand has another accelerator, or not even two layers fit.
+        InputError: if this machine has another accelerator, or not even two layers fit.
     """
     device = default_device()
-    _at_hand(device, gpus)
+    _require_accelerator(device, gpus)
     memory_before = held_memory(device)
     flops = best_matmul(device, DTYPES[recipe.precision.compute], torch.get_num_threads())
     recipe, how = _short(recipe, device, flops)
@@ -115,19 +114,19 @@ def _report_progress(on_step: Callable[[int, int], None], depth: int, depths: in
     on_step(depth * (WARM_UP + STEPS) + done, depths * (WARM_UP + STEPS))
 
 
-def _at_hand(device: torch.device, gpus: str) -> None:
-    """Raise InputError if the machine at hand has none of a cluster's accelerators."""
+def _require_accelerator(device: torch.device, gpus: str) -> None:
+    """Raise InputError if this machine has none of a cluster's accelerators."""
     wanted, here = parse_cluster(gpus).accelerator, accelerator_of(device)
     if here is None or here.name != wanted.name:
         name = "a processor (--gpus cpu)" if device.type == "cpu" else device_name(device)
         raise InputError(
-            f"--measure takes steps on the machine at hand, which has {name} and no {wanted.name}; "
-            "measure where one is, or leave --measure out"
+            f"--measure takes steps on this machine, which has {name} and no {wanted.name}; "
+            "measure on a machine that has one, or leave --measure out"
         )
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """The recipe on one device with a batch of a forward or two, and how that is arranged."""
+    """Returns the recipe for one device with a batch of one or two forwards, and its arrangement."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)
@@ -138,7 +137,7 @@ def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, 
     changes = {
         "layout": layout.model_dump(),
         "batch": {"tokens": size * forwards * seq_len, "micro_batch": size},
-        "scaling.base": None,  # no number of the table matters here
+        "scaling.base": None,  # hyperparameters do not matter here
         "start": {},
         "stability": {},
     }
@@ -150,19 +149,19 @@ def _cut(recipe: Recipe, n_layers: int) -> Recipe:
 
 
 def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
-    """Of a step, about."""
+    """Returns the estimated seconds of a step."""
     return sequences * recipe.model.seq_len * flops_per_token(recipe.model) / (USUAL_SHARE * flops)
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Into memory, and into a short step; of layers there are two, whatever they take."""
+    """Returns whether a step fits into memory and takes a short time; two layers may take longer."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
 
 
 def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> StepCost:
-    """At full depth, from two: what is not in the layers counts once."""
+    """Returns the cost at full depth from those at two depths, on a straight line."""
 
     def line(low: float, high: float) -> float:
         return high + (full - depths[1]) * max(high - low, 0.0) / (depths[1] - depths[0])
@@ -203,7 +202,7 @@ def _measure_steps(
 
 
 def _random_tokens(recipe: Recipe) -> TokenSet:
-    """As many windows as a batch has, in memory: what the text is makes no step slower."""
+    """Returns random tokens for one batch: step times do not depend on the text."""
     model = recipe.model
     count = recipe.batch.tokens + 1
     ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=count, dtype=np.uint32)])

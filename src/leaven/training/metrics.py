@@ -1,6 +1,6 @@
-"""Writers of a run's curves beside metrics.jsonl: TensorBoard, W&B, trackio.
+"""Writes a run's curves to TensorBoard, W&B or trackio, beside metrics.jsonl.
 
-A writer that fails (a full disk, a service that is down) costs its curves, not the run.
+If a writer fails (full disk, service down), the run continues without it.
 """
 
 import time
@@ -27,8 +27,8 @@ class Writer(Protocol):
 
 
 class TensorBoard:
-    """Scalars over tokens, written record by record: torch's SummaryWriter hands them to a thread, whose errors (a
-    full disk) nobody can catch."""
+    """Writes scalars over tokens. torch's SummaryWriter is not used: it writes in a thread, whose errors (a full
+    disk) cannot be caught."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -40,7 +40,7 @@ class TensorBoard:
         self._file = (folder / f"events.out.tfevents.{time.time():.6f}.leaven").open("wb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        # What was written beyond the checkpoint will be written again: let TensorBoard forget it.
+        # Later points will be written again: TensorBoard then discards the old ones.
         self._write(step=tokens + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
@@ -58,8 +58,8 @@ class TensorBoard:
 
 
 class Tracker:
-    """A run of W&B or of trackio, which has the same interface. Their own settings (WANDB_MODE, TRACKIO_DIR, ...)
-    apply; a resumed run continues the same curves."""
+    """A run of W&B or trackio, which have the same interface. Their own settings (WANDB_MODE, TRACKIO_DIR, ...)
+    apply; a resumed run continues its curves."""
 
     def __init__(self, module: Any, folder: Path, recipe: Recipe) -> None:
         self._module = module
@@ -76,25 +76,25 @@ class Tracker:
         self._module.finish()
 
 
-def writers(asked: Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the writers of a ``--log-to``; without one, TensorBoard where it is installed.
+def writers(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the writers of ``--log-to``; without it, TensorBoard if it is installed.
 
     Raises:
-        InputError: if a name is not known or its package not there.
+        InputError: if a name is unknown or its package not installed.
     """
-    if asked is None:
+    if names is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
-    for name in asked:
+    for name in names:
         if name not in WRITERS:
-            raise InputError(f"--log-to {name}: there are {', '.join(WRITERS)} and none")
+            raise InputError(f"--log-to {name}: take {', '.join(WRITERS)} or none")
         if find_spec(name) is None:
             raise InputError(f"--log-to {name}: {name} is not installed: pip install {name}")
-    return tuple(dict.fromkeys(asked))
+    return tuple(dict.fromkeys(names))
 
 
 class Curves:
-    """All writers of a run, from ``tokens`` trained on. ``lost`` is called once for each that fails, with its name
-    and error."""
+    """All writers of a run that continues from ``tokens`` trained. ``lost`` is called with the name and error of each
+    that fails, once."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, recipe: Recipe, tokens: int, lost: Callable[[str, str], None]
@@ -108,7 +108,7 @@ class Curves:
                     if name == "tensorboard"
                     else Tracker(import_module(name), folder, recipe)
                 )
-            except Exception as error:  # theirs may be of any class
+            except Exception as error:  # may be of any class
                 self._fail(name, error)
 
     def step(self, step: "Step") -> None:

@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from leaven.training.engine import Training
 
 RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
-"""Tokens of a forward by rule of thumb: on a CPU activations of small models stay in the cache (measured:
-docs/log.md), an accelerator is kept busy."""
+"""Tokens of a forward by rule of thumb: few enough for activations of small models to stay in a CPU's cache
+(measured: docs/log.md), enough to keep an accelerator busy."""
 
 TIMED_STEPS = 1_000
-"""Runs of fewer steps keep the rule of thumb: timing costs about eight steps, and they stay the same runs bit for bit
-wherever they are started."""
+"""Runs of fewer steps use the rule of thumb: timing costs about eight steps, and without it such a run has the same
+bits wherever it is started."""
 
 ROUNDS = 3
 LIMIT_SECONDS = 60.0
 WORTH = 0.02
-"""A larger micro-batch must be this much faster: less is noise, and memory is kept."""
+"""A larger micro-batch must be faster by this share: less is noise, and a smaller one saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
-"""Bytes that the forward pass keeps for each value that the closed form counts, not compiled: copies, and under
-autocast a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md), rounded up."""
+"""Bytes that the uncompiled forward pass keeps for each value that the closed form counts: copies, and with autocast
+a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md), rounded up."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5}
-"""How much of the free memory the closed form may fill. A CPU's is never overdrawn: the system would end the process.
-An accelerator says when it is full, so what the closed form puts just above is tried too."""
+"""Share of the free memory that the closed form may fill. On a CPU the system would kill a process that takes too
+much. An accelerator raises an error, so sizes that are slightly too large by the closed form are tried too."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Choice:
-    """A micro-batch with its reason."""
+    """The chosen micro-batch."""
 
     micro_batch: int  # sequences
-    why: str
-    timings: tuple[Timing, ...] = ()
+    why: str  # the reason, for the recipe
+    timings: tuple[Timing, ...] = ()  # from small to large
     too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or that the closed form ruled out
     seconds: float = 0.0  # spent on the choice
 
@@ -98,12 +98,12 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _most(recipe: Recipe) -> int:
-    """Returns the most sequences of a forward for which a rank's share of the batch is enough for every stage of a
-    pipeline, and for two forwards where the noise scale is measured."""
+    """Returns the largest micro-batch with which a rank has a micro-batch for every pipeline stage, and two where the
+    noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
-    if layout.pp > 1:  # of the smallest batch too
+    if layout.pp > 1:  # also at the smallest batch
         batch = min(tokens for _, tokens in recipe.batch.sizes) // layout.pp
-    if recipe.stability.noise_scale_every_tokens is not None:  # which is measured on a part of the batch
+    if recipe.stability.noise_scale_every_tokens is not None:  # measured on a part of the batch
         batch //= 2
     return max(1, batch // layout.dp // recipe.model.seq_len)
 
@@ -118,14 +118,13 @@ def as_begun(recipe: Recipe, folder: Path) -> Recipe:
         return recipe
     begun = run.recipe()
     size = begun.batch.micro_batch
-    if size != "auto" and recipe.layout.pp > 1:  # it may have begun without a pipeline
+    if size != "auto" and recipe.layout.pp > 1:  # the run may have started without a pipeline
         size = min(size, _most(recipe))
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | begun.why})
 
 
 def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
-    """Returns the recipe with a micro-batch that is not timed: that of the run in this folder, or the rule of
-    thumb."""
+    """Returns the recipe with the micro-batch of the run in this folder, or else by the rule of thumb."""
     recipe = as_begun(recipe, folder) if folder is not None else recipe
     if recipe.batch.micro_batch != "auto":
         return recipe
@@ -153,10 +152,10 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
 
 
 def require_memory(recipe: Recipe) -> None:
-    """Check before a model is built that it can be trained at all.
+    """Check, before a model is built, that it fits into memory.
 
     Raises:
-        InputError: if by the closed form not even one sequence a forward fits beside the weights.
+        InputError: if by the closed form not even one sequence per forward fits beside the weights.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = LEAVEN_BF16.weights * recipe.model.params
@@ -174,7 +173,7 @@ def _require(needed: float, device: torch.device) -> None:
 
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list[int]:
-    """Returns the candidates that fit by the closed form, beside weights that are there already.
+    """Returns the candidates that fit by the closed form, once the weights are allocated.
 
     Raises:
         InputError: if not even the smallest fits.
@@ -186,9 +185,9 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list
 
 
 def settle(training: "Training") -> Choice:
-    """Choose the micro-batch of a run that has none yet, and write it with its reason into the run's recipe.
+    """Choose the micro-batch of a new run, and set it in the recipe of the training, with the reason.
 
-    Model, optimiser, rng and position are as before: the losses are those of the same number set by hand.
+    Model, optimizer, random state and position do not change: losses are the same as with this number in the recipe.
 
     Raises:
         InputError: if nothing fits.
@@ -203,7 +202,7 @@ def settle(training: "Training") -> Choice:
 
 
 def choose(training: "Training") -> Choice:
-    """Returns the micro-batch for :func:`settle`: timed, or by rule of thumb in a run too short for that."""
+    """Returns the micro-batch for :func:`settle`: by timing, or by rule of thumb for a short run."""
     began = time.perf_counter()
     recipe, sequences = training.recipe, training.recipe.batch.tokens // training.recipe.model.seq_len
     everything = [size for size in sizes(sequences) if size <= _most(recipe)]
@@ -217,7 +216,7 @@ def choose(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice:
-    """Returns the rule of thumb, halved until it fits."""
+    """Returns the micro-batch of the rule of thumb, halved until it fits."""
     thumb = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while trial_step(training, thumb) is None:
@@ -233,14 +232,14 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice:
 
 
 def _fastest(training: "Training", candidates: list[int], sequences: int) -> Choice:
-    """Returns the smallest that is about as fast as the fastest; tried from small to large until memory or time runs
-    out."""
+    """Returns the smallest micro-batch that is about as fast as the fastest. Candidates are timed from small to large
+    until memory or time runs out."""
     began = time.perf_counter()
     timings: list[Timing] = []
     too_large: list[int] = []
-    a_sequence = 0.0  # seconds
+    seconds_per_sequence = 0.0
     for size in candidates:
-        if timings and time.perf_counter() - began + (1 + ROUNDS) * size * a_sequence > LIMIT_SECONDS:
+        if timings and time.perf_counter() - began + (1 + ROUNDS) * size * seconds_per_sequence > LIMIT_SECONDS:
             break
         reset_peak_memory(training.device)
         times = []
@@ -253,25 +252,25 @@ def _fastest(training: "Training", candidates: list[int], sequences: int) -> Cho
             too_large.append(size)
             break
         best = min(times[1:])  # the first one warms up
-        a_sequence = best / size
+        seconds_per_sequence = best / size
         speed = sequences * training.recipe.model.seq_len / (-(-sequences // size) * best)
         timings.append(Timing(size, speed, peak_memory(training.device) / GIB))
     if not timings:
         raise _nothing_fits(training)
     enough = max(timing.tokens_per_second for timing in timings) * (1 - WORTH)
     chosen = next(timing.micro_batch for timing in timings if timing.tokens_per_second >= enough)
-    told = ", ".join(f"{t.micro_batch}: {format_quantity(t.tokens_per_second)}" for t in timings)
+    speeds = ", ".join(f"{t.micro_batch}: {format_quantity(t.tokens_per_second)}" for t in timings)
     eager = ", timed uncompiled" if training.recipe.layout.compile else ""
-    why = f"auto: fastest of {told} tokens/s{eager}{_out_of_memory(too_large)}"
+    why = f"auto: fastest of {speeds} tokens/s{eager}{_out_of_memory(too_large)}"
     return Choice(chosen, why, tuple(timings), tuple(too_large))
 
 
 def trial_step(training: "Training", size: int) -> float | None:
-    """Returns the seconds of one forward and backward over a micro-batch of the run's own data; None if out of
-    memory.
+    """Returns the seconds of a forward and backward pass over a micro-batch of the run's data, or None if it runs out
+    of memory.
 
-    Memory is filled as in a step: where a batch takes several forwards, gradients are there before. The run is not
-    changed.
+    Memory is allocated as in a step, with gradients of earlier forwards where a batch takes several. The state of the
+    run does not change.
 
     Raises:
         StopRequested: if the training was asked to stop.
@@ -294,7 +293,7 @@ def trial_step(training: "Training", size: int) -> float | None:
             moments = None if training.optimiser.adam.state else _reserve(training, 2)
             training.sharded.forward_backward([training.micro_batch_of(numbers, size)], scale / (size * seq_len))
             wait(device)
-            _reserve(training, 1)  # the step keeps the weights of before beside the new ones
+            _reserve(training, 1)  # a step keeps a copy of the weights, to measure the update
             del moments
         return time.perf_counter() - began
 
@@ -305,8 +304,8 @@ def trial_step(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """Reserves memory for so many copies of the parameters, as a step will; memory of a CPU counts only once
-    written."""
+    """Allocate memory for so many copies of the parameters, as a step does; not on a CPU, where memory counts only
+    once written."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)

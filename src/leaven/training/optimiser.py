@@ -1,4 +1,4 @@
-"""Adam from the parameter table: one group for each set of values, every parameter in exactly one."""
+"""Adam with parameter groups from the parameter table: one group for each set of values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import ParameterRow, optimiser_groups
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What Adam knows of a parameter: its steps (), and two tensors like it."""
+"""Adam's state of a parameter: the step count, (), and two moments of its shape."""
 
 Moments = Mapping[tuple[str, str], Tensor]
 
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
-    """Groups for ``torch.optim``: module, param_names, params, peak_lr, lr, betas, eps, weight_decay.
+    """Returns groups for ``torch.optim``: module, param_names, params, peak_lr, lr, betas, eps, weight_decay.
 
     Raises:
-        ValueError: naming the parameters that no row is for, or the rows without a parameter.
+        ValueError: naming parameters without a row, or rows without a parameter.
     """
     names = {row.name for row in rows}
     if len(names) != len(rows):
@@ -36,25 +36,25 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
 
 @dataclass
 class Optimiser:
-    """Adam or AdamW over the table's groups; the schedule multiplies each group's own peak.
+    """Adam or AdamW over the table's groups; the schedule multiplies each group's peak learning rate.
 
-    In a scaled ramp the betas change with the batch. Adam's moments start at 0, and what corrects them is
+    In a scaled ramp the betas change with the batch. Adam corrects its moments, which start at 0, by
     1 - prod(beta_i) over the steps so far. Here beta_i = beta ** (1 / half_life_i), so the product is beta_now ** n
     with n = half_life_now x sum(1 / half_life_i): torch's own correction is exact if its step count is n.
-    :meth:`recount` keeps it so: when the batch changes, it converts the count into steps of the new batch.
+    When the batch changes, :meth:`recount` converts the count into steps of the new batch.
     """
 
     adam: torch.optim.Adam
 
     @classmethod
     def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], kind: str) -> "Optimiser":
-        """``adamw`` decouples the decay; ``adam`` adds it to the gradient (L2 in the loss)."""
+        """Returns an optimizer: ``adamw`` has decoupled weight decay, ``adam`` adds it to the gradient (L2)."""
         algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
         return cls(algorithm(parameter_groups(parameters, rows), fused=True))
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
-        """Update at ``multiplier`` times every group's peak lr, or not at all where ``skip`` is true on the device,
-        and drop the gradients. ``ramp`` multiplies the values of the full batch."""
+        """Update at ``multiplier`` times every group's peak lr, and drop the gradients. Nothing is updated if
+        ``skip`` is true on the device. ``ramp`` multiplies the values of the full batch."""
         for group in self.adam.param_groups:
             full = group.setdefault("full", {key: group[key] for key in ("betas", "eps", "weight_decay")})
             group["lr"] = group["peak_lr"] * multiplier * ramp.lr
@@ -67,7 +67,7 @@ class Optimiser:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts by a factor, by which the half-life of the moments in steps grows from now on."""
+        """Multiply the step counts by the factor by which the half-life of the moments, in steps, changes."""
         for state in self.adam.state.values():
             state["step"] *= factor
 
@@ -85,7 +85,7 @@ class Optimiser:
 
     def load_state_dict(self, state: Moments) -> None:
         for name, parameter in self._named():
-            # Copies on the parameter's device, the step count too: the fused kernels want it there.
+            # Copies on the parameter's device; fused kernels need the step count there too.
             self.adam.state[parameter] = {
                 kind: state[kind, name].to(parameter.device, copy=True) for kind in MOMENTS if (kind, name) in state
             }

@@ -1,46 +1,47 @@
-"""What a trial comes to. Without torch: searches, their worker processes and other people's objectives share it."""
+"""The outcome of a trial. It does not import torch: searches, workers and users' objectives share it."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# (tokens, loss in nats per token) along a run, tokens rising.
+# (tokens, loss in nats per token) at points of a run, in the order of tokens.
 Curve = tuple[tuple[int, float], ...]
 
 
 def curve_of(points: Iterable[Sequence[float]]) -> Curve:
-    """A curve that was JSON, which has no tuples, or that somebody else's objective gave."""
+    """Returns a curve from lists, as JSON or a user's objective gives it."""
     return tuple((int(tokens), float(loss)) for tokens, loss in points)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A trial's end."""
+    """The outcome of a trial."""
 
-    loss: float  # validation, nats per token; not finite: it diverged. Of a stopped trial, what is expected of it
-    tokens: int = 0  # trained on, in all attempts
+    loss: float  # validation, nats per token; not finite if it diverged; of a pruned trial the expected loss
+    tokens: int = 0  # trained, in all attempts
     flops: float = 0.0
     seconds: float = 0.0
-    curve: Curve = ()  # mean training loss since the point before
-    stopped: bool = False  # given up, as hopeless against the curve of the best trial
-    branches: Curve = ()  # validation loss at the end of each duration, where durations are compared
+    curve: Curve = ()  # mean training loss since the previous point
+    stopped: bool = False  # pruned: ended early because it could not reach the best trial
+    branches: Curve = ()  # validation loss at the end of each duration, if several are trained
     worker: str = ""  # host:pid
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Outcome":
-        """One that was JSON."""
+        """Returns an outcome from its JSON document."""
         return cls(**{**document, **{key: curve_of(document.get(key, ())) for key in ("curve", "branches")}})
 
     @property
     def diverged(self) -> bool:
+        """Whether the loss is not finite."""
         return not math.isfinite(self.loss)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The best trial so far, for others to be compared with while they run."""
+    """The best trial so far, with which running trials are compared."""
 
-    curve: Curve
-    loss: float  # of validation, at its end
+    curve: Curve  # of the training loss
+    loss: float  # validation, at its end, nats per token
     noise: float  # standard deviation between seeds, nats per token

@@ -1,7 +1,7 @@
-"""In which dtype is computed, and the loss scale that half precision needs.
+"""Compute dtypes, and the dynamic loss scale of fp16.
 
-Weights, gradients, moments, loss and the sums over micro-batches are fp32 whatever the products are computed in:
-mixed precision with a master copy (Micikevicius et al. 2018, arXiv 1710.03740).
+Weights, gradients, moments, loss and sums over micro-batches are always fp32: mixed precision with a master copy
+(Micikevicius et al. 2018, arXiv 1710.03740).
 """
 
 from collections.abc import Mapping
@@ -14,31 +14,32 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 FIRST_SCALE = 2.0**16
 GROW_AFTER = 2_000
-"""Steps in a row without overflow after which the scale doubles: NVIDIA's and torch's value."""
+"""Consecutive steps without overflow after which the scale doubles, as in torch."""
 
 _STATE = "loss_scale"  # among the optimiser's tensors in a checkpoint
 
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by before the backward pass, so that small gradients do not vanish in fp16.
+    """The factor on the loss before the backward pass that keeps small gradients from vanishing in fp16.
 
-    A step whose gradient overflows is not done and halves the scale; :data:`GROW_AFTER` steps in a row without
-    overflow double it. Powers of two: the gradients' bits do not change. All of it stays on the device.
+    A step whose gradient overflows is skipped and halves the scale; :data:`GROW_AFTER` steps without overflow double
+    it. It is a power of two, so it does not change the bits of gradients.
     """
 
-    value: Tensor
-    good_steps: Tensor
+    value: Tensor  # (), on the device
+    good_steps: Tensor  # consecutive steps without overflow, (), on the device
 
     @classmethod
     def build(cls, device: torch.device) -> "LossScale":
         return cls(torch.tensor(FIRST_SCALE, device=device), torch.tensor(0.0, device=device))
 
     def update(self, finite: Tensor) -> None:
-        # masked_fill takes its number along; torch.where would copy it from the host, and wait for the device.
+        """Adjust the scale after a step whose loss and gradient were finite or not, ()."""
+        # masked_fill with a number does not wait for the device; torch.where would copy it from the host.
         good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
         grows = good_steps >= GROW_AFTER
-        # Below 1 the loss itself is no number, and halving mends nothing.
+        # At 1 the overflow is in the loss itself, and a smaller scale does not help.
         self.value = torch.where(finite, self.value * (1 + grows.float()), self.value / 2).clamp(min=1.0)
         self.good_steps = good_steps.masked_fill(grows, 0)
 

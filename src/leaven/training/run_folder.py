@@ -1,4 +1,4 @@
-"""The folder of a run: its resolved recipe, metrics (a line a step), events, checkpoints."""
+"""The folder of a run: resolved recipe, metrics (one line per step), events, checkpoints."""
 
 import json
 import os
@@ -18,35 +18,36 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.rewind import Rewind
 
 LOCK = ".lock"
-RETURNS = ("rollback", "rewind")  # events of rewinds: of the spike guard, and manual ones
+RETURNS = ("rollback", "rewind")  # events of automatic and manual rewinds
 
 
-# What a step takes anew from the recipe, so that --rewind-to may change it. Anything else would be another model,
-# other data, or an initialisation that was long ago; the batch would move the number of every step.
+# What --rewind-to may change, because every step reads it from the recipe. Other keys define the model, the data or
+# the initial values, and the batch defines the number of every step.
 SECTIONS = ("schedule", "stability", "evaluation")
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 
 
 @contextmanager
-def held(folder: Path, what: str) -> Iterator[None]:
-    """Make a folder and lock it for this process; the lock ends with the process, however that ends.
+def held(folder: Path, kind: str) -> Iterator[None]:
+    """Create a folder and lock it for this process; the lock ends with the process, even if that is killed.
 
     Raises:
-        InputError: if another process holds it, or it cannot be made.
+        InputError: if another process holds it, or it cannot be created.
     """
     make_folder(folder)
     with ExitStack() as held:
         try:
             held.enter_context(storage.lock(folder / LOCK, seconds=0))
         except TimeoutError:
-            raise InputError(f"{what} {folder} is in use by another process; wait for it or use another") from None
+            raise InputError(f"{kind} {folder} is in use by another process; wait for it or use another") from None
         yield
 
 
 class RunFolder:
-    """A run on disk. Lines that a full disk has no room for are kept and written later: ``unwritten`` says why.
+    """A run on disk. Lines that do not fit on a full disk are kept in memory and written later; ``unwritten`` is the
+    reason.
 
-    Only one process of a run ``writes``; for the others every method that would is a no-op.
+    Only one process of a run ``writes``; for the others, writing methods are no-ops.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,21 +63,20 @@ class RunFolder:
         self._waiting: deque[tuple[Path, dict[str, Any]]] = deque()
 
     def recipe(self) -> Recipe:
-        """Returns the current recipe. A manual rewind that changed it may have been killed before it wrote the
-        file."""
+        """Returns the current recipe, also if the process was killed between a manual rewind and writing the file."""
         changed = [event["recipe"] for event in self.events() if "recipe" in event]
         return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
 
     def check(self, recipe: Recipe) -> None:
-        """Check that this folder is new, empty, or of a run of this recipe.
+        """Check that this folder is new, empty, or holds a run of this recipe.
 
         Raises:
-            InputError: saying what stands in the way; nothing has been written.
+            InputError: if not; nothing has been written.
         """
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path}: a file; --run takes a folder")
         if not self.recipe_file.exists():
-            # What a kill has left of writing the recipe is no stranger's: it was the first file.
+            # Temporary files left by an interrupted write of the recipe, the first file, belong to this run.
             known = (LOCK, f".{self.recipe_file.name}.*.tmp")
             entries = self.path.iterdir() if self.path.exists() else ()
             if not all(any(fnmatch(entry.name, name) for name in known) for entry in entries):
@@ -94,12 +94,12 @@ class RunFolder:
         """Check that the run, if it has begun, was trained on the text of this fingerprint.
 
         Raises:
-            InputError: if its source reads otherwise now than then.
+            InputError: if the text has changed since.
         """
         before = next((event["text"] for event in self.events() if "text" in event), fingerprint)
         if before != fingerprint:
             raise InputError(
-                f"run folder {self.path} was trained on other text: what [data] source and tokenizer give has "
+                f"run folder {self.path} was trained on other text: the files of [data] source or the tokenizer have "
                 "changed since; use another --run"
             )
 
@@ -117,7 +117,7 @@ class RunFolder:
             yield self
 
     def rearrange(self, recipe: Recipe, changes: list[Difference], tokens: int) -> Recipe:
-        """Write the recipe with another layout or micro-batch, and return it; both hold since ``tokens`` trained."""
+        """Write the recipe with a layout or micro-batch that changed at ``tokens`` trained, and return it."""
         why = {path: f"since {tokens:,} tokens; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -125,15 +125,13 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer into the folder: the weights are useless without it, and the cache may be cleared."""
+        """Copy the tokenizer into the folder: weights are useless without it, and the cache may be cleared."""
         if self.writes and not self.tokenizer_file.exists():
             write_text(self.tokenizer_file, read_text(path))
 
     def rewind(self, step: int) -> None:
-        """Remove the metric lines after ``step``, and a torn last line: those steps will be done again.
-
-        The file is cut, which needs no room on the disk; what goes is always its end.
-        """
+        """Remove the metric lines after ``step``, which will be done again, and a torn last line. The file is
+        truncated, which also works on a full disk."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
         if not self.writes or not self._metrics.exists():
             return
@@ -157,6 +155,7 @@ class RunFolder:
         return lines
 
     def events(self) -> list[dict[str, Any]]:
+        """Returns the lines of events.jsonl."""
         return _documents(self._events, "event")
 
     def rewinds(self) -> tuple[Rewind, ...]:
@@ -193,7 +192,7 @@ class RunFolder:
         self._append(self._events, {"event": event, **values, "time": round(time.time(), 3)})
         if self.writes and event in RETURNS and self.unwritten is None:
             with suppress(OSError):
-                storage.sync_file(self._events)  # before anything is done about it
+                storage.sync_file(self._events)  # before the run acts on it
 
     def written(self) -> None:
         """Check that every line has been written.
@@ -247,7 +246,7 @@ def listed(changes: list[Difference]) -> str:
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    """The JSON objects with this key in the lines of a file; others are passed over."""
+    """Returns the JSON objects in the lines of a file that have this key."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:

@@ -15,8 +15,8 @@ class Sample:
     """Text that follows a prompt."""
 
     text: str
-    tokens: int
-    ended: bool  # by the model itself, before it had all its tokens
+    tokens: int  # generated
+    ended: bool  # whether the model ended the text before ``max_tokens``
 
 
 def sample(
@@ -29,16 +29,15 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Sample:
-    """Returns sample ``number`` of a seed: the same on every call, however many others are drawn.
+    """Returns sample ``number`` of a seed, which does not depend on other samples.
 
-    The model sees the prompt as the beginning of a document. ``on_text`` is given the text piece by piece; a piece is
-    whole characters.
+    The prompt is the beginning of a document. ``on_text`` is called with each new piece of text, in whole characters.
     """
     tokenizer = run.tokenizer
     tokenizer.encode_special_tokens = True  # as in training: text that spells a special token is text
     given = tokenizer.encode(prompt, add_special_tokens=False).ids
     drawn: list[int] = []
-    # Decoded together: what a token reads as may depend on what is before it.
+    # Decode prompt and sample together: the text of a token may depend on the one before.
     start = shown = len(tokenizer.decode(given))
     for token in generate(
         run.model,
@@ -51,7 +50,7 @@ def sample(
     ):
         drawn.append(token)
         text = tokenizer.decode([*given, *drawn])
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character that is not whole yet
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character that is not complete yet
             on_text(text[shown:])
             shown = len(text)
     text = tokenizer.decode([*given, *drawn])

@@ -2,16 +2,16 @@
 
 Each of the three is compared with the median of its last :data:`LEVEL` steps, and its distance from it with the
 median of the last :data:`WINDOW` such distances, of either sign (x 1.4826, which for normal noise is a standard
-deviation), never less than a floor. What goes beyond :data:`ALLOWANCE` of these deviations is added up from step to
-step (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"), and what is missing to it is taken off
-again. A sum of :data:`LIMIT` is an anomaly: three steps far out or a dozen a little out, but not one batch of odd
-text. It began where the sum last left 0; steps since then are suspicious, and later steps are not compared with them.
+deviation), never less than a floor. The number of deviations minus :data:`ALLOWANCE` is added to a sum that never
+falls below 0 (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"). A sum of :data:`LIMIT` is an
+anomaly: three steps far out or a dozen slightly out, but not one batch of unusual text. It began where the sum last
+left 0; steps since then are suspicious, and later steps are not compared with them.
 
-Both norms are compared in the logarithm; the update norm is divided by the lr, whose schedule is no news. In a 32B
-run it doubled before loss and gradient moved (marin-community/marin#1368).
+Both norms are compared in the logarithm, and the update norm is divided by the learning rate. In a 32B run it doubled
+before loss and gradient moved (marin-community/marin#1368).
 
-A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are found after 2 x :data:`LEVEL`
-steps, from which the usual level is learnt. docs/log.md has the rate of false alarms.
+A loss, gradient or update that is not finite is an anomaly at once. For others the usual level is first learnt from
+2 x :data:`LEVEL` steps. docs/log.md has the rate of false alarms.
 """
 
 import math
@@ -27,14 +27,14 @@ LEVEL = 32
 WINDOW = 128
 ALLOWANCE = 4.0
 CAP = 12.0
-"""One step counts for no more than CAP - ALLOWANCE, however far out it is."""
+"""Deviations above CAP count as CAP: one step adds at most CAP - ALLOWANCE to the sum."""
 LIMIT = 24.0
 OUTSTANDING = 6.0
-"""Deviations from which on ``on_spike = "skip"`` does not apply a step: what OLMo-core's SkipStep optimisers use."""
+"""Deviations from which ``on_spike = "skip"`` skips a step, as in OLMo-core's SkipStep optimizers."""
 PATIENCE = 20
-"""Steps in a row that ``skip`` may leave out; more means a run that has stopped learning, not an odd batch."""
+"""Consecutive steps that ``skip`` may skip; more of them are an anomaly."""
 
-# 0.05 nats; factors of 1.28 and 1.11: steadier than that a large batch may be, without less being any trouble.
+# 0.05 nats, and factors of 1.28 and 1.11: with large batches the deviations can be even smaller, which is harmless.
 FLOORS = {"loss": 0.05, "grad_norm": 0.25, "update_norm": 0.1}
 TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update norm"}
 
@@ -52,17 +52,17 @@ class Anomaly:
     """Something is wrong with a run."""
 
     onset: int  # the first suspicious step
-    step: int  # at which it was certain
-    why: str
-    numbers: dict[str, dict[str, float]]  # by quantity: its value, what was usual, and how far it is off
+    step: int  # at which it was detected
+    why: str  # the message of the event
+    numbers: dict[str, dict[str, float]]  # by quantity: value, median, deviations, sum
 
 
 @dataclass
 class QuantityMonitor:
-    """What is known of one quantity."""
+    """Follows the level of one quantity."""
 
     floor: float  # of the standard deviation
-    values: list[float] = field(default_factory=list)  # the last ones
+    values: list[float] = field(default_factory=list)  # the last :data:`LEVEL`
     distances: list[float] = field(default_factory=list)  # of values from the medians before them
     total: float = 0.0  # cumulative sum
     since: int | None = None  # step at which the sum left 0
@@ -76,7 +76,7 @@ class QuantityMonitor:
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Take in a value. Returns the value that was expected, and how many deviations it is above that."""
+        """Add a value. Returns the value that was expected, and the deviations above it."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -92,10 +92,10 @@ class QuantityMonitor:
 
 
 class SpikeDetector:
-    """Sees every step in order. Its state is saved in checkpoints.
+    """Detects anomalies from all steps in order. Its state is saved in checkpoints.
 
-    With ``skipping``, outstanding steps are skipped by :meth:`limits`, and only more than :data:`PATIENCE` of them
-    in a row are an anomaly.
+    With ``skipping``, outliers are skipped by :meth:`limits`, and only :data:`PATIENCE` of them in a row are an
+    anomaly.
     """
 
     def __init__(self, skipping: bool = False) -> None:
@@ -110,13 +110,13 @@ class SpikeDetector:
         return min((watch.since for watch in self.watches.values() if watch.since is not None), default=None)
 
     def observe(self, step: "Step") -> Anomaly | None:
-        """Take in a step. Returns the anomaly that it made certain, if any."""
+        """Add a step. Returns the anomaly that it completes, if any."""
         if left_out(step):
             return self._leave_out(step)
-        if step.skipped:  # for a loss scale that was too large, which looks after itself
+        if step.skipped:  # the loss scale was too large, and adjusts itself
             return None
         self._left_out = 0
-        if not math.isfinite(step.update_norm):  # the parameters are lost, whatever is skipped from here on
+        if not math.isfinite(step.update_norm):  # the parameters are not finite any more
             why = f"update norm {step.update_norm:g} at step {step.step}"
             return Anomaly(self.since or step.step, step.step, why, {"update_norm": {"value": step.update_norm}})
         numbers: dict[str, dict[str, float]] = {}
@@ -129,8 +129,8 @@ class SpikeDetector:
                 middle = math.exp(middle) * unit
             else:
                 continue
-            told = {"value": value, "median": middle, "deviations": deviations, "sum": self.watches[name].total}
-            numbers[name] = {key: float(f"{number:.6g}") for key, number in told.items()}
+            found = {"value": value, "median": middle, "deviations": deviations, "sum": self.watches[name].total}
+            numbers[name] = {key: float(f"{number:.6g}") for key, number in found.items()}
         if self.skipping:
             self._look_ahead(step.step)
             return None
@@ -139,9 +139,9 @@ class SpikeDetector:
             return None
         onset = self.since
         assert onset is not None
-        said = " and ".join(f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations up" for name in certain)
+        moves = " and ".join(f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations up" for name in certain)
         loss = numbers["loss"]
-        why = f"{said}, loss {loss['median']:.2f} -> {loss['value']:.2f} within {step.step - onset + 1} steps"
+        why = f"{moves}, loss {loss['median']:.2f} -> {loss['value']:.2f} within {step.step - onset + 1} steps"
         return Anomaly(onset, step.step, why, numbers)
 
     def _leave_out(self, step: "Step") -> Anomaly | None:
@@ -151,13 +151,13 @@ class SpikeDetector:
         onset = step.step - self._left_out + 1
         why = f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}"
         if self._left_out > 1:
-            why = f"{self._left_out} steps in a row left out, the last with {why}"
+            why = f"{self._left_out} steps in a row skipped, the last with {why}"
         numbers = {name: {"value": getattr(step, name)} for name in ("loss", "grad_norm")}
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Returns the limits of a step. They are known two steps ahead, so that a loop that reads one step behind the
-        device decides as one that does not."""
+        """Returns the limits of a step. They are fixed two steps ahead, so that they do not depend on whether the
+        loop reads results one step late."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def _look_ahead(self, step: int) -> None:
@@ -167,7 +167,7 @@ class SpikeDetector:
             self._limits = [*self._limits[-2:], (step + 2, Limits(tops[0], math.exp(tops[1])))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """Returns the state as JSON values."""
         return {
             "watches": {name: asdict(watch) for name, watch in self.watches.items()},
             "left_out": self._left_out,
@@ -181,5 +181,6 @@ class SpikeDetector:
 
 
 def left_out(step: "Step") -> bool:
-    """Returns whether a step was skipped as not finite or above the limits, and not for its loss scale alone."""
+    """Returns whether a step was skipped because it was not finite or above the limits, not for its loss scale
+    alone."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))

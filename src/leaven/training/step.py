@@ -1,4 +1,4 @@
-"""One optimiser step as it is measured: a line of metrics.jsonl, and how its numbers come from the device."""
+"""The metrics of an optimizer step: a line of metrics.jsonl, measured without making the device wait."""
 
 import math
 import time
@@ -27,43 +27,45 @@ class Step(StepResult):
     update_norm: float
     tokens_per_second: float
     tflops: float  # model FLOPs per second and device
-    mfu: float | None  # their share of the device's peak; None where that is unknown
-    memory_gib: float  # the most that was held so far
-    skipped: bool  # loss or gradient were not finite or not below the limits: parameters are those of the step before
-    loss_scale: float | None  # in half precision
-    modules: dict[str, tuple[float, float]]  # norms of update and parameters of each module, over all blocks
-    noise_scale: float | None = None  # tokens; None at steps without a measurement, and while noise hides the signal
+    mfu: float | None  # tflops over the peak of the device; None where that is unknown
+    memory_gib: float  # peak so far
+    skipped: bool  # the loss or gradient norm was not finite or not below the limits; nothing changed
+    loss_scale: float | None  # None except in fp16
+    modules: dict[str, tuple[float, float]]  # norm of update and of parameters by module, over all blocks
+    noise_scale: float | None = (
+        None  # tokens; None in steps without a measurement, or if the estimate is not positive
+    )
 
     @property
     def diverged(self) -> bool:
-        """Whether it was skipped because loss or gradient are not finite, and not for too large a loss scale."""
+        """Whether it was skipped because loss or gradient are not finite, except for too large a loss scale."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that the device may still be working on."""
+    """A started step, on which the device may still be working."""
 
     step: int
     tokens: int
     batch_tokens: int
     lr: float
-    seconds: float  # of handing it over; on a processor it is done by then
-    values: Tensor  # what the device measures, on the host once ``ready`` has passed
+    seconds: float  # spent on starting it; on a CPU the whole step
+    values: Tensor  # measurements, on the host once ``ready`` has passed
     started: torch.cuda.Event | None
     ready: torch.cuda.Event | None
     read: "Callable[[PendingStep], Step]"
 
     def result(self) -> Step:
-        """Wait for this step, and for nothing handed over since. Call it once, in the order of the steps."""
+        """Wait for this step and return its metrics. Call it once, in the order of the steps."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.read(self)
 
 
 class Telemetry:
-    """Measures steps without making the device wait; one call each of begin, before_update, end and read a step."""
+    """Measures steps without making the device wait. Call begin, before_update, end and read once for each step."""
 
     def __init__(self, recipe: Recipe, table: ParameterTable, model: ShardedModel) -> None:
         self._model, self._device = model, model.device
@@ -77,11 +79,11 @@ class Telemetry:
         self._before: list[Tensor] = []
 
     def begin(self) -> None:
-        """Start the clock of a step."""
+        """Start timing a step."""
         self._began, self._started = time.perf_counter(), self._mark()
 
     def before_update(self) -> None:
-        """Keep the parameters, from which the update is measured."""
+        """Copy the parameters, to measure the update."""
         self._before = [leaf.detach().clone() for leaf in self._model.leaves]
 
     @torch.no_grad()
@@ -95,8 +97,8 @@ class Telemetry:
         *,
         read: Callable[[PendingStep], Step],
     ) -> PendingStep:
-        """Begin to copy to the host what was ``measured``: loss, gradient norm, whether the step was applied, loss
-        scale and noise scale, all (); with the norms of updates and parameters."""
+        """Start copying measurements to the host: ``measured`` (loss, gradient norm, whether the step was applied,
+        loss scale and noise scale, each ()), and the norms of updates and parameters."""
         subtract_(self._before, self._model.leaves)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
         self._before = []
@@ -106,7 +108,7 @@ class Telemetry:
         return PendingStep(step, tokens, batch_tokens, lr, seconds, values, self._started, ready, read)
 
     def read(self, pending: PendingStep, peak: Peak | None, has_loss_scale: bool) -> tuple[Step, float]:
-        """The metrics of a step that is done, and the seconds that it took on its device."""
+        """Returns the metrics of a finished step, and its seconds on the device."""
         seconds = pending.seconds
         if pending.started is not None and pending.ready is not None:
             seconds = pending.started.elapsed_time(pending.ready) / 1000
@@ -134,11 +136,11 @@ class Telemetry:
         return step, seconds
 
     def _per_module(self, sizes: Tensor) -> Tensor:
-        """2-norms by module from those by parameter."""
+        """Returns 2-norms by module from those by parameter."""
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy that is complete once the event has passed: a plain read would wait for all that is issued since."""
+        """Returns a copy that is complete once the event has passed. A plain read would wait for later steps too."""
         if not values.is_cuda:
             return values, None
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -146,7 +148,7 @@ class Telemetry:
         return host, self._mark()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """A place in the queue of the device."""
+        """Returns a timing event in the queue of the device."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
-"""One trial: a recipe trained from the start to its end, or to where that is in sight, and what it came to.
+"""Trains one trial: a recipe from the start to its end, or until it diverges or is pruned.
 
-A trial that takes longer than a minute keeps a checkpoint, from which another process goes on bit for bit.
+A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
-Durations are compared on one trunk: up to where the first of them cools down, wsd runs of different durations are
-the same run (Hägele et al. 2024, arXiv 2405.18392). There the state is copied, the cooldown is trained and judged,
-and the trunk goes on from the copy, so that k durations cost the longest one and k - 1 cooldowns.
+Several durations share one trunk: until the first of them starts its cooldown, wsd runs of different durations are
+the same run (Hägele et al. 2024, arXiv 2405.18392). There the state is copied, the cooldown is trained and evaluated,
+and the trunk continues from the copy, so that k durations cost the longest one and k - 1 cooldowns.
 """
 
 import json
@@ -41,16 +41,16 @@ def train_trial(
     durations: Sequence[int] = (),
     checkpoint_seconds: float = 60,
 ) -> Outcome:
-    """Train a recipe, or as far as it takes to see that it diverges or is out of reach of the ``baseline``.
+    """Train a recipe until it is done, diverges, or cannot reach the ``baseline``.
 
     Args:
-        baseline: a run of another recipe, of this one's duration and schedule, to be measured against.
-        checkpoint: a folder of this trial's own, written to every ``checkpoint_seconds``, and to be removed once the
-            outcome is kept. What is there of the same recipe, text and durations is gone on from.
-        durations: in tokens; all are trained, as a trunk to the longest of them with branches.
+        baseline: a trial of another recipe with the same duration and schedule.
+        checkpoint: a folder for checkpoints every ``checkpoint_seconds``, from which the same trial resumes. The
+            caller removes it once the outcome is saved.
+        durations: in tokens; all of them are trained, as branches of a run of the longest.
 
     Raises:
-        InputError: if the recipe cannot be trained, or the durations have no trunk in common.
+        InputError: if the recipe cannot be trained, or the durations do not share a trunk.
     """
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     *branches, trunk = branches_of(recipe, durations, tokens) or [recipe]
@@ -89,53 +89,54 @@ def train_trial(
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """The recipe at each of the durations, in tokens, the shortest first.
+    """Returns the recipe at each of the durations, in tokens, the shortest first.
 
     Raises:
-        InputError: if they are not all branches of the longest.
+        InputError: if the others are not branches of the longest.
     """
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
-        raise InputError(f"durations: a {schedule.decay} run holds no shorter one; set schedule.decay = wsd")
+        raise InputError(f"durations: a {schedule.decay} run does not contain shorter ones; set schedule.decay = wsd")
     for duration in sorted(set(durations)):
-        told = f"durations: {duration:,} tokens"
+        prefix = f"durations: {duration:,} tokens"
         if duration <= schedule.warmup_tokens:
-            raise InputError(f"{told} do not go beyond the warm-up of {schedule.warmup_tokens:,}; give longer ones")
+            raise InputError(f"{prefix} do not go beyond the warm-up of {schedule.warmup_tokens:,}; give longer ones")
         steps = batches.first_step_at(duration)
         if (end := batches.tokens_at_step(steps)) != duration:
             before = batches.tokens_at_step(steps - 1)
-            raise InputError(f"{told} are no whole number of batches; {before:,} or {end:,} are")
+            raise InputError(f"{prefix} are not a whole number of batches; take {before:,} or {end:,}")
         if max(tokens.epochs(duration).values()) > 1:
             raise InputError(
-                f"{told} go through the text more than once, and what is repeated is worth less; there are "
+                f"{prefix} repeat the text, which makes durations hard to compare; it has "
                 f"{len(tokens.train):,} tokens: give shorter durations or more text"
             )
         found.append(recipe.replace({"data.tokens": duration}))
     if len({_values(branch) for branch in found}) > 1:
         raise InputError(
-            f"durations: rule {recipe.scaling.rule} gives each its own values, so they have no common trunk; "
-            "take scaling.base out, or train each by itself"
+            f"durations: rule {recipe.scaling.rule} gives each duration its own values, so they share no trunk; "
+            "remove scaling.base, or train each duration separately"
         )
     return found
 
 
 def _values(recipe: Recipe) -> tuple[Any, ...]:
-    """What the rule makes of a recipe."""
+    """Returns the values of a recipe under its rule."""
     table = resolve(recipe)
     return table.rows, table.attention_scale, table.beta2
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """The tokens up to which a wsd run is its trunk: its lr falls with the step that ends beyond them."""
+    """Returns the tokens at which a wsd run starts its cooldown: the lr decays from the first step that ends
+    beyond."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
 class Cooldowns(Callback[Step]):
-    """Trains the shorter durations of a trial where they leave the trunk, each from a copy of the state."""
+    """Trains the cooldowns of shorter durations where they leave the trunk, each from a copy of the state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
-        self._training, self._monitor, self._branches = training, monitor, list(branches)  # still to come
+        self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
         self.ended: Curve = ()  # tokens and validation loss of durations that did not diverge
         self.cooled = 0  # tokens trained in cooldowns
 
@@ -146,7 +147,7 @@ class Cooldowns(Callback[Step]):
 
     def _cool_down(self, branch: Recipe) -> None:
         training, trunk = self._training, self._training.recipe
-        monitor = replace(self._monitor, tokens=branch.data.tokens)  # judged as a run of its own length
+        monitor = replace(self._monitor, tokens=branch.data.tokens)  # diverges by its own length
         here = training.checkpoint().copied()
         training.recipe = branch
         with suppress(Diverged):
@@ -169,7 +170,7 @@ class Cooldowns(Callback[Step]):
 
 
 class TrialCheckpoint(Callback[StepResult]):
-    """Writes the state of a trial every so many seconds. A full disk costs the checkpoint, not the trial."""
+    """Writes a checkpoint of a trial every so many seconds. If the disk is full the trial continues without."""
 
     def __init__(
         self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback[Step]]
@@ -178,7 +179,7 @@ class TrialCheckpoint(Callback[StepResult]):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from what is there of the same trial, if anything is."""
+        """Continue from the checkpoint of the same trial, if there is one."""
         found, _ = read_checkpoint(self._folder)
         if found is not None:
             self._training.restore(found)
@@ -198,6 +199,6 @@ class TrialCheckpoint(Callback[StepResult]):
 
 
 def _key(recipes: Sequence[Recipe], tokens: TokenSet) -> str:
-    """The same for trials that compute the same."""
-    told = [recipe.model_dump(mode="json", exclude={"name", "why"}) for recipe in recipes]
-    return blake2b(json.dumps([told, tokens.fingerprint], sort_keys=True).encode(), digest_size=12).hexdigest()
+    """Returns a digest of everything that a trial computes from."""
+    inputs = [recipe.model_dump(mode="json", exclude={"name", "why"}) for recipe in recipes]
+    return blake2b(json.dumps([inputs, tokens.fingerprint], sort_keys=True).encode(), digest_size=12).hexdigest()

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, on one thread each, and a pool of them that outlives any of its workers."""
+"""Trains runs in worker processes with one thread each; dead workers are replaced."""
 
 import os
 import threading
@@ -17,21 +17,21 @@ Result = TypeVar("Result")
 
 
 def start(parent: int) -> None:
-    """Initialise a worker process: one thread, and an end when its parent ends."""
+    """Initialise a worker process: use one thread, and exit when the parent does."""
     import torch
 
     torch.set_num_threads(1)
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
-def _leave_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def run_in(folder: Path, recipe: Recipe) -> float | None:
-    """Train a recipe in a run folder; its validation loss, or None if it diverged (the folder's events say where)."""
+    """Train a recipe in a run folder. Returns its validation loss, or None if it diverged (see events.jsonl)."""
     from leaven.data.tokens import prepare
     from leaven.training.loop import Diverged
     from leaven.training.micro_batch import by_thumb
@@ -39,7 +39,7 @@ def run_in(folder: Path, recipe: Recipe) -> float | None:
 
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     try:
-        # Runs side by side would time each other.
+        # Runs side by side would disturb each other's timings.
         return train(by_thumb(recipe, folder), tokens, folder, history=False).loss
     except Diverged:
         return None

@@ -39,7 +39,7 @@ from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.schedule import Schedule
 from leaven.scaling.cells import Ratios
-from leaven.training.early_stopping import DivergenceMonitor, lost_above
+from leaven.training.early_stopping import DivergenceMonitor, divergence_limit
 from leaven.training.loop import Diverged, Loop, PlainTraining
 from leaven.training.outcome import Outcome
 from leaven.verification.batches import HELD_OUT, Batches, corpus, sequences, synthetic
@@ -119,7 +119,7 @@ class ForeignFamily:
         instance, batches = self._instance(setting.width, setting.depth, setting.seed, _ratios(setting))
         count = round(setting.batch * self.sequences)
         tokens = round(self.tokens * setting.tokens)
-        schedule, limit = Schedule(warmup_tokens=tokens // 8), lost_above(self.vocab_size)
+        schedule, limit = Schedule(warmup_tokens=tokens // 8), divergence_limit(self.vocab_size)
         instance.scale_lr(setting.value)
         monitor = DivergenceMonitor(self.vocab_size, tokens)
         training = PlainTraining(

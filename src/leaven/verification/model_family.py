@@ -25,7 +25,7 @@ from leaven.scaling.cells import TensorRatios
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, exponents, resolve
 from leaven.scaling.transfer import transfer
-from leaven.training.early_stopping import lost_above
+from leaven.training.early_stopping import divergence_limit
 from leaven.training.optimiser import Optimiser
 from leaven.training.outcome import Outcome
 from leaven.training.trial import train_trial
@@ -287,7 +287,7 @@ class RecipeTrial:
 
     def run(self) -> Outcome:
         outcome = train_trial(self.recipe)
-        return replace(outcome, loss=min(outcome.loss, lost_above(self.recipe.model.vocab_size)))
+        return replace(outcome, loss=min(outcome.loss, divergence_limit(self.recipe.model.vocab_size)))
 
 
 @dataclass(frozen=True)
