@@ -34,22 +34,23 @@ class Landscape:
     cliffs: NDArray[np.float64]  # octaves from the start, (D,); infinite where there is none
 
     def loss(self, x: NDArray[np.float64]) -> float:
-        """The loss without noise, in nats; infinite beyond a cliff."""
+        """The loss without noise, in nats; infinite beyond the divergence boundary."""
         return float("inf") if self.strain(x) > 0 else FLOOR + self._excess(x)
 
     def trial(
         self, x: NDArray[np.float64], rng: np.random.Generator, common: float = 0.0, share: float = 0.0
     ) -> float:
-        """One run: the loss with the noise of a seed, or infinite.
+        """The loss of one run with the noise of a seed; infinite if it diverges.
 
-        ``share`` of the noise's variance is ``common``, in standard deviations, to all runs of that seed.
+        ``common``: noise that all runs of the seed share, in standard deviations; ``share`` is its part of the
+        variance.
         """
         jitter, own = rng.normal(0.0, [JITTER, NOISE])
         noise = np.sqrt(share) * NOISE * common + np.sqrt(1 - share) * own
         return float("inf") if self.strain(x) > jitter else FLOOR + self._excess(x) + float(noise)
 
     def strain(self, x: NDArray[np.float64]) -> float:
-        """How far beyond the cliffs a point is, in octaves: a soft maximum over the multipliers that have one."""
+        """Distance beyond the divergence boundary in octaves: a soft maximum over the multipliers that have one."""
         return float(np.log2(np.sum(2.0 ** (COUPLING * (x - self.cliffs)))) / COUPLING)
 
     def _excess(self, x: NDArray[np.float64]) -> float:
@@ -63,10 +64,10 @@ class Landscape:
 
 
 def landscape(dimensions: int, seed: int, offset: float = 1.0, far: float = 0.0) -> Landscape:
-    """The landscape of a seed; its start, at 0, is ``EXCESS`` nats above the optimum and ends without divergence.
+    """The landscape of a seed. Its start, at 0, is ``EXCESS`` nats above the optimum and does not diverge.
 
-    ``offset``: how many octaves from the start the optimum typically is, along each multiplier. ``far``: how many it
-    is along one that has no cliff, and matters as much as any; 0 is as for the others.
+    ``offset``: the typical distance of the optimum from the start, in octaves along each multiplier. ``far``: the
+    distance along one multiplier that has no divergence boundary.
     """
     rng = np.random.default_rng([dimensions, seed])
     curvature = 10 ** rng.uniform(-2, 0, dimensions)

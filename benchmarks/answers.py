@@ -1,9 +1,9 @@
-"""Is what a search says of its answer true? `python -m benchmarks.answers [--quick] [--seeds 20] [--share 0.5]`.
+"""Check what a search reports about its result: `python -m benchmarks.answers [--quick] [--seeds 20] [--share 0.5]`.
 
-Searches landscapes whose truth is known (benchmarks/_landscapes.py) as `leaven tune` does, then asks
-`leaven.tuning.algorithm.answer` and compares. Shares
-are of all searches or of all multipliers of all searches. ``--share``: of the variance of the noise, what is common
-to all runs of a seed. Landscapes from 1000 on; those below 1000 served to choose constants.
+Searches landscapes with a known optimum (benchmarks/_landscapes.py) as `leaven tune` does, and compares the result of
+`leaven.tuning.algorithm.answer` with the truth. Shares in the table are of all searches, or of all multipliers of all
+searches. ``--share``: part of the noise's variance that all runs of a seed share. Landscapes are numbered from 1000;
+those below 1000 were used to choose constants.
 """
 
 import argparse
@@ -61,7 +61,7 @@ MEDIANS = {"regret", "noise", "flat width"}
 def searched(
     truth: Landscape | None, trials: int, seed: int, share: float
 ) -> tuple[list[StudyTrial], tuple[Dimension, ...]]:
-    """A study of a landscape; without one, of values that do nothing."""
+    """A finished study of a landscape, or of values without effect if no landscape is given."""
     limits = {f"m{i}": (-REACH, REACH) for i in range(len(truth.optimum) if truth else IDLE)}
     dimensions = tuple(Dimension(name, 1.0, *both) for name, both in limits.items())
     rng, common = np.random.default_rng([seed, trials]), np.random.default_rng([seed, 0]).normal(size=SEEDS)
@@ -78,7 +78,7 @@ def searched(
 
 
 def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:
-    """What is true of the answer of one search, by the keys of ``ROWS``."""
+    """Compare the result of one search with the truth; keys as in ``ROWS``."""
     truth = landscape(d, seed)
     study, dimensions = searched(truth, trials, seed, share)
     found = answer(study, dimensions, over=True, optunas=ped_anova)
@@ -136,20 +136,20 @@ def _ranked(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def found_in_nothing(seeds: Sequence[int]) -> None:
-    """How often a search of values that do nothing tells of a gain, and how often the choosing runs alone would.
+    """Print how often a search of values without effect reports a gain, and how often the choosing runs alone would.
 
-    Of 8 and 16 trials one point is run with fresh seeds, and nothing is chosen by these.
+    Studies of 8 and 16 trials confirm one point with fresh seeds; the confirmation runs do not choose.
     """
-    print("| trials | common to a seed | gain by the choosing runs | gain told |\n|---|---|---|---|")
+    print("| trials | common to a seed | gain by the choosing runs | gain reported |\n|---|---|---|---|")
     for trials, share in itertools.product((8, 16, 32, 60), (0.0, 0.5, 0.9)):
-        chosen, told = 0, 0
+        chosen, reported = 0, 0
         for seed in seeds:
             study, dimensions = searched(None, trials, seed, share)
             paths = [dimension.path for dimension in dimensions]
             before = [trial for trial in study if not trial.confirms]
             chosen += to_confirm(before, paths, between(before, paths)[0] or 0.0) is not None
-            told += any(answer(study, dimensions, over=True).octaves.values())
-        print(f"| {trials} | {share:.0%} | {chosen / len(seeds):.0%} | {told / len(seeds):.0%} |", flush=True)
+            reported += any(answer(study, dimensions, over=True).octaves.values())
+        print(f"| {trials} | {share:.0%} | {chosen / len(seeds):.0%} | {reported / len(seeds):.0%} |", flush=True)
 
 
 def main() -> None:
@@ -160,7 +160,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--share", type=float, default=0.5)
-    parser.add_argument("--nothing", action="store_true", help="of values that do nothing: how often a gain is told")
+    parser.add_argument(
+        "--nothing", action="store_true", help="search values without effect: how often is a gain reported?"
+    )
     parser.add_argument("--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds")
     options = parser.parse_args()
     if options.nothing:

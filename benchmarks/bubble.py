@@ -1,10 +1,10 @@
-"""How long ranks of a pipeline stand still, against theory: `PYTHONPATH=src python -m benchmarks.bubble`.
+"""Measure how long pipeline ranks are idle and compare with theory: `PYTHONPATH=src python -m benchmarks.bubble`.
 
-torch's schedules run over processes on this machine; the stages are tiny and sleep: a forward pass for a while, a
-backward pass for twice as long, the two halves of one (zero-bubble) for as long as a forward pass each. A rank's
-bubble is what it does not work between the first start and the last end of a step, the mean over the ranks. "clock"
-is measured; "order" is the same passes in the order that was seen, on a clock of their own: a pass begins when its
-rank is free and what it needs is there, and nothing else takes time.
+Runs torch's schedules over processes on this machine. The stages are tiny and sleep: a forward pass for one unit of
+time, a backward pass for two, each half of a backward pass (zero-bubble) for one. A rank's bubble is the part of a
+step, from the first start to the last end, in which it does not work; printed is the mean over ranks. "clock" is
+measured. "order" replays the same passes without any overhead: a pass starts when its rank is free and its inputs are
+ready.
 """
 
 import time
@@ -34,7 +34,7 @@ FORWARD = 0.1  # s, of the layers of one rank
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """``kind``: forward, backward, or of the latter's two halves "input" or "weight"."""
+    """One pass. ``kind``: forward, backward, or the "input" or "weight" half of a backward pass."""
 
     stage: int
     micro_batch: int
@@ -44,14 +44,14 @@ class MeasuredPass:
 
     @property
     def duration(self) -> int:
-        """In forward passes. torch leaves the whole backward pass of the first stage to the second half."""
+        """Duration in forward passes. torch runs the whole backward pass of the first stage in the second half."""
         if self.stage == 0:
             return {"forward": 1, "backward": 2, "input": 0, "weight": 2}[self.kind]
         return {"forward": 1, "backward": 2, "input": 1, "weight": 1}[self.kind]
 
     @property
     def needs(self) -> list[tuple[int, int, str]]:
-        """The passes that this one waits for, where there are such."""
+        """The passes that this one waits for."""
         if self.kind == "forward":
             return [(self.stage - 1, self.micro_batch, "forward")]
         if self.kind == "weight":
@@ -60,7 +60,7 @@ class MeasuredPass:
 
 
 def traced(recipe: Recipe, forward: float) -> list[MeasuredPass]:
-    """What this process does in a step, the second."""
+    """The passes of this process in the second step."""
     seen: list[MeasuredPass] = []
 
     @contextmanager
@@ -99,13 +99,13 @@ def traced(recipe: Recipe, forward: float) -> list[MeasuredPass]:
 
 
 def clock(ranks: Sequence[Sequence[MeasuredPass]]) -> float:
-    """The bubble as it was measured."""
+    """The bubble as measured."""
     span = max(each.end for rank in ranks for each in rank) - min(each.start for rank in ranks for each in rank)
     return 1 - sum(each.end - each.start for rank in ranks for each in rank) / (span * len(ranks))
 
 
 def order(ranks: Sequence[Sequence[MeasuredPass]]) -> Fraction:
-    """The bubble of an order of passes."""
+    """The bubble of a replay of the passes in their order."""
     ended: dict[tuple[int, int, str], int] = {}
     there = {(each.stage, each.micro_batch, each.kind) for rank in ranks for each in rank}
     free, left = [0] * len(ranks), [list(rank) for rank in ranks]
@@ -121,7 +121,7 @@ def order(ranks: Sequence[Sequence[MeasuredPass]]) -> Fraction:
 
 
 def alive(passes: Sequence[MeasuredPass]) -> int:
-    """The most micro-batches of a rank that are between forward and backward pass at once, times its stages."""
+    """The largest number of micro-batches between forward and backward pass on a rank, times its stages."""
     most = now = 0
     for each in passes:
         now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]

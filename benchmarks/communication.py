@@ -1,12 +1,12 @@
-"""What a layout puts on the wires, counted against theory: `PYTHONPATH=src python -m benchmarks.communication`.
+"""Count the bytes that a layout sends and compare with theory: `PYTHONPATH=src python -m benchmarks.communication`.
 
-Every collective of one training step is seen by a dispatch mode, whoever calls it: FSDP, DTensor, the loss, the
-pipeline, the sums of loss and norms. Bytes are counted as ZeRO's authors do (Rajbhandari et al. 2020, arXiv
-1910.02054, 7): an all-gather, a reduce-scatter and a send are their whole tensor, an all-reduce is twice its tensor,
-as a ring does it; of n ranks each really sends (n - 1) / n of that.
+A dispatch mode sees every collective of one training step, wherever it is called: FSDP, DTensor, the loss, the
+pipeline, the sums of loss and norms. Bytes are counted as in ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section
+7): an all-gather, a reduce-scatter and a send count their whole tensor, an all-reduce counts it twice, as in a ring;
+of n ranks each really sends (n - 1) / n of that.
 
-Psi are the parameters that one rank has before data parallelism, in bytes as they travel: gradients in fp32,
-parameters in fp32 too but for matrices of a run in bf16. Theory is written down here from the model's shape alone.
+Psi is the size of the parameters that one rank has before data parallelism, in bytes as they are sent: gradients in
+fp32, parameters in fp32 except matrices of a bf16 run. Theory is computed here from the model's shape alone.
 """
 
 import os
@@ -50,7 +50,7 @@ _NO_TRAFFIC = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
 
 
 class Wires(TorchDispatchMode):
-    """Counts what this process puts on the wires, while it is entered."""
+    """Counts the bytes that this process sends while it is active."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Wires(TorchDispatchMode):
 
 
 def counted(recipe: Recipe, tokens: TokenSet) -> Count:
-    """One step of this process, the second: what is done once is done."""
+    """The bytes of one step of this process: the second, so that one-time work is not counted."""
     with join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         training.step()
@@ -98,7 +98,7 @@ def whole_world(layout: Layout) -> str:
 
 
 def theory(recipe: Recipe, rank: int) -> Count:
-    """The same of a llama, trained in fp32 where there are tensor or pipeline ranks, with one stage on a rank."""
+    """The expected bytes of a llama with one stage per rank; in fp32 if there are tensor or pipeline ranks."""
     shape, layout = recipe.model, recipe.layout
     stage = rank // (layout.dp * layout.tp)
     first, last, layers = stage == 0, stage == layout.pp - 1, stage_layers(shape, layout.pp)[stage]

@@ -1,6 +1,6 @@
-"""Write docs/documents.md, what every verb prints with --json: `python benchmarks/documents_page.py`.
+"""Write docs/documents.md, the keys of every ``--json`` document: `python benchmarks/documents_page.py`.
 
-The comment behind a field of a document is its line in the page.
+The comment of a field of a document is its description in the page.
 """
 
 import ast
@@ -21,11 +21,11 @@ With `--json` every verb prints one JSON document, or a list of them, and nothin
 names the document and its version. A key is never renamed or removed, new ones may come; the version changes when the
 meaning of a key does. A number that is not finite is `null`. `python benchmarks/documents_page.py` writes this page.
 """
-_FIELD = re.compile(r"^    (?P<name>\w+): (?P<type>[^#=]+?)(?: = (?P<default>[^#]*?))?(?:  # (?P<said>.*))?$")
+_FIELD = re.compile(r"^    (?P<name>\w+): (?P<type>[^#=]+?)(?: = (?P<default>[^#]*?))?(?:  # (?P<comment>.*))?$")
 
 
 def page() -> str:
-    """The page: a table a document, those of its parts below it."""
+    """The page: a table for each document, followed by the tables of its parts."""
     parts = [HEAD]
     for module in (catalogue, planning, checks, runs):
         for document in _defined(module):
@@ -47,7 +47,7 @@ def _defined(module: ModuleType) -> list[type[Entry]]:
 
 
 def _entries(document: type[Entry], module: ModuleType) -> list[type[Entry]]:
-    """The parts that a document's fields name, and theirs."""
+    """The entry classes that a document's fields name, and those that these name."""
     source = " ".join(row[1] for row in _rows(document))
     named = [
         each
@@ -58,8 +58,8 @@ def _entries(document: type[Entry], module: ModuleType) -> list[type[Entry]]:
 
 
 def _section(document: type[Document]) -> str:
-    said = inspect.cleandoc(document.__doc__ or "").replace("``", "`")
-    return f"## {document.SCHEMA}\n\n{said}\n\n{_rows_text(document)}"
+    text = inspect.cleandoc(document.__doc__ or "").replace("``", "`")
+    return f"## {document.SCHEMA}\n\n{text}\n\n{_rows_text(document)}"
 
 
 def _table(entry: type[Entry]) -> str:
@@ -67,7 +67,7 @@ def _table(entry: type[Entry]) -> str:
 
 
 def _rows_text(entry: type[Entry]) -> str:
-    lines = [f"| `{name}` | `{type_}` | {said} |" for name, type_, said in _rows(entry)]
+    lines = [f"| `{name}` | `{type_}` | {comment} |" for name, type_, comment in _rows(entry)]
     return "\n".join(["| key | type | what it is |", "|---|---|---|", *lines, ""])
 
 
@@ -81,7 +81,7 @@ def _rows(entry: type[Entry]) -> list[tuple[str, str, str]]:
                 if field and field["name"] in each.model_fields:
                     key = each.model_fields[field["name"]].alias or field["name"]
                     type_ = field["type"].replace("|", "\\|")
-                    rows[key] = (key, type_, (field["said"] or "").replace("|", "\\|"))
+                    rows[key] = (key, type_, (field["comment"] or "").replace("|", "\\|"))
     return list(rows.values())
 
 

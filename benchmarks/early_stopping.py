@@ -1,10 +1,10 @@
-"""What giving hopeless trials up saves, and what it costs: `PYTHONPATH=src python -m benchmarks.early_stopping`.
+"""Measure what pruning trials saves and costs: `PYTHONPATH=src python -m benchmarks.early_stopping`.
 
-Whole curves are recorded of trials at random points around a recipe, each kept as it ends, so that the same command
-goes on. Then they are replayed in many orders, each against the best of those before it, as in a search: how much is
-not trained, how many of the eventual best are given up, how far what is then expected of them is off. The constants
-of leaven.training.early_stopping were chosen on the set ``choose`` alone (`--set choose --scan`), the table in
-docs/log.md is of ``report``: another seed of initial values and data, and other points.
+Records whole loss curves of trials at random points around a recipe; run the command again to resume. Then replays
+them in many orders, each trial against the best of those before it, as in a search: how much training is saved, how
+many of the best trials are pruned, and the error of the losses predicted for pruned trials. The constants of
+leaven.training.early_stopping were chosen on the set ``choose`` alone (`--set choose --scan`); the table in
+docs/log.md is for ``report``, with other points and other seeds.
 """
 
 import argparse
@@ -76,7 +76,7 @@ ORDERS = 200
 
 
 def point(recipe: Recipe, seed: int, number: int) -> Recipe:
-    """Near the recipe and far from it in turn: half an octave, one, two in every value. The first is the recipe."""
+    """The recipe, or a point near it: every value is moved by half, one or two octaves in turn."""
     draw = np.random.default_rng([seed, number])
     radius = (0.5, 1.0, 2.0)[number % 3] if number else 0.0
     octaves = {path: float(np.clip(draw.normal() * radius, -reach, reach)) for path, reach in REACH.items()}
@@ -86,7 +86,7 @@ def point(recipe: Recipe, seed: int, number: int) -> Recipe:
 
 
 def record(folder: Path, name: str, decay: str, trials: int) -> tuple[list[Outcome], float]:
-    """The trials of a set, and the noise between seeds at its centre."""
+    """Train the trials of a set, and return them with the noise between seeds at the recipe."""
     seed = SETS[name]
     recipe = parse_recipe(RECIPE, "early-stopping").replace({"data.seed": seed, "schedule.decay": decay})
     runs = {f"{number}": point(recipe, seed, number) for number in range(trials)}
@@ -107,8 +107,9 @@ def record(folder: Path, name: str, decay: str, trials: int) -> tuple[list[Outco
 
 
 def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int, tuple[float, float, float]]:
-    """Of a search that ran them in this order, those given up: share that was trained, how far what was expected is
-    from what they came to, and how far that is from the best then, both in nats."""
+    """The pruned trials of a search in this order: the share of it that was trained, the error of the predicted loss,
+    and its distance to the best loss so far, both in nats.
+    """
     best, stopped = trials[order[0]], {}
     for number in order[1:]:
         trial, against = trials[number], Baseline(best.curve, best.loss, noise)
@@ -125,7 +126,7 @@ def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int,
 
 
 def replay(trials: list[Outcome], noise: float) -> dict[str, float]:
-    """Over many orders, the centre always first."""
+    """Statistics over many orders; the recipe itself always comes first."""
     ranked = sorted(range(len(trials)), key=lambda number: trials[number].loss)
     draw, full = np.random.default_rng(0), max(trial.tokens for trial in trials)
     spent, killed, near, given_up, errors = [], [], [], [], []
@@ -171,8 +172,8 @@ def main() -> None:
         for values in product(*scanned.values()):
             for constant, value in zip(scanned, values, strict=True):
                 setattr(rule, constant, value)
-            told = "  ".join(f"{key} {value:.3f}" for key, value in replay(trials, noise).items())
-            print("  ", dict(zip(scanned, values, strict=True)) or "", told)
+            results = "  ".join(f"{key} {value:.3f}" for key, value in replay(trials, noise).items())
+            print("  ", dict(zip(scanned, values, strict=True)) or "", results)
 
 
 if __name__ == "__main__":

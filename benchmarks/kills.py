@@ -1,9 +1,9 @@
-"""Processes of a run killed at random moments: `PYTHONPATH=src python -m benchmarks.kills [KILLS] [--layout 2,2,2]`.
+"""Kill processes of a run at random moments: `PYTHONPATH=src python -m benchmarks.kills [KILLS] [--layout 2,2,2]`.
 
-torchrun starts a run of dp x tp x pp processes with restarts in place; one of them, at random, is killed with -9 at a
-random moment, every other time while a checkpoint is being written; so on until the number of kills is reached, and
-then the run goes to its end. Lost is a run that does not get there, or whose losses are not those of a run that was
-never disturbed, to the last bit.
+torchrun starts a run of dp x tp x pp processes and restarts lost ones. One random process is killed with -9 at a
+random moment, every other time while a checkpoint is being written, until the number of kills is reached; then the
+run finishes. It fails if the run does not finish, or if its losses differ by one bit from those of an undisturbed
+run.
 """
 
 import argparse
@@ -118,12 +118,12 @@ def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]
 
 
 def wait(run: RunFolder, process: "subprocess.Popen[bytes]", reached: Callable[[], bool]) -> bool:
-    """False if the process ended first, or nothing was heard of the run for too long."""
-    heard, until = (0, 0), time.monotonic() + PATIENCE
+    """Wait for progress; False if the process ended first, or if the run wrote nothing for too long."""
+    seen, until = (0, 0), time.monotonic() + PATIENCE
     while not reached():
         now = (steps(run), len(run.events()))
-        if now != heard:
-            heard, until = now, time.monotonic() + PATIENCE
+        if now != seen:
+            seen, until = now, time.monotonic() + PATIENCE
         if process.poll() is not None or time.monotonic() > until:
             process.terminate()
             return False

@@ -1,4 +1,4 @@
-"""Every layout against one process: `PYTHONPATH=src python -m benchmarks.layouts [NAME ...]`.
+"""Compare every layout with a single process: `PYTHONPATH=src python -m benchmarks.layouts [NAME ...]`.
 
 The cases of tests/distributed/test_layouts.py and the chains of test_resharding.py, as a table: the largest
 difference from one process in any loss or validation (nats), in gradient and update norms (relative), in parameters;

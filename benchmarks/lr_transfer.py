@@ -1,9 +1,9 @@
-"""Where the best lr goes with width and depth, complete-d-p against standard: `python benchmarks/lr_transfer.py`.
+"""Measure how the best lr moves with width and depth, complete-d-p and standard: `python benchmarks/lr_transfer.py`.
 
-The result is for docs/log.md: the shift of the optimum in octaves with its interval, and the regret in nats, for both
-rules. Every run is kept as it ends; the same command goes on, and prints the tables once all have ended. Half an hour
-on two cores, some minutes on sixteen. `--large` is the same question an octave or two up, width alone, for an
-accelerator that several processes share; `--tiny` proves in seconds that it works.
+Prints for both rules the shift of the optimum in octaves with its interval, and the regret in nats, for docs/log.md.
+Runs are saved as they end: run the command again to resume; the tables are printed when all have ended. Takes half an
+hour on two cores, a few minutes on sixteen. `--large` is an octave or two larger, width only, for an accelerator that
+several processes share; `--tiny` tests in seconds that the benchmark works.
 """
 
 import argparse
@@ -102,11 +102,11 @@ def main() -> None:
         for axis, scales in axes.items():
             lrs = grid[:3] if options.tiny else grid
 
-            def told(done: int, total: int, what: str = f"{rule}, {axis}") -> None:
+            def progress(done: int, total: int, what: str = f"{rule}, {axis}") -> None:
                 if done == total or done % 10 == 0:
                     console.print(f"{what}: {done} of {total} runs")
 
-            store = RunStore(options.run, options.workers, told)
+            store = RunStore(options.run, options.workers, progress)
             verdict = transfer(family, scales, lrs, store, seeds=options.seeds)
             document = verdict.document()
             (options.run / f"{rule}-{axis}.json").write_text(json.dumps(document, indent=2) + "\n")

@@ -1,10 +1,10 @@
-"""Memory that is predicted against what a step takes: `PYTHONPATH=src python -m benchmarks.memory [NAME ...]`.
+"""Compare planned memory with that of a training step: `PYTHONPATH=src python -m benchmarks.memory [NAME ...]`.
 
-On the processor, where every allocation and release is noted (torch.profiler) and nothing else has a place in the
-count: no context, no kernels' workspaces, no fragments. So the planner's fixed amount and its slack are left out too,
-and what is compared is its formulas. Of the rank that needs most; the second step, when all there ever is is there.
-Real processes on a processor take more where they exchange something: gloo's own buffers are in the count. `leaven
-check memory` looks at any layout without them, and tests/distributed/test_dry_run.py holds it to real processes.
+On the CPU, where torch.profiler records every allocation and release and nothing else is counted: no context, no
+kernel workspaces, no fragmentation. The planner's fixed amount and its reserve are left out, so that only its
+formulas are compared. Printed is the rank that needs most, in the second step, when all states exist. Real processes
+on a CPU take more where they communicate: gloo's buffers are counted. `leaven check memory` checks any layout without
+them, and tests/distributed/test_dry_run.py compares it with real processes.
 """
 
 import os
@@ -113,7 +113,7 @@ def predicted(recipe: Recipe, rank: int) -> Memory:
 
 
 def taken(recipe: Recipe, tokens: TokenSet) -> tuple[int, int]:
-    """Bytes of parameters and optimiser states; bytes beside them at the peak of a step, gradients included."""
+    """Bytes of parameters and optimiser states, and bytes beside them at the peak of a step, gradients included."""
     with join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         training.step()

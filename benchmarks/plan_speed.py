@@ -1,7 +1,7 @@
-"""How long the search for a layout takes, on one core: `python benchmarks/plan_speed.py`.
+"""Measure how long the search for a layout takes on one core: `python benchmarks/plan_speed.py`.
 
-Medians of nine, with the spread, in seconds of processor time; there is one thread. Each run begins with empty
-caches, as a command does; reading the modules is not in it (benchmarks/start_up.py).
+Medians of nine with their range, in seconds of processor time of one thread. Each run starts with empty caches, as a
+command does; importing the modules is not included (benchmarks/start_up.py).
 """
 
 import gc
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[ModelShape, str, int]] = {
 
 
 def planned(model: ModelShape, gpus: str, sequences: int) -> tuple[float, ClusterPlan]:
-    """Seconds of one plan from empty caches, and the plan."""
+    """The seconds of one plan from empty caches, and the plan."""
     for cached in [thing for thing in gc.get_objects() if isinstance(thing, _lru_cache_wrapper)]:
         if cached.__module__.startswith("leaven.planning") and "accelerators" not in cached.__module__:
             cached.cache_clear()

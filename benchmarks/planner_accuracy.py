@@ -1,11 +1,11 @@
-"""How far `leaven plan` is off on published measurements.
+"""Compare `leaven plan` with published measurements.
 
     python benchmarks/planner_accuracy.py [TABLES.yaml ...] [--json] [--page]
 
-Every row of every table (of benchmarks/published where none is named) is planned as it ran and compared. Exit 1 when
-a bar is missed, 2 when a file cannot be read. An error of memory or time is predicted / measured - 1: "mean" is the
-mean of its absolute value, "bias" of itself, "low" the lowest. Errors of parameters, FLOPs, MFU and days are beyond
-the rounding of what is printed.
+Plans every row of every table (by default those in benchmarks/published) as it ran. The exit code is 1 if an error is
+above its limit, 2 if a file cannot be read. The error of memory or time is predicted / measured - 1: "mean" is the
+mean of its absolute value, "bias" its mean, "low" its minimum. Errors of parameters, FLOPs, MFU and days are counted
+beyond the rounding of the published numbers.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _COLUMNS = (
 
 
 def lines(verdicts: list[TableVerdict]) -> list[str]:
-    """The table that is printed, and under it what is not in its columns."""
+    """The table as printed, followed by notes on rows that have no column."""
     width = max(len(verdict.table.id) for verdict in verdicts)
     found = [f"{'table':<{width}}" + "".join(f"{head:>9}" for head, _, _ in _COLUMNS)]
     for verdict in verdicts:
@@ -89,15 +89,15 @@ def _notes(verdict: TableVerdict) -> list[str]:
 
 
 def accuracy_line(verdicts: list[TableVerdict]) -> str:
-    """What ``leaven plan`` says of its error (ACCURACY of leaven.planning.plan): the tables of many rows."""
+    """The sentence in which ``leaven plan`` states its errors, from tables of many rows."""
 
-    def told(verdict: TableVerdict, kind: str) -> str:
+    def stated(verdict: TableVerdict, kind: str) -> str:
         errors = verdict.errors(kind)
         mean, worst = sum(map(abs, errors)) / len(errors), max(errors, key=abs)
         return f"{mean:.0%} over {len(errors)} rows of {_TOLD[verdict.table.id]} (worst {worst:+.0%})"
 
     many = sorted((v for v in verdicts if v.table.id in _TOLD), key=lambda v: list(_TOLD).index(v.table.id))
-    kinds = (f"{kind} {', '.join(told(v, kind) for v in many if v.errors(kind))}" for kind in ("time", "memory"))
+    kinds = (f"{kind} {', '.join(stated(v, kind) for v in many if v.errors(kind))}" for kind in ("time", "memory"))
     return f"mean error on published runs: {'; '.join(kinds)}; see docs/planner-accuracy.md"
 
 
@@ -106,7 +106,7 @@ def _rows(number: int) -> str:
 
 
 def _distinct(tables: list[Table]) -> list[Table]:
-    """The tables, those of an id that was there before with a number after it."""
+    """The tables with unique ids: a repeated id gets a number."""
     taken: set[str] = set()
     for table in tables:
         table.id = next(
@@ -119,8 +119,10 @@ def _distinct(tables: list[Table]) -> list[Table]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How far the planner is off on published tables.")
     parser.add_argument("tables", nargs="*", type=Path, default=[PUBLISHED], help="YAML files; default: those beside")
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and its picture anew")
-    parser.add_argument("--accuracy-line", action="store_true", help="what `leaven plan` says of its error")
+    parser.add_argument("--page", action="store_true", help=f"update {PAGE.name} and its chart")
+    parser.add_argument(
+        "--accuracy-line", action="store_true", help="print the sentence in which `leaven plan` states its errors"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document: {table: {...}}")
     asked = parser.parse_args(arguments)
     try:

@@ -1,6 +1,7 @@
-"""What README.md and docs/planning.md quote of `leaven plan`: `make docs-plan` writes it as it is printed now.
+"""Update the output of `leaven plan` in README.md and docs/planning.md: `make docs-plan`.
 
-A fence begins with the command; all below it is replaced. In 120 columns, without what runs on this machine taught.
+A code block starts with the command; the rest of it is replaced by the output at 120 columns, without the calibration
+history of this machine.
 """
 
 import os
@@ -30,7 +31,7 @@ def printed(command: str) -> str:
 
 
 def renewed(page: str) -> str:
-    """The page with every screen as it is now."""
+    """The page with the current output in every code block."""
     return _FENCE.sub(lambda found: f"```\n$ {found[1]}\n{printed(found[1])}\n```", page)
 
 

@@ -1,8 +1,8 @@
-"""A batch ramp with values that stay (``fixed``) or move with the batch (``scaled``), against no ramp: paired seeds.
+"""Compare a batch ramp with fixed hyperparameters, one with scaled hyperparameters, and no ramp, over paired seeds.
 
     python benchmarks/ramp.py --out ramp.jsonl
 
-One line of JSON a run: the same initial values and the same order of samples for the same seed.
+Writes one line of JSON per run. Runs with one seed have the same initial values and the same order of samples.
 """
 
 import argparse

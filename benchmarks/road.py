@@ -1,19 +1,21 @@
-"""The whole road by printed commands: `python -m benchmarks.road FOLDER [--params 220k --tokens 4.4M --seeds 3]`.
+"""Follow the commands that leaven prints, from `leaven new` to a trained run, and compare its loss.
 
-`leaven new` writes a target and its proxy in FOLDER, and each command that leaven prints to type next is run as it is
-printed, to the trained run. A command that fails, or warns of what leaven itself proposed, stops the road. Then the
-target is trained in several ways with the same seeds (same initial values and order of the data):
+    python -m benchmarks.road FOLDER [--params 220k --tokens 4.4M --seeds 3]
 
-- `tuned`: the recipe at the end of the road;
+`leaven new` writes a target and its proxy in FOLDER; then every printed command is run as it is. The benchmark stops
+at a command that fails or that warns about a value that leaven itself proposed. Then it trains the target in several
+ways with the same seeds (equal initial values and order of data):
+
+- `tuned`: the recipe at the end of the printed commands;
 - `new`: the target as `leaven new` wrote it, untuned;
-- `laws`: the target with what laws and neighbours alone say at its size, without a base that leaven has tuned;
-- `published`: the values of the nearest published run, copied: its lr, moments, decay and init, the same for every
-  parameter, at the target's batch and schedule (with `--candidates` the best of several on one seed);
-- `published, moved`: that run's, its lr moved to the target's size and batch, as `leaven new` moves a neighbour's;
+- `laws`: the target with values from laws and neighbours of its size only, without a run that leaven has tuned;
+- `published`: the lr, moments, decay and init of the nearest published run, the same for every parameter, with the
+  target's batch and schedule (with `--candidates` the best of several on one seed);
+- `published, moved`: the same, with the lr moved to the target's size and batch as `leaven new` does;
 - `direct`, with `--direct`: `new` with its lr tuned at the target itself, the best of half, itself and twice on the
-  first seed. These runs cost several times what the search at the proxy did.
+  first seed. These runs cost several times as much as the search at the proxy.
 
-Everything is kept in FOLDER; the same command goes on. The last lines are the table of docs/road.md.
+Everything is kept in FOLDER; run the command again to resume. The last lines are the table of docs/road.md.
 """
 
 import argparse
@@ -64,7 +66,7 @@ def main() -> None:
 
 
 def follow(folder: Path) -> None:
-    """Run what `leaven new` printed, in order; a command that is done is not run again."""
+    """Run the commands that `leaven new` printed in order; finished commands are skipped."""
     log = folder / "commands.txt"
     done = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     printed = (folder / "new.txt").read_text(encoding="utf-8")
@@ -76,13 +78,13 @@ def follow(folder: Path) -> None:
 
 
 def commands(printed: str) -> list[str]:
-    """The commands below the label "next"."""
+    """The commands under the label "next" of an output."""
     after = printed[re.search(r"^next +", printed, re.MULTILINE).end() :]  # type: ignore[union-attr]
     return [line.strip() for line in after.splitlines() if line.strip().startswith("leaven ")]
 
 
 def run(words: list[str], folder: Path) -> None:
-    """Run one command in the folder; its output is kept as VERB.txt."""
+    """Run one command in the folder and keep its output as VERB.txt."""
     print("$ leaven", shlex.join(words), flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "leaven", *words], cwd=folder, capture_output=True, text=True, check=False
@@ -140,8 +142,9 @@ def compare(folder: Path, seeds: int, workers: int, candidates: int, direct: boo
 
 
 def copied(run: PublishedRun, target: Recipe, *, moved: bool) -> Recipe:
-    """The target with a published run's values for all parameters alike; its lr ``moved`` to the target's size and
-    batch, or as published."""
+    """The target with a published run's values for all parameters, its lr as published or ``moved`` to the target's
+    size and batch.
+    """
     known = terms(run)
     changes: dict[str, object] = {
         f"hyperparameters.{name}": known[f"hyperparameters.{name}"]
@@ -163,7 +166,7 @@ def seeded(recipe: Recipe, seed: int) -> Recipe:
 
 
 def interval(values: list[float]) -> float:
-    """Half the width of the 95% interval of a mean."""
+    """Half the width of the 95% confidence interval of a mean."""
     count = len(values)
     return math.inf if count < 2 else t95(count - 1) * statistics.stdev(values) / math.sqrt(count)
 

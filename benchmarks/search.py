@@ -1,10 +1,10 @@
-"""Methods of search at equal trials: `python -m benchmarks.search [--quick] [--results FILE] [--seeds 20]`.
+"""Compare search methods at equal trials: `python -m benchmarks.search [--quick] [--results FILE] [--seeds 20]`.
 
-Landscapes of 30 and 90 multipliers (benchmarks/_landscapes.py) with cliffs and noise. Every method gets the same
-start, box and number of runs, reruns of the start and of the best few included. Regret is the loss without noise at
-the answer, above the optimum, as a share of the start's: 1 is no better than the start, and an answer beyond a cliff
-counts as more than any other. The runs are kept in a file, a line each, so that the same command goes on after an
-interruption, and parts can be run apart (`--methods gp --seeds 3`); the table is over all of the file.
+Searches landscapes of 30 and 90 multipliers (benchmarks/_landscapes.py) with divergence boundaries and noise. Every
+method gets the same start, bounds and number of runs, including reruns of the start and of the best few. Regret is
+the noise-free loss of the result above the optimum, relative to that of the start: 1 is no better than the start; a
+result that diverges ranks last. Runs are kept in a file, one line each: run the command again to resume, or run parts
+separately (`--methods gp --seeds 3`); the table covers the whole file.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FIRST = 100  # seed; on those below it the constants of the trust region were ch
 
 
 def run(method: str, dimensions: int, trials: int, seed: int, *, offset: float, far: float) -> dict[str, Any]:
-    """One search, and how good its answer truly is."""
+    """Run one search and return the true quality of its result."""
     truth, rng = landscape(dimensions, seed, offset, far), np.random.default_rng([seed, trials])
     names = [f"m{i}" for i in range(dimensions)]
 
@@ -62,7 +62,7 @@ def run(method: str, dimensions: int, trials: int, seed: int, *, offset: float, 
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    """The runs as a table in Markdown, a row a method."""
+    """The runs as a Markdown table, one row per method."""
     lines = [
         "| multipliers | trials | method | median regret | quartiles | diverged | covered | seconds | seeds |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -1,6 +1,7 @@
-"""How long the light half takes: `python benchmarks/start_up.py`. Medians of nine, with the spread, in seconds.
+"""Measure the start-up time of verbs that need no torch: `python benchmarks/start_up.py`.
 
-The last line is of the published runs alone, read and validated, in seconds of processor time.
+Prints medians of nine with their range, in seconds. The last line is the processor time to read and validate the
+published runs.
 """
 
 import platform

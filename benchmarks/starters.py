@@ -1,6 +1,6 @@
-"""The derivations in docs/starters.md: `make docs-starters` writes what `leaven new` prints of each into its fence.
+"""Update the output of `leaven new` in docs/starters.md: `make docs-starters`.
 
-A fence begins with the command; all below it is replaced.
+A code block starts with the command; the rest of it is replaced.
 """
 
 import io
@@ -25,7 +25,7 @@ _FENCE = re.compile(
 
 
 def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str:
-    """What the verb prints, in 100 columns."""
+    """The output of `leaven new` at 100 columns."""
     out = io.StringIO()
     started = start(StarterRequest(name, parse_quantity(params), parse_quantity(tokens), reference=lead))
     # The page is of a machine that trains small models alone, wherever it is written.
@@ -39,7 +39,7 @@ def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str
 
 
 def renewed(page: str) -> str:
-    """The page with every derivation as it is now."""
+    """The page with the current output in every code block."""
 
     def fence(found: re.Match[str]) -> str:
         name, params, tokens, lead = found.groups()

@@ -1,18 +1,17 @@
-"""How fast leaven trains beside its peers, on this machine: `python benchmarks/throughput.py`.
+"""Compare leaven's training speed with other trainers on this machine: `python benchmarks/throughput.py`.
 
-The same shape, dtype, batch and optimiser (fused AdamW, clipping by the global norm, fp32 master weights) trained by
+The same shape, dtype, batch and optimiser (fused AdamW, clipping by the global norm, fp32 master weights), trained by
 leaven's engine, by a Llama of `transformers` in a plain loop under autocast, and by litgpt's GPT with its own loss in
-the same loop, eager and compiled. Peers that are not installed are said to be missing. Each arm is a process of its
-own, so that its peak memory is its own; the arms take turns in short rounds, so that whatever else the machine does
-meets all of them; beside them runs the best square matmul of the same dtype, which speed is given as a share of.
-On a processor leaven's engine asks the C library to keep freed memory (training/device.py), which a plain loop does
-not: `transformers+malloc` and `litgpt+malloc` are the peers after the same call, to tell that apart from the rest.
-FLOPs are 6 a matmul weight and token, the unembedding counted, and attention over the full matrix
-(planning/flops.py).
+the same loop, eager and compiled. Packages that are not installed are reported as missing. Each arm is a process, so
+that its peak memory is its own. Arms take turns in short rounds, so that other load on the machine affects all
+equally. Speed is also given relative to the best square matmul of the same dtype, which runs as another arm. On a CPU
+leaven's engine asks the C library to keep freed memory (training/device.py), which a plain loop does not:
+`transformers+malloc` and `litgpt+malloc` make the same call, to separate this effect. FLOPs are 6 per matmul weight
+and token, the unembedding included, plus attention over the full matrix (planning/flops.py).
 
-Numbers are medians of the rounds, with the least and the most. `--clock processor` counts processor time over
-threads: on a machine that others use too, wall time measures them. Memory is what a process grew by since the
-modules of its arm were imported; a compiled arm's holds the compiler too. `--tiny` proves in seconds that it works.
+Numbers are medians of the rounds with minimum and maximum. `--clock processor` measures processor time over threads,
+for machines with other load. Memory is the growth of a process since it imported its modules; for a compiled arm that
+includes the compiler. `--tiny` tests in seconds that the benchmark works.
 """
 
 import argparse
@@ -51,7 +50,7 @@ MODES = ("eager", "compiled")
 def llama(
     n_layers: int, d_model: int, seq_len: int, vocab_size: int, *, d_head: int = 64, d_ff: int | None = None
 ) -> ModelShape:
-    """A Llama: d_ff is 8/3 d_model, up to the next multiple of 32, if none is given."""
+    """The shape of a Llama; if d_ff is not given, 8/3 d_model rounded up to a multiple of 32."""
     return ModelShape(
         n_layers=n_layers,
         d_model=d_model,
@@ -78,7 +77,7 @@ DEFAULT_CASES = {"cpu": "d128,d256,d512", "cuda": "350m"}
 
 @dataclass(frozen=True)
 class Task:
-    """What a process does; it goes to it as JSON."""
+    """The work of one process, sent to it as JSON."""
 
     arm: str
     case: str
@@ -245,7 +244,7 @@ def matmul_steps(task: Task) -> tuple[Callable[[int], None], int]:
 
 
 def timed(task: Task, steps: Callable[[int], None], count: int) -> float:
-    """Seconds for ``count`` steps by the task's clock, the device's work included."""
+    """Seconds for ``count`` steps by the clock of the task, including work on the device."""
     import torch
 
     wait = torch.cuda.synchronize if task.device == "cuda" else lambda: None
@@ -258,7 +257,7 @@ def timed(task: Task, steps: Callable[[int], None], count: int) -> float:
 
 
 def arm(task: Task) -> None:
-    """A child process: build, warm up, then a round for every line that comes in."""
+    """The child process: build, warm up, then run one round for every line on standard input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
 
@@ -299,7 +298,7 @@ def _peak_bytes(device: str) -> int:
 
 
 class Racer:
-    """The parent's end of an arm."""
+    """The parent's connection to an arm."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -326,13 +325,13 @@ class Racer:
         return values
 
     def medians(self, key: str) -> tuple[float, float, float]:
-        """Median, least and most over the rounds."""
+        """Median, minimum and maximum over the rounds."""
         values = sorted(values[key] for values in self.rounds)
         return statistics.median(values), values[0], values[-1]
 
 
 def race(tasks: list[Task], repeats: int) -> dict[str, Any]:
-    """All arms of one case, in turns, the last round's first arm being the next one's last."""
+    """Run all arms of one case in turns; each round starts with the arm that ended the last one."""
     racers = [Racer(task) for task in tasks]
     for number in range(repeats):
         for place in range(len(racers)):

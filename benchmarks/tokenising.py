@@ -1,8 +1,8 @@
-"""How fast text becomes tokens, and in how much memory: `python benchmarks/tokenising.py [--mb 200] [--repeats 3]`.
+"""Measure speed and memory of tokenising: `python benchmarks/tokenising.py [--mb 200] [--repeats 3]`.
 
-The text is a .jsonl of runs of lines drawn from Python's standard library, so that every machine makes the same kind.
-Each way is a process of its own, ways take turns, and medians are printed with the lowest and the highest. One way is
-this process with as many threads as there are cores, as small corpora are encoded.
+The text is a .jsonl of consecutive lines of Python's standard library, so that every machine makes similar text. Each
+method runs in its own process, methods take turns, and medians are printed with minimum and maximum. One method is
+this process with one thread per core, as for small corpora.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0)}
 
 
 def generate(path: Path, n_bytes: int) -> None:
-    """Documents of 20 to 400 consecutive lines of the standard library, in no order."""
+    """Documents of 20 to 400 consecutive lines of the standard library, in random order."""
     chance = random.Random(0)
     (corpus,) = open_corpora([DataSource(source="python-stdlib")], 0.0)
     texts = [document.text.splitlines(keepends=True) for document in corpus.documents()]
@@ -42,7 +42,7 @@ def generate(path: Path, n_bytes: int) -> None:
 
 
 def measure(source: str, tokenizer: str, cache: Path, processes: int) -> None:
-    """One way, in this process: prints tokens, seconds (reading included), of all processors, and GiB at the most."""
+    """Run one method in this process; prints tokens, seconds (reading included), processor seconds and peak GiB."""
     began = time.perf_counter()
     found = prepare(Data(source=source, tokenizer=tokenizer, tokens=1), VOCAB_SIZE, cache, processes=processes)
     seconds = time.perf_counter() - began

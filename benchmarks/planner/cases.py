@@ -1,4 +1,4 @@
-"""From a row to what the planner is asked: the model, the arrangement, the machine and the code that ran it."""
+"""Turn a published row into a planner case: model, arrangement, machine and training code."""
 
 import re
 from dataclasses import dataclass, replace
@@ -23,7 +23,9 @@ MEGATRON_CODES = [TRAINING_CODES[name] for name in ("megatron", "megatron-flash"
 
 @dataclass(frozen=True)
 class PlannerCase:
-    """A row as the planner is asked. ``gbs`` in sequences; ``chosen``: the fastest micro-batch, for it says none."""
+    """A row as input for the planner. ``gbs``: global batch in sequences. ``chosen``: the row does not state its
+    micro-batch, so the fastest is used.
+    """
 
     row: PublishedRow
     shape: ModelShape
@@ -38,15 +40,15 @@ class PlannerCase:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens per step."""
         return self.gbs * self.shape.seq_len
 
 
 def case_of(row: PublishedRow, recompute: Recompute | None = None) -> PlannerCase:
-    """What the planner is asked of a row.
+    """The planner case of a row.
 
     Raises:
-        Unused: saying what it lacks.
+        Unused: naming what the row lacks.
     """
     words = row.words.lower()
     if "offload" in words:
@@ -80,12 +82,12 @@ def case_of(row: PublishedRow, recompute: Recompute | None = None) -> PlannerCas
 
 
 def fits(needed: float, cluster: Cluster) -> bool:
-    """As the search for a layout has it."""
+    """Whether the layout fits, as in the search for a layout."""
     return needed <= USABLE * cluster.accelerator.memory_gib * GIB
 
 
 def _fastest(shape: ModelShape, layout: Layout, sequences: int, cluster: Cluster, stack: RowStack) -> Arrangement:
-    """The fastest micro-batch that fits, of the powers of two that divide a rank's sequences; 1 where none fits."""
+    """The fastest micro-batch that fits among powers of two that divide a rank's sequences; 1 if none fits."""
     sizes = (2**power for power in range(sequences.bit_length()) if sequences % 2**power == 0)
     ways = [Arrangement(layout, size, sequences // size) for size in sizes]
     room = [how for how in ways if fits(worst_stage(shape, how, stack.code).total, cluster)]
@@ -115,8 +117,9 @@ def _layout(row: PublishedRow, stack: RowStack, degrees: dict[str, int], recompu
 
 
 def _batch(row: PublishedRow, layout: Layout, seq_len: int, stack: RowStack) -> tuple[int, int]:
-    """Micro-batch and accumulation; where only memory is asked, enough micro-batches to fill the pipeline. A
-    micro-batch of 0 and all sequences of a rank where none is said."""
+    """Micro-batch and accumulation. Rows that only state memory get enough micro-batches to fill the pipeline; rows
+    without a batch get a micro-batch of 0 and all sequences of a rank.
+    """
     micro_batch, given = row.whole("mbs"), row.whole("gas")
     gbs, tokens, local = row.whole("gbs"), row.number("tokens_per_batch"), row.whole("batch_per_dp")
     if local:

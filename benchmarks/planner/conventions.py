@@ -1,9 +1,8 @@
-"""How published tables count FLOPs: every convention under its name, so that two numbers are compared only if they
-were counted alike.
+"""FLOP conventions of published tables by name, so that numbers are only compared if they were counted alike.
 
-Each is counted here by operator, so that it is defined for every model; its own closed form, which is for one family,
-stands in ``formula`` and is what the tests hold it to. Symbols: N parameters, L layers, h width, a heads of d, s
-sequence, V vocabulary; per token.
+Each convention is counted by operator, so that it is defined for every model. ``formula`` is its published closed
+form, for one family of models, which the tests compare it with. Symbols: N parameters, L layers, h width, a heads of
+d, s sequence, V vocabulary; per token.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from leaven.recipe.shape import ModelShape
 
 @dataclass(frozen=True)
 class Convention:
-    """``count(model, recompute)`` is in FLOPs per token; what it says of recomputation is in ``formula``."""
+    """A way to count FLOPs. ``count(model, recompute)`` returns FLOPs per token."""
 
     name: str
     formula: str
@@ -108,10 +107,10 @@ CONVENTIONS = {
 
 
 def counted(model: ModelShape | Blueprint, convention: str, recompute: Recompute = "none") -> float:
-    """FLOPs of training on one token as a convention counts them.
+    """Training FLOPs per token by a convention.
 
     Raises:
-        InputError: naming the conventions there are.
+        InputError: for an unknown convention; lists the known ones.
     """
     if convention not in CONVENTIONS:
         raise InputError(f"no such FLOP convention {convention!r}; known are {', '.join(CONVENTIONS)}")

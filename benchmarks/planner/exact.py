@@ -1,4 +1,4 @@
-"""What is exact: identities of a row, parameters, FLOPs, MFU and days, up to the rounding of what is printed."""
+"""Compare what must be equal up to rounding: identities of a row, parameters, FLOPs, MFU and days."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def identities(row: PublishedRow, verdict: TableVerdict) -> None:
 
 
 def parameters(row: PublishedRow, verdict: TableVerdict) -> bool:
-    """Exact ``params``, ``params_b`` in thousand millions, or a ``size`` as it is written: 176B."""
+    """Compare parameter counts: exact ``params``, ``params_b`` in billions, or a ``size`` such as 176B."""
     exact, printed = row.mine("params"), row.number("params_b")
     text = next((value for value in (exact, row.mine("size")) if isinstance(value, str) and number(value)), "")
     value = printed or (number(text) or 0) / 1e9
@@ -56,12 +56,12 @@ def parameters(row: PublishedRow, verdict: TableVerdict) -> bool:
 
 
 def _beyond(value: float, printed: float, slack: float) -> float:
-    """How far a value is from what is printed, beyond its rounding."""
+    """The relative error of a value beyond the rounding of the printed number."""
     return max(0.0, abs(value - printed) - slack)
 
 
 def flops(row: PublishedRow, verdict: TableVerdict) -> bool:
-    """TFLOP/s as the row prints them: from those of all GPUs, and from its time and the FLOPs of its convention."""
+    """Compare printed TFLOP/s with those of all GPUs, and with those from the row's time and convention."""
     gpus, tflops, aggregate = row.whole("gpus"), row.number("tflops"), row.number("aggregate_pflops")
     if aggregate and tflops and gpus:
         slack = row.table.rounding(aggregate, "aggregate_pflops") + row.table.rounding(tflops, "tflops") * gpus / 1e3
@@ -79,7 +79,7 @@ def flops(row: PublishedRow, verdict: TableVerdict) -> bool:
 
 
 def mfu(row: PublishedRow, verdict: TableVerdict) -> bool:
-    """MFU and HFU: of the row's own TFLOP/s where those are what they are a share of, or else from its own time."""
+    """Compare MFU and HFU with the row's TFLOP/s if they share a convention, else with its time."""
     tflops, printed = row.number("tflops"), row.number("mfu_pct")
     share = row.spelled.get("mfu_pct") not in {"mfu", "mfu_pct"} or not conventions(row)
     if tflops and printed and share:
@@ -98,7 +98,7 @@ def mfu(row: PublishedRow, verdict: TableVerdict) -> bool:
 
 
 def _counted(row: PublishedRow, of: str) -> float:
-    """FLOPs of a token as the table counts them for a column."""
+    """FLOPs per token, as the table counts them for a column."""
     if row.get("tflops_formula") == "old":
         raise Unused("tflops_formula old")
     convention = convention_of(row, of)
@@ -109,7 +109,7 @@ def _counted(row: PublishedRow, of: str) -> float:
 
 
 def _tokens_per_second(row: PublishedRow) -> float | None:
-    """Of one GPU, from the row's own time."""
+    """Tokens per second of one GPU, from the row's own time."""
     if row.number("tps"):
         return row.number("tps")
     seconds, gpus = row.number("iter_s") or row.number("present_s"), row.whole("gpus")
@@ -118,7 +118,7 @@ def _tokens_per_second(row: PublishedRow) -> float | None:
 
 
 def days(row: PublishedRow, verdict: TableVerdict) -> bool:
-    """Days (or GPU-days, GPU-hours) of the whole run from the row's own TFLOP/s, by the FLOPs of its convention."""
+    """Compare days (or GPU-days, GPU-hours) of the whole run with the row's TFLOP/s by its convention."""
     columns = [key for key in row.own if _DAYS.search(key) and "predict" not in key and number(row.mine(key))]
     tflops, gpus = row.number("tflops"), row.whole("gpus")
     for column in columns:
@@ -138,7 +138,7 @@ _MANY = re.compile(r"(\d+(?:\.\d+)?) ?(B|billion|T|trillion)(?:[- ]tokens?)\b", 
 
 
 def _tokens(row: PublishedRow, column: str) -> float:
-    """Of a whole run: as the column's name has it, or the row, or the words of the table."""
+    """Tokens of the whole run: from the name of the column, the row, or the text of the table."""
     inside = re.search(r"(\d+(?:\.\d+)?)(b|t)(?![a-z])", column, re.IGNORECASE)
     given = row.number("tokens")
     said = inside or (None if given else _MANY.search(str(row.get("note", ""))))
@@ -150,7 +150,7 @@ def _tokens(row: PublishedRow, column: str) -> float:
 
 
 def _of_run(row: PublishedRow) -> str:
-    """The convention of the TFLOP/s of a run; where none is named, that of Megatron's papers for its runs."""
+    """The convention of a run's TFLOP/s; the one of Megatron's papers if none is named."""
     named = convention_of(row, "tflops")
     if named is None and "megatron" not in row.table.origin.lower():
         raise Unused("the table names no convention of FLOPs for it")

@@ -1,4 +1,4 @@
-"""Every row of a table planned as it ran, and compared with what was measured."""
+"""Plan every row of a table as it ran and compare the result with the measurements."""
 
 import math
 from collections import defaultdict
@@ -37,7 +37,7 @@ def judge(table: Table) -> TableVerdict:
 
 
 def _compare(row: PublishedRow, verdict: TableVerdict) -> None:
-    """All that is measured of a row; what of it is not compared is counted with its reason."""
+    """Compare all measurements of a row; those that cannot be compared are counted with the reason."""
     told = False
     for unclear in row.unclear if not row.ran_out else ():
         verdict.unused[f"not compared: {unclear}"] += 1
@@ -53,7 +53,7 @@ def _compare(row: PublishedRow, verdict: TableVerdict) -> None:
 
 
 def _measured_step(case: PlannerCase) -> float | None:
-    """Seconds of a step as the row has it, or as its speed says."""
+    """Seconds per step: stated by the row, or computed from its speed."""
     row, tokens, gpus = case.row, case.tokens, case.cluster.gpus
     seconds, rate = row.number("iter_s"), row.number("tps")
     if seconds:
@@ -100,7 +100,7 @@ def _as_it_ran(row: PublishedRow) -> PlannerCase:
 
 
 def _room(row: PublishedRow, verdict: TableVerdict) -> bool:
-    """Whether the planner calls a row that ran too large."""
+    """Compare whether the planner expects a row that ran out of memory to do so."""
     ran = any(row.number(name) for name in ("mem_gb", "mem_gib", *_TIMED)) and not row.ran_out
     if ran and not any(row.number(name) for name in ("total_ms", *_BY_RECOMPUTE)):
         try:
@@ -152,7 +152,7 @@ _COMPARISONS: dict[str, Callable[[PublishedRow, TableVerdict], bool]] = {
 
 
 def _block(row: PublishedRow, verdict: TableVerdict) -> bool:
-    """One block, timed: forward and backward with what is computed again."""
+    """Compare the time of one block: forward and backward pass with recomputation."""
     setting = str(row.get("setting", "")).lower()
     recompute: Recompute = "full" if "full" in setting else "selective" if "selective" in setting else "none"
     case = case_of(row, recompute)
@@ -163,7 +163,7 @@ def _block(row: PublishedRow, verdict: TableVerdict) -> bool:
 
 
 def _bubbles(verdict: TableVerdict) -> None:
-    """One layout at three batches or more: how far from a line in the planner's slots, which have the bubble."""
+    """Compare the bubble of one layout at three batches or more, which determine its share of a step."""
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for point in verdict.points:
         case = point.case
@@ -182,8 +182,7 @@ def _bubbles(verdict: TableVerdict) -> None:
 
 
 def _rankings(verdict: TableVerdict) -> None:
-    """Whether the fastest of four or more measured layouts of one model on one machine, in batches within 5%, is one
-    of the three predicted fastest."""
+    """Check that the fastest of four or more layouts of one model and machine is among the three predicted fastest."""
     groups: dict[Any, list[Comparison]] = defaultdict(list)
     for point in verdict.points:
         case = point.case

@@ -1,4 +1,4 @@
-"""The machine of a row, from the words of its table."""
+"""Read the machine of a row from the text of its table."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ _KIND = re.compile(r"\b(GB?[23]00|GH200|[ABHLV]\d{2,3}S?|MI\d{3}X|TPUv\w+)", re.
 
 
 def machine_of(row: PublishedRow) -> Accelerator:
-    """The accelerator, with what the words say of it: "8 a node", "96 GB (HBM2e 2.4 TB/s)", "400 Gb/s"."""
+    """The accelerator, with details from the text: "8 a node", "96 GB (HBM2e 2.4 TB/s)", "400 Gb/s"."""
     said = str(row.get("hardware", ""))
     text = str(row.get("gpu") or said)
     kinds = {kind.upper() for kind in _KIND.findall(text)}
@@ -56,10 +56,10 @@ def machine_of(row: PublishedRow) -> Accelerator:
 
 
 def peak_tflops(row: PublishedRow) -> float:
-    """What an MFU of the table is a share of: the peak that it states, or else the row's dtype's of the machine.
+    """The peak that an MFU of the table is relative to: stated by the table, else the machine's for the row's dtype.
 
     Raises:
-        Unused: if products are in fp8 and the machine has no peak of it.
+        Unused: if the row uses fp8 and the machine has no fp8 peak.
     """
     given = row.number("peak_tflops")
     if given:

@@ -1,4 +1,4 @@
-"""The model of a row: from its fields, or what a name or a size stands for."""
+"""Read the model of a row from its fields, a name or a size."""
 
 import re
 from collections import Counter
@@ -36,7 +36,7 @@ _GPTS = {
 
 
 def named(row: PublishedRow) -> dict[str, Any]:
-    """The shape that a name stands for: "mpt-30b", "8B" (Llama 3.1), "the 22B model" of the same source's tables."""
+    """The shape of a named model: "mpt-30b", "8B" (Llama 3.1), "the 22B model" (of the same source)."""
     name = _LLAMA_3.sub("llama-", re.sub(r"[\s_]+", "-", str(row.get("model_name") or "").strip().lower()))
     text = f"{row.get('note', '')} {row.get('case', '')}".lower()
     for known, shape in _MODELS.items():
@@ -54,8 +54,9 @@ def named(row: PublishedRow) -> dict[str, Any]:
 
 
 def shape_of(row: PublishedRow) -> ModelShape:
-    """The model. With ``ffn`` it is a gated one without biases (Llama's), else a GPT of 4h with learned positions; if
-    ffn is 4h and it may be either, the one whose parameters are what the row prints."""
+    """The shape of the model. With ``ffn`` a gated model without biases (Llama), else a GPT with 4h and learned
+    positions; if both fit, the one with the printed number of parameters.
+    """
     known = named(row)
 
     def size(name: str) -> int | None:
@@ -95,7 +96,7 @@ def shape_of(row: PublishedRow) -> ModelShape:
 
 
 def _dropout(row: PublishedRow) -> float:
-    """Of a GPT, by what ran it; it has no parameters, so that they are counted where that is not said."""
+    """Whether the GPT had dropout, by the code that ran it. Dropout has no parameters, so these cannot tell."""
     try:
         return stack_of(row).dropout
     except Unused:
@@ -103,7 +104,7 @@ def _dropout(row: PublishedRow) -> float:
 
 
 def _usual_heads(row: PublishedRow, width: int) -> int | None:
-    """Heads where a row has none: those of most rows of the table that divide the width."""
+    """The number of heads if a row states none: the one of most rows of the table that divides the width."""
     stated = (other.whole("a") for other in row.table.rows if "a" in other.own)
     counts = Counter(heads for heads in stated if heads and width % heads == 0)
     return max(counts, key=lambda heads: counts[heads]) if counts else None

@@ -1,4 +1,4 @@
-"""The page of the planner's accuracy: what the benchmark prints, and a picture of predicted against measured."""
+"""Write docs/planner-accuracy.md: the output of the benchmark and a chart of predicted against measured values."""
 
 import math
 import re
@@ -27,13 +27,13 @@ _SIZE, _LEFT, _TOP = 330, 62, 46
 
 
 def renewed(page: str, printed: str, verdicts: list[TableVerdict]) -> str:
-    """The page with what the benchmark prints now in its fence, and what it makes of the bars in their table."""
+    """The page with the current output in its code block, and the current results in the table of limits."""
     page = _FENCE.sub(lambda _: f"```\n{_COMMAND}\n{printed}\n```", page)
     return _BARS.sub(lambda _: bars(verdicts), page)
 
 
 def bars(verdicts: list[TableVerdict]) -> str:
-    """The table of the bars: what each is, and what the tables have of it."""
+    """The table of limits: what each one limits, and the result."""
     memory = [found for verdict in verdicts if (found := verdict.errors("memory"))]
     time = [found for verdict in verdicts if (found := verdict.errors("time"))]
     groups = [group for verdict in verdicts for group in verdict.groups]

@@ -1,4 +1,4 @@
-"""What ran a row, and how its source counts FLOPs."""
+"""Find the code that ran a row, and how its source counts FLOPs."""
 
 import re
 from dataclasses import dataclass, replace
@@ -17,13 +17,7 @@ class Unused(Exception):
 
 @dataclass(frozen=True)
 class RowStack:
-    """The code that ran a row: what it keeps, how many bytes what it calls GB is, and how it runs a pipeline.
-
-    ``stages``: on a rank where the source says "interleaved" and no number. ``zero``: its stage where the
-    source says none. ``split_batch``: the local batch goes
-    through the pipeline in as many micro-batches as there are stages. ``dropout``: of its GPTs. ``first_rank``: the
-    memory printed is that of rank 0, not of the one that needs most.
-    """
+    """The training code of a row, the size of its GB, and how it runs a pipeline."""
 
     code: TrainingCode
     gb: float = 1e9
@@ -51,14 +45,15 @@ STACKS: dict[str, RowStack] = {
 
 
 def conventions(row: PublishedRow) -> list[str]:
-    """The FLOP conventions that a table names, in its order."""
+    """The FLOP conventions that a table names, in order."""
     known = sorted(CONVENTIONS, key=len, reverse=True)
     return re.findall("|".join(known), str(row.get("flops_convention", "")))
 
 
 def convention_of(row: PublishedRow, of: str) -> str | None:
-    """The convention of a column: of the model for ``mfu``, of the hardware for ``hfu``, of a rate the first; None if
-    the table names none for it."""
+    """The convention of a column: for ``mfu`` that of the model, for ``hfu`` that of the hardware, for a rate the
+    first; None if the table names none.
+    """
     named = conventions(row)
     if of == "hfu":
         named = ["mpt_hfu"] if "mpt_mfu" in named else [name for name in named if name.endswith("hw")]
@@ -68,20 +63,20 @@ def convention_of(row: PublishedRow, of: str) -> str | None:
 
 
 def recompute_of(row: PublishedRow) -> Recompute:
-    """What is computed again, as ``ac`` or ``recompute`` has it."""
+    """The recomputation mode, from ``ac`` or ``recompute``."""
     given = row.get("recompute") if row.get("ac") is None else row.get("ac")
     kinds: dict[str, Recompute] = {"full": "full", "true": "full", "sac": "selective", "selective": "selective"}
     return kinds.get(str(given).lower(), "none")
 
 
 def in_fp8(row: PublishedRow) -> bool:
-    """Whether its products are: by its own precision or options, or else the table's first word."""
+    """Whether the row used fp8 matmuls: by its precision or options, else by the first word of the table."""
     of_table = str(row.table.fields.get("precision", "")).partition(" ")[0]
     return bool(re.search(r"fp8|float8", f"{row.own.get('precision', of_table)} {row.get('options', '')}"))
 
 
 def stack_of(row: PublishedRow) -> RowStack:
-    """What ran a row, with the dtype of its products."""
+    """The training code of a row, with the dtype of its matmuls."""
     origin = row.table.origin.lower()
     stack = next((stack for word, stack in STACKS.items() if word in origin), None)
     if stack is None:

@@ -1,8 +1,8 @@
-"""Published tables as the benchmark reads them: YAML of the schema of shared/reference/planner-tables.yaml.
+"""Read published tables: YAML with a list of tables, each with rows.
 
-A table is rows of fields under fields of its own; a field of a row goes before the table's, that before its
-``model``'s, and what is only said in words ("8B", "fsdp32 x tp8", "tp 8, mbs 4") comes last. Nothing is known of a
-table's id, and what is not known here is ignored.
+A table has rows of fields, and fields of its own. A field of the row has priority over one of the table, then one of
+its ``model``, then what is only written as text ("8B", "fsdp32 x tp8", "tp 8, mbs 4"). Unknown fields are ignored,
+and no code depends on the id of a table.
 """
 
 import math
@@ -83,8 +83,7 @@ _SEQUENCE = re.compile(r"\b(?:seq|sequence length|at) (\d{3,6})(?: tokens)?\b|\b
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A row with what its table says of all of them; ``spelled``: how the file names a field of its own, and
-    ``printed`` its values under those names."""
+    """A row with the fields of its table. ``spelled``: the file's name of each field; ``printed``: values by it."""
 
     own: dict[str, Any]
     table: "Table"
@@ -101,7 +100,7 @@ class PublishedRow:
         return number(self.get(name))
 
     def mine(self, name: str) -> Any:
-        """A field of the row's own."""
+        """A field of the row itself, not of its table."""
         self.table.asked.add(name)
         return self.own.get(name)
 
@@ -122,13 +121,13 @@ class PublishedRow:
 
     @property
     def words(self) -> str:
-        """All that is said of this row, in one line, for what is only there in words."""
+        """The layout that a text describes."""
         spoken = ("layout", "options", "optimizer", "ac", "precision", "case", "setting", "note", "scheme")
         return " ".join(str(self.fields[key]) for key in spoken if key in self.fields)
 
     @property
     def wrong(self) -> str | None:
-        """A size or a measurement that no run has: "mbs is 0"."""
+        """A size or measurement that is impossible: "mbs is 0"."""
         for name in (*_SIZES, *_MEASURES):
             given, value = self.get(name), self.number(name)
             if given is None or str(given).strip().lower() in _BLANK:
@@ -140,7 +139,7 @@ class PublishedRow:
 
     @property
     def unclear(self) -> list[str]:
-        """What stands in the place of a measurement and is no number: "tflops is 130-140"."""
+        """A measurement that is not a number: "tflops is 130-140"."""
         given = ((name, self.get(name)) for name in _MEASURES)
         return [
             f"{self.spelled.get(name, name)} is {value}"
@@ -150,7 +149,7 @@ class PublishedRow:
 
     @property
     def ran_out(self) -> bool:
-        """Whether it ran out of memory: by a field of its own that says so, or in the place of what was measured."""
+        """Whether the run ran out of memory, by a field of its own or in place of a measurement."""
         for name in ("oom", "out_of_memory", "ran_out_of_memory"):
             if self.get(name) is not None:
                 return str(self.get(name)).strip().lower() not in _NO
@@ -182,19 +181,19 @@ class Table:
 
     @property
     def origin(self) -> str:
-        """What ran these rows, in words: the source and how it optimises."""
+        """What ran these rows, as text: the source and its optimizer."""
         key = str(self.fields.get("source", ""))
         return " ".join((key, str(self.sources.get(key, "")), str(self.fields.get("optimizer", ""))))
 
     @property
     def unread(self) -> list[str]:
-        """Columns of numbers that nothing has asked for."""
+        """Numeric columns that nothing has read."""
         named = (key for row in self.rows for key, value in row.own.items() if number(value) is not None)
         return sorted({key for key in named if key not in self.asked and key not in _ALIASES})
 
     @cached_property
     def decimals(self) -> dict[str, int]:
-        """The most decimals that a column is printed with, by its name in the file."""
+        """The largest number of decimals in a column, by its name in the file."""
         found: dict[str, int] = {}
         for row in self.rows:
             for key, value in row.printed.items():
@@ -204,9 +203,9 @@ class Table:
         return found
 
     def rounding(self, value: float, *names: str) -> float:
-        """Half a unit of the last digit that a column (by any of its names) is printed with: 0.05 for 137.5.
+        """Half a unit of the last digit of a column, by any of its names: 0.05 for 137.5.
 
-        Of sizes in whole numbers, the last digit that is not 0, for 1T is printed as 1000.
+        For sizes in whole numbers, half a unit of the last digit that is not 0, because 1T is printed as 1000.
         """
         columns = ((*_name(key), places) for key, places in self.decimals.items())
         digits = max((places - math.log10(scale) for name, scale, places in columns if name in names), default=0.0)
@@ -247,13 +246,12 @@ def number(value: Any) -> float | None:
 
 
 def _name(key: str) -> tuple[str, float]:
-    """What a column is called here, and what its numbers are multiplied with."""
+    """The name of a column here, and the factor of its unit."""
     return _NAMES.get(key) or (_NAMES.get(key.lower()) if len(key) > 2 else None) or (key, 1.0)
 
 
 def _known(given: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Fields under the names used here, and how each was spelled; a name goes before its other spellings. A
-    NaN is no value."""
+    """Known fields by their name here, and the file's name of each. NaN counts as missing."""
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     there = {str(key): value for key, value in given.items() if not (isinstance(value, float) and math.isnan(value))}
@@ -280,7 +278,7 @@ def read(path: Path) -> list[Table]:
     """The tables of a file.
 
     Raises:
-        InputError: if there is no such file, it is not YAML, or it has no tables; says which.
+        InputError: if the file does not exist, is not YAML, or has no tables.
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))

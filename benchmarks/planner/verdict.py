@@ -1,4 +1,4 @@
-"""What was found of a table, and the bars it is held to."""
+"""The results of a table, and the limits of their errors."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Comparison:
 
 @dataclass
 class TableVerdict:
-    """What was found in a table. Errors of exact things are beyond the rounding of what is printed."""
+    """The results of a table. Errors of exact quantities are counted beyond the rounding of the printed number."""
 
     table: Table
     points: list[Comparison] = field(default_factory=list)
@@ -84,7 +84,7 @@ class TableVerdict:
         }
 
     def missed(self) -> list[str]:
-        """The bars that are missed, in words."""
+        """The limits that are exceeded, as text."""
         found, values = [], self.to_json()
         for name, bar in BARS.items():
             value = values[name]

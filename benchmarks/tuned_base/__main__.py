@@ -1,11 +1,11 @@
-"""A base of leaven's own: a small model tuned on a processor at 20 tokens a parameter, in two commands.
+"""Tune a small model on a CPU at 20 tokens per parameter, for the catalogue, in two commands.
 
     leaven tune benchmarks/tuned_base/recipe.toml --study STUDY --workers 2 --trials 26
     python -m benchmarks.tuned_base STUDY
 
-The second writes ``benchmarks/tuned_base/log.jsonl``, a line a trial, and from that log alone two files in
-``src/leaven/catalogue``: ``bases/NAME.toml``, the recipe that ``leaven new`` starts from, and ``runs/NAME.toml``,
-what ``leaven recipes show NAME`` tells of it. ``--log`` makes both again from the log that is there.
+The second writes ``benchmarks/tuned_base/log.jsonl``, one line per trial, and from that log alone two files in
+``src/leaven/catalogue``: ``bases/NAME.toml``, the recipe that ``leaven new`` starts from, and ``runs/NAME.toml``, its
+entry in ``leaven recipes``. ``--log`` writes both again from the existing log.
 """
 
 import argparse
@@ -32,7 +32,7 @@ BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 
 
 def write_log(study: Path) -> None:
-    """The trials of a study that have ended, after a line about the study."""
+    """Write a line about the study, then its finished trials."""
     trials = json.loads((study / "study.json").read_text(encoding="utf-8"))["trials"]
     ended = [trial for trial in trials if trial["state"] not in UNDER_WAY]
     header = {
@@ -64,12 +64,12 @@ def answered(trials: list[StudyTrial]) -> Answer:
 
 
 def chosen(found: Answer) -> dict[str, float]:
-    """The values of an answer to two significant digits."""
+    """The values of the result, rounded to two significant digits."""
     return {path: rounded(path, value) for path, value in space(read_recipe(RECIPE)).values(found.octaves).items()}
 
 
 def as_good(found: Answer) -> dict[str, list[float]]:
-    """Between which values the loss stays within the noise of the best, all others at theirs."""
+    """For each value the range in which the loss stays within the noise of the best, all others at their best."""
     points = space(read_recipe(RECIPE))
     flat = {one.path: one.flat for one in found.coordinates}
 
@@ -91,7 +91,7 @@ def base(trials: list[StudyTrial]) -> Recipe:
 
 
 def entry(trials: list[StudyTrial]) -> dict[str, Any]:
-    """What the catalogue has of the base."""
+    """The catalogue entry of the base."""
     recipe, found = read_recipe(RECIPE), answered(trials)
     model, best, values = recipe.model, found.best, chosen(found)
     assert best is not None
@@ -180,7 +180,7 @@ def entry(trials: list[StudyTrial]) -> dict[str, Any]:
 
 
 def rounded(path: str, value: float) -> float | int:
-    """To two significant digits; of 1 - beta for a beta."""
+    """A value rounded to two significant digits; for a beta, those of 1 - beta."""
     if path in BETAS:
         return round(1 - float(f"{1 - value:.1e}"), 9)
     short = float(f"{value:.1e}")

@@ -1,16 +1,17 @@
-"""Does tuning by module pay, and does it carry? `python -m benchmarks.tuning FOLDER [--trials 90] [--seed 0]`.
+"""Measure whether tuning by module pays and transfers: `python -m benchmarks.tuning FOLDER [--trials 90] [--seed 0]`.
 
-On real training (the standard library's text, 0.2 M parameters), both methods with the FLOPs of so many whole trials:
+On real training (text of the standard library, 0.2 M parameters), two methods with the FLOPs of so many full trials:
 
 - `global`: all of them over the global values;
-- `per-module`: the first third of them over the global values, and from their best the rest over some 25 values.
+- `per-module`: the first third over the global values, then from their best the rest over about 25 values.
 
-Both start from one recipe. What each answers is trained again with seeds that no search has seen, on the tuning scale
-and, after `leaven transfer`, at 4 times the width, twice the depth and 4 times the tokens. The equal-loss speed-up is
-how many times the tokens the global answer needs to come to the per-module answer's loss: it is trained at several
-durations with the same seeds, and the crossing is interpolated in log2 of the tokens. Differences are paired by seed.
+Both start from one recipe. Their results are trained again with fresh seeds at the tuning scale and, after `leaven
+transfer`, at 4 times the width, twice the depth and 4 times the tokens. The equal-loss speed-up is how many times the
+tokens the global result needs to reach the loss of the per-module result: it is trained for several durations with
+the same seeds, and the crossing is interpolated in log2 of the tokens. Differences are paired by seed.
 
-Everything is kept in FOLDER, a line a run; the same command goes on, and `--until searches|proxy|target` stops early.
+Everything is kept in FOLDER, one line per run: run the command again to resume. `--until searches|proxy|target` stops
+early.
 """
 
 import argparse
@@ -56,13 +57,13 @@ class StudyJob:
 
     @property
     def key(self) -> str:
-        """Of everything that decides the result."""
+        """A key of everything that determines the result."""
         text = self.recipe.model_dump_json(exclude={"why", "name"})
         return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def searched(folder: Path, seed: int, trials: int, workers: int) -> dict[str, Recipe]:
-    """What the searches answer, by arm; `start` is where they begin."""
+    """The results of the searches by arm; `start` is their common start."""
     start = read_recipe(PROXY).replace({"data.seed": seed})
     some = study(folder / "global-first", start, "global", trials * FIRST, workers)
     return {
@@ -73,7 +74,7 @@ def searched(folder: Path, seed: int, trials: int, workers: int) -> dict[str, Re
 
 
 def study(folder: Path, recipe: Recipe, which: str, trials: float, workers: int) -> Recipe:
-    """What a study answers with the FLOPs of so many whole trials."""
+    """The result of a study with the FLOPs of so many full trials."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     flops = trials * recipe.data.tokens * flops_per_token(recipe.model)
     values = space(recipe, which).without(
@@ -94,7 +95,7 @@ def study(folder: Path, recipe: Recipe, which: str, trials: float, workers: int)
 
 
 def unpinned(recipe: Recipe) -> Recipe:
-    """The answer of a study as the start of another, at the same scale."""
+    """The result of a study as the start of another one, at the same scale."""
     return recipe.replace({"scaling.base": None, "why": {}})
 
 
@@ -124,7 +125,7 @@ def whole(recipe: Recipe, longer: float) -> int:
 
 
 def train(folder: Path, asked: Sequence[StudyJob], workers: int) -> None:
-    """Run what has not run; a line a run."""
+    """Train the runs that are missing; one line per run."""
     results = folder / "runs.jsonl"
     done = {row["key"] for row in rows(folder)}
     missing = [job for job in asked if job.key not in done]
@@ -179,7 +180,7 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def speed_ups(losses: dict[tuple[str, float, int], float], mine: dict[int, float]) -> list[float | None]:
-    """Of each seed: at how many times the tokens the global answer has this loss; None beyond the longest."""
+    """For each seed, how many times the tokens the global result needs for this loss; None beyond the longest run."""
     found: list[float | None] = []
     for seed, loss in mine.items():
         same = {longer: value for (arm, longer, of), value in losses.items() if arm == "global" and of == seed}
@@ -200,7 +201,7 @@ def speed_ups(losses: dict[tuple[str, float, int], float], mine: dict[int, float
 
 
 def times(ratios: Sequence[float | None], longest: float) -> str:
-    """Their geometric mean with its 95% interval; one by one where some are beyond the longest run."""
+    """The geometric mean of the speed-ups with its 95% interval, or a list if some are beyond the longest run."""
     known = [math.log2(ratio) for ratio in ratios if ratio is not None]
     if len(known) < len(ratios) or len(known) < 2:
         return ", ".join(f"> {longest:g}" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
@@ -210,7 +211,7 @@ def times(ratios: Sequence[float | None], longest: float) -> str:
 
 
 def mean(values: Sequence[float], form: str) -> str:
-    """With its 95% interval by Student's t."""
+    """The mean with its 95% interval by Student's t."""
     if len(values) < 2:
         return "".join(format(value, form) for value in values)
     margin = t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
