@@ -182,7 +182,7 @@ def _bubbles(verdict: TableVerdict) -> None:
 
 
 def _rankings(verdict: TableVerdict) -> None:
-    """Check that the fastest of four or more layouts of one model and machine is among the three predicted fastest."""
+    """Check that the fastest of four layouts or more of a model and machine is among the three predicted fastest."""
     groups: dict[Any, list[Comparison]] = defaultdict(list)
     for point in verdict.points:
         case = point.case
