@@ -1,4 +1,4 @@
-"""Sentences: their formats, and that no template is dead or misspells a fact."""
+"""Message templates: their formats; every template is used, and its fields exist."""
 
 import tomllib
 from collections.abc import Iterator
@@ -13,23 +13,23 @@ from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter
 
 B = 10**9
-# Cases that no request here comes to.
+# Templates that no request below needs.
 RARE = {
-    "{far:if}further off than 3%: this vocabulary and these proportions come no nearer",
+    "{far:if}more than 3% off: with this vocabulary and these proportions no shape is nearer",
     "{hours:unless}{trials} trials cost {cost:.1%} of this run",
-    "{known:unless}no neighbour publishes it; what nearly all published runs have",
-    "{no_share:if}none: {about}; this batch has no whole share to start from",
+    "{known:unless}no neighbour publishes it; nearly all published runs have this value",
+    "{no_share:if}none: {about}; this batch cannot be divided into increments",
     "{runs:unless}no neighbour publishes its own",
     "{known:unless}1 / sqrt(2 L); {reference} does not publish it",
-    "{some_close:if}{close} of the nearest {runs} lineages within a factor of {factor:g}, the nearest run of each",
-    "no smaller shape of this family has {least:q} parameters or more",
-    "{few_steps:unless}{wanted:q} limited by the critical batch",
-    "its width of {rounded:,} in whole heads",
-    "the recipe's own",  # of `untuned`
+    "{some_close:if}{close} of the nearest {runs} lineages are within a factor of {factor:g}; the nearest run of each votes",
+    "this family has no smaller shape of at least {least:q} parameters",
+    "{few_steps:unless}reduced from {wanted:q}: the critical batch is the limit",
+    "its width of {rounded:,} rounded to whole heads",
+    "the recipe's own",  # only `untuned` uses it
 }
 
 
-def test_formats() -> None:
+def test_field_formats() -> None:
     votes = Votes(0.1, {"a": 0.1, "b": 0.1, "c": 0.033})
     facts = {"votes": votes, "n": 1_500_000_000, "names": ["x", "y"], "none": None, "yes": True}
     templates = {
@@ -52,7 +52,7 @@ def _templates(section: str) -> Iterator[str]:
         yield from [entry] if isinstance(entry, str) else entry
 
 
-def test_every_sentence_of_a_starter_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_template_of_a_starter_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: set[str] = set()
     fill = messages._FORMATTER.vformat
 

@@ -70,7 +70,7 @@ def test_a_silent_run_meets_no_condition() -> None:
         ("optim.beta2>high", "'high' is not a quantity"),
         ("peak_lr>nan", "nothing is above, below or equal to nan"),
         ("batch.rampup.stages=1", "batch.rampup.stages is a list; no operator compares it"),
-        ("peak_lr", "'peak_lr' is no condition; write PATH, one of = != < <= > >= and a value"),
+        ("peak_lr", "'peak_lr' is not a condition; write PATH, one of = != < <= > >= and a value"),
     ],
 )
 def test_what_the_catalogue_does_not_have_is_said_with_what_it_has(written: str, said: str) -> None:

@@ -1,7 +1,7 @@
 """Checks that the values of a published run agree: shape, parameters, batch, tokens, schedule, layout.
 
-Sources contradict each other more often than one would wish; a file holds the value that was settled on, and the
-reason for it among its notes. What is left to contradict is a slip of the hand.
+Sources often contradict each other; a file holds the value that was decided on, and its notes say why. A
+contradiction that is left is a mistake in the file.
 """
 
 import math
@@ -20,7 +20,7 @@ _WARMUP = 0.02  # of one way to say a warm-up against another
 
 
 def contradictions(run: "PublishedRun") -> Iterator[str]:
-    """Every contradiction, as ``field: what is wrong``."""
+    """Yield every contradiction as ``field: what is wrong``."""
     yield from _names(run)
     yield from _shape(run)
     yield from _count(run)
@@ -31,7 +31,7 @@ def contradictions(run: "PublishedRun") -> Iterator[str]:
 
 
 def _names(run: "PublishedRun") -> Iterator[str]:
-    """``exceptions`` and ``derived`` name fields that are there."""
+    """Check that ``exceptions`` and ``derived`` name existing fields."""
     for name, group in run:
         if not isinstance(group, PublishedGroup):
             continue
@@ -136,7 +136,7 @@ def _schedule(run: "PublishedRun") -> Iterator[str]:
 
 
 def _warmups(run: "PublishedRun") -> Iterator[tuple[str, float]]:
-    """The warm-up in tokens, for each way the file states it."""
+    """Return the warm-up in tokens for each way the file states it."""
     schedule, batch, data = run.schedule, run.batch, run.data
     if schedule is None or data is None:
         return

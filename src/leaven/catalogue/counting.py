@@ -1,9 +1,8 @@
-"""Counts the parameters of a published shape, module by module.
+"""Count the parameters of a published shape, module by module.
 
-This is a second count, apart from that of :class:`leaven.recipe.shape.ModelShape`: it covers what leaven does not
-build (experts, latent attention, widths that differ from layer to layer), and where both apply they must agree.
-
-Symbols: d is d_model, h heads, k key heads, f the width of an FFN.
+This count is independent of :class:`leaven.recipe.shape.ModelShape`. It covers shapes that leaven does not build
+(experts, latent attention, widths that differ by layer), and where both apply they must agree. Symbols: d is d_model,
+h heads, k key heads, f the width of an FFN.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ class _Complete(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """Of one layer: query heads, key heads, width of the FFN; no FFN width where it has experts."""
+    """Widths of one layer: query heads, key heads, and the FFN's width (None where it has experts)."""
 
     n_heads: int
     n_kv_heads: int
@@ -38,9 +37,9 @@ class Widths(NamedTuple):
 
 
 def count_parameters(arch: PublishedArchitecture, seq_len: int | None) -> Count | None:
-    """The parameters that the shape implies; None where the shape is not published in full.
+    """Return the parameters that the shape implies, or None if the shape is not published in full.
 
-    Layers that predict further tokens (``mtp_depth``) are left out, as published totals leave them out.
+    Layers that predict further tokens (``mtp_depth``) are left out, as in published totals.
     """
     known = _complete(arch)
     widths = layer_widths(arch)
@@ -100,9 +99,10 @@ def layer_widths(arch: PublishedArchitecture) -> Sequence[Widths] | None:
 
 
 def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Sequence[Widths] | None:
-    """OpenELM: multipliers on a line over the layers, rounded to 0.01; widths rounded to whole groups of heads.
+    """Return the layer widths of OpenELM.
 
-    Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
+    Multipliers are linear over the layers and rounded to 0.01; widths are rounded to whole groups of heads. Source:
+    apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
     """
     if arch.n_layers is None or arch.d_model is None or arch.d_head is None:
         return None
@@ -123,7 +123,7 @@ def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Se
 
 
 def _whole(width: float, divisor: int) -> int:
-    """The multiple of ``divisor`` nearest to the width, but not below nine tenths of it."""
+    """Return the multiple of ``divisor`` nearest to the width, but not below 90% of it."""
     rounded = max(divisor, int(width + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * width else rounded
 
@@ -144,7 +144,10 @@ def _attention(arch: PublishedArchitecture, known: _Complete, layer: Widths) -> 
 
 
 def _latent_attention(arch: PublishedArchitecture, known: _Complete, n_heads: int, kv_rank: int) -> int:
-    """MLA (arXiv 2405.04434, section 2.1): keys and values from one latent, rotated keys shared by all heads."""
+    """Return the parameters of MLA (arXiv 2405.04434, section 2.1).
+
+    Keys and values come from one latent; all heads share the rotary keys.
+    """
     d = known.d_model
     nope, rope, value = arch.qk_nope_head_dim or 0, arch.qk_rope_head_dim or 0, arch.v_head_dim or 0
     d_q = n_heads * (nope + rope)
@@ -160,6 +163,6 @@ def _ffn(known: _Complete, width: int, *, biased: bool) -> int:
 
 
 def _experts(arch: PublishedArchitecture, known: _Complete, *, routed: int) -> int:
-    """The parameters of so many routed experts, the shared ones and the router."""
+    """Return the parameters of the routed experts, the shared ones and the router."""
     each = _ffn(known, arch.d_expert or 0, biased=False)
     return (routed + (arch.n_shared_experts or 0)) * each + known.d_model * (arch.n_experts or 0)

@@ -1,7 +1,7 @@
 """The groups of values of a published run, each with its source and how reliable it is.
 
-A field is absent where it is not known; nothing is guessed. The vocabulary is that of the file format
-(``global_batch_tokens``, ``zero_stage``): :class:`leaven.catalogue.runs.Run` offers it in leaven's own terms.
+An unknown value is left out, never guessed. The field names are those of the files (``global_batch_tokens``,
+``zero_stage``); :class:`leaven.catalogue.run.PublishedRun` offers the values in leaven's own terms.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Provenance(Part):
-    """The source of a value: ``file`` was read there, ``secondary`` in notes on it, the rest is from memory."""
+    """The source of a value. ``file``: read in that file; ``secondary``: read in notes about it; else from memory."""
 
     source: Annotated[str, Field(min_length=1)] | Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]
     confidence: Confidence
@@ -32,19 +32,19 @@ class Provenance(Part):
 
 
 class PublishedGroup(Provenance):
-    """Values from one source; ``exceptions`` have another, ``derived`` were computed from others."""
+    """Values from one source. ``exceptions`` have another source, ``derived`` were computed from other values."""
 
     evidence: Evidence | None = None
     exceptions: dict[str, Provenance] = Field(default_factory=dict)
     derived: Texts = ()
 
     def provenance(self, field: str) -> Provenance:
-        """The source of one field."""
+        """Return the source of one field."""
         return self.exceptions.get(field, self)
 
 
 class Lineage(PublishedGroup):
-    """Whose learning rate the run took over. Runs of one lineage have one vote."""
+    """Where the run's learning rate comes from. Runs of one lineage have one vote."""
 
     name: str
     note: str | None = None
@@ -52,8 +52,8 @@ class Lineage(PublishedGroup):
 
 class Params(PublishedGroup):
     precision: Literal["exact", "rounded", "nominal"]
-    shape_check: str | None = None  # why the count from the shape is another; starts with "skip" where there is none
-    shape_excess: int | None = None  # what the shape gives above an exact count
+    shape_check: str | None = None  # why the count from the shape differs; starts with "skip" if there is none
+    shape_excess: int | None = None  # parameters that the shape gives above an exact count
 
 
 class LayerwiseScaling(BaseModel):
@@ -61,17 +61,17 @@ class LayerwiseScaling(BaseModel):
 
     model_config = Part.model_config
 
-    ffn_multipliers: _Pair  # d_ff / d_model of the first and of the last layer
+    ffn_multipliers: _Pair  # d_ff / d_model of the first and the last layer
     qkv_multipliers: _Pair  # width of the queries / d_model, likewise
     gqa_groups: int  # query heads that share a key
     ffn_divisor: int  # every d_ff is a multiple of it
 
 
 class PublishedArchitecture(PublishedGroup):
-    """The published architecture, wider than what leaven builds: experts, latent attention, output norms, ALiBi.
+    """The published architecture. It covers more than leaven builds: experts, latent attention, output norms, ALiBi.
 
-    ``d_head`` is given only where it is not ``d_model / n_heads``, ``norm_bias`` and ``qkv_bias`` only where they are
-    not as the biases of the other matrices.
+    ``d_head`` is given only if it differs from ``d_model / n_heads``; ``norm_bias`` and ``qkv_bias`` only if they
+    differ from ``bias``.
     """
 
     n_layers: int | None = None
@@ -99,7 +99,9 @@ class PublishedArchitecture(PublishedGroup):
     rope_theta: float | None = None
     tied_embeddings: bool | None = None
     qk_norm: bool | None = None
-    qk_norm_width: Literal["head", "model"] = "head"  # one gain for all heads, or one over all of them
+    qk_norm_width: Literal["head", "model"] = (
+        "head"  # one gain per channel of a head, shared by all heads; or one per channel of all heads
+    )
     bias: bool | None = None
     norm_bias: bool | None = None
     qkv_bias: bool | None = None
@@ -111,7 +113,7 @@ class PublishedArchitecture(PublishedGroup):
     experts_per_token: int | None = None
     n_shared_experts: int | None = None
     d_expert: int | None = None
-    mtp_depth: int | None = None  # extra layers that predict further tokens; in no count of parameters here
+    mtp_depth: int | None = None  # extra layers that predict further tokens; not in any parameter count here
     # Latent attention (MLA, arXiv 2405.04434, section 2.1).
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
@@ -133,7 +135,7 @@ class PublishedData(PublishedGroup):
 
 
 class BatchRamp(BaseModel):
-    """How the batch grew. ``none`` is a statement of the source; an absent ramp is not."""
+    """How the batch grew. ``none`` means that the source says it did not grow; without a ramp it is not known."""
 
     model_config = Part.model_config
 
@@ -159,7 +161,7 @@ class BatchRamp(BaseModel):
 class PublishedBatch(PublishedGroup):
     global_batch_samples: int | None = None
     global_batch_tokens: int | None = None
-    batch_tokens_nominal: bool = False  # the source prints a rounded "4M"
+    batch_tokens_nominal: bool = False  # the source prints a rounded number such as "4M"
     rampup: BatchRamp | None = None
     note: str | None = None
 
@@ -187,7 +189,7 @@ class Optim(PublishedGroup):
     qk_clip_threshold: float | None = None
     dropout: float | None = None
     z_loss: float | None = None
-    z_loss_used: bool | None = None  # where its weight is not published
+    z_loss_used: bool | None = None  # if its weight is not published
     moe_load_balance_loss: float | None = None
     moe_router_z_loss: float | None = None
     moe_bias_update_speed: float | None = None
@@ -219,7 +221,7 @@ class PublishedSchedule(PublishedGroup):
     constant_tokens: int | None = None
     total_steps: int | None = None
     total_samples: int | None = None
-    parametrisation: str | None = None  # present only where peak_lr must not be compared: muP, Adafactor
+    parametrisation: str | None = None  # only if peak_lr must not be compared: muP, Adafactor
     note: str | None = None
 
 
@@ -253,21 +255,21 @@ class PublishedInit(PublishedGroup):
 class TunedBase(PublishedGroup):
     """The study behind a base that leaven tuned itself. A run with this group is not a published one.
 
-    ``values`` and ``intervals`` go by the paths of a recipe. Between the ends of an interval the loss stays within
-    the noise of the best, all other values at theirs.
+    ``values`` and ``intervals`` are keyed by the paths of a recipe. Within an interval the loss stays within the
+    noise of the best, with all other values at their best.
     """
 
-    rule: str  # the scaling rule in whose base coordinates the values are
+    rule: str  # scaling rule whose base coordinates the values are in
     trials: int
     noise_nats: float  # standard deviation of the loss over seeds
-    loss: float  # validation loss, nats per token: the mean of the runs of the answer
+    loss: float  # validation loss in nats per token: mean over the confirmation runs
     loss_interval: _Pair  # 95%
     loss_runs: int
-    start_loss: float  # of the values that the search started from, the mean of its seeds
+    start_loss: float  # of the values that the search started from, mean over seeds
     start_runs: int
     values: dict[str, float]
     intervals: dict[str, _Pair]
-    at_end: Texts = ()  # the best is as far as was searched: the optimum may lie beyond
+    at_end: Texts = ()  # values whose best is at the edge of the search: the optimum may lie beyond
 
 
 class PublishedPrecision(PublishedGroup):
@@ -292,7 +294,7 @@ class Parallel(PublishedGroup):
     micro_batch: int | None = None
     grad_accum: int | None = None
     shard_group: int | None = None  # accelerators that share one copy of the weights
-    replicas: int | None = None  # such groups
+    replicas: int | None = None  # number of such groups
     sequence_parallel: bool | None = None
     framework: str | None = None
     note: str | None = None
@@ -311,7 +313,7 @@ class PublishedThroughput(PublishedGroup):
     mfu_min: float | None = None
     mfu_max: float | None = None
     mfu_without_attention: float | None = None
-    mfu_by_stage: Annotated[tuple[float, ...], Field(strict=False)] | None = None  # of the ramp
+    mfu_by_stage: Annotated[tuple[float, ...], Field(strict=False)] | None = None  # by stage of the ramp
     hfu: float | None = None
     convention: str | None = None
     seconds_per_step: float | None = None

@@ -1,7 +1,7 @@
-"""Empirical laws (``laws.toml``): what each says of a run, of another batch, and of a budget of FLOPs.
+"""Empirical laws (``laws.toml``): what each says about a run, another batch, and a budget of FLOPs.
 
-A law is a fit to somebody's runs. Its units, its definition of N and the set-up it was fitted in (``conditions``) are
-part of it; outside of its fitted range it is a guess.
+A law is a fit to somebody's runs. Its units, its definition of N and the setting it was fitted in (``conditions``)
+are part of it; outside of its fitted range it is a guess.
 """
 
 import math
@@ -32,7 +32,7 @@ ANY: Range = (0, math.inf)
 
 
 class Point(NamedTuple):
-    """What a law may depend on."""
+    """The quantities that a law may depend on."""
 
     params: float  # N
     tokens: float  # D
@@ -48,11 +48,11 @@ class Power(Part):
     tokens: float = 0.0
     compute: float = 0.0
     loss: float = 0.0
-    unit: float = 1.0  # turns sequences into tokens: 512 of a law for sequences of 512 tokens
+    unit: float = 1.0  # converts sequences to tokens: 512 for a law in sequences of 512 tokens
     per: float = 1.0
 
     def at(self, point: Point) -> float:
-        """The value at a point."""
+        """Return the value at a point."""
         return (
             self.coefficient
             * math.pow(point.params / self.per, self.params)
@@ -70,7 +70,7 @@ class LogLinear(Part):
     slope: float
 
     def at(self, point: Point) -> float | None:
-        """The value at a point; None where it is not positive, for there the law has no answer."""
+        """Return the value at a point, or None where it is not positive: the law has no answer there."""
         value = self.intercept + self.slope * math.log(point.params)
         return value if value > 0 else None
 
@@ -85,32 +85,35 @@ class LossLaw(Part):
     beta: float
 
     def loss(self, params: float, tokens: float) -> float:
-        """The predicted loss in nats a token."""
+        """Return the predicted loss in nats per token."""
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def optimal_params(self, flops: float) -> float:
-        """The N of least loss where 6 N D = ``flops``: G (C / 6)^(beta / (alpha + beta)) with
-        G = (alpha a / (beta b))^(1 / (alpha + beta)) (arXiv 2203.15556, equation 4)."""
+        """Return the N of lowest loss on the budget 6 N D = ``flops``.
+
+        It is G (C / 6)^(beta / (alpha + beta)) with G = (alpha a / (beta b))^(1 / (alpha + beta)) (arXiv 2203.15556,
+        equation 4).
+        """
         both = self.alpha + self.beta
         scale = math.pow(self.alpha * self.a / (self.beta * self.b), 1 / both)
         return scale * math.pow(flops / 6, self.beta / both)
 
 
 class FrontierLine(Part):
-    """N = params (C / flops)^exponent: a straight line in the logarithms through a published point."""
+    """N = params (C / flops)^exponent: a straight line in logarithms through a published point."""
 
     flops: float
     params: float
     exponent: float
 
     def optimal_params(self, flops: float) -> float:
-        """The best N at a budget of training FLOPs."""
+        """Return the best N for a budget of training FLOPs."""
         return self.params * math.pow(flops / self.flops, self.exponent)
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """How far a point lies outside a fitted range along one axis: a factor above 1, of the nearer end."""
+    """How far a point lies outside a fitted range along one axis: a factor above 1 from the nearer end."""
 
     axis: str  # N parameters, D tokens, C training FLOPs, D/N tokens a parameter
     factor: float
@@ -118,7 +121,7 @@ class Beyond:
 
 
 class Fitted(Part):
-    """The ranges (lowest, highest) of a fit. A lowest of 0 is one that the source does not give."""
+    """The ranges (lowest, highest) of a fit. A lowest of 0 means that the source does not give it."""
 
     params: Range = ANY
     tokens: Range = ANY
@@ -126,7 +129,7 @@ class Fitted(Part):
     tokens_per_param: Range = ANY
 
     def beyond(self, params: float, tokens: float, compute: float) -> tuple[Beyond, ...]:
-        """Every axis along which a point lies outside, the farthest first."""
+        """Return every axis along which a point lies outside, the farthest first."""
         found = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
@@ -142,17 +145,17 @@ class Fitted(Part):
 
 
 class Sourced(Part):
-    """What every entry of ``laws.toml`` states beside its formula."""
+    """The fields that every entry of ``laws.toml`` has besides its formula."""
 
     name: str
     conditions: str
     source: str
     trust: Trust
-    doubt: str = ""  # what is not sure about the constants
+    doubt: str = ""  # what is uncertain about the constants
     fitted: Fitted = Fitted()
 
     def judged(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
-        """The fields of :class:`LawAnswer` for a point."""
+        """Return the fields of :class:`LawAnswer` for a point."""
         beyond = self.fitted.beyond(params, tokens, compute)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
         return {
@@ -168,22 +171,22 @@ class Sourced(Part):
 
 
 class Law(Sourced):
-    """A law of the hyperparameters of a run."""
+    """A law about the hyperparameters of a run."""
 
     params_definition: ParamsDefinition
     lr: Power | LogLinear | None = None  # peak learning rate of AdamW
-    lr_batch: int | None = None  # the batch the lr belongs to, where the law has no batch of its own
+    lr_batch: int | None = None  # the batch at which the lr holds, if the law has no batch of its own
     lr_batch_exponent: float | None = None  # how the best lr moves with the batch in the law's own data
     batch: Power | None = None  # tokens
-    batch_kind: BatchKind | None = None  # the best batch, or the one above which more saves little time
+    batch_kind: BatchKind | None = None  # optimal: the best batch; critical: above it more saves little time
     loss: LossLaw | None = None
     tau: Power | None = None  # the best AdamW timescale B / (lr x weight decay x D), as a share of the run
-    says: str = ""  # of a law that gives no value, only how one moves
-    form_of: str | None = None  # the same law in another form, which is no second opinion
+    says: str = ""  # what a law without a number says: how a value moves
+    form_of: str | None = None  # the law that this is another form of; it does not count twice
 
 
 class Frontier(Sourced):
-    """The best N at a budget of training FLOPs C = 6 N D.
+    """The best N for a budget of training FLOPs C = 6 N D.
 
     The approaches of one paper disagree: at Gopher's budget Chinchilla's first says 67B, its third 40B. The fit
     behind the third did not converge (Besiroglu et al. 2024); the replication is near the first.
@@ -198,7 +201,7 @@ FRONTIERS = tuple(map(Frontier.model_validate, _ENTRIES["frontier"]))
 
 
 def find_law(name: str) -> Law:
-    """The law of this name."""
+    """Return the law of this name."""
     return next(law for law in LAWS if law.name == name)
 
 
@@ -214,7 +217,7 @@ REPLICATION = _loss_law("Besiroglu 2024 replication")
 
 @dataclass(frozen=True, kw_only=True)
 class LawAnswer:
-    """What the answers of a law and of a frontier have in common."""
+    """The fields that the answers of a law and of a frontier share."""
 
     law: str
     conditions: str
@@ -222,7 +225,7 @@ class LawAnswer:
     trust: Trust
     doubt: str
     in_range: bool | None  # None where the fitted range is not known
-    extrapolation: float | None  # the factor along the worst axis, 1 inside
+    extrapolation: float | None  # largest factor outside the range, 1 inside
     beyond: tuple[Beyond, ...]
 
 
@@ -243,15 +246,15 @@ class LawResult(LawAnswer):
 
     @property
     def is_critical(self) -> bool:
-        """Whether it gives a critical batch that counts as an opinion of its own."""
+        """Whether it gives a critical batch that counts as an independent opinion."""
         return self.batch_kind == "critical" and self.form_of is None
 
 
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawResult]:
-    """What every law says of a run of ``tokens`` tokens with ``params`` parameters.
+    """Return what every law says about a run of ``tokens`` tokens with ``params`` parameters.
 
-    Laws that count N without the embeddings use ``params_non_embedding`` if it is given, else ``params``: a
-    good stand-in above 1B, 45% too many for GPT-2 124M.
+    Laws that count N without the embeddings use ``params_non_embedding`` if it is given, else ``params``: a good
+    approximation above 1B, but 45% too high for GPT-2 124M.
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
@@ -289,31 +292,32 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """The best AdamW timescale tau = B / (lr * weight decay * D), in fractions of the run, B and D in tokens."""
+    """Return the best AdamW timescale tau = B / (lr x weight decay x D) as a share of the run, with B and D in
+    tokens."""
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))
 
 
 def critical_batch(results: Sequence[LawResult]) -> float:
-    """The median of the critical batches by the laws, in tokens, each law once."""
+    """Return the median of the laws' critical batches in tokens; each law counts once."""
     return median(each.batch_tokens for each in results if each.batch_tokens and each.is_critical)
 
 
 @dataclass(frozen=True)
 class AtBatch:
-    """The lr of a law at another batch than its own, by every rule there is; they do not agree."""
+    """The lr of a law at another batch than its own, by several rules that disagree."""
 
     batch_tokens: float
-    ratio: float  # over the batch the lr belongs to
+    ratio: float  # of the batch to the one at which the lr holds
     square_root: float  # of Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
     linear: float  # of SGD there (McCandlish et al. 2018), and of AdamW at fixed decay if its timescale is to stay
     surge: float  # of Adam, falling above the noise scale (arXiv 2405.14578)
-    own: float | None  # as in the law's own data, None where they are not known
+    own: float | None  # as in the law's own data, if known
 
 
 def lr_at_batch(result: LawResult, batch_tokens: float, noise: float) -> AtBatch | None:
-    """A law's lr at a batch; None where it has no lr. ``noise`` is the noise scale, in tokens."""
+    """Return a law's lr at a batch, or None if it has no lr. ``noise`` is the noise scale in tokens."""
     if result.lr is None or result.lr_batch_tokens is None:
         return None
     ratio, exponent = batch_tokens / result.lr_batch_tokens, result.lr_batch_exponent
@@ -329,7 +333,7 @@ def lr_at_batch(result: LawResult, batch_tokens: float, noise: float) -> AtBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum(LawAnswer):
-    """What one answer gives for a budget."""
+    """One answer for a budget."""
 
     params: float
     tokens: float
@@ -339,12 +343,12 @@ class Optimum(LawAnswer):
 
 
 def best_tokens_per_param(flops: float) -> list[float]:
-    """D / N by every answer for a budget of training FLOPs."""
+    """Return D / N by every answer for a budget of training FLOPs."""
     return [flops / 6 / frontier.sizes.optimal_params(flops) ** 2 for frontier in FRONTIERS]
 
 
 def compute_optimal(flops: float) -> list[Optimum]:
-    """Every answer for a budget of training FLOPs.
+    """Return every answer for a budget of training FLOPs.
 
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
     ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']

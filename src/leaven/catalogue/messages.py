@@ -1,12 +1,13 @@
-"""Sentences about starters and findings: the templates of ``messages.toml`` and ``checks.toml`` filled in.
+"""Fill in the message templates of ``messages.toml`` and ``checks.toml``.
 
-A template is a list of parts with fields as of ``str.format``. A part with a field that is None or unknown is left
-out, so that a sentence says what there is to say. Beside Python's formats a field may have
+A template is a list of parts with fields as in ``str.format``. A part with a field that is None or unknown is left
+out. Besides Python's formats a field may have:
 
 - ``q``: a quantity, ``1.5 B``;
-- ``names``, ``listed``, ``size``: all of them, with commas or bars between; how many there are;
-- ``each FORMAT``, ``range FORMAT``, ``count FORMAT`` of votes: everyone's, middle and extremes, how many agree;
-- ``if``, ``unless``: nothing is printed, and the part is left out unless, or if, the field is true.
+- ``names``, ``listed``, ``size``: all values separated by commas or bars; their number;
+- ``each FORMAT``, ``range FORMAT``, ``count FORMAT``: of votes, each one's value; middle and extremes; how many
+  agree;
+- ``if``, ``unless``: print nothing; leave the part out unless, or if, the field is true.
 """
 
 import string
@@ -21,7 +22,7 @@ from leaven.recipe.units import format_number, format_quantity
 
 
 class _LeftOut(Exception):
-    """A part has nothing to say."""
+    """Raised for a part that is left out."""
 
 
 class _Formatter(string.Formatter):
@@ -79,7 +80,7 @@ def _templates() -> dict[str, dict[str, Any]]:
 
 
 def filled(templates: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
-    """The parts of a message, without those that have nothing to say."""
+    """Return the parts of a message, without those that are left out."""
     found = []
     for template in [templates] if isinstance(templates, str) else templates:
         try:
@@ -90,15 +91,15 @@ def filled(templates: str | Sequence[str], facts: Mapping[str, Any]) -> list[str
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """The parts of a message of ``messages.toml``."""
+    """Return the parts of a message of ``messages.toml``."""
     return filled(_templates()[section][key], facts)
 
 
 def sentence(section: str, key: str, facts: Mapping[str, Any]) -> str:
-    """The parts of a message in one line."""
+    """Return a message of ``messages.toml`` in one line."""
     return "; ".join(parts(section, key, facts))
 
 
 def constants(section: str) -> dict[str, str]:
-    """The messages of a section that has no fields."""
+    """Return the messages of a section without fields."""
     return dict(_templates()[section])

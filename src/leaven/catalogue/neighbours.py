@@ -1,8 +1,7 @@
-"""The published runs near a size, and what they have: the one notion of a neighbour, of starters and findings alike.
+"""The published runs near a size and their values: the one notion of a neighbour, for starters and findings.
 
-A lineage (runs that took over one another's learning rate) has one vote, the run of it that is nearest. Values go by
-the paths of a recipe (:mod:`leaven.catalogue.terms`). Middles are medians of logarithms: half and twice are equally
-far.
+A lineage (runs that copied one another's learning rate) has one vote, its nearest run. Values are keyed by the paths
+of a recipe (:mod:`leaven.catalogue.terms`). A middle is a median of logarithms: half and twice are equally far.
 """
 
 import math
@@ -19,31 +18,31 @@ from leaven.catalogue.terms import terms
 from leaven.recipe.errors import InputError
 
 FACTOR = 4.0
-"""Runs within this factor of a size are near it: a run of another size says little about lr and batch."""
+"""Runs within this factor of a size are near it; others say little about its lr and batch."""
 NEAREST = 3
-"""Lineages that vote at least, however far away they are: one lineage alone decides nothing."""
+"""Minimum number of lineages that vote, however far away: one lineage alone decides nothing."""
 EDGE = 1.5
-"""How far beyond the `NEAREST`-th lineage the reach ends where fewer are within `FACTOR`."""
+"""If fewer than `NEAREST` lineages are within `FACTOR`, the reach is this factor beyond the `NEAREST`-th."""
 LEAST_WEIGHT = 1e-6
-"""The weight of a vote at the edge, so that a single one still counts."""
+"""Weight of a vote at the edge; not 0, so that a single vote still counts."""
 # An octave of tokens counts as an eighth of one of parameters: published choices hardly depend on the tokens.
 _TOKEN_WEIGHT = 0.125
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """The factor between the sizes of a run and of a model, at least 1."""
+    """Return the factor between the sizes of a run and of a model, at least 1."""
     return max(run.params_total / params, params / run.params_total)
 
 
 def of_size(params: int) -> list[PublishedRun]:
-    """The dense runs within `FACTOR` of a size, whatever their optimiser, from small to large."""
+    """Return the dense runs within `FACTOR` of a size, with any optimizer, from small to large."""
     return [run for run in load_runs() if run.kind == "dense" and size_ratio(run, params) <= FACTOR]
 
 
 def first_of_each(
     runs: Iterable[PublishedRun], group: Callable[[PublishedRun], str] = lambda run: run.lineage.name
 ) -> list[PublishedRun]:
-    """The first run of each lineage (or other group), in their order."""
+    """Return the first run of each lineage (or other group), in their order."""
     first: dict[str, PublishedRun] = {}
     for run in runs:
         first.setdefault(group(run), run)
@@ -59,20 +58,20 @@ def nearest(
     stack: Stack | None = None,
     kind: Kind = "dense",
 ) -> list[tuple[PublishedRun, float]]:
-    """The runs nearest in stack, size and duration, and their distance in octaves of parameters.
+    """Return the runs nearest in stack, size and duration, with their distance in octaves of parameters.
 
-    Only runs within ``factor`` of the size, those of the same stack first; where there are none, the nearest of all.
-    A lineage has one vote: first the best run of each lineage, then the others, each in that order. Runs whose
-    learning rate means something else are left out (:attr:`PublishedRun.lr_comparable`); a stack that names another
-    optimiser asks for the learning rates of that.
+    Only runs within ``factor`` of the size, those with the same stack first; if there are none, the nearest of all.
+    First comes the best run of each lineage, then the others, each in that order. Runs whose learning rate means
+    something else are left out (:attr:`PublishedRun.lr_comparable`); a stack with another optimizer selects the
+    learning rates of that optimizer.
 
     Raises:
         InputError: if there are no parameters or no tokens, or no run of this kind has a learning rate to compare.
     """
     if params <= 0 or tokens <= 0:
-        raise InputError(f"a run of {params} parameters and {tokens} tokens has no neighbours; both must be above 0")
+        raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")
     if not factor >= 1:  # nor nan
-        raise InputError(f"a factor of {factor:g} leaves no size; give one of at least 1, for example 4")
+        raise InputError(f"a factor of {factor:g} excludes every size; give at least 1, for example 4")
     stack = stack or Stack()
     optimizers = same_lr_meaning(stack.optimizer or "adamw")
     found = [
@@ -90,7 +89,7 @@ def nearest(
 
 @dataclass(frozen=True)
 class Votes:
-    """A value made of many: their middle or the most frequent, and the value of each voter."""
+    """A value made from many: their middle or the most frequent, and the value of each voter."""
 
     value: Any
     by: Mapping[str, Any]  # run id or name of a law -> its value
@@ -105,15 +104,16 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """The most frequent value, of equally frequent ones the first; None where nobody votes."""
+    """Return the most frequent value, the first if several are equally frequent; None without votes."""
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """The median of the logarithms, of weighted votes the weighted one.
+    """Return the median of the logarithms, weighted if weights are given.
 
-    That is where half of the weight is below, each vote standing at the middle of its own, in straight lines between
-    them: equal weights give the ordinary median, and a vote that comes in with weight 0 moves nothing.
+    The weighted median is where half of the weight is below. Each vote sits at the middle of its own weight, with
+    linear interpolation between votes, so equal weights give the ordinary median and a vote with weight 0 changes
+    nothing.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)
@@ -131,7 +131,7 @@ def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest run of each lineage to a size. A ``reference`` run decides whatever it publishes, the others the
+    """The nearest run of each lineage to a size. A ``reference`` decides every value it publishes, the others the
     rest."""
 
     params: int
@@ -140,12 +140,12 @@ class Neighbours:
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
-        """The runs within `FACTOR` of the size, as they are ranked."""
+        """The runs within `FACTOR` of the size, as ranked."""
         return tuple(run for run in self.ranked if size_ratio(run, self.params) <= FACTOR)
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """The runs that vote, the nearest in size first: those within `FACTOR`, but `NEAREST` at least."""
+        """The runs that vote, the nearest in size first: those within `FACTOR`, at least `NEAREST`."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -158,7 +158,10 @@ class Neighbours:
         return {id: terms(run) for id, run in self.table.items()}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Values by run id, of a path of a recipe or of a function; only the reference's where it has one."""
+        """Return values by run id, for a path of a recipe or a function.
+
+        If the reference has a value, only that is returned.
+        """
         known = {
             id: value
             for id, run in self.table.items()
@@ -169,16 +172,18 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """The weighted middle of what runs have."""
+        """Return the weighted middle of what runs have."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """The most frequent value; of equally frequent ones that of the nearest run."""
+        """Return the most frequent value; if several are equally frequent, that of the nearest run."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
-        """Weights of votes by run id: 1 at the size, falling with the logarithm of the distance to 0 at the reach, so
-        that no value jumps where a lineage comes in. Equal with a reference, or where no run is within `FACTOR`.
+        """Return the weights of votes by run id.
+
+        A weight is 1 at the size and falls with the logarithm of the distance to 0 at the reach, so that no value
+        jumps when a lineage comes in. Weights are equal with a reference, or if no run is within `FACTOR`.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -190,15 +195,17 @@ class Neighbours:
         }
 
     def sources(self, ids: Iterable[str]) -> list[str]:
-        """Each run with the source of its learning rate."""
+        """Return each run with the source of its learning rate."""
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
 def neighbours(
     params: int, tokens: int, *, qk_norm: bool | None = None, reference: PublishedRun | None = None
 ) -> Neighbours:
-    """The published dense runs with a comparable learning rate near a size; those with AdamW, norms ahead of the
-    branches and QK-norm as given come first."""
+    """Return the published dense runs near a size that have a comparable learning rate.
+
+    Runs with AdamW, pre-norm and the given QK-norm come first.
+    """
     stack = Stack("pre", qk_norm, "adamw")
     ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]
     return Neighbours(params, tuple(first_of_each(ranked)), reference)

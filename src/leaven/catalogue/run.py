@@ -1,4 +1,4 @@
-"""One published run: its groups as its source has them, its values in leaven's own terms."""
+"""One published run: groups of values with their sources, and the same values in leaven's own terms."""
 
 import math
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -47,7 +47,7 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimisers whose learning rates mean the same."""
+    """Return the optimizers whose learning rates mean the same as this one's."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -59,7 +59,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Whether the other has everything this one names. Adam and AdamW are one optimizer here."""
+        """Return whether another stack has every value that this one names. Adam and AdamW count as one optimizer."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -74,10 +74,10 @@ class Stack(NamedTuple):
 
 
 class PublishedRun(Part):
-    """A published run, or a base of leaven's own (:attr:`tuning`). The groups hold what its source says; the
-    properties say it in leaven's terms.
+    """A published run, or a base that leaven tuned itself (:attr:`tuning`).
 
-    A property is None where the value is not known.
+    The groups hold what the source says; the properties say it in leaven's terms. A property is None where the value
+    is not known.
     """
 
     id: str
@@ -122,7 +122,7 @@ class PublishedRun(Part):
 
     @property
     def batch_grew(self) -> bool | None:
-        """Whether the last batch was larger than the first; one that only dipped did not grow."""
+        """Whether the last batch was larger than the first. A batch that only dipped did not grow."""
         ramp = self.batch.rampup if self.batch else None
         if ramp is None or ramp.kind == "none":
             return None if ramp is None else False
@@ -143,11 +143,11 @@ class PublishedRun(Part):
 
     @property
     def lr_comparable(self) -> bool:
-        """False where the learning rate means something else: muP, and other optimisers than Adam(W)."""
+        """False if the learning rate means something else: muP, or an optimizer other than Adam(W)."""
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Whether the run has a learning rate, of one of these optimisers, that multiplies a plain update."""
+        """Return whether the run has a learning rate of one of these optimizers that multiplies a plain update."""
         schedule = self.schedule
         return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 
@@ -162,9 +162,9 @@ class PublishedRun(Part):
 
     @property
     def warmup_fraction(self) -> float | None:
-        """Warm-up in tokens over the tokens of the run.
+        """Warm-up tokens over the tokens of the run.
 
-        A warm-up in steps is turned into tokens at the final batch, so only where the batch did not ramp.
+        A warm-up in steps is converted at the final batch, so only if the batch did not grow.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -189,7 +189,7 @@ class PublishedRun(Part):
     def residual_init_std(self) -> float | None:
         """Standard deviation of the matrices that write to the residual stream, for the run's own depth.
 
-        None where it is not known, or where it differs from layer to layer (``mitchell``).
+        None where it is not known, or where it differs by layer (``mitchell``).
         """
         init, n_layers = self.init, self.arch.n_layers
         if init is None or init.residual_std is not None or init.std is None:
@@ -210,21 +210,21 @@ class PublishedRun(Part):
 
     @property
     def query_groups(self) -> float | None:
-        """Query heads to a key-value head."""
+        """Query heads per key-value head."""
         return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
 
     @property
     def stack(self) -> Stack:
-        """What decides more about a learning rate than the size does."""
+        """What influences a learning rate more than the size does."""
         return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
 
     @property
     def params_from_shape(self) -> int | None:
-        """The parameters that the published shape implies, counted module by module; None where it is incomplete."""
+        """Parameters that the published shape implies, counted module by module; None if it is incomplete."""
         count = count_parameters(self.arch, self.data.seq_len if self.data else None)
         return None if count is None else count.total
 
     def flat(self) -> dict[str, Any]:
-        """Every known value by its dotted path, without sources and free text."""
+        """Return every known value by its dotted path, without sources and free text."""
         values = flatten(self.model_dump(exclude_none=True))
         return {path: value for path, value in values.items() if _NOT_VALUES.isdisjoint(path.split("."))}

@@ -1,7 +1,7 @@
-"""Published training runs, one TOML file each in ``runs/``, every group of values with its source; beside them the
-bases that leaven tuned itself, which have a group ``[tuning]`` and no vote among the published.
+"""Published training runs, one TOML file each in ``runs/``; every group of values has its source.
 
-To add a run, add a file: its name is the run's id, the groups are those of :mod:`leaven.catalogue.groups`.
+The folder also holds the bases that leaven tuned itself: they have a group ``[tuning]`` and no vote. To add a run,
+add a file. Its name is the run's id; the groups are those of :mod:`leaven.catalogue.groups`.
 """
 
 import difflib
@@ -20,17 +20,17 @@ FOLDER = Path(__file__).parent / "runs"
 
 
 def load_runs() -> tuple[PublishedRun, ...]:
-    """All published runs, from the smallest to the largest."""
+    """Return all published runs, from the smallest to the largest."""
     return tuple(run for run in _load(FOLDER) if run.tuning is None)
 
 
 def own_runs() -> tuple[PublishedRun, ...]:
-    """The small runs that leaven tuned itself, from the smallest to the largest: bases to transfer from."""
+    """Return the small runs that leaven tuned itself, from the smallest to the largest: bases to transfer from."""
     return tuple(run for run in _load(FOLDER) if run.tuning is not None)
 
 
 def find_run(id: str) -> PublishedRun:
-    """One run by its id, published or a base of leaven's own.
+    """Return one run by its id: a published run, or a base that leaven tuned itself.
 
     Raises:
         InputError: if there is no such run; names the ids most like it.
@@ -43,7 +43,7 @@ def find_run(id: str) -> PublishedRun:
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """The three known names that are most like an unknown one."""
+    """Return the three known names most similar to an unknown one."""
     return difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
 
 
@@ -52,7 +52,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:
-    """The values in which two runs differ, by dotted path; None where a value is not known."""
+    """Return the values in which two runs differ, by dotted path; None where a value is not known."""
     a, b = run_a.flat(), run_b.flat()
     paths = [*a, *(path for path in b if path not in a)]
     return [
@@ -62,7 +62,7 @@ def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:
     ]
 
 
-@cache  # the checks of one recipe ask for the runs hundreds of times
+@cache  # the checks of one recipe read the runs hundreds of times
 def _load(folder: Path) -> tuple[PublishedRun, ...]:
     return tuple(sorted((_read(path) for path in folder.glob("*.toml")), key=lambda run: (run.params_total, run.id)))
 
@@ -78,7 +78,7 @@ def _read(path: Path) -> PublishedRun:
 
 
 def _explain(error: ValidationError) -> str:
-    """All errors by field: ``optim.beta2: Input should be a valid number``."""
+    """Return all errors by field: ``optim.beta2: Input should be a valid number``."""
     found = []
     for one in error.errors(include_url=False):
         where = ".".join(map(str, one["loc"]))

@@ -12,13 +12,15 @@ from leaven.recipe.batch import BatchStage, Ramp
 
 
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
-    """Of the published batch ramps: the first batch as a share of the last, the length as a share of the run.
+    """Return the first batch of published ramps as a share of the last, and their length as a share of the run, by
+    run id.
 
-    A family has one vote, its largest run: a ramp belongs to whoever ran it, not to a table of learning rates.
+    Each family has one vote, its largest run, because a ramp is chosen by who runs it and not copied with a learning
+    rate.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
-    for run in runs or load_runs():  # from small to large, so that the largest stays
+    for run in runs or load_runs():  # from small to large: the largest of a family is kept
         known, ramp = terms(run), run.batch.rampup if run.batch else None
         if run.kind != "dense" or ramp is None or ramp.kind not in ("increments", "linear"):
             continue
@@ -33,10 +35,10 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ramp | tuple[BatchStage, ...] | None:
-    """The run's batch growth in a run of ``tokens`` up to ``batch`` tokens; None where too little is published.
+    """Return a run's batch growth for a run of ``tokens`` up to ``batch`` tokens, or None if too little is published.
 
-    Sizes are whole multiples of ``unit``, which divides ``batch``; what the run did at a share of its length comes at
-    the same share. Published increments and stages at the run's own length, batch and sequence come out as they are.
+    Sizes are multiples of ``unit``, which divides ``batch``. What the run did at a share of its length happens at the
+    same share. At the run's own length, batch and sequence its published increments and stages come out unchanged.
     """
     ramp, length = run.batch.rampup if run.batch else None, run.tokens
     if not (run.batch_grew and ramp and length):

@@ -48,14 +48,15 @@ class Condition:
 
     @classmethod
     def parse(cls, written: str) -> "Condition":
-        """
+        """Parse a condition.
+
         Raises:
-            InputError: if the text is no condition.
+            InputError: if the text is not a condition.
         """
         match = _CONDITION.fullmatch(written)
         if match is None:
             raise InputError(
-                f"{written!r} is no condition; write PATH, one of = != < <= > >= and a value, "
+                f"{written!r} is not a condition; write PATH, one of = != < <= > >= and a value, "
                 "for example schedule.shape=cosine"
             )
         return cls(*match.groups())
@@ -96,7 +97,7 @@ def select(
     tokens: Range | None = None,
     conditions: Iterable[Condition] = (),
 ) -> list[PublishedRun]:
-    """The runs that meet all conditions, in their order.
+    """Return the runs that meet all conditions, in their order.
 
     Raises:
         InputError: if a condition names a path, or compares with a value, that no run has.
@@ -111,13 +112,13 @@ def select(
 
 
 def values(run: PublishedRun) -> dict[str, Any]:
-    """Every value that a condition can name, by its path."""
+    """Return every value that a condition can name, by its path."""
     own = {name: getattr(run, name) for name in _PROPERTIES}
     return run.flat() | {name: value for name, value in own.items() if value is not None}
 
 
 def _meeting(condition: Condition, known: Sequence[tuple[PublishedRun, dict[str, Any]]]) -> set[str]:
-    """The ids of the runs that meet a condition."""
+    """Return the ids of the runs that meet a condition."""
     found = {run.id: said[condition.path] for run, said in known if condition.path in said}
     if not found:
         raise InputError(
@@ -130,7 +131,7 @@ def _meeting(condition: Condition, known: Sequence[tuple[PublishedRun, dict[str,
 
 
 def _wanted(condition: Condition, present: Sequence[Any]) -> Any:
-    """The value of a condition, in the type that the runs have there."""
+    """Return the value of a condition, in the type that the runs have at that path."""
     path, text, sample = condition.path, condition.text, present[0]
     if isinstance(sample, bool):
         if text.lower() not in ("true", "false") or condition.operator not in ("=", "!="):
@@ -156,7 +157,7 @@ def _folded(value: Any) -> Any:
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """The three known paths that are most like an unknown one; in any group where it names none."""
+    """Return the three known paths most similar to an unknown one; in any group if it names no group."""
     if "." in path:
         return closest(path, known)
     by_last: dict[str, list[str]] = {}

@@ -20,7 +20,7 @@ def _warmup_tokens(run: PublishedRun) -> int | None:
 
 
 def _start_tokens(run: PublishedRun) -> int | None:
-    """The first batch of a ramp."""
+    """Return the first batch of a ramp."""
     ramp = run.batch.rampup if run.batch else None
     if ramp is None or ramp.kind == "none":
         return None
@@ -31,7 +31,7 @@ def _start_tokens(run: PublishedRun) -> int | None:
 
 
 def _ramp_tokens(run: PublishedRun) -> int | None:
-    """From how many tokens on the batch has its size."""
+    """Return the tokens after which the batch has its full size."""
     ramp = run.batch.rampup if run.batch else None
     if ramp is None or ramp.kind == "none":
         return None
@@ -39,7 +39,7 @@ def _ramp_tokens(run: PublishedRun) -> int | None:
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """First batch of the ramp, and from how many tokens on the batch has its size."""
+    """Return the first batch of the ramp and the tokens after which the batch has its full size."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -52,13 +52,16 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Papers call AdamW Adam too; the adam of a recipe adds its decay to the gradient, as no published run did."""
+    """Return the optimizer, with L2 decay distinguished from decoupled decay.
+
+    Papers call AdamW Adam, too; a recipe's adam adds its decay to the gradient, which no published run did.
+    """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
 
 L2_DECAY = "adam, L2 decay"
-# Where a run has the value of a recipe: the first path, and others that state it in another way.
+# Paths of a run for each path of a recipe: the first holds the value, others state it in another way.
 _PUBLISHED: dict[str, tuple[str, ...]] = {
     "params": ("params_total", "params_active"),
     **{f"model.{name}": (f"arch.{name}",) for name in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff")},
@@ -85,7 +88,7 @@ _PUBLISHED: dict[str, tuple[str, ...]] = {
     **{f"layout.{name}": (f"parallel.{name}",) for name in ("dp", "tp", "pp")},
     "layout.zero": ("parallel.zero_stage",),
 }
-# Where a run does not simply have it there.
+# Values of a run that are not simply read at that path.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.d_head": lambda run: d_head(run.arch),
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
@@ -96,7 +99,7 @@ _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "schedule.decay": lambda run: run.decay,
     "schedule.min_lr_ratio": lambda run: run.min_lr_ratio,
 }
-# And where a recipe does not.
+# Values of a recipe that are not simply read at their path.
 _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
     "params": lambda recipe: recipe.model.params,
     "model.rope_theta": lambda recipe: recipe.model.rope_theta if recipe.model.positions == "rope" else None,
@@ -109,7 +112,7 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 
 
 def _reader(path: str) -> Callable[[Any], Any]:
-    """Reads a path; None where one of its steps is absent."""
+    """Return a function that reads a path; None where a step of it is absent."""
 
     def read(source: Any) -> Any:
         for name in path.split("."):
@@ -123,18 +126,18 @@ TERMS = {
     path: _Term(_OF_RUN.get(path) or _reader(published[0]), _OF_RECIPE.get(path) or _reader(path), published)
     for path, published in _PUBLISHED.items()
 }
-# Who, when and how fast, not how the model was trained; lengths that follow from others; free text.
+# Not compared: who, when and how fast; lengths that follow from others; free text.
 _ABOUT = {"family", "organisation", "date", "kind", "status", "id", "lineage", "params", "hardware", "throughput"}
 _FOLLOWS = {"arch.gated", "schedule.total_steps", "schedule.total_samples", "parallel.framework", "data.dataset"}
 _TEXT = ("note", "scheme", "formula")
-# What every model of leaven's has, so that no recipe states it.
+# What every leaven model has, so that no recipe states it.
 _GIVEN = {
     "arch.norm_placement": "pre",
     "arch.norm_affine": True,
     "arch.rotary_pct": 1.0,
     "arch.qk_norm_width": "head",
 }
-# Parts of a recipe about how to run a training, not about what is trained.
+# Parts of a recipe about how a run is executed, not about what is trained.
 _LEAVENS_OWN = {"name", "why", "tuning", "evaluation", "stability", "data", "layout", "precision"}
 
 
@@ -143,11 +146,11 @@ def diff_in_terms(
     b: PublishedRun | Recipe,
     resolved: Callable[[Recipe], dict[str, Any]] = lambda recipe: {},
 ) -> list[RecipeDifference]:
-    """The values in which a run or recipe differs from another; None where it is not known.
+    """Return the values in which a run or recipe differs from another; None where a value is not known.
 
-    ``resolved`` gives, by path, what a recipe's values come to: they are written in base coordinates, those of a
-    published run are what its parameters got. A value without a counterpart on the other side comes last, under the
-    path that it has on its own.
+    ``resolved`` gives, by path, the values that a recipe's parameters get: a recipe is written in base coordinates, a
+    published run states what its parameters got. Values without a counterpart on the other side come last, under
+    their own path.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
@@ -162,7 +165,7 @@ def diff_in_terms(
 
 
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
-    """What is known, by the paths of a recipe."""
+    """Return what is known, by the paths of a recipe."""
     values = {
         path: term.of_run(of) if isinstance(of, PublishedRun) else term.of_recipe(of) for path, term in TERMS.items()
     }
@@ -170,7 +173,7 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """The values that only one of the two kinds has, where they are not those of an ordinary run."""
+    """Yield the values that only one of the two kinds can have, unless they are those of an ordinary run."""
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():
             counted = path in TERMS or path.startswith(("batch.ramp.", "batch.stages"))

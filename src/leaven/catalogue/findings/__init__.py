@@ -1,7 +1,7 @@
-"""Where a recipe leaves the range of published runs, and which of them show it.
+"""Compare a recipe with the published runs: where it leaves their range, and which runs show it.
 
-To add a check: an entry in ``checks.toml`` (limits, message), a function in ``quantities.py`` (how it is read), and
-in ``tests/catalogue`` a planted fault that it finds.
+To add a check: an entry in ``checks.toml`` (limits, message), a function in ``quantities.py`` (how it is read), and a
+planted fault that it finds in ``tests/catalogue``.
 """
 
 import math
@@ -24,7 +24,7 @@ __all__ = ["CHECKS", "Case", "Check", "CheckedRow", "FindingRow", "Severity", "S
 
 SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
 _ROUNDING = 1.02  # published values are rounded
-_MEASURED = re.compile(r"(\S+: )?study ")  # how `leaven tune` begins the reason of a value that it found
+_MEASURED = re.compile(r"(\S+: )?study ")  # start of the reason that `leaven tune` writes
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Check:
     """An entry of ``checks.toml``."""
 
     name: str
-    reads: str  # what of a recipe it looks at
+    reads: str  # what it reads from a recipe
     path: str  # of the value that a finding is about
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
     usual: Bounds | None = None
     outside: Bounds | None = None
     far: Bounds | None = None
-    source: str = "the published runs"  # beside the runs that a finding names
+    source: str = "the published runs"  # in addition to the runs that a finding names
 
     @property
     def read(self) -> Callable[[Case], Reading | None]:
@@ -58,16 +58,16 @@ CHECKS = tuple(Check(**entry) for entry in tomllib.loads(_FILE.read_text(encodin
 def findings(
     recipe: Recipe, resolve: Callable[[Recipe], Sequence[CheckedRow]], corpus_tokens: int | None = None
 ) -> list[FindingRow]:
-    """What every check finds in a recipe, the farthest outside first; each suggestion has been tried.
+    """Return the findings of every check, the farthest outside first; each suggestion has been tried.
 
-    ``resolve`` gives what the parameters of a recipe get. ``corpus_tokens``: how many tokens the text has, where it
-    is known; else one epoch is assumed.
+    ``resolve`` returns what the parameters of a recipe get. ``corpus_tokens`` is the number of tokens of the text, if
+    known; else one epoch is assumed.
     """
     found = _all(Case(recipe, resolve(recipe), corpus_tokens))
     known = {one.check: one.severity for one in found}
 
     def brings(suggestion: Suggestion, check: str) -> int | None:
-        """How many notes a suggestion brings; None where its own finding stays or another gets worse than a note."""
+        """Return how many notes a suggestion adds; None if its finding stays or another is more than a note."""
         try:
             changed = recipe.replace(suggestion)
         except ValueError:  # of the recipe, or of its base's shape
@@ -90,14 +90,14 @@ def _rank(severity: Severity | None) -> int:
 def _all(case: Case) -> list[FindingRow]:
     found = [one for check in CHECKS if (one := find(check, case))]
     for n, one in enumerate(found):
-        if _MEASURED.match(case.recipe.why.get(one.path, "")):  # then it is worth a note and no fault
+        if _MEASURED.match(case.recipe.why.get(one.path, "")):  # a measured value is a note, not a fault
             says = f"{one.says}; a search found this value, see [why]"
             found[n] = one.model_copy(update={"severity": "note", "says": says})
     return found
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """What a check finds in a recipe; None where the value is usual. Its suggestions have not been tried."""
+    """Return what a check finds in a recipe, or None if the value is usual. The suggestions are not tried."""
     reading = check.read(case)
     if reading is None:
         return None
@@ -110,7 +110,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
         low, high = limits.usual
 
         def within(value: float, bounds: tuple[float, float]) -> bool:
-            """As far as published values are exact."""
+            """Compare up to the rounding of published values."""
             least, most = map(reading.distance, bounds)
             return (least if least <= 0 else least / _ROUNDING) <= reading.distance(value) <= most * _ROUNDING
 

@@ -1,6 +1,6 @@
-"""A recipe beside the published runs: what a check sees of it, and what to write to change a value.
+"""What a check reads of a recipe, of the published runs, and what to write to change a value.
 
-What is compared is what the recipe's matrices really get, after its scaling rule: a published value is that too.
+What is compared is what the recipe's matrices really get after its scaling rule, as a published value is.
 """
 
 import math
@@ -20,11 +20,11 @@ from leaven.recipe.shape import BRANCH_ENDS, Role
 OfRun = Callable[[PublishedRun], float | None]
 Bounds = tuple[float, float]
 Suggestion = Mapping[str, Any]
-"""Values to set, by path; None takes a value out."""
+"""Values to set, by path; None removes a value."""
 
 VOTES = 5
-"""Lineages that a finding names at most."""
-# Runs within these factors (in batch where it is known) are alike: what one of them did is no mistake here.
+"""A finding names at most so many lineages."""
+# Runs within these factors (in batch, if known) are alike: what one of them did is not a mistake here.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
@@ -53,7 +53,7 @@ class CheckedRow(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the rows of its parameter table, and how many tokens its text has, if that is known."""
+    """A recipe, the rows of its parameter table, and the tokens of its text, if known."""
 
     recipe: Recipe
     rows: Sequence[CheckedRow]
@@ -73,18 +73,19 @@ class Case:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Dense runs whose learning rate is one of Adam(W), the nearest in size first."""
+        """Dense runs with a learning rate of Adam(W), the nearest in size first."""
         known = (run for run in load_runs() if run.kind == "dense" and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """The nearest run of each lineage, at most five, same stack first; none if none is near this size."""
+        """The nearest run of each lineage, at most five, those with the same stack first; empty if none is near this
+        size."""
         return neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm).close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Runs that are this recipe in size, lr, batch and stack."""
+        """Ids of runs with this recipe's size, lr, batch and stack."""
         stack = Stack("pre", self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -96,19 +97,20 @@ class Case:
         )
 
     def hidden(self, quantity: str) -> float:
-        """The median over the matrices of the blocks: a search moves single modules on purpose."""
+        """Return the median over the matrices of the blocks; the median, because a search moves single modules on
+        purpose."""
         values: list[float] = [getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT]
         return median(values)
 
     @cached_property
     def init_std(self) -> float:
-        """Of the matrices that read the residual stream and start from random numbers; 0 if none does."""
+        """Std of the matrices that read the residual stream and start from random numbers; 0 if there are none."""
         reads = [row for row in self.rows if row.role is Role.HIDDEN_WEIGHT and row.module not in BRANCH_ENDS]
         return median([row.init_std for row in reads if row.init_std] or [0.0])
 
     @cached_property
     def residual_std(self) -> float:
-        """Of those that write to it, over the blocks (root mean square), their branch's multiplier included."""
+        """Root mean square std of the matrices that write to the residual stream, with their branch's multiplier."""
         ends = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
         return math.sqrt(sum(ends) / len(ends))
 
@@ -120,17 +122,19 @@ class Case:
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """What the neighbours have, in order."""
+        """Return the values of the neighbours, sorted."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """The smallest and the largest published value."""
+        """Return the smallest and the largest published value."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """What to write at the base so that the hidden matrices get ``wanted``, in two digits; ``to`` is
-        ``math.ceil`` or ``math.floor`` where wanted is the end of a range and the value must lie inside."""
+        """Return what to write at the base so that the hidden matrices get ``wanted``, in two digits.
+
+        ``to`` is ``math.ceil`` or ``math.floor`` if ``wanted`` is the end of a range and the value must lie inside.
+        """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
         actual = self.hidden(quantity)
@@ -144,12 +148,12 @@ class Case:
         return {path: float(f"{to(round(exact / unit, 6)) * unit:.2g}")}
 
     def sequences(self, tokens: float) -> int:
-        """Tokens of the nearest whole number of sequences, at least one."""
+        """Return the tokens of the nearest whole number of sequences, at least one."""
         seq_len = self.recipe.model.seq_len
         return max(round(tokens / seq_len), 1) * seq_len
 
     def with_batch(self, tokens: float) -> Suggestion:
-        """A batch of about so many tokens; a ramp or stages to another size go with it."""
+        """Return a suggestion for a batch of about so many tokens; a ramp or stages to another size are removed."""
         spec = self.recipe.batch
         gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
         if spec.stages_rule:
@@ -157,18 +161,18 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """So many tokens; a warm-up that is longer goes with them."""
+        """Return a suggestion for so many tokens; a warm-up that is longer is shortened."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})
 
 
 @cache
 def critical_batches(params: float, tokens: float, non_embedding: float | None = None) -> dict[str, float]:
-    """The critical batch by each law, in tokens."""
+    """Return the critical batch by each law, in tokens."""
     results = evaluate(params, tokens, params_non_embedding=non_embedding)
     return {one.law: one.batch_tokens for one in results if one.is_critical and one.batch_tokens}
 
 
 def ratio(a: float, b: float) -> float:
-    """How far apart two values are, as a factor of at least 1; infinite against 0."""
+    """Return the factor between two values, at least 1; infinite if only one is 0."""
     return 1.0 if a == b else math.inf if not a or not b else max(a / b, b / a)

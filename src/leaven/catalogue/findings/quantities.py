@@ -1,7 +1,7 @@
-"""What each check compares: how a quantity is read off a recipe and off a published run, and what to set instead.
+"""What each check compares: how a quantity is read from a recipe and from a published run, and what to set instead.
 
-A function has the name of its check; None where there is nothing to judge. Fixed limits, sources and messages are in
-``checks.toml``.
+A function has the name of its check and returns None if there is nothing to judge. Fixed limits, sources and messages
+are in ``checks.toml``.
 """
 
 import math
@@ -22,13 +22,15 @@ from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
 _CHINCHILLA = 20  # tokens per parameter
-_STEPS_OF_WARMUP = 2000  # what most runs have, however long they are
-# Below it a higher beta2 averages over as many tokens (Porian et al. 2024, arXiv 2406.19146, tuned it so).
+_STEPS_OF_WARMUP = 2000  # usual for runs of any length
+# Tokens of a batch below which a higher beta2 is usual: it averages over as many tokens (Porian et al. 2024, arXiv
+# 2406.19146).
 _SMALL_BATCH = 2**18
 
 
 class CheckLimits(NamedTuple):
-    """Beyond ``usual`` is a note, beyond ``outside`` and ``far`` what they say; each lies within the next."""
+    """Outside ``usual`` is a note; outside ``outside`` and ``far`` is that severity. Each range contains the one
+    before."""
 
     usual: Bounds
     outside: Bounds
@@ -36,7 +38,7 @@ class CheckLimits(NamedTuple):
 
 
 def upward(usual: float, outside: float, far: float) -> CheckLimits:
-    """Limits for what cannot be too small."""
+    """Return limits for a quantity that cannot be too small."""
     return CheckLimits((-math.inf, usual), (-math.inf, outside), (-math.inf, far))
 
 
@@ -44,25 +46,25 @@ def upward(usual: float, outside: float, far: float) -> CheckLimits:
 class Reading:
     """One quantity of a recipe beside the published runs.
 
-    Without limits, here or in ``checks.toml``, it is a note: a choice that has cost somebody something.
+    Without limits, here or in ``checks.toml``, it is a note: a choice that has caused somebody trouble.
     """
 
     value: float | None = None
     of_run: OfRun = lambda run: None
     limits: CheckLimits | None = None
     suggestions: Sequence[Suggestion] = ()  # what to set, by preference
-    facts: Mapping[str, Any] | None = None  # for the message, beside `value`, `low` and `high`
-    runs: Iterable[PublishedRun] | None = None  # that a finding names; else the nearest with a usual value
-    did_so: Sequence[PublishedRun] = ()  # of a note, the runs that were so too
-    bounds: tuple[float | None, float | None] = (None, None)  # of a note, the usual
-    factor: float | None = None  # of a note, how far outside of it
-    distance: Callable[[float], float] = lambda value: value  # in what the distance is counted, as 1 / (1 - beta)
-    sure: bool = True  # whether the limits hold at this size: a note at most where not
-    path: str | None = None  # where it is not that of `checks.toml`
+    facts: Mapping[str, Any] | None = None  # for the message, in addition to `value`, `low` and `high`
+    runs: Iterable[PublishedRun] | None = None  # named by the finding; by default the nearest with a usual value
+    did_so: Sequence[PublishedRun] = ()  # of a note: runs with such a value
+    bounds: tuple[float | None, float | None] = (None, None)  # of a note: the usual range
+    factor: float | None = None  # of a note: how far outside of it
+    distance: Callable[[float], float] = lambda value: value  # scale on which distances are measured
+    sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
+    path: str | None = None  # if it differs from `checks.toml`
 
 
 def _field(path: str) -> OfRun:
-    """What a run's file has at a path, ``optim.beta2``."""
+    """Return a function that reads a path of a run's file, such as ``optim.beta2``."""
     group, _, name = path.partition(".")
     return lambda run: getattr(getattr(run, group), name, None)
 
@@ -71,7 +73,7 @@ _peak_lr = attrgetter("peak_lr")
 
 
 def size(case: Case) -> Reading | None:
-    """Whether there is anything to compare the recipe with."""
+    """Report that no published run is near the recipe's size."""
     if case.neighbours:
         return None
     nearest = case.runs[0]
@@ -87,10 +89,11 @@ def size(case: Case) -> Reading | None:
 
 
 def lr(case: Case) -> Reading | None:
-    """Over three times or under a third of the median of the neighbours, and beyond all of them.
+    """Compare lr with the neighbours: outside is over three times or under a third of their median, and beyond all of
+    them.
 
-    A published lr is one for all parameters. Where the rule gives the hidden matrices another lr than the embedding,
-    the one nearest to the published median is judged.
+    A published lr is one for all parameters. If the rule gives the hidden matrices another lr than the embedding, the
+    one nearest to the published median is compared.
     """
     known = case.near(_peak_lr)
     if not known:
@@ -113,7 +116,7 @@ def lr(case: Case) -> Reading | None:
 
 
 def qk_norm(case: Case) -> Reading | None:
-    """An lr above all that runs of this size had without QK-norm."""
+    """Report an lr above those of runs of this size without QK-norm."""
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None
@@ -129,14 +132,14 @@ def qk_norm(case: Case) -> Reading | None:
 
 
 def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
-    """Published instabilities whose description has these words: the run, what happened, what was done."""
+    """Return published instabilities described with these words: the run, what happened, what was done."""
     return [
         (run, one.what, one.action) for run in load_runs() for one in run.instabilities if words in one.what.lower()
     ]
 
 
 def z_loss(case: Case) -> Reading | None:
-    """An lr half as high again as any that runs of this size had without a z-loss."""
+    """Report an lr 1.5 times above those of runs of this size without a z-loss."""
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -153,7 +156,7 @@ def z_loss(case: Case) -> Reading | None:
 
 
 def _horizon(beta: float) -> float:
-    """Steps that a moment looks back; a rule may bring a beta to 1 in the last bit."""
+    """Return the steps that a moment averages over; a rule may round a beta to 1."""
     return 1 / (1 - beta) if beta < 1 else math.inf
 
 
@@ -165,7 +168,7 @@ def beta1(case: Case) -> Reading:
 
 
 def beta2(case: Case) -> Reading:
-    """0.999 is Adam's default, and that of hardly any run at a batch of half a million tokens."""
+    """Compare beta2. Adam's default of 0.999 is rare among runs with batches of half a million tokens."""
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     small = CheckLimits((0.94, 0.999), (0.9, 0.9995), (0.8, 0.99995))
     return Reading(
@@ -179,13 +182,16 @@ def beta2(case: Case) -> Reading:
 
 
 def eps(case: Case) -> Reading:
-    """Only upward: where eps takes over, Adam turns into momentum; a small one has hurt no run here."""
+    """Compare eps, only upward: a large eps turns Adam into momentum SGD; a small one has not hurt any run here."""
     return Reading(value=case.hidden("eps"), of_run=_field("optim.eps"), suggestions=[case.at_base("eps", 1e-8)])
 
 
 def weight_decay(case: Case) -> Reading | None:
-    """As it is written, where no rule moves it: one that lowers the lr with the width raises the decay by as much,
-    and then the timescale says whether the two together are usual."""
+    """Compare the weight decay as it is written, if no rule moves it.
+
+    A rule that lowers the lr with the width raises the decay by the same factor; then the timescale says whether both
+    together are usual.
+    """
     value, tuned = case.hidden("weight_decay"), case.recipe.hyperparameters
     if (value and ratio(value, tuned.weight_decay) > 1.02) or tuned.optimizer == "adam":
         return None
@@ -194,8 +200,11 @@ def weight_decay(case: Case) -> Reading | None:
 
 
 def l2_decay(case: Case) -> Reading | None:
-    """``adam`` adds the decay to the gradient, where Adam divides it by the gradient's size: what its number means
-    depends on the gradients, so no published decay says anything of it. Papers call AdamW Adam too."""
+    """Report ``adam`` with a weight decay.
+
+    It adds the decay to the gradient, where Adam divides it by the gradient's size. The effect depends on the
+    gradients, so published decays say nothing about it. Papers call AdamW Adam, too.
+    """
     value = case.hidden("weight_decay")
     suggestions: list[Suggestion] = [{"hyperparameters.optimizer": "adamw"}, {"hyperparameters.weight_decay": 0.0}]
     adam = case.recipe.hyperparameters.optimizer == "adam"
@@ -203,8 +212,10 @@ def l2_decay(case: Case) -> Reading | None:
 
 
 def timescale(case: Case) -> Reading | None:
-    """How long a weight remembers, B / (lr x decay x D), against the best one by Power Lines. All runs but
-    GPT-NeoX-20B (33 times) lie within 0.34 and 10.9 of it."""
+    """Compare the timescale of weight decay, B / (lr x decay x D), with the best one by Power Lines.
+
+    All runs except GPT-NeoX-20B (33 times) lie within 0.34 and 10.9 of it.
+    """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
         return None
@@ -243,7 +254,7 @@ def decay_of_gains(case: Case) -> Reading | None:
 
 
 def decay_of_embeddings(case: Case) -> Reading | None:
-    """Of an embedding that is one with the unembedding nothing is said: that decays as any matrix does."""
+    """Report decay of an embedding, unless it is tied to the unembedding: then it decays like any matrix."""
     decays = [row.weight_decay for row in case.rows if row.role is Role.EMBEDDING and row.module == "embedding"]
     if not any(decays) or case.recipe.model.embedding_norm:
         return None
@@ -288,7 +299,7 @@ def steps(case: Case) -> Reading:
         return run.tokens / run.batch_tokens if run.tokens and run.batch_tokens else None
 
     smaller = case.tokens / 10_000
-    # Half of it too: two steps of a batch of one sequence more or less.
+    # Half of it, too, in case rounding to whole sequences leaves too few steps.
     batches = [case.with_batch(smaller), case.with_batch(smaller / 2)]
     return Reading(
         value=float(case.recipe.steps),
@@ -319,7 +330,7 @@ def epochs(case: Case) -> Reading | None:
 
 
 def batch(case: Case) -> Reading | None:
-    """Only upward: a small batch costs time, not quality."""
+    """Compare the batch, only upward: a small batch costs time, not quality."""
     of_run = attrgetter("batch_tokens")
     known = case.near(of_run)
     if not known:
@@ -335,7 +346,7 @@ def batch(case: Case) -> Reading | None:
 
 
 def critical_batch(case: Case) -> Reading:
-    """Against the median of the laws; beyond what any published run had over its own, it is outside."""
+    """Compare the batch with the median critical batch of the laws; outside is more than any published run had."""
 
     def of_run(run: PublishedRun) -> float | None:
         if not (run.batch_tokens and run.tokens):
@@ -397,7 +408,7 @@ def ramp_start(case: Case) -> Reading | None:
 
 
 def ramp_length(case: Case) -> Reading | None:
-    """Of a ramp in increments; a few doublings may come late."""
+    """Compare the length of a ramp in increments; a few doublings may come late and are not compared."""
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return None
@@ -412,7 +423,10 @@ def ramp_length(case: Case) -> Reading | None:
 
 
 def warm_up(case: Case) -> Reading:
-    """Under 0.1% of the run, unless that is still the 2,000 steps that most runs have; or over a tenth."""
+    """Compare the warm-up: outside is under 0.1% of the run or over a tenth.
+
+    A short one is usual if it still has the 2,000 steps that most runs have.
+    """
     of_run = attrgetter("warmup_fraction")
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(of_run)[1]
@@ -442,8 +456,10 @@ def final_lr(case: Case) -> Reading:
 
 
 def init_std(case: Case) -> Reading | None:
-    """In units of sqrt(1 / (3 d)), where MT-NLG 530B and BLOOM-176B started. Fan-in, 1 / sqrt(d), is 1.73 of it and
-    the largest rule; BigScience's 104B broke at 3.7."""
+    """Compare the init std in units of sqrt(1 / (3 d)), that of MT-NLG 530B and BLOOM-176B.
+
+    Fan-in, 1 / sqrt(d), is 1.73 of it and the largest rule; BigScience's 104B diverged at 3.7.
+    """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, math.sqrt(1 / (3 * case.recipe.model.d_model))
     if not std:
         return None
@@ -463,7 +479,10 @@ def init_std(case: Case) -> Reading | None:
 
 
 def residual_std(case: Case) -> Reading | None:
-    """The start of what writes to the residual stream, times sqrt(2 L), over that of what reads it: 1 as in GPT-2."""
+    """Compare the std of matrices that write to the residual stream with that of those that read it.
+
+    The ratio is multiplied by sqrt(2 L): it is 1 in GPT-2.
+    """
     if not case.init_std:
         return None
 
@@ -489,7 +508,7 @@ def residual_std(case: Case) -> Reading | None:
 
 
 def dropout(case: Case) -> Reading | None:
-    """A text that is seen once cannot be memorised; whether it is, ``--corpus-tokens`` says."""
+    """Report dropout on a text seen once, which cannot be memorised; ``--corpus-tokens`` gives the text's length."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
@@ -502,7 +521,7 @@ def dropout(case: Case) -> Reading | None:
 
 
 def precision(case: Case) -> Reading | None:
-    """leaven scales the loss itself, so fp16 never goes without; but it runs out of range where bf16 does not."""
+    """Report fp16. leaven always scales the loss, but fp16 overflows where bf16 does not."""
     if case.recipe.precision.compute != "fp16":
         return None
     unstable = _unstable("fp16")

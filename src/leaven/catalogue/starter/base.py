@@ -1,7 +1,7 @@
-"""The scale that a starter's hyperparameters are written at: the proxy's, that of a tuned base, or the target's own.
+"""The scale at which a starter's hyperparameters are written: the proxy's, that of a tuned base, or the target's own.
 
-Where nothing is published near a size there are leaven's own tuned bases: small recipes that ``leaven tune`` wrote,
-in ``catalogue/bases``, whose values belong to their own scale.
+Where nothing is published near a size, leaven uses its own tuned bases: small recipes written by ``leaven tune``, in
+``catalogue/bases``, whose values belong to their own scale.
 """
 
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ from leaven.recipe.shape import ModelShape
 
 FOLDER = Path(__file__).parents[1] / "bases"
 SAME_DURATION = 4.0
-"""A base is taken for as many tokens a parameter as its own, within this factor."""
+"""A base is used if its tokens per parameter are within this factor of the target's."""
 
 
 @dataclass(frozen=True)
 class StarterBase:
-    """Where the hyperparameters of a starter belong."""
+    """The scale that the hyperparameters of a starter belong to."""
 
     scale: StarterScale
     batch_tokens: int
     tuning: TuningAdvice
-    tuned: Recipe | None = None  # the base of leaven's own whose values are taken
+    tuned: Recipe | None = None  # the tuned base whose values are used
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, batch: int) -> StarterBase:
-    """The proxy's scale where one is worth tuning, else the target's own."""
+    """Choose the proxy's scale if one is worth tuning, else the target's own."""
     if at.reference:
         if request.proxy:
             raise InputError(
-                f"--proxy with --from {at.reference.id}: its values are taken as they are; leave one of them out"
+                f"--proxy with --from {at.reference.id}: that run's values stay unchanged; leave out one of the two"
             )
         return StarterBase(at, batch, TuningAdvice(None, sentence("tuning", "reference", {"id": at.reference.id})))
     if request.proxy == 0:
@@ -65,12 +65,12 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, 
 
 @cache
 def tuned_bases() -> tuple[Recipe, ...]:
-    """All bases, from small to large."""
+    """Return all bases, from small to large."""
     return tuple(sorted((read_recipe(path) for path in FOLDER.glob("*.toml")), key=lambda base: base.model.params))
 
 
 def tuned_base(model: ModelShape, tokens: int) -> Recipe | None:
-    """The largest base of half the size of a model or less that is near enough to transfer from; None without one."""
+    """Return the largest base, at most half a model's size, that is near enough to transfer from, or None."""
     each = tokens / model.params
     for base in reversed(tuned_bases()):
         size, own = base.model.params, base.data.tokens / base.model.params
@@ -81,7 +81,7 @@ def tuned_base(model: ModelShape, tokens: int) -> Recipe | None:
 
 
 def _at_base(model: ModelShape, base: Recipe) -> bool:
-    """Whether a model's family has a member of a base's width and depth."""
+    """Return whether a model's family has a member with a base's width and depth."""
     try:
         model.scaled(base.model.d_model, base.model.n_layers, d_ff=base.model.d_ff)
     except ValueError:

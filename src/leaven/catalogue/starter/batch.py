@@ -14,21 +14,22 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
 
 BATCH_TOKENS_EXPONENT = 0.46
-"""How the batch grows with the tokens: the middle of Step Law 0.57, Zhang 0.47, Power Lines 0.46 and 0.38, DeepSeek
-0.33."""
+"""Exponent with which the batch grows with the tokens: the middle of Step Law 0.57, Zhang 0.47, Power Lines 0.46 and
+0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""A batch leaves as many steps; `leaven recipes check` calls fewer than 1,000 outside of what is published."""
+"""A batch leaves at least this many steps; `leaven recipes check` reports fewer than 1,000."""
 FEWEST_STEPS = 200
-"""A run with the batch of another is refused below."""
+"""A run with the batch of a reference is refused below this number of steps."""
 LARGEST_CONSTANT = 8_400_000
 """Tokens of the largest batch that well-documented runs had from their first step (OLMo 2 13B and 32B). Runs with
-larger ones grew into them (Llama 3 405B 16 M, Apertus 70B 16.8 M) or do not say."""
+larger ones reached them with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M) or do not say."""
 MOST_INCREMENTS = 16
-"""A ramp starts at a whole share of the batch, 1/2 to 1/16, and grows by as much."""
+"""A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
 
 
 def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
-    """
+    """Choose the batch: the reference's, or between the laws and the neighbours.
+
     Raises:
         InputError: if the run is too short for the batch of the reference.
     """
@@ -75,11 +76,11 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """Whether and how the batch grows: as the reference's did, else as the families of this size voted."""
+    """Choose whether and how the batch grows: as in the reference, else as most families of this size do."""
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
     sequences = batch // seq_len
-    ranks = math.gcd(at.gpus, sequences)  # the most that the batch divides over, and so its start has to
+    ranks = math.gcd(at.gpus, sequences)  # the start must divide over as many ranks as the full batch can
     shares = [n for n in range(2, MOST_INCREMENTS + 1) if sequences % (n * ranks) == 0]
     if run:
         if growth := repeated_growth(run, at.tokens, batch, ranks * seq_len):
@@ -125,7 +126,7 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
         draft.amend("batch.tokens", no_ramp=about)
         draft.step("ramp", voters, "no ramp", about=about, no_share=ramps, steps=_steps(draft, at))
         return
-    # Small starts bind the ranks of data parallelism, so that of the published ones the larger are nearer.
+    # Small starts limit data parallelism, so of the published starts the larger ones are nearer.
     part = min(shares, key=lambda n: abs(math.log(n * start)))
     first = sequences // part * seq_len
     ramp = Ramp(start_tokens=first, increment_tokens=first, over_tokens=max(round(length * at.tokens), 1))
@@ -136,18 +137,21 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
 
 
 def _steps(draft: StarterDraft, at: StarterScale) -> int:
-    """How many steps the run has, with its ramp."""
+    """Return the number of steps of the run with its ramp."""
     return BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(at.tokens)
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """The nearest number, a sixteenth away at most, that divides over a power of two of the GPUs."""
+    """Return the nearest number, at most a sixteenth away, that a power of two of the GPUs divides."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """The nearest number of sequences 2^k or 3 x 2^k that is not above ``most``; of GPUs the odd factor goes in."""
+    """Return the nearest number of sequences 2^k or 3 x 2^k that is not above ``most``.
+
+    If the number of GPUs has an odd factor, that factor replaces the 3.
+    """
     odd = gpus
     while odd % 2 == 0:
         odd //= 2

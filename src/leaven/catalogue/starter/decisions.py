@@ -1,6 +1,6 @@
 """A starter recipe while it is derived: each value is decided once, with its evidence, in numbered steps.
 
-Evidence is data (votes, bounds, facts); the sentences that a person reads are in ``catalogue/messages.toml``.
+Evidence is data (votes, bounds, facts). The sentences are in ``catalogue/messages.toml``.
 """
 
 import math
@@ -21,7 +21,7 @@ from leaven.recipe.shape import ModelShape
 
 @dataclass(frozen=True)
 class LawVotes(Votes):
-    """What laws say, and how many of them are asked within the range they were fitted on."""
+    """What laws say, and how many of them are applied within the range they were fitted on."""
 
     inside: int
 
@@ -31,22 +31,22 @@ class LawVotes(Votes):
 
     @property
     def weight(self) -> float:
-        """Of the laws against the neighbours: a half where all are inside their range, a quarter where none is."""
+        """Weight of the laws against the neighbours: 1/2 if all are inside their range, 1/4 if none is."""
         return (1 + self.inside / self.count) / 4
 
     def between(self, near: Votes) -> float:
-        """Between the middles of laws and neighbours, in the logarithm."""
+        """Return the weighted middle of laws and neighbours, in logarithms."""
         return math.exp(self.weight * math.log(self.value) + (1 - self.weight) * math.log(near.value))
 
 
 @dataclass(frozen=True)
 class StarterScale:
-    """A scale that values are chosen for, and the evidence there."""
+    """A scale (model and tokens) at which values are chosen, and the evidence there."""
 
     near: Neighbours
     model: ModelShape
     tokens: int
-    gpus: int = 1  # the batch divides over so many
+    gpus: int = 1  # the batch must divide over them
 
     @property
     def reference(self) -> PublishedRun | None:
@@ -58,13 +58,13 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawResult]:
-        """What each law says here, one form of each."""
+        """What each law says at this scale, one form of each law."""
         model = self.model
         found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
         return [law for law in found if law.form_of is None]
 
     def law_votes(self, by: Mapping[str, float]) -> LawVotes:
-        """The middle of what laws say, by their names."""
+        """Return the middle of what laws say, by their names."""
         inside = sum(law.in_range is True for law in self.laws if law.law in by)
         return LawVotes(middle(by).value, by, inside)
 
@@ -78,8 +78,8 @@ class Decision:
 
     path: str  # of the recipe
     value: Any
-    facts: Mapping[str, Any]  # votes, bounds and numbers, by the names that its message has for them
-    message: str  # the key of its message, where it is not its path
+    facts: Mapping[str, Any]  # votes, bounds and numbers, by their names in the message
+    message: str  # key of its message
 
     @property
     def reason(self) -> str:
@@ -93,7 +93,10 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """A step: the values it set by their paths, the lines that a person reads, and the runs and laws behind it."""
+    """Return a step of the derivation.
+
+    ``values`` are what it set, by path; ``lines`` are its reasons; ``sources`` are the runs and laws behind it.
+    """
     once = list(dict.fromkeys(sources))
     return DerivationRow(
         step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once
@@ -102,9 +105,9 @@ def derivation_step(
 
 @dataclass
 class StarterDraft:
-    """The decisions so far, the steps, and by what factor the sources of uncertain values differ."""
+    """The decisions so far, the steps, and the factors by which sources of uncertain values differ."""
 
-    reference: str | None = None  # the id of the run whose values are taken
+    reference: str | None = None  # id of the run whose values are used
     document: dict[str, Any] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)
     steps: list[DerivationRow] = field(default_factory=list)
@@ -112,7 +115,7 @@ class StarterDraft:
     _open: dict[str, Any] = field(default_factory=dict)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value; ``message`` is the key of its reason, else its path."""
+        """Set a value. ``message`` is the key of its reason, by default its path."""
         set_path(self.document, path, value)
         known = {"value": value, "reference": self.reference} | facts
         self.decisions[path] = Decision(path, value, known, message or path)
@@ -124,7 +127,7 @@ class StarterDraft:
         self.decisions[path] = replace(decision, facts={**decision.facts, **facts})
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Close a step: it holds what was decided since the one before."""
+        """Close a step: it holds the values decided since the previous one."""
         lines = parts("steps", message or title, {"reference": self.reference} | facts)
         self.steps.append(derivation_step(len(self.steps) + 1, title, lines, self._open, sources))
         self._open = {}
@@ -135,21 +138,22 @@ class StarterDraft:
         return {path: decision.reason for path, decision in self.decisions.items()}
 
     def recipe(self) -> Recipe:
-        """
+        """Return the recipe of the decisions.
+
         Raises:
-            ValidationError: if the values do not go together.
+            ValidationError: if the values cannot be combined.
         """
         return Recipe.model_validate(self.document | {"why": self.why})
 
 
 @dataclass(frozen=True)
 class Derivation:
-    """A recipe, how it came about, and whether to tune a proxy of it first."""
+    """A recipe, how it was derived, and whether to tune a proxy of it first."""
 
     recipe: Recipe
     steps: tuple[DerivationRow, ...]
     tuning: TuningAdvice
 
     def add(self, title: str, lines: Sequence[str]) -> "Derivation":
-        """The derivation with one more step, which sets no value."""
+        """Return the derivation with one more step, which sets no value."""
         return replace(self, steps=(*self.steps, derivation_step(len(self.steps) + 1, title, lines)))

@@ -16,17 +16,17 @@ from leaven.recipe.shape import BRANCH_ENDS
 from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
-"""Of a published lr with size within one lineage: GPT-3's table -0.32, LLaMA's -0.33; and of Porian's law, -0.36."""
+"""Exponent of published lrs with size within a lineage: GPT-3's table -0.32, LLaMA's -0.33; Porian's law: -0.36."""
 MOST_BY_BATCH = 2.0
-"""How far the batch moves a published lr at most."""
+"""Largest factor by which the batch moves a published lr."""
 LR_WIDENING = 2.0
-"""The lr stays within the neighbours' own, moved to this size and batch, widened by this factor."""
+"""The lr stays within the range of the neighbours' lrs, moved to this size and batch, widened by this factor."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
-"""Laws that `leaven laws` shows and that do not vote: transformers of 2019 at one batch and one length."""
+"""Laws that `leaven laws` shows but that do not vote: transformers of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
-"""Tokens a parameter from which on the lr falls linearly to 0: better than a cosine to a tenth from 20 on at 111 M to
-1.7 B, and the more so the longer the run (Bergsma et al. 2025, arXiv 2502.15938)."""
+"""Tokens per parameter from which the lr falls linearly to 0: at 111 M to 1.7 B parameters that is better than a
+cosine to a tenth from 20 on, and the more so the longer the run (Bergsma et al. 2025, arXiv 2502.15938)."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,
@@ -34,18 +34,21 @@ ADAM = {
     "hyperparameters.weight_decay": 0.1,
     "hyperparameters.grad_clip": 1.0,
 }
-"""What nearly all published runs have: taken where no neighbour is known to have anything."""
+"""What nearly all published runs have: used if no neighbour publishes the value."""
 
 
 def batch_factor(batch: int, published: int | None) -> float:
-    """What a published lr is multiplied by for another batch: by the square root of the ratio as a law's, bounded,
-    for runs near a size hold theirs at batches a hundred times apart."""
+    """Return the factor on a published lr for another batch: the square root of the ratio, bounded.
+
+    Runs of about the same size have batches that differ by a factor of a hundred, so an unbounded factor would move
+    lr too far.
+    """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
 def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> float:
-    """The peak lr at a scale; ``where`` names it."""
+    """Choose the peak lr at a scale; ``where`` names the scale."""
     run, params = at.reference, at.model.params
     critical = critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws}
@@ -81,7 +84,7 @@ def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> 
 
 @dataclass(frozen=True)
 class _Warmup:
-    """A published warm-up: in steps of a constant batch, or in tokens where the batch grew and a step says little."""
+    """A published warm-up: in steps of a constant batch, or in tokens if the batch grew and a step says little."""
 
     steps: float
     tokens: float | None
@@ -98,7 +101,8 @@ def _warmup(run: PublishedRun) -> _Warmup | None:
 
 
 def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """
+    """Choose warm-up and decay.
+
     Raises:
         InputError: if the warm-up of the reference is longer than the run.
     """
@@ -130,7 +134,7 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
 
 
 def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
-    """The shape of the decay and its floor, as a share of the peak."""
+    """Choose the shape of the decay and its floor, as a share of the peak."""
     near = at.near
     decay = near.most("schedule.decay")
     assert decay is not None
@@ -144,7 +148,7 @@ def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
     cooldowns = near.values(cooldown_share)
     if decay.value == "wsd" and cooldowns:
         draft.decide("schedule.decay_ratio", float(f"{middle(cooldowns).value:.3g}"), runs=cooldowns)
-    # A floor belongs to the shape of its decay (0 to a linear one, 10% to a cosine).
+    # A floor depends on the shape of its decay (linear: 0, cosine: 10%).
     alike = {who: floor for who, floor in floors.items() if decay.by.get(who) == decay.value} or floors
     floor = most_common(alike)
     assert floor is not None
@@ -152,7 +156,7 @@ def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
 
 
 def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) -> None:
-    """Moments, decay, clipping and initialisation."""
+    """Choose moments, decay, clipping and initialisation."""
     near, run = at.near, at.reference
     draft.decide("hyperparameters.optimizer", "adamw")
     voters: list[str] = []
@@ -187,7 +191,7 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """What published rules give the inner matrices, by their names."""
+    """Return the std that published rules give the inner matrices, by name."""
     return {
         "mt-nlg sqrt(1/(3d))": math.sqrt(1 / (3 * width)),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),
@@ -199,7 +203,7 @@ def _init_rules(width: int) -> dict[str, float]:
 def _choose_init(draft: StarterDraft, at: StarterScale) -> None:
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
-    # With norms on the branches' outputs a flat and large start is fine (OLMo 2: 0.02); in pre-norm blocks it is not.
+    # One large std everywhere is fine with norms on the branches' outputs (OLMo 2: 0.02), but not in pre-norm blocks.
     pre_norm = run is None or run.arch.norm_placement in (None, "pre")
     facts: dict[str, Any]
     if run and run.init_std and pre_norm:

@@ -1,9 +1,9 @@
 """Which proxy to tune before a run, what that costs, and when not to tune at all.
 
-A proxy is a smaller model of the same family with as many tokens a parameter and as many steps as the target: batch
-and tokens shrink by the same factor. The rule's columns for batch and tokens then cancel, so that nothing rests on
-the duration exponent, which is the least certain one. Hyperparameters are written at the proxy, and the rule carries
-them up in width and depth.
+A proxy is a smaller model of the same family with as many tokens per parameter and as many steps as the target: batch
+and tokens shrink by the same factor. The batch and token columns of the scaling rule then cancel, so that nothing
+depends on the duration exponent, the least certain one. Hyperparameters are written at the proxy's scale, and the
+rule moves them up in width and depth.
 """
 
 import math
@@ -20,32 +20,32 @@ SMALLEST = 50_000_000
 """Parameters of the smallest proxy with published evidence: 50 M carried a search to 7.2 B, and 58 M "costs a little"
 against 483 M (arXiv 2512.22382, as its readers report)."""
 SAFE = 136_000_000
-"""Parameters from which on a tuned lr was also the best at 483 M (same source)."""
+"""Parameters from which a tuned lr was also the best at 483 M (same source)."""
 SMALL_FACTOR = 32
-"""Target over proxy where nothing is published to copy: leaven's own searches went from 0.2 M to 6.4 M, where a
-quarter of the gain was left (docs/log.md)."""
+"""Largest ratio of target to proxy where no published values exist: leaven's own searches went from 0.2 M to 6.4 M,
+where a quarter of the gain was left (docs/log.md)."""
 FARTHEST_PROXY = 100
-"""Target over proxy at most, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
+"""Largest ratio of target to proxy, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
 NARROWER, SHALLOWER = 16, 32
-"""Width and depth of the target over the proxy's at most (same source; scaling.tested_ranges)."""
+"""Largest ratios of width and of depth (same source; scaling.tested_ranges)."""
 THINNEST, WIDEST = 16.0, 125.0
-"""d / L of a proxy, where the target's own lies within."""
+"""Range of d / L of a proxy; it is widened if the target's own lies outside."""
 LEAST_WIDTH, LEAST_DEPTH = 32, 2
-"""Width and blocks of a proxy at least; leaven's own runs have been no narrower."""
+"""Minimum width and blocks of a proxy; leaven's own runs were not narrower."""
 TRIALS = (64, 48, 32, 24, 16)
 LEAST_SEQUENCES = 4
-"""Sequences in the batch of a proxy at least: a batch of one or two is no whole share of the target's."""
+"""Minimum sequences in the batch of a proxy: a batch of one or two is a poor approximation of the target's share."""
 SHARE = 0.10
-"""A search costs at most this share of the run, if it can."""
+"""A search should cost at most this share of the run."""
 WORTH = 0.24
-"""The most that tuning has brought, as a share of the run: 1.32 times the tokens at 7.2 B (arXiv 2512.22382); 1.09
+"""Largest gain from tuning, as a share of the run: 1.32 times the tokens at 7.2 B (arXiv 2512.22382); 1.09
 times in leaven's own measurement (docs/log.md)."""
 GPU_FLOPS = 4e14
 """FLOP/s of one H100 at an MFU of 40%, for costs in hours."""
 NEAR = 1.25
-"""How far from the requested size a proxy may be."""
+"""Largest factor between the requested size of a proxy and its own."""
 ENOUGH_LINEAGES = 3
-"""Published lineages near a size that make its published values worth taking."""
+"""With so many published lineages near a size, its published values are worth using."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Proxy:
 
 @dataclass(frozen=True)
 class TuningAdvice:
-    """Whether to tune, and why; ``proxy`` is None where the published values are the better choice."""
+    """Whether to tune, and why. ``proxy`` is None if the published values are the better choice."""
 
     proxy: Proxy | None
     reason: str
@@ -71,7 +71,7 @@ class TuningAdvice:
 def choose_proxy(
     model: ModelShape, batch_tokens: int, tokens: int, lineages: int, size: int | None = None
 ) -> TuningAdvice:
-    """The proxy of a target, or the reason for none.
+    """Return the proxy of a target, or the reason for none.
 
     Args:
         lineages: how many published lineages are near the target's size.
@@ -123,17 +123,22 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """The most trials whose cost is within ``SHARE``, or the fewest; ``each`` is one trial's share of the run."""
+    """Return the most trials that cost at most ``SHARE``, or the fewest; ``each`` is a trial's share of the run."""
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 
 def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelShape | None:
-    """The smaller shape of the family that is nearest to ``params`` and to the target's proportions, of ``least``
-    parameters or more; None if there is none."""
+    """Return the smaller shape of the family nearest to ``params`` and to the target's proportions, or None.
+
+    It has at least ``least`` parameters.
+    """
 
     def off(size: int, width: int, depth: int) -> float:
-        """A proxy that is too narrow costs more than one that is too shallow: rules are exact for large widths, and
-        CompleteP's base has two blocks (arXiv 2505.01618)."""
+        """Return how far a shape is from the wanted one.
+
+        A proxy that is too narrow counts more than one that is too shallow: rules are exact for large widths, and
+        CompleteP's base has two blocks (arXiv 2505.01618).
+        """
         narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
         return abs(math.log(size / params)) + (narrower / 4 if narrower > 0 else -narrower / 8)
 
@@ -143,8 +148,10 @@ def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelSh
 
 
 def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
-    """Parameters, width and depth of the family's shapes of half the size or less, within the ratios that the rule
-    was tested on. The head dimension, the query heads to a key-value head and d_ff / d_model stay."""
+    """Yield parameters, width and depth of the family's shapes of at most half the size, within the tested ratios.
+
+    The head dimension, the query heads per key-value head and d_ff / d_model stay the same.
+    """
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
     half, aspect = model.params / 2, model.d_model / model.n_layers
     thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
@@ -159,7 +166,7 @@ def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
 
 
 def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
-    """At another width and depth, with a whole d_ff near the same proportion."""
+    """Return the model at another width and depth, with a round d_ff near the same proportion."""
     exact = model.d_ff * width % model.d_model == 0
     step = 32 if width >= 128 else 8
     d_ff = None if exact else max(round(model.d_ff * width / model.d_model / step), 1) * step

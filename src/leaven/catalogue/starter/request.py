@@ -1,4 +1,4 @@
-"""What `leaven new` is asked for: which requests make sense, and which published run can be started from."""
+"""The request of `leaven new`: its limits, and which published runs can be a reference."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from leaven.recipe.units import format_quantity
 
 LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
 MOST_TOKENS = 10**15
-# What an ordinary run has and a recipe need not state, or states in other words.
+# What a recipe need not state because every run has it, or states under another path.
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
@@ -30,13 +30,14 @@ class StarterRequest:
     source: str = "python-stdlib"
     vocab: int | None = None
     seq_len: int | None = None
-    reference: str | None = None  # the id of a published run whose values are taken together
-    gpus: int = 1  # the batch divides over so many
-    proxy: int | None = None  # parameters of the proxy, None to choose; 0 for no proxy
-    text_tokens: int | None = None  # how many tokens the text has, if that is known
+    reference: str | None = None  # id of a published run whose values are used together
+    gpus: int = 1  # the batch must divide over them
+    proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
+    text_tokens: int | None = None  # tokens of the text, if known
 
     def validate(self) -> None:
-        """
+        """Check the ranges of the counts.
+
         Raises:
             InputError: if a count is out of range.
         """
@@ -59,7 +60,7 @@ class StarterRequest:
 
 
 def find_reference(id: str) -> PublishedRun:
-    """A run that can be started from: dense, with a comparable learning rate, its batch and its length.
+    """Return a run to take values from: dense, with a comparable learning rate, a known batch and length.
 
     Raises:
         InputError: if there is no such run, or it lacks one of these; names others.
@@ -91,7 +92,7 @@ def _lacks(run: PublishedRun) -> str | None:
 
 
 def left_behind(run: PublishedRun) -> Iterator[str]:
-    """What a run has that a recipe of leaven's cannot have."""
+    """Yield what a run has that a recipe cannot express."""
     arch = run.arch
     growth_known = True
     if run.batch_grew and run.tokens and run.batch_tokens:

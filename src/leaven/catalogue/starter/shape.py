@@ -1,4 +1,4 @@
-"""The shape of a starter: proportions as the neighbours have them, at the requested size, and everything divides.
+"""The shape of a starter: the neighbours' proportions at the requested size, with sizes that divide.
 
 Symbols: N parameters, d width, L layers, f width of the MLP, V vocabulary.
 """
@@ -20,72 +20,79 @@ from leaven.recipe.shape import Activation, ModelShape, Positions
 from leaven.recipe.units import format_quantity, parse_quantity
 
 TOLERANCE = 0.03
-"""How far from the requested parameters a shape may be."""
+"""A shape should be within this share of the requested parameters."""
 VOCABULARIES = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)
 """Vocabularies that divide by 128 and by every tensor-parallel degree up to 8."""
 VOCABULARY_SHARE = 0.25
-"""Most of the parameters that one matrix of the vocabulary may take."""
+"""Largest share of the parameters that one matrix of the vocabulary may take."""
 TIED_SHARE = 0.08
-"""From this share of the parameters on, embedding and unembedding are one matrix."""
+"""Above this share of the parameters, embedding and unembedding are tied."""
 FARTHEST = 0.05
 """A shape farther than this from the requested parameters is refused."""
 SHORT = 4_096
-"""Positions up to which RoPE's own theta of 10,000 will do."""
+"""Up to this many positions RoPE's default theta of 10,000 is used."""
 SMALL_ASPECT = 16.0
-"""d / L at most where nothing near the size is published: small models are better deep and narrow (MobileLLM, arXiv
+"""Largest d / L where nothing near the size is published: small models are better deep and narrow (MobileLLM, arXiv
 2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
 RECENT = "2024"
-"""Sequence length and shared key-value heads follow the year more than the size: runs from this year on decide."""
+"""Sequence length and shared key-value heads depend more on the year than on the size: runs from this year decide."""
 LEAST_SEQUENCES_A_BATCH = 64
-"""A batch holds as many sequences, so that the batch of a proxy, a small share of it, is still whole sequences."""
+"""A batch holds at least so many sequences: a proxy's batch, a small share of it, is still whole sequences."""
 SHORTEST = 128
 _DEEPEST = 200
 _UNEVEN = (0.0, 0.1, 0.03, 0.1)  # by the remainder of the layers by 4
-# Widths are multiples of these from a width on: from 4,096 on, heads of 128 divide by 8, the most a node takes.
+# (from this width on, multiples of this): from 4,096 on, heads of 128 divide by 8, the GPUs of a node.
 _ROUND = ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
 _CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout")
 
 
 class Proportions(NamedTuple):
-    """``aspect`` d / L, ``ff_ratio`` f / d; key-value heads by number, or by the query heads to each of them."""
+    """Proportions of a shape: ``aspect`` is d / L, ``ff_ratio`` is f / d.
+
+    Key-value heads are given by their number, or as query heads per key-value head (``group``).
+    """
 
     aspect: float
     ff_ratio: float
     d_head: int
     group: int = 1
     n_kv_heads: int | None = None
-    width: int | None = None  # of one published run: considered though it may not be round
+    width: int | None = None  # of the reference run: allowed even if it is not round
 
     @property
     def unit(self) -> int:
-        """What a width is a multiple of."""
+        """The number that the width is a multiple of."""
         return self.d_head * (self.n_kv_heads or self.group)
 
 
 def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
-    """f / d at which a block has 12 d^2 parameters: 4, of a gated MLP 8/3 (Shazeer 2020, arXiv 2002.05202); fewer
-    key-value heads give what they save to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25)."""
+    """Return f / d at which a block has 12 d^2 parameters: 4, or 8/3 for a gated MLP (Shazeer 2020, arXiv
+    2002.05202).
+
+    What fewer key-value heads save goes to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
+    """
     return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation == "swiglu" else 2)
 
 
 def usual_width(params: int, aspect: float) -> float:
-    """12 d^2 L parameters in the blocks, with L = d / aspect."""
+    """Return the width at which the blocks have 12 d^2 L parameters, with L = d / aspect."""
     return math.cbrt(params * aspect / 12)
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """The nearest to ``usual``, or the largest below it, whose matrix takes no more than `VOCABULARY_SHARE`."""
+    """Return the size nearest to ``usual`` or the largest below it whose matrix takes at most `VOCABULARY_SHARE`."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
 
 
 def shape_of(params: int, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
-    """The shape within `TOLERANCE` of ``params`` whose proportions are nearest, or the nearest in size if none is.
+    """Return the shape within `TOLERANCE` of ``params`` with the nearest proportions, or the nearest in size if none
+    is.
 
-    ``fixed`` are the other fields of a :class:`ModelShape`. Off by 1% in size counts as by 3% in d / L and by 0.6% in
-    d_ff; layers that 4, or 2, pipeline stages cannot share count as 3%, or 10%, in d / L.
+    ``fixed`` are the other fields of a :class:`ModelShape`. An error of 1% in size counts as much as 3% in d / L or
+    0.6% in d_ff. Layers that 2 pipeline stages cannot share count as 10% in d / L, those that 4 cannot share as 3%.
     """
 
     def cost(shape: ModelShape, size: int) -> tuple[bool, float]:
@@ -100,7 +107,7 @@ def shape_of(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Mo
 
 
 def _shapes(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Iterator[tuple[ModelShape, int]]:
-    """Shapes of about the size, with their sizes."""
+    """Yield shapes of about the size, with their sizes."""
     usual = usual_width(params, proportions.aspect)
     for d in _widths(usual, proportions):
         for f in _mlp_widths(d, proportions):
@@ -118,7 +125,7 @@ def _shapes(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Ite
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Whole and round multiples of the heads, within a factor of 3 of the usual width."""
+    """Return round multiples of the heads within a factor of 3 of the usual width."""
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -127,7 +134,7 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
-    """Multiples of 32 to 256, whatever is fine enough, within an eighth of the ratio, nearest first."""
+    """Return multiples of 32 to 256 within an eighth of the ratio, the nearest first."""
     wanted = proportions.ff_ratio * d
     step = 32 if d < 512 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
@@ -136,9 +143,10 @@ def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
 
 
 def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """
+    """Choose the shape of a starter.
+
     Raises:
-        InputError: if none comes near the size; names a vocabulary or a size that fits.
+        InputError: if no shape is near the size; names a vocabulary or a size that fits.
     """
     model = _nearest(request, near)
     off = model.params / request.params - 1
@@ -185,7 +193,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """A run's choices, as far as leaven has them."""
+    """Return a run's choices, as far as leaven supports them."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -195,7 +203,7 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """What most runs of more than ``SHORT`` positions took, and which ones."""
+    """Return the rope_theta that most runs of more than ``SHORT`` positions use, and their ids."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
@@ -204,7 +212,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _own_shape(run: PublishedRun, fixed: dict[str, Any]) -> ModelShape | None:
-    """The run's own depth and widths; None where one is not published, or its heads are not as wide as it is."""
+    """Return the run's own shape, or None if a size is not published or n_heads x d_head is not d_model."""
     arch = run.arch
     if not (arch.d_model and arch.n_layers and arch.n_heads and arch.n_kv_heads and arch.d_ff):
         return None
@@ -229,18 +237,18 @@ def _proportions(near: Neighbours, aspect: float, width: float, activation: str)
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """The newest run of each lineage within the factor in size, those from `RECENT` on if there are any."""
+    """Return the newest run of each lineage near the size, those from `RECENT` on if there are any."""
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
 
 def _groups(near: Neighbours) -> dict[str, float]:
-    """Query heads to a key-value head of the recent runs."""
+    """Return query heads per key-value head of the recent runs, by id."""
     return {run.id: run.query_groups for run in _recent(near) if run.query_groups}
 
 
 def _grouped(near: Neighbours) -> bool:
-    """Whether at least half of the recent lineages share key-value heads."""
+    """Return whether at least half of the recent lineages share key-value heads."""
     shares = list(_groups(near).values())
     return sum(group > 1 for group in shares) * 2 >= max(len(shares), 1)
 
@@ -252,7 +260,10 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """As the recent neighbours have it, but `LEAST_SEQUENCES_A_BATCH` fit into the batch that the laws suggest."""
+    """Return the sequence length of the recent neighbours.
+
+    It is shortened until `LEAST_SEQUENCES_A_BATCH` fit into the batch that the laws suggest.
+    """
     if request.seq_len:
         return request.seq_len
     usual = float(_lengths(near).value)
@@ -265,7 +276,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    """The decisions of a shape that :func:`choose_shape` has found, and its step."""
+    """Record the decisions of a shape that :func:`choose_shape` has found, and its step."""
     run, heads = near.reference, model.n_heads
     aspects = middle(near.values(lambda run: run.aspect))
     aspect: dict[str, Any] = {"aspect": model.d_model / model.n_layers, "aspects": aspects}

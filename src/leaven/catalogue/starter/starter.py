@@ -1,15 +1,16 @@
-"""A recipe for a size and a length out of published runs and laws (`leaven new`): every value with its reason.
+"""Derive a recipe for a size and a duration from published runs and laws (`leaven new`), with a reason for every
+value.
 
 The method, whose steps are in the modules of this package:
 
-- shape, batch, ramp and schedule are chosen at the target; learning rate, moments, decay and init at the *base*,
-  which is the proxy to tune, or the target itself where tuning is not worth its cost. The scaling rule carries them
-  up from there;
-- a lineage of published runs has one vote, and runs within a factor of 4 of the size have one, or the nearest three
-  lineages; the farther a run, the less it weighs;
-- what depends on size or duration is moved there before it is averaged: the lr of a neighbour with its size
-  and batch, its batch with its tokens, the lr of a law with the batch;
-- laws together and neighbours together weigh the same: neither has been right alone.
+- Shape, batch, ramp and schedule are chosen at the target. Learning rate, moments, decay and init are chosen at the
+  *base*: the proxy to tune, or the target itself if tuning is not worth its cost. The scaling rule moves them up from
+  there.
+- A lineage of published runs has one vote. Runs within a factor of 4 of the size vote, or else the nearest three
+  lineages; the farther a run, the less it weighs.
+- What depends on size or duration is moved before it is averaged: a neighbour's lr with its size and batch, its batch
+  with its tokens, a law's lr with the batch.
+- Laws and neighbours as groups weigh the same: neither has been right alone.
 """
 
 from pydantic import ValidationError
@@ -30,18 +31,20 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
 LEAST_SEQUENCES = 2_000
-"""Sequences of the shortest run."""
+"""Sequences that the shortest run has."""
 MOST_EPOCHS = 4
 """Epochs up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 PROCESSOR_PARAMS = 20_000_000
-"""Up to this size models are trained on processors too, most of which compute bf16 at half the speed of fp32."""
+"""Up to this size models are also trained on CPUs, most of which compute bf16 at half the speed of fp32."""
 
 
 def starter(request: StarterRequest) -> Derivation:
-    """The target's recipe and its derivation; the same for the same request. The planner chooses its layout.
+    """Return the target's recipe and its derivation. The same request gives the same result.
+
+    The planner chooses the layout later.
 
     Raises:
-        InputError: if the size or the length makes no sense, or the run to start from cannot be started from.
+        InputError: if size or duration are out of range, or the reference cannot be used.
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
@@ -80,8 +83,10 @@ def starter(request: StarterRequest) -> Derivation:
 
 
 def untuned(recipe: Recipe) -> Recipe:
-    """A recipe with the hyperparameters and the schedule that a starter of its shape, batch and length has at that
-    scale, where nothing is tuned."""
+    """Return a recipe with the hyperparameters and schedule of a starter of its shape, batch and length.
+
+    They are chosen at that scale and nothing is tuned.
+    """
     at = StarterScale(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
@@ -118,7 +123,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
     stand_in = request.source == "python-stdlib"
     draft.decide("data.source", request.source, stand_in=stand_in)
     draft.decide("data.tokenizer", "bpe")
-    # How often the text is seen, where that is known and more than once.
+    # Epochs, if they are known and more than one.
     text = STDLIB_TOKENS if stand_in else request.text_tokens
     epochs = request.tokens / max(text, 1) if text is not None and request.tokens > text else None
     many = epochs is not None and epochs > MOST_EPOCHS
@@ -140,7 +145,8 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
-    """Precision, and the scale that the values belong to: the proxy's, the reference's, or the target's own."""
+    """Choose the precision and the scale that the values belong to: the proxy's, the reference's, or the target's
+    own."""
     model, run, shape = at.model, at.reference, base.scale.model
     if model.params <= PROCESSOR_PARAMS:
         draft.decide("precision.compute", "fp32", "precision of a small model")
@@ -180,7 +186,7 @@ def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) ->
 
 
 def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
-    """What guards the run, and what is least certain."""
+    """Choose the settings of [stability], and list what is least certain."""
     tokens, runs = at.tokens, at.near.runs
     unstable = [run.id for run in runs if run.instabilities]
     draft.decide("stability.on_spike", "rollback", runs=len(runs), unstable=unstable or None, count=len(unstable))
@@ -199,7 +205,7 @@ def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase)
 
 
 def _with_defaults(draft: StarterDraft) -> Recipe:
-    """The finished recipe, with a reason also for what neither laws nor neighbours say anything about."""
+    """Return the finished recipe, with reasons also for values that neither laws nor neighbours decide."""
     recipe = draft.recipe()
     defaults = constants("defaults")
     values = flatten(recipe.model_dump(mode="json", exclude_none=True, exclude={"why"}))
