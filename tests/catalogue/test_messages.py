@@ -21,7 +21,7 @@ RARE = {
     "{no_share:if}none: {about}; this batch cannot be divided into increments",
     "{runs:unless}no neighbour publishes its own",
     "{known:unless}1 / sqrt(2 L); {reference} does not publish it",
-    "{some_close:if}{close} of the nearest {runs} lineages are within a factor of {factor:g}; the nearest run of each votes",
+    "{some_close:if}{close} of {runs} lineages are within a factor of {factor:g}; the nearest run of each votes",
     "this family has no smaller shape of at least {least:q} parameters",
     "{few_steps:unless}reduced from {wanted:q}: the critical batch is the limit",
     "its width of {rounded:,} rounded to whole heads",
