@@ -1,4 +1,4 @@
-"""What ranks do in the tests."""
+"""Functions that ranks run in the tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Ranks for the tests of this folder, started once, and the run of one process that every layout is held against."""
+"""A pool of ranks for all tests of this folder, and runs of a single process to compare with."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

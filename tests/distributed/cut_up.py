@@ -1,4 +1,4 @@
-"""A run whose processes hold some rows each of one matrix and of its moments, and the first of them a number."""
+"""Checkpoints of several processes, each with some rows of a matrix and of its moments."""
 
 from dataclasses import replace
 from pathlib import Path

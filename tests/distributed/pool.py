@@ -1,4 +1,4 @@
-"""Processes that wait for work: a case costs what it computes, not a start of Python and torch for each rank."""
+"""Processes that wait for work, so that a test does not start Python and torch for each rank."""
 
 import faulthandler
 import gc

@@ -1,4 +1,4 @@
-"""What a pipeline's schedule really does, in the order that was seen: its bubble, and what it holds."""
+"""Order of passes, bubble and live micro-batches of each pipeline schedule."""
 
 from fractions import Fraction
 

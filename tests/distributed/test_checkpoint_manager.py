@@ -1,4 +1,4 @@
-"""Checkpoints of several processes beside the training: who does what when, and when one fails or is killed."""
+"""Checkpoints of several processes beside the training: order of work, errors and kills."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from leaven.training.checkpoint import read_checkpoint, write_checkpoint
 from leaven.training.checkpoint_manager import CheckpointManager, Saved
 
 
-def test_the_failure_of_one_is_that_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_get_the_error_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file, full = module.save_file, {"optimizer-00002-of-00003.safetensors"}
 
     def save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_failure_of_one_is_that_of_all(tmp_path: Path, monkeypatch: pytest.M
     assert names(tmp_path) == ["tokens-000000000000512", "tokens-000000000000768"]
 
 
-def test_others_hear_of_it_when_the_old_ones_are_gone(tmp_path: Path) -> None:
+def test_save_returns_after_old_checkpoints_are_removed(tmp_path: Path) -> None:
     """Where a run goes back to depends on which there are: all must see the same."""
     done: list[bool] = []
 
@@ -63,7 +63,7 @@ def test_others_hear_of_it_when_the_old_ones_are_gone(tmp_path: Path) -> None:
     assert together(3, body) == [1, 1, 1]
 
 
-def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_while_a_process_still_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clear, cleared = CheckpointManager._clear, []
     monkeypatch.setattr(CheckpointManager, "_clear", lambda keeper, *rest: (cleared.append(1), clear(keeper, *rest)))
     for step in (1, 2):
@@ -86,7 +86,7 @@ def test_nothing_is_dropped_while_one_still_reads(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == ["tokens-000000000000256"]
 
 
-def test_what_a_killed_attempt_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_not_used(tmp_path: Path) -> None:
     """Killed between the files and state.json; the next start has fewer processes."""
 
     class Killed(BaseException):

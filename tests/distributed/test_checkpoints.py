@@ -1,4 +1,4 @@
-"""Checkpoints of many processes: any cutting in, any cutting out; what is not whole is not saved, or passed over."""
+"""Checkpoints of several processes: any split is read in any other, and incomplete or damaged ones are not used."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def cuttings(draw: st.DrawFn, shape: tuple[int, ...], most: int) -> list[Block]:
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_cutting_gives_the_same_bits_in_any_other(data: st.DataObject) -> None:
+def test_any_split_is_read_in_any_other(data: st.DataObject) -> None:
     size, readers = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     owned: list[dict[str, tuple[Tensor, Place]]] = [{} for _ in range(size)]
     for name, tensor in TENSORS.items():
@@ -96,7 +96,7 @@ def test_any_cutting_gives_the_same_bits_in_any_other(data: st.DataObject) -> No
         together(readers, read)
 
 
-def test_what_is_there(tmp_path: Path) -> None:
+def test_files_and_state_of_several_processes(tmp_path: Path) -> None:
     back = (Rewind(512, 512, 1024, attempt=1),)
     path = write_all(tmp_path, 3, 2, back)
     files = [f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("model", "optimizer") for rank in (1, 2)]
@@ -160,7 +160,7 @@ def twice(checkpoint: Checkpoint, rank: int) -> Checkpoint:
         (doubled, r"w: its blocks belong to different tensors, float32 \(12, 100\) and float64"),
     ],
 )
-def test_what_is_no_whole_tensor_is_not_saved(
+def test_parts_that_make_no_whole_tensor_are_not_saved(
     tmp_path: Path, change: Callable[[Checkpoint, int], Checkpoint], said: str
 ) -> None:
     def body(group: ProcessGroup) -> str:
@@ -186,7 +186,7 @@ def test_overlapping_pieces_are_found(tmp_path: Path) -> None:
     together(2, body)
 
 
-def test_one_that_is_not_heard_of_and_comes_late(tmp_path: Path) -> None:
+def test_a_process_that_answers_too_late(tmp_path: Path) -> None:
     """What it then writes does not stay, and it comes to what the others have come to."""
 
     def body(group: ProcessGroup) -> str:
@@ -207,7 +207,7 @@ def test_one_that_is_not_heard_of_and_comes_late(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_folder_that_is_not_the_same_for_all(tmp_path: Path) -> None:
+def test_processes_with_different_folders(tmp_path: Path) -> None:
     def body(group: ProcessGroup) -> str:
         folder = tmp_path / f"node{group.rank // 2}"
         with pytest.raises(NotSaved) as error:
@@ -220,7 +220,7 @@ def test_a_folder_that_is_not_the_same_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "exchange", "state"])
-def test_a_damaged_one_is_passed_over_by_all(tmp_path: Path, damage: str) -> None:
+def test_all_processes_skip_a_damaged_checkpoint(tmp_path: Path, damage: str) -> None:
     write_all(tmp_path, 1, 3)
     newest = write_all(tmp_path, 2, 4)
     file = newest / "optimizer-00003-of-00004.safetensors"
@@ -247,7 +247,9 @@ def test_a_damaged_one_is_passed_over_by_all(tmp_path: Path, damage: str) -> Non
     together(3, body)
 
 
-def test_all_read_what_the_first_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_read_the_checkpoint_that_the_first_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file system may show a folder to one machine later than to another."""
     for step in (1, 2):
         write_all(tmp_path, step, 2)

@@ -1,4 +1,4 @@
-"""What goes over the wires in a step is what theory says, to the byte."""
+"""Bytes sent in a step, against theory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Names that torch does not promise to keep still do what is wanted of them."""
+"""Private names of torch that leaven uses still work."""
 
 import inspect
 import warnings
@@ -37,7 +37,7 @@ def collectives() -> tuple[Tensor, Tensor]:
     return all_gather(mine.T.contiguous().T, group), reduce_scatter(torch.arange(8.0).view(4, 2) * (rank + 1), group)
 
 
-def test_gathered_and_scattered(ranks: Pool) -> None:
+def test_all_gather_and_reduce_scatter(ranks: Pool) -> None:
     everything = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3)
     for rank, (whole, part) in enumerate(ranks(2, collectives)):
         assert torch.equal(whole, everything)
@@ -94,7 +94,7 @@ def test_stage_backward_gives_the_inputs_gradients_and_adds_to_the_parameters() 
     torch.testing.assert_close(w.grad, expected_w)
 
 
-def test_resizes_are_seen_until_one_stops_looking() -> None:
+def test_resizes_are_seen_inside_the_block_only() -> None:
     storage, told = torch.ones(4).untyped_storage(), list[int]()
     with resizes_seen(lambda storage: told.append(storage.nbytes())):
         storage.resize_(0)
@@ -121,14 +121,14 @@ def propagated() -> list[int]:
     return times
 
 
-def test_what_a_dtensor_does_to_learn_a_shape_is_apart(ranks: Pool) -> None:
+def test_shape_inference_of_a_dtensor_is_apart(ranks: Pool) -> None:
     inside, after = ranks(1, propagated)[0]
     assert inside > 0
     assert after == 0
 
 
 @pytest.mark.parametrize("name", [name for name in vars(LeanStage) if inspect.isfunction(vars(LeanStage)[name])])
-def test_what_a_lean_stage_overrides_is_there(name: str) -> None:
+def test_methods_that_a_lean_stage_overrides_exist(name: str) -> None:
     """With the same parameters. That torch calls them: test_lean_stage.py."""
     if name in {"__init__", "_only_shapes"}:
         return

@@ -110,7 +110,7 @@ REST = {"dp=8", "dp=8,zero=2", "tp=1,recompute=full", "tp=1", "tp=2"}  # covered
     ("layout", "model"),
     [pytest.param(name, GRID[name], id=name, marks=[pytest.mark.slow] * (name in REST)) for name in GRID],
 )
-def test_the_planner_says_what_a_dry_run_finds(layout: str, model: dict[str, Any], tiny: Recipe) -> None:
+def test_the_planner_predicts_the_dry_run(layout: str, model: dict[str, Any], tiny: Recipe) -> None:
     changes = SMALL | model
     if "pp" not in layout:
         changes |= {"model.n_layers": 2}
@@ -172,7 +172,7 @@ def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_verb(tiny_file: Path) -> None:
+def test_check_memory_from_the_command_line(tiny_file: Path) -> None:
     """The text is not there, and is not asked for."""
     before = sorted(tiny_file.parent.iterdir())
     missing = "data.source=nowhere/*.txt"

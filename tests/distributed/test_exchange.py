@@ -13,7 +13,7 @@ from leaven.distributed.exchange import Exchange, NoReply
 from leaven.distributed.process_group import ProcessGroup
 
 
-def test_the_first_hears_all_and_all_hear_the_first() -> None:
+def test_gather_and_broadcast() -> None:
     def body(group: ProcessGroup) -> list[Any]:
         exchange, heard = Exchange(group), []
         for number in range(3):
@@ -32,13 +32,13 @@ def test_the_first_hears_all_and_all_hear_the_first() -> None:
     assert len({name for name, _, _ in first}) == 3
 
 
-def test_alone_there_is_nothing_to_wait_for() -> None:
+def test_a_single_process_does_not_wait() -> None:
     exchange = Exchange()
     assert exchange.gather("mine") == ["mine"]
     assert exchange.broadcast(None) is None
 
 
-def test_nothing_of_an_earlier_start_is_heard() -> None:
+def test_values_of_an_earlier_start_are_ignored() -> None:
     """On a store that outlives the processes, as torchrun's does."""
     store = dist.HashStore()
     patience = timedelta(seconds=0.05)
@@ -55,7 +55,7 @@ def test_nothing_of_an_earlier_start_is_heard() -> None:
     assert together(3, restarted, store)[0] == ["new", None, None]
 
 
-def test_who_does_not_answer() -> None:
+def test_a_first_process_that_does_not_answer() -> None:
     def body(group: ProcessGroup) -> str:
         exchange = Exchange(group, timedelta(seconds=0.05))
         if group.is_first:
@@ -67,7 +67,7 @@ def test_who_does_not_answer() -> None:
     assert together(2, body) == ["silent", "waited"]
 
 
-def test_a_wait_can_be_cut_short() -> None:
+def test_a_wait_can_be_shortened() -> None:
     def body(group: ProcessGroup) -> float:
         exchange = Exchange(group)
         began = time.monotonic()

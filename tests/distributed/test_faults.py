@@ -1,4 +1,4 @@
-"""Processes that die, hang, stop or meet what is no number: the others notice, say so, and lose nothing."""
+"""Processes that die, hang, stop or get a nan: the others notice, report it and lose nothing."""
 
 import json
 import os
@@ -95,9 +95,7 @@ def tokens(tiny: Recipe) -> TokenSet:
     return prepare(tiny.data, tiny.model.vocab_size)
 
 
-def test_one_that_stops_stops_all_and_they_go_on_together(
-    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_stop_of_one_process_stops_all(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
     two = two.replace({"data.tokens": 5_120})
     stopped = ranks(2, run, two, tokens, tmp_path / "run", "stop")
     assert [(each["done"], each["steps"]) for each in stopped] == [(False, 10), (False, 10)]
@@ -113,9 +111,7 @@ def test_one_that_stops_stops_all_and_they_go_on_together(
     assert all(each["times_the_median"] >= 1 and each["memory_gib"] > 0 for each in compared)
 
 
-def test_a_number_that_is_none_on_one_takes_all_back(
-    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_nan_on_one_process_rolls_back_all(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
     done = ranks(2, run, two.replace({"data.tokens": 5_120}), tokens, tmp_path / "run", "nan")
     assert done[0] == done[1]
     assert done[0]["done"]
@@ -124,7 +120,7 @@ def test_a_number_that_is_none_on_one_takes_all_back(
 
 
 @pytest.mark.kills
-def test_one_that_hangs_is_named(two: Recipe, tokens: TokenSet, ranks: Pool) -> None:
+def test_the_error_names_the_process_that_hangs(two: Recipe, tokens: TokenSet, ranks: Pool) -> None:
     two = two.replace({"layout.timeout_seconds": 12})  # to come at all, on a machine that does other things too
     assert ranks(2, hangs, two, tokens, 0.0) == ["nobody missed it"] * 2
     said, _ = ranks(2, hangs, two, tokens, 20.0)
@@ -152,9 +148,7 @@ def processes_of(parent: int) -> list[int]:
 
 
 @pytest.mark.slow  # and `make kills` does the same to eight processes, several times
-def test_killed_and_started_again_by_torchrun_it_comes_to_the_same_bits(
-    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_restart_by_torchrun_has_the_same_bits(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
     """In place, on the store of the first start. Then once more by a signal, and on one process at last."""
     write_recipe(two, tmp_path / "two.toml")
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
@@ -198,9 +192,7 @@ def listening(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_fewer_goes_on_with_the_ranks_there_are(
-    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_a_node_fewer(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
     """Two agents on this machine, each with one process. One of them is gone at step 8, with all
     that it started; the other notices, meets alone and goes on with dp = 1."""
     write_recipe(two.replace({"layout.timeout_seconds": 60}), tmp_path / "two.toml")

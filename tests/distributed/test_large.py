@@ -1,5 +1,4 @@
-"""Layouts of hundreds and thousands of processes are built on one, without memory: a 70B model that could not be laid
-out is found here."""
+"""Layouts of hundreds of processes are built without memory, one rank at a time."""
 
 import os
 from collections import Counter

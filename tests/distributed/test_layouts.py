@@ -1,4 +1,4 @@
-"""The layout is not part of the model: losses, norms and parameters are those of one process, in every layout."""
+"""Losses, norms and parameters are those of one process, with every layout."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a stage holds between two micro-batches of a pipeline, or between a forward and a backward pass."""
+"""Memory of a pipeline stage between micro-batches."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -66,13 +66,13 @@ def watched(recipe: Recipe) -> tuple[list[Held], int]:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_zero_shares_out_after_each_micro_batch(zero: int, ranks: Pool, tiny: Recipe) -> None:
+def test_zero_2_and_3_shard_after_each_micro_batch(zero: int, ranks: Pool, tiny: Recipe) -> None:
     for seen, whole in ranks(4, watched, tiny.replace(layout(dp=2, pp=2, zero=zero))):
         assert [held.parameters for held in seen] == MICRO_BATCHES * [0 if zero == 3 else whole]
         assert [held.gradients for held in seen] == MICRO_BATCHES * [0 if zero >= 2 else whole]
 
 
-def test_a_buffer_goes_with_its_micro_batch(ranks: Pool, tiny: Recipe) -> None:
+def test_a_buffer_is_freed_with_its_micro_batch(ranks: Pool, tiny: Recipe) -> None:
     """torch's own stage has one for each of the six from the start to the end. Of those of inputs that 1F1B has under
     way, rank 1 of three has two until it empties the pipeline."""
     found = ranks(3, watched, tiny.replace(layout(pp=3) | {"model.n_layers": 3}))

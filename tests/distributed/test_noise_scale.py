@@ -1,4 +1,4 @@
-"""Where gradients are exchanged after every micro-batch, the first one is that of all ranks."""
+"""The noise scale over several ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The ranks of the tests: a case leaves them as it found them."""
+"""The pool of ranks does not leak threads."""
 
 import os
 

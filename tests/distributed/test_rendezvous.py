@@ -1,4 +1,4 @@
-"""A store that remembers the dead, and processes that are not to hear them."""
+"""A store that dead processes have written to."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ def met(store: Any, size: int, timeout: timedelta = timedelta(seconds=20)) -> li
         return list(threads.map(lambda rank: private_store(store, rank, size, timeout), range(size)))
 
 
-def test_those_who_start_again_have_a_part_of_their_own() -> None:
+def test_each_start_has_a_prefix_of_its_own() -> None:
     store = HashStore()
     for _ in range(3):
         first, *others = met(store, 4)
@@ -28,7 +28,7 @@ def test_those_who_start_again_have_a_part_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("dead", [[0], [1], [0, 2], [1, 2]])
-def test_an_attempt_that_died_while_it_met_is_not_taken_up(dead: list[int]) -> None:
+def test_a_rendezvous_that_died_is_ignored(dead: list[int]) -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as threads:  # some came, and none was confirmed
         tried = [threads.submit(private_store, store, rank, 3, SHORT) for rank in range(3) if rank not in dead]
@@ -38,7 +38,7 @@ def test_an_attempt_that_died_while_it_met_is_not_taken_up(dead: list[int]) -> N
     assert all(other.get("key") == b"value" for other in others)
 
 
-def test_a_proposal_that_all_but_one_had_agreed_to_is_not_taken_up() -> None:
+def test_a_proposal_without_full_agreement_is_ignored() -> None:
     store = HashStore()
     met(store, 3)
     name = json.loads(store.get("proposal"))["name"]
@@ -58,7 +58,7 @@ def test_a_store_of_another_number_of_processes(before: int, then: int) -> None:
     assert all(other.get("key") == b"value" for other in others)
 
 
-def test_who_did_not_come_is_named() -> None:
+def test_the_error_names_missing_ranks() -> None:
     with pytest.raises(TimeoutError, match="rank 1, 2 did not come"):
         private_store(HashStore(), 0, 3, SHORT)
     with pytest.raises(TimeoutError, match="rank 0 did not come"):

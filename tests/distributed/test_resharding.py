@@ -1,4 +1,4 @@
-"""Saved by one layout and taken up by another: the losses go on as if nothing had happened."""
+"""Saved with one layout and resumed with another: the losses continue."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ SLOW = {"pp4, tp4, dp2 zero3", "dp4 zero3 on two nodes, dp2 zero0, dp3 zero2"}  
     ("changes", "chain"),
     [pytest.param(*CHAINS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CHAINS],
 )
-def test_any_layout_takes_up_what_any_other_has_saved(
+def test_any_layout_resumes_from_any_other(
     changes: dict[str, Any],
     chain: list[dict[str, Any]],
     ranks: Pool,

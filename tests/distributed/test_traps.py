@@ -138,7 +138,7 @@ def forwards(recipe: Recipe) -> list[int]:
     return counts
 
 
-def test_shapes_are_not_found_out_by_a_pass_of_their_own(ranks: Pool, tiny: Recipe) -> None:
+def test_shape_inference_runs_no_extra_pass(ranks: Pool, tiny: Recipe) -> None:
     assert ranks(2, forwards, tiny.replace(layout(pp=2))) == [[4, 4], [4, 4]]
 
 

@@ -1,4 +1,4 @@
-"""A text whose order is that of the stream, so that a shard of garbage is met as one."""
+"""A text that is read in order, with garbage in some steps."""
 
 import tempfile
 from fractions import Fraction

@@ -55,7 +55,7 @@ def test_a_ramp_starts_where_bloom_had_a_share_of_its_speed(tiny: Recipe) -> Non
     assert found.choose(0.4)["ramp_start"]["share_of_peak"] == pytest.approx(73 / 150)
 
 
-def test_out_of_memory_leaves_out_what_is_larger(
+def test_after_out_of_memory_larger_micro_batches_are_skipped(
     tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = Stage.forward
@@ -87,7 +87,7 @@ def test_a_stop_or_a_limit_keeps_what_was_measured(tiny: Recipe, tokens: TokenSe
     assert [row.global_batch for row in bench(tiny, tokens, [1], [1, 2], limit_seconds=0).rows] == [1]
 
 
-def test_a_batch_in_the_middle_of_which_it_stopped_is_no_part_of_the_choice(tiny: Recipe, tokens: TokenSet) -> None:
+def test_the_choice_ignores_a_global_batch_that_was_interrupted(tiny: Recipe, tokens: TokenSet) -> None:
     for cells, unfinished, chosen in ((1, 2, None), (2, None, 2), (3, 4, 2)):
         done = [0]
         found = bench(
@@ -104,7 +104,7 @@ def test_a_batch_in_the_middle_of_which_it_stopped_is_no_part_of_the_choice(tiny
         assert (choice and choice["ramp_start"]["global_batch"]) == chosen
 
 
-def test_what_is_measured_if_nothing_is_asked(tiny: Recipe) -> None:
+def test_default_batches(tiny: Recipe) -> None:
     assert batches_of(tiny) == [1, 2, 4, 8]
     assert batches_of(tiny.replace({"batch.tokens": 32 * 1_000})) == [16, 32, 63, 125, 250, 500, 1_000]
     assert micro_batches_of(tiny.replace({"batch.tokens": 32 * 12})) == [1, 2, 4, 8, 12]

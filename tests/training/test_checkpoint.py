@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, noticed when damaged, written beside the training, and which of them stay."""
+"""Checkpoints of one process: complete or absent, damage is detected, and which of them are kept."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ def steps(folder: Path) -> list[int]:
     return [tokens_of(path) // 256 for path in checkpoints(folder)]
 
 
-def test_all_of_it_comes_back(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     rewinds = (Rewind(512, 512, 1024, lr=0.5, lr_tokens=100, attempt=1, found_step=4),)
     written = checkpoint(3, rewinds)
     assert write_checkpoint(tmp_path, written).name == "tokens-000000000000768"
@@ -53,7 +53,7 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "empty", "no json", "list", "other number"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
     write_checkpoint(tmp_path, checkpoint(1))
     newest = write_checkpoint(tmp_path, checkpoint(2))
     tensors, state = newest / "model.safetensors", newest / "state.json"
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     assert damaged == [newest]
 
 
-def test_one_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing disk or a missing right passes; the checkpoint before would lose steps for good."""
     for step in (1, 2):
         write_checkpoint(tmp_path, checkpoint(step))
@@ -89,7 +89,7 @@ def test_one_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch:
         read_checkpoint(tmp_path)
 
 
-def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
     newest = write_checkpoint(tmp_path, checkpoint(2))
     draw = random.Random(0)
     for _ in range(100):
@@ -108,7 +108,7 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path)[0] is not None
 
 
-def test_one_of_an_undone_past_does_not_count(tmp_path: Path) -> None:
+def test_undone_checkpoints_are_ignored(tmp_path: Path) -> None:
     back = Rewind(to_tokens=600, skip_from=600, skip_to=700)
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
@@ -136,7 +136,7 @@ def save(keeper: CheckpointManager, step: int, good: int | None = None) -> None:
     assert saved.error is None
 
 
-def test_the_newest_stay_and_the_last_good_one(tmp_path: Path, keeper: CheckpointManager) -> None:
+def test_the_newest_and_the_last_good_checkpoints_are_kept(tmp_path: Path, keeper: CheckpointManager) -> None:
     for step in (1, 2, 3):
         save(keeper, step)
     assert steps(tmp_path) == [2, 3]
@@ -147,7 +147,7 @@ def test_the_newest_stay_and_the_last_good_one(tmp_path: Path, keeper: Checkpoin
     assert steps(tmp_path) == [6, 7]
 
 
-def test_the_first_one_in_every_so_many_tokens_stays_for_good(tmp_path: Path) -> None:
+def test_keep_every_tokens(tmp_path: Path) -> None:
     keeper = CheckpointManager(tmp_path, every_tokens=256, keep=1, keep_every_tokens=3 * 256)
     for step in (1, 2, 4, 5, 6, 7, 8, 11, 12):
         save(keeper, step)
@@ -155,7 +155,7 @@ def test_the_first_one_in_every_so_many_tokens_stays_for_good(tmp_path: Path) ->
     assert steps(tmp_path) == [4, 6, 11, 12]
 
 
-def test_one_that_was_not_due_displaces_none(tmp_path: Path) -> None:
+def test_a_checkpoint_at_a_stop_displaces_no_scheduled_one(tmp_path: Path) -> None:
     """As a stop writes it: steps 3 and 5 with one due every second step."""
     keeper, there = CheckpointManager(tmp_path, every_tokens=512, keep=2, keep_every_tokens=None), []
     for step in (0, 2, 3, 4, 5, 6):
@@ -165,7 +165,7 @@ def test_one_that_was_not_due_displaces_none(tmp_path: Path) -> None:
     assert there == [[0], [0, 2], [0, 2, 3], [2, 4], [2, 4, 5], [4, 6]]
 
 
-def test_one_that_was_not_due_does_not_stand_in_for_the_last_good_one(tmp_path: Path) -> None:
+def test_a_checkpoint_at_a_stop_is_not_the_last_good_one(tmp_path: Path) -> None:
     """Stopped at step 3, suspicious since step 4: without the stop there would be steps 2 and 4."""
     keeper = CheckpointManager(tmp_path, every_tokens=512, keep=1, keep_every_tokens=None)
     for step, good in ((2, 2), (3, 3), (4, 3)):
@@ -174,7 +174,7 @@ def test_one_that_was_not_due_does_not_stand_in_for_the_last_good_one(tmp_path: 
     assert steps(tmp_path) == [2, 4]
 
 
-def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: CheckpointManager) -> None:
+def test_the_state_at_the_call_is_written(tmp_path: Path, keeper: CheckpointManager) -> None:
     """The training goes on at once, and changes its tensors in place while a thread writes."""
     go, write = threading.Event(), module.write_checkpoint
 
@@ -197,7 +197,7 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, keeper: Checkp
     assert torch.equal(found.model["w"], checkpoint(1).model["w"])
 
 
-def test_damaged_ones_are_moved_aside_and_undone_ones_dropped(tmp_path: Path, keeper: CheckpointManager) -> None:
+def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, keeper: CheckpointManager) -> None:
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
     (tmp_path / ".tokens-000000000000999.0badcafe-1.tmp").mkdir()  # of a run that was killed
@@ -208,7 +208,7 @@ def test_damaged_ones_are_moved_aside_and_undone_ones_dropped(tmp_path: Path, ke
     ]
 
 
-def test_no_room_for_a_checkpoint_leaves_the_one_before(
+def test_a_full_disk_leaves_the_previous_checkpoint(
     tmp_path: Path, keeper: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(keeper, 1)
@@ -226,7 +226,7 @@ def test_no_room_for_a_checkpoint_leaves_the_one_before(
     assert read_checkpoint(tmp_path)[1] == []
 
 
-def test_one_that_was_written_by_hand_is_read(tmp_path: Path) -> None:
+def test_a_handwritten_checkpoint_is_read(tmp_path: Path) -> None:
     """As the first version wrote it: the format does not change with the code."""
     folder = tmp_path / "tokens-000000000000512"
     folder.mkdir()
@@ -250,7 +250,7 @@ def test_one_that_was_written_by_hand_is_read(tmp_path: Path) -> None:
     assert float(found.optimizer["step.w"]) == 2
 
 
-def test_what_was_read_stays_readable_when_the_checkpoint_is_dropped(tmp_path: Path) -> None:
+def test_tensors_stay_readable_when_the_checkpoint_is_removed(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, checkpoint(1))
     found, _ = read_checkpoint(tmp_path)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Clipping against its formulas; test_trainer.py has its memory over a stop."""
+"""Clipping against its formulas; test_trainer.py has the running norm after a stop."""
 
 import math
 

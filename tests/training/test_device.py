@@ -50,7 +50,7 @@ def test_peaks_by_device_name(device: str, compute: str, peak: float | None) -> 
     assert peak_flops(device, compute) == peak
 
 
-def test_an_unknown_device_is_measured_once_and_said_to_be() -> None:
+def test_an_unknown_device_is_measured_once() -> None:
     """No product of two matrices is faster than the peak by much; the slack is for a busy machine."""
     peak = device_peak(CPU, "fp32")
     a = torch.ones(256, 256)
@@ -91,7 +91,7 @@ def test_conventions_by_hand(tiny: Recipe) -> None:
     assert again.hfu == pytest.approx(0.5 * (full + 2 * (n - 320 * 16) + attention / 3) / full)
 
 
-def test_the_most_memory_that_was_held() -> None:
+def test_peak_memory() -> None:
     reset_peak_memory(CPU)
     before = peak_memory(CPU)
     held = torch.ones(64 * 2**20)
@@ -116,7 +116,7 @@ def test_free_memory_is_within_the_limit_of_a_container(tmp_path: Path, monkeypa
     assert free_memory(CPU) == 800_000  # what files are cached can be had back
 
 
-def test_a_step_on_a_processor_has_the_time_of_its_own_work(
+def test_step_time_on_a_cpu_excludes_validation_and_checkpoints(
     tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validations, checkpoints and the next step fall between a step's work and its reading. The clock goes on by a

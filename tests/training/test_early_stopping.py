@@ -1,4 +1,4 @@
-"""When a run counts as diverged, and when a trial is given up, on curves that are made up."""
+"""Divergence and pruning on made-up curves."""
 
 import math
 
@@ -26,7 +26,7 @@ UNIFORM = math.log(256)
         ([UNIFORM] * 1024, False),  # too low a learning rate
     ],
 )
-def test_a_run_is_lost_when_it_stays_worse_than_a_uniform_guess(losses: list[float], lost: bool) -> None:
+def test_a_run_that_stays_worse_than_a_uniform_guess_has_diverged(losses: list[float], lost: bool) -> None:
     monitor = DivergenceMonitor(256, 1024 * 128)
     assert any([monitor.lost(loss, 128) for loss in losses]) is lost
 
@@ -49,7 +49,7 @@ def given_up(by: float) -> int | None:
     return next((points for points in range(1, 33) if out_of_reach(behind(by, points), BASELINE)), None)
 
 
-def test_the_further_behind_the_sooner() -> None:
+def test_trials_further_behind_are_pruned_sooner() -> None:
     points = [given_up(by) for by in (100.0, 1.5, 0.5, 0.1)]
     assert None not in points
     assert points == sorted(set(points))
@@ -57,14 +57,14 @@ def test_the_further_behind_the_sooner() -> None:
     assert points[0] >= 8  # a quarter of the run
 
 
-def test_what_is_within_the_noise_or_ahead_is_never_given_up() -> None:
+def test_trials_within_the_noise_or_ahead_are_never_pruned() -> None:
     assert given_up(0.03) is None
     assert given_up(-0.5) is None
     noisy = Baseline(BEST, 2.4, noise=1.0)
     assert not any(out_of_reach(behind(1.5, points), noisy) for points in range(1, 33))
 
 
-def test_one_bad_stretch_is_none() -> None:
+def test_one_bad_interval_does_not_prune() -> None:
     odd = (*BEST[:19], (BEST[19][0], BEST[19][1] + 1.5))
     assert not out_of_reach(odd, BASELINE)
     assert out_of_reach(behind(1.5, 20), BASELINE)
@@ -78,7 +78,7 @@ def test_a_run_of_other_batches_is_compared_at_its_own_tokens() -> None:
     assert not comparable(Baseline((), 2.0, 0.01), 3_200)
 
 
-def test_what_is_expected_lies_between_the_baseline_and_the_gap() -> None:
+def test_the_expected_loss_lies_between_baseline_and_gap() -> None:
     assert expected(BEST[:20], BASELINE) == pytest.approx(2.4)
     near, far = expected(behind(0.5, 20), BASELINE), expected(behind(1.0, 20), BASELINE)
     assert 2.4 < near < 2.9

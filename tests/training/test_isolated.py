@@ -12,9 +12,7 @@ from leaven.training.trainer import Training
 
 
 @pytest.mark.parametrize("micro_batch", [8, 3])
-def test_the_trainer_counts_no_token_that_another_document_begins_with(
-    tiny: Recipe, tmp_path: Path, micro_batch: int
-) -> None:
+def test_the_first_token_of_a_document_does_not_count(tiny: Recipe, tmp_path: Path, micro_batch: int) -> None:
     for number in range(200):
         (tmp_path / f"{number}.txt").write_text(f"document {number}\n" * (number % 5))
     recipe = tiny.replace(

@@ -1,4 +1,4 @@
-"""A run's model, loaded: the weights it trained, the checkpoint that is whole, and what is said of the others."""
+"""Loading a run: its weights, the newest whole checkpoint, and errors."""
 
 import shutil
 from pathlib import Path
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run: Path) -> 
         leaven.load(run)
 
 
-def test_what_is_no_run_says_so(run: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent: no such folder; give the folder of a run"):
         leaven.load(tmp_path / "absent")
     with pytest.raises(InputError, match=r"holds no recipe.toml"):

@@ -1,4 +1,4 @@
-"""Going back by hand: to which checkpoint, over which data, with which other values, and what is written of it."""
+"""Manual rewinds: the checkpoint, skipped data, changed values, and what is recorded."""
 
 import shutil
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_back_over_some_data_with_another_lr(run: RunFolder) -> None:
     assert "before: 0.01" in written.why["hyperparameters.lr"]
 
 
-def test_the_same_command_again_goes_on_and_does_not_go_back(run: RunFolder) -> None:
+def test_the_same_command_again_resumes(run: RunFolder) -> None:
     back = ManualRewind(rewind_to=40 * STEP)
     stopped = train(LOWER, text(), run.path, back=back, stop=lambda: len(run.metrics()) >= 45)
     assert not stopped.finished
@@ -88,7 +88,7 @@ def test_the_same_command_again_goes_on_and_does_not_go_back(run: RunFolder) -> 
         train(RUN, text(), run.path)
 
 
-def test_killed_before_the_recipe_is_written_the_return_holds(
+def test_a_rewind_survives_a_kill_before_the_recipe_is_written(
     run: RunFolder, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
@@ -107,7 +107,7 @@ def test_killed_before_the_recipe_is_written_the_return_holds(
     assert lines(run, "lr")[32] < lines(run, "lr")[31] / 4
 
 
-def test_data_that_were_left_out_as_garbage_stay_left_out(tmp_path: Path) -> None:
+def test_data_skipped_by_a_rollback_stay_skipped(tmp_path: Path) -> None:
     longer, garbage = recipe(data__tokens=90 * STEP, stability__keep_every_tokens=9 * STEP), text(74, 3)
     first = train(longer, garbage, tmp_path / "run")
     run = RunFolder(tmp_path / "run")
@@ -127,7 +127,7 @@ def test_data_that_were_left_out_as_garbage_stay_left_out(tmp_path: Path) -> Non
         ({"data__tokens": 99 * STEP}, r"data.tokens"),
     ],
 )
-def test_what_cannot_change_on_the_way_is_refused_and_nothing_written(
+def test_a_rewind_refuses_changes_that_a_run_cannot_make(
     finished: Path, change: dict[str, object], says: str
 ) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
@@ -136,7 +136,7 @@ def test_what_cannot_change_on_the_way_is_refused_and_nothing_written(
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
-def test_nowhere_to_go_back_to(finished: Path, tmp_path: Path) -> None:
+def test_a_rewind_without_a_checkpoint_is_refused(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run in"):
         check(RUN, tmp_path / "none", ManualRewind(40 * STEP))
     there = [tokens_of(path) for path in checkpoints(finished / "checkpoints")]

@@ -1,4 +1,4 @@
-"""Three short steps on the machine at hand. No test holds a time against another."""
+"""Measuring a few steps on this machine. No test compares two times."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_stopped_at_any_moment_nothing_is_written(tiny: Recipe, alone: Path) -> 
     assert list(alone.iterdir()) == []
 
 
-def test_another_accelerator_than_is_here_is_refused(tiny: Recipe, alone: Path) -> None:
+def test_another_accelerator_is_refused(tiny: Recipe, alone: Path) -> None:
     with pytest.raises(InputError, match=r"this machine, which has a processor \(--gpus cpu\) and no H100-SXM"):
         measure(tiny, "64xH100", stop=lambda: True)
     assert list(alone.iterdir()) == []

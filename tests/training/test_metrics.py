@@ -1,4 +1,4 @@
-"""Curves in other places: TensorBoard through its own reader, trackers through modules that write down the calls."""
+"""Curves: TensorBoard through its own reader, trackers through modules that record the calls."""
 
 import json
 import sys
@@ -51,7 +51,7 @@ def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log: str
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_gets_every_step_and_goes_on_after_a_stop(
+def test_a_tracker_gets_every_step_also_after_a_stop(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     calls = tracker(tmp_path, monkeypatch, name)
@@ -81,7 +81,7 @@ def test_a_tracker_gets_every_step_and_goes_on_after_a_stop(
     ]
 
 
-def test_a_tracker_that_fails_costs_its_curves_alone(
+def test_a_failing_tracker_does_not_stop_the_run(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = tracker(tmp_path, monkeypatch, "trackio", log="if step == 3: raise ConnectionError('no network')")
@@ -100,7 +100,7 @@ def test_a_tracker_that_fails_costs_its_curves_alone(
     assert reader.Scalars("validation/loss")[-1].value == pytest.approx(summary.loss)
 
 
-def test_a_disk_that_is_full_costs_the_curves_alone(tiny: Recipe, tmp_path: Path) -> None:
+def test_a_full_disk_closes_the_writer_alone(tiny: Recipe, tmp_path: Path) -> None:
     lost: list[tuple[str, str]] = []
     curves = Curves(["tensorboard"], tmp_path, tiny, 0, lost=lambda *said: lost.append(said))
     curves.validation(1, 10, {"loss": 3.0})

@@ -1,4 +1,4 @@
-"""The micro-batch: what fits, what is fastest, and that it changes nothing but the time."""
+"""The micro-batch: sizes that fit, the fastest, and losses that do not depend on it."""
 
 import json
 from pathlib import Path
@@ -156,7 +156,7 @@ def test_no_more_than_a_minute_is_spent(
 
 
 @pytest.mark.parametrize("how", [{}, LONG], ids=["by rule of thumb", "timed"])
-def test_out_of_memory_is_caught_halved_and_said(
+def test_out_of_memory_reduces_the_micro_batch(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     _room_for(monkeypatch, 2)
@@ -229,9 +229,7 @@ def test_a_stop_does_not_wait_for_the_timing(tiny: Recipe, tokens: TokenSet, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_another_error_is_not_taken_for_memory(
-    tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_are_raised(tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("the weights are gone")
 
@@ -240,7 +238,7 @@ def test_another_error_is_not_taken_for_memory(
         trial_step(Training(tiny, tokens), 1)
 
 
-def test_a_cpu_is_not_asked_for_what_it_has_not(
+def test_on_a_cpu_only_sizes_that_fit_are_tried(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system would end the process, so a closed form decides: only what fills 80% of the free memory is tried."""

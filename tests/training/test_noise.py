@@ -1,4 +1,4 @@
-"""The noise scale of a run: against gradients taken apart from it, over a stop, and without a trace in the run."""
+"""The noise scale of a run: against separate gradients, after a stop, and without influence on the run."""
 
 import math
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def expected(training: Training, first: range) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_it_is_what_two_gradients_say(measured: Recipe, tokens: TokenSet, precision: str) -> None:
+def test_the_noise_scale_follows_from_two_gradients(measured: Recipe, tokens: TokenSet, precision: str) -> None:
     training = Training(measured.replace({"precision.compute": precision}), tokens)
     assert training.noise is not None
     noise = signal = 0.0
@@ -66,7 +66,7 @@ def test_it_is_what_two_gradients_say(measured: Recipe, tokens: TokenSet, precis
             assert step.noise_scale == (pytest.approx(noise / signal, rel=2e-3) if signal > 0 else None)
 
 
-def test_isolated_documents_count_what_counts(measured: Recipe, tokens: TokenSet) -> None:
+def test_targets_that_do_not_count_are_excluded(measured: Recipe, tokens: TokenSet) -> None:
     training = Training(measured.replace({"data.documents": "isolated"}), tokens)
     counts = []
     for start in range(0, 80 * 32, 8 * 32):
@@ -78,7 +78,7 @@ def test_isolated_documents_count_what_counts(measured: Recipe, tokens: TokenSet
     assert min(counts) < max(counts) == 3 * 32  # some documents begin there
 
 
-def test_off_and_on_are_the_same_run_to_the_last_bit(measured: Recipe, tokens: TokenSet) -> None:
+def test_measuring_does_not_change_the_run(measured: Recipe, tokens: TokenSet) -> None:
     plain = Training(measured.replace({KEY: None}), tokens)
     watched = Training(measured, tokens)
     for _ in range(5):
@@ -90,7 +90,7 @@ def test_off_and_on_are_the_same_run_to_the_last_bit(measured: Recipe, tokens: T
     assert plain.checkpoint().optimizer.keys() < watched.checkpoint().optimizer.keys()
 
 
-def test_it_is_measured_as_often_as_asked(measured: Recipe, tokens: TokenSet) -> None:
+def test_it_is_measured_every_so_many_tokens(measured: Recipe, tokens: TokenSet) -> None:
     training = Training(measured.replace({KEY: 1_000}), tokens)
     assert training.noise is not None
     seen = []
@@ -105,7 +105,7 @@ def lines(folder: Path) -> list[tuple[float, float | None]]:
     return [(line["loss"], line.get("noise_scale")) for line in RunFolder(folder).metrics()]
 
 
-def test_it_survives_a_stop_to_the_last_bit(measured: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+def test_the_noise_scale_resumes_bit_for_bit(measured: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     whole = train(measured, tokens, tmp_path / "whole")
     train(measured, tokens, tmp_path / "parts", stop=lambda: len(lines(tmp_path / "parts")) >= 13)
     again = train(measured, tokens, tmp_path / "parts")
@@ -115,7 +115,7 @@ def test_it_survives_a_stop_to_the_last_bit(measured: Recipe, tokens: TokenSet, 
     assert again.noise_scale == whole.noise_scale == told[-1]
 
 
-def test_a_checkpoint_without_it_starts_it_anew() -> None:
+def test_a_checkpoint_without_averages_resets_them() -> None:
     noise = NoiseScale.build(1, torch.device("cpu"))
     assert noise is not None
     noise.add(torch.tensor(1.0), torch.tensor(2.0), 2, torch.tensor(1.5))
@@ -126,7 +126,7 @@ def test_a_checkpoint_without_it_starts_it_anew() -> None:
     assert noise.averages.tolist() == pytest.approx([0.05 * 3.5, 0.05 * 0.5])
 
 
-def test_a_step_that_is_no_number_or_one_micro_batch_leaves_the_averages_alone() -> None:
+def test_steps_without_a_finite_estimate_do_not_change_the_averages() -> None:
     noise = NoiseScale.build(1, torch.device("cpu"))
     assert noise is not None
     one = torch.tensor(1.0)
@@ -163,7 +163,7 @@ def test_refused_in_one_line(measured: Recipe, changes: dict[str, object], proce
     require_trainable(measured.replace({**changes, KEY: None}), processes)
 
 
-def test_an_automatic_micro_batch_leaves_two_parts(measured: Recipe, tokens: TokenSet) -> None:
+def test_an_automatic_micro_batch_is_at_most_half_a_batch(measured: Recipe, tokens: TokenSet) -> None:
     recipe = measured.replace({"batch.micro_batch": "auto"})
     assert rule_of_thumb(recipe, "cpu") == 4 < rule_of_thumb(recipe.replace({KEY: None}), "cpu") == 8
     assert choose(Training(recipe, tokens)).micro_batch == 4

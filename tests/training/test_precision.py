@@ -1,4 +1,4 @@
-"""fp16 under its loss scale, bf16, and steps that must not be done."""
+"""fp16 with its loss scale, bf16, and skipped steps."""
 
 import math
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_half_precision_follows_fp32(dtype: str, tiny: Recipe, tokens: TokenSet)
     assert max(abs(a - b) for a, b in zip(runs[dtype], runs["fp32"], strict=True)) < 0.03
 
 
-def test_an_overflow_skips_the_step_halves_the_scale_and_is_no_divergence(tiny: Recipe, tokens: TokenSet) -> None:
+def test_an_overflow_skips_the_step_and_halves_the_scale(tiny: Recipe, tokens: TokenSet) -> None:
     training = Training(compute(tiny, "fp16"), tokens)
     assert training.loss_scale is not None
     training.step()
@@ -71,7 +71,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_is_no_divergence(tiny: 
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_a_loss_that_is_no_number_leaves_the_parameters(dtype: str, tiny: Recipe, tokens: TokenSet) -> None:
+def test_a_nan_loss_does_not_change_the_parameters(dtype: str, tiny: Recipe, tokens: TokenSet) -> None:
     training = Training(compute(tiny, dtype), tokens)
     training.step()
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_a_loss_that_is_no_number_leaves_the_parameters(dtype: str, tiny: Recipe
     assert torch.equal(before, training.model.layers[0].mlp.out.weight)
 
 
-def test_fp16_resumes_to_the_last_bit(
+def test_fp16_resumes_bit_for_bit(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a scale that has moved before the stop: it is too large at first, and halves."""

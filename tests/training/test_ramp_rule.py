@@ -1,5 +1,5 @@
-"""A ramp that moves lr, betas, eps and decay with the batch: against AdamW written out in float64, over a stop, and
-without a trace where it is fixed."""
+"""Ramps that scale lr, betas, eps and decay with the batch: against AdamW in float64, after a stop, and fixed
+ramps."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -150,9 +150,7 @@ def test_stopped_in_the_ramp_the_losses_are_the_same_bits(tiny: Recipe, tokens: 
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
-def test_a_step_that_is_given_up_where_the_batch_grows_is_as_if_it_had_not_begun(
-    tiny: Recipe, tokens: TokenSet
-) -> None:
+def test_an_abandoned_step_leaves_no_trace_where_the_batch_grows(tiny: Recipe, tokens: TokenSet) -> None:
     recipe = ramped(tiny, "scaled", **{"hyperparameters.grad_clip": RUNNING})
     whole, broken = (Training(recipe, tokens, "cpu") for _ in range(2))
     for step in range(STEPS):
@@ -179,7 +177,7 @@ def test_the_running_norm_forgets_by_tokens(tiny: Recipe, tokens: TokenSet) -> N
     assert float(running.value()) == pytest.approx(math.sqrt(mean / weight), rel=1e-6)
 
 
-def test_only_rules_that_move_something_with_the_batch_have_a_scaled_ramp(tiny: Recipe) -> None:
+def test_scaled_ramps_need_a_rule_with_the_batch(tiny: Recipe) -> None:
     moves = [name for name, rule in RULES.items() if "B" in rule.half_life.text]
     assert moves == list(BATCH_RULES)
     for rule in RULES.values():  # in what all roles share, and nowhere else

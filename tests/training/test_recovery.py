@@ -1,4 +1,5 @@
-"""Planted trouble: caught, gone back from, passed; and kill -9 at any moment on the way."""
+"""Planted faults (garbage data, jumps of the lr, nan weights): detected, rolled back and skipped, also after kill
+-9."""
 
 import json
 import os
@@ -56,14 +57,14 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TokenSet, in
 
 @pytest.fixture
 def calm(run_once: Callable[..., Result]) -> float:
-    """The loss of the run without trouble."""
+    """The loss of the run without a fault."""
     loss, run = run_once(text())
     assert not events(run, "rollback")
     return loss
 
 
 @pytest.mark.slow
-def test_the_noise_is_what_it_varies_by_from_seed_to_seed(run_once: Callable[..., Result]) -> None:
+def test_the_loss_varies_by_less_than_the_noise_between_seeds(run_once: Callable[..., Result]) -> None:
     losses = [run_once(text(), seed)[0] for seed in range(3)]
     assert max(losses) - min(losses) < NOISE
 
@@ -72,7 +73,7 @@ def ended(recipe: Recipe, tokens: TokenSet, folder: Path, **options: Any) -> tup
     summary = train(recipe, tokens, folder, **options)
     assert summary.loss is not None
     run = RunFolder(folder)
-    assert [line["step"] for line in run.metrics()] == list(range(1, 161))  # each step once, whatever was undone
+    assert [line["step"] for line in run.metrics()] == list(range(1, 161))  # each step once, whatever was rolled back
     return summary, summary.loss, run
 
 
@@ -80,19 +81,19 @@ def events(run: RunFolder, name: str) -> list[dict[str, Any]]:
     return [event for event in run.events() if event["event"] == name]
 
 
-def decided(run: RunFolder) -> list[dict[str, Any]]:
+def rollbacks(run: RunFolder) -> list[dict[str, Any]]:
     return [{key: value for key, value in event.items() if key != "time"} for event in events(run, "rollback")]
 
 
-def test_a_shard_of_garbage_is_passed(calm: float, run_once: Callable[..., Result]) -> None:
+def test_a_rollback_skips_a_shard_of_garbage(calm: float, run_once: Callable[..., Result]) -> None:
     loss, run = run_once(SHARD)
     assert abs(loss - calm) < NOISE
-    first, second = decided(run)
+    first, second = rollbacks(run)
     assert (first["onset"], first["step"], first["attempt"]) == (131, 133, 1)
     assert first["to_tokens"] == first["skip_from"] == 130 * STEP
     assert first["numbers"]["loss"]["value"] > first["numbers"]["loss"]["median"] + 3
     assert second["attempt"] == 2
-    # What was left out: the garbage, and what the attempts took before and after it.
+    # Skipped: the garbage, and what the attempts added before and after it.
     assert second["skip_from"] < 130 * STEP < 142 * STEP < second["skip_to"]
     assert max(line["loss"] for line in run.metrics()[100:]) < 2
 
@@ -103,7 +104,7 @@ def test_without_the_guard_garbage_costs_more_than_noise(tmp_path: Path, calm: f
     assert loss > calm + 3 * NOISE
 
 
-def test_the_same_run_decides_the_same_though_stopped_and_robbed_of_a_checkpoint(
+def test_rollbacks_do_not_depend_on_stops_or_damaged_checkpoints(
     tmp_path: Path, run_once: Callable[..., Result]
 ) -> None:
     loss, whole = run_once(SHARD)
@@ -113,23 +114,23 @@ def test_the_same_run_decides_the_same_though_stopped_and_robbed_of_a_checkpoint
     (newest / "model.safetensors").write_bytes(b"")
     assert ended(recipe(), SHARD, run.path)[1] == loss
     assert events(run, "resume")[0]["damaged_checkpoints"] == [newest.name]
-    assert decided(run) == decided(whole)
+    assert rollbacks(run) == rollbacks(whole)
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in whole.metrics()]
 
 
-def test_a_stop_in_the_trouble_does_not_change_what_is_decided(tmp_path: Path) -> None:
+def test_a_stop_during_an_anomaly_does_not_change_the_rollback(tmp_path: Path) -> None:
     """One checkpoint every four steps, one kept: that of the stop lies between the last due one and the onset."""
     few = recipe(stability__checkpoint_every_tokens=4 * STEP, stability__keep=1, data__tokens=140 * STEP)
     whole, run = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
     train(few, SHARD, whole.path)
     train(few, SHARD, run.path, stop=lambda: len(run.metrics()) >= 130)
     train(few, SHARD, run.path)
-    assert decided(whole)
-    assert decided(run) == decided(whole)
+    assert rollbacks(whole)
+    assert rollbacks(run) == rollbacks(whole)
 
 
 def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]) -> None:
-    """Let the lr of a step be multiplied, behind the back of the schedule."""
+    """Multiply the lr of a step by a factor that the schedule does not know."""
     issue = Training.issue
 
     def jumping(self: Training) -> PendingStep:
@@ -146,7 +147,7 @@ def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]
 
 
 def once(first: int, steps: int, factor: float) -> Callable[[Training], float]:
-    """For some steps, and not again when the run has gone back."""
+    """A factor for some steps, which does not return after a rollback."""
     last, over = 0, False
 
     def by(training: Training) -> float:
@@ -158,13 +159,13 @@ def once(first: int, steps: int, factor: float) -> Callable[[Training], float]:
     return by
 
 
-def test_a_jump_of_the_lr_is_passed(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_undoes_a_jump_of_the_lr(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
     with_lr(monkeypatch, once(120, 20, 30.0))
     summary, loss, run = ended(recipe(), text(), tmp_path / "run")
     assert abs(loss - calm) < NOISE
     assert summary.rollbacks == 1
-    assert decided(run)[0]["onset"] == 120
-    assert "update norm" in decided(run)[0]["why"]
+    assert rollbacks(run)[0]["onset"] == 120
+    assert "update norm" in rollbacks(run)[0]["why"]
 
 
 def test_a_lr_that_stays_too_high_stops_the_run_with_a_report(
@@ -174,7 +175,7 @@ def test_a_lr_that_stays_too_high_stops_the_run_with_a_report(
     with pytest.raises(Diverged, match="2 rollbacks did not pass it"):
         train(recipe(stability__max_rollbacks=2), text(), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
-    assert [event["attempt"] for event in decided(run)] == [1, 2]
+    assert [event["attempt"] for event in rollbacks(run)] == [1, 2]
     assert run.events()[-1]["event"] == "stop"
     # The last good checkpoint is there, and the same command comes to the same end.
     assert tokens_of(checkpoints(run.checkpoints)[0]) <= 100 * STEP
@@ -182,8 +183,8 @@ def test_a_lr_that_stays_too_high_stops_the_run_with_a_report(
         train(recipe(stability__max_rollbacks=2), text(), tmp_path / "run")
 
 
-def test_a_weight_that_breaks_is_mended(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a fault of the memory: the loss is no number from there on, and nothing is applied."""
+def test_a_rollback_undoes_a_nan_weight(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a memory fault: the loss is nan from there on, and no step is applied."""
     broken = once(101, 1, 2.0)
     issue = Training.issue
 
@@ -195,8 +196,8 @@ def test_a_weight_that_breaks_is_mended(tmp_path: Path, calm: float, monkeypatch
 
     monkeypatch.setattr(Training, "issue", breaking)
     _, loss, run = ended(recipe(), text(), tmp_path / "run")
-    assert [(event["onset"], event["step"]) for event in decided(run)] == [(101, 101)]
-    assert "loss nan" in decided(run)[0]["why"]
+    assert [(event["onset"], event["step"]) for event in rollbacks(run)] == [(101, 101)]
+    assert "loss nan" in rollbacks(run)[0]["why"]
     assert abs(loss - calm) < NOISE
 
 
@@ -221,17 +222,17 @@ def test_skip_leaves_the_garbage_out_step_by_step(tmp_path: Path, calm: float) -
     assert abs(loss - calm) < NOISE
 
 
-def test_stop_stops(tmp_path: Path) -> None:
+def test_on_spike_stop(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"loss .* deviations up, loss 1.* within 3 steps"):
         train(recipe(stability__on_spike="stop"), SHARD, tmp_path / "run")
     assert RunFolder(tmp_path / "run").events()[-1]["numbers"]["loss"]["sum"] >= 24
 
 
-def test_a_rollback_with_every_checkpoint_damaged_leaves_all_as_it_is(tmp_path: Path) -> None:
+def test_a_rollback_without_a_whole_checkpoint_changes_nothing(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
 
     def on_step(step: Step) -> None:
-        if step.step == 133:  # the verdict falls here
+        if step.step == 133:  # the anomaly is detected here
             while [tokens_of(path) for path in checkpoints(run.checkpoints)] != [112 * STEP, 128 * STEP]:
                 time.sleep(0.01)  # the last one is being written
             for path in checkpoints(run.checkpoints):
@@ -244,10 +245,10 @@ def test_a_rollback_with_every_checkpoint_damaged_leaves_all_as_it_is(tmp_path: 
     assert [tokens_of(path) for path in checkpoints(run.checkpoints)] == [112 * STEP, 128 * STEP]
 
 
-def test_a_checkpoint_in_a_suspicious_stretch_does_not_displace_the_last_good_one(
+def test_suspicious_checkpoints_do_not_displace_the_last_good_one(
     tmp_path: Path, run_once: Callable[..., Result]
 ) -> None:
-    """One every step, one kept: those of steps 131 and 132 are written before the verdict on 133."""
+    """One every step, one kept: those of steps 131 and 132 are written before the anomaly is detected at 133."""
     each = recipe(stability__checkpoint_every_tokens=STEP, stability__keep=1)
     _, loss, run = ended(each, SCRAP, tmp_path / "run")
     kinds = {"checkpoint": "saved", "rollback": "back"}
@@ -258,7 +259,7 @@ def test_a_checkpoint_in_a_suspicious_stretch_does_not_displace_the_last_good_on
 
 
 @pytest.mark.kills
-def test_killed_at_any_moment_it_comes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_has_the_same_bits(tmp_path: Path) -> None:
     """20 kills of a run with dropout, a ramp and a rollback; six more within the rollback."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.training.kills", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Where a run goes back to and what it leaves out, against sets of tokens."""
+"""Rewinds and skipped data, against sets of tokens."""
 
 import numpy as np
 from hypothesis import given
@@ -18,7 +18,7 @@ def left_out(stretches: list[tuple[int, int]]) -> tuple[Rewind, ...]:
 
 
 @given(STRETCHES)
-def test_what_is_left_out_is_the_union_and_the_position_counts_the_rest(stretches: list[tuple[int, int]]) -> None:
+def test_skipped_intervals_are_a_union_and_positions_count_the_rest(stretches: list[tuple[int, int]]) -> None:
     rewinds = left_out(stretches)
     gone = {token for start, length in stretches for token in range(start, start + length)}
     assert [token for start, end in skipped(rewinds) for token in range(start, end)] == sorted(gone)
@@ -27,7 +27,7 @@ def test_what_is_left_out_is_the_union_and_the_position_counts_the_rest(stretche
 
 
 @given(STRETCHES)
-def test_the_stream_passes_over_what_is_left_out(stretches: list[tuple[int, int]]) -> None:
+def test_the_stream_skips_intervals(stretches: list[tuple[int, int]]) -> None:
     rewinds = left_out(stretches)
     stream = Stream(np.arange(97), 4, seed=3)
     shorter = Stream(np.arange(97), 4, seed=3, skip=skipped(rewinds))
@@ -35,35 +35,35 @@ def test_the_stream_passes_over_what_is_left_out(stretches: list[tuple[int, int]
     assert np.array_equal(shorter.batch(0, 70), whole[[position(rewinds, n) for n in range(70)]])
 
 
-def trouble(onset: int, step: int) -> Anomaly:
+def anomaly(onset: int, step: int) -> Anomaly:
     return Anomaly(onset, step, "", {})
 
 
 STEADY = BatchSchedule(((0, 10),))
 
 
-def test_each_attempt_at_one_trouble_goes_back_further_and_leaves_out_more() -> None:
-    """Steps of ten tokens; the trouble shows in three steps each time, as soon as the data are not left out."""
+def test_each_attempt_rewinds_further_and_skips_more() -> None:
+    """Steps of ten tokens; the anomaly shows in three steps each time, as soon as the data are not left out."""
     stability = Stability(rollback_lr=0.5, rollback_lr_tokens=1_000)
     # Steps 101 to 103 of the stream, and three more.
-    first = rollback((), trouble(101, 103), STEADY, stability, 0)
+    first = rollback((), anomaly(101, 103), STEADY, stability, 0)
     assert first == Rewind(1_000, 1_000, 1_060, 0.5, 1_000, attempt=1, found_step=103)
     # Steps 101 to 103 are now 107 to 109 of the stream: 12 after them, 9 before.
-    second = rollback((first,), trouble(101, 103), STEADY, stability, 0)
+    second = rollback((first,), anomaly(101, 103), STEADY, stability, 0)
     assert second == Rewind(910, 910, 1_090 + 120, 0.5, 1_000, attempt=2, found_step=103)
     # Steps 92 to 94 are 122 to 124 of the stream: 48 after them, 45 before.
-    third = rollback((first, second), trouble(92, 94), STEADY, stability, 0)
+    third = rollback((first, second), anomaly(92, 94), STEADY, stability, 0)
     assert third == Rewind(460, 460, 1_240 + 480, 0.5, 1_000, attempt=3, found_step=94)
     rewinds = (first, second, third)
-    assert rollback(rewinds, trouble(94 + WINDOW, 300), STEADY, stability, 0).attempt == 4
-    assert rollback(rewinds, trouble(94 + WINDOW + 1, 300), STEADY, stability, 0).attempt == 1
-    assert rollback((*rewinds, Rewind(0, 0, 0)), trouble(101, 103), STEADY, stability, 0).attempt == 1  # by hand
-    assert rollback((first,), trouble(101, 103), STEADY, stability, 990).to_tokens == 990
+    assert rollback(rewinds, anomaly(94 + WINDOW, 300), STEADY, stability, 0).attempt == 4
+    assert rollback(rewinds, anomaly(94 + WINDOW + 1, 300), STEADY, stability, 0).attempt == 1
+    assert rollback((*rewinds, Rewind(0, 0, 0)), anomaly(101, 103), STEADY, stability, 0).attempt == 1  # by hand
+    assert rollback((first,), anomaly(101, 103), STEADY, stability, 990).to_tokens == 990
 
 
-def test_the_point_is_the_end_of_a_step_while_the_batch_grows() -> None:
+def test_a_rewind_ends_at_a_step_while_the_batch_grows() -> None:
     ramp = BatchSchedule(((0, 10), (50, 20), (200, 40)))
-    rewind = rollback((), trouble(8, 9), ramp, Stability(), 0)
+    rewind = rollback((), anomaly(8, 9), ramp, Stability(), 0)
     assert rewind.to_tokens == ramp.tokens_at_step(7) == 50 + 2 * 20
     assert rewind.skip_to - rewind.skip_from == 2 * 20 + 2 * 20
 
@@ -75,7 +75,7 @@ def test_the_lr_is_lowered_and_rises_back() -> None:
     assert lr_factor((Rewind(100, 0, 0),), 120) == 1
 
 
-def test_what_was_reached_before_a_return_and_lies_behind_it_is_undone() -> None:
+def test_states_after_the_target_of_a_rewind_are_undone() -> None:
     rewinds = (Rewind(100, 0, 0), Rewind(80, 0, 0))
     assert [undone(rewinds, 0, tokens) for tokens in (80, 81, 100, 101)] == [False, True, True, True]
     assert [undone(rewinds, 1, tokens) for tokens in (80, 81)] == [False, True]
@@ -89,15 +89,15 @@ def test_the_oldest_checkpoint_follows_from_the_schedule_alone() -> None:
     def oldest(found: Anomaly, *before: Rewind, stability: Stability = two) -> int:
         return oldest_checkpoint(before, found, STEADY, stability, 40)
 
-    assert oldest(trouble(3, 3)) == 0
-    assert oldest(trouble(13, 13)) == 80
-    assert oldest(trouble(12, 12)) == 40  # that at 120 is written after step 12 is read
-    assert oldest(trouble(6, 13)) == 40  # the last good one
-    assert oldest(trouble(13, 13), stability=Stability(keep=1)) == 120
-    assert oldest(trouble(13, 13), stability=Stability(keep=1, keep_every_tokens=60)) == 80
+    assert oldest(anomaly(3, 3)) == 0
+    assert oldest(anomaly(13, 13)) == 80
+    assert oldest(anomaly(12, 12)) == 40  # that at 120 is written after step 12 is read
+    assert oldest(anomaly(6, 13)) == 40  # the last good one
+    assert oldest(anomaly(13, 13), stability=Stability(keep=1)) == 120
+    assert oldest(anomaly(13, 13), stability=Stability(keep=1, keep_every_tokens=60)) == 80
     # Back at 90 there is only that at 80, and no other until step 12.
     back = Rewind(90, 90, 200, attempt=1, found_step=13)
-    assert oldest(trouble(11, 11), back) == 80
-    assert oldest(trouble(17, 17), back) == 120
+    assert oldest(anomaly(11, 11), back) == 80
+    assert oldest(anomaly(17, 17), back) == 120
     # By hand to where one is, due or not.
-    assert oldest(trouble(11, 11), back, Rewind(50, 50, 50)) == 50
+    assert oldest(anomaly(11, 11), back, Rewind(50, 50, 50)) == 50

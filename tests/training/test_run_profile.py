@@ -1,4 +1,4 @@
-"""What a run leaves of its speed and memory, beside what the planner said. No test holds a time against another."""
+"""Measured step times and memory in plan.json and the calibration history. No test compares two times."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def seen(folder: Path) -> int:
     return len(RunFolder(folder).metrics())
 
 
-def test_a_run_has_what_was_said_beside_what_it_took(
+def test_a_run_records_prediction_and_measurement(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
 ) -> None:
     train(tiny, tokens, tmp_path / "run")
@@ -67,9 +67,7 @@ def test_a_run_has_what_was_said_beside_what_it_took(
     assert remembered == CalibrationRecord.model_validate_json(json.dumps(row))
 
 
-def test_a_stopped_run_has_it_too_and_the_longer_start_stays(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
-) -> None:
+def test_the_start_with_more_steps_is_kept(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
     folder = tmp_path / "run"
     train(tiny, tokens, folder, stop=lambda: seen(folder) >= 14)
     (first,) = rows(folder)
@@ -80,7 +78,7 @@ def test_a_stopped_run_has_it_too_and_the_longer_start_stays(
     assert [each.steps for each in history(alone)] == [14 - WARM_UP]  # three are too few
 
 
-def test_before_anything_is_measured_there_is_what_was_said(
+def test_the_prediction_is_written_before_any_measurement(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
 ) -> None:
     tiny = tiny.replace({"batch.micro_batch": 8})
@@ -95,9 +93,7 @@ def test_before_anything_is_measured_there_is_what_was_said(
     assert history(alone) == []
 
 
-def test_every_size_of_a_ramp_has_a_row_and_the_last_is_remembered(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
-) -> None:
+def test_each_batch_size_of_a_ramp_has_a_row(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
     recipe = tiny.replace(
         {"batch.ramp": dict(start_tokens=64, increment_tokens=96, over_tokens=1_280), "batch.micro_batch": 2}
     )
@@ -108,7 +104,7 @@ def test_every_size_of_a_ramp_has_a_row_and_the_last_is_remembered(
     assert [each.batch_tokens for each in history(alone)] == [256]
 
 
-def test_nothing_of_it_stops_a_run(
+def test_errors_of_the_profile_do_not_stop_a_run(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planner at fault, a folder in the file's place, a damaged one, and a history that cannot be written."""
@@ -128,13 +124,15 @@ def test_nothing_of_it_stops_a_run(
     assert alone.read_text() == "in the way"
 
 
-def test_a_run_beside_others_is_no_measure(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
+def test_runs_side_by_side_do_not_enter_the_history(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
+) -> None:
     train(tiny, tokens, tmp_path / "run", history=False)
     assert rows(tmp_path / "run")[0]["measured"]
     assert history(alone) == []
 
 
-def test_the_median_is_of_the_steps_after_the_first(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+def test_the_median_excludes_the_first_steps(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     """By hand: the first three take long, and one of the others does."""
     measured = RunProfile(run := RunFolder(tmp_path), Training(tiny, tokens), 2**30, False)
     for number, seconds in enumerate([9.0, 9.0, 9.0, 0.5, 0.25, 8.0, 0.5, 0.25, 0.5]):

@@ -1,4 +1,4 @@
-"""Samples of a run: pieces of whole characters, seeds, the end of a text."""
+"""Samples of a run: whole characters, seeds, the end of a text."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def run(scaled_run: Path) -> LoadedRun:
     return load_run(scaled_run)
 
 
-def test_pieces_are_the_text(run: LoadedRun) -> None:
+def test_pieces_add_up_to_the_text(run: LoadedRun) -> None:
     counts = []
     for seed in range(4):
         pieces: list[str] = []
@@ -47,7 +47,7 @@ def test_characters_of_several_tokens_come_whole(run: LoadedRun) -> None:
     assert drawn.text == "".join(pieces)
 
 
-def test_a_number_of_a_seed_is_the_same_whatever_else_is_drawn(run: LoadedRun) -> None:
+def test_a_sample_does_not_depend_on_other_samples(run: LoadedRun) -> None:
     def draw(seed: int, number: int) -> str:
         return sample(run, "x", sampling=Sampling(), max_tokens=12, seed=seed, number=number).text
 

@@ -1,4 +1,4 @@
-"""The guard on numbers alone: what is trouble, when it began, and what is not."""
+"""The spike detector on made-up steps."""
 
 import json
 import math
@@ -48,12 +48,12 @@ def noisy(count: int, seed: int = 0) -> Iterable[Step]:
         )
 
 
-def told(guard: SpikeDetector, steps: Iterable[Step]) -> Anomaly | None:
-    return next((trouble for trouble in map(guard.observe, steps) if trouble), None)
+def first_anomaly(guard: SpikeDetector, steps: Iterable[Step]) -> Anomaly | None:
+    return next((anomaly for anomaly in map(guard.observe, steps) if anomaly), None)
 
 
-def test_noise_is_no_trouble() -> None:
-    assert not any(told(SpikeDetector(), noisy(1_000, seed)) for seed in range(8))
+def test_normal_noise_is_not_an_anomaly() -> None:
+    assert not any(first_anomaly(SpikeDetector(), noisy(1_000, seed)) for seed in range(8))
 
 
 def test_deviations_are_those_of_an_independent_computation() -> None:
@@ -74,60 +74,60 @@ def test_deviations_are_those_of_an_independent_computation() -> None:
     assert len(level) < 400, "no value was beyond the allowance: nothing was tested"
 
 
-def test_one_odd_batch_is_no_trouble_and_a_few_are() -> None:
+def test_a_few_outliers_are_an_anomaly_and_one_is_not() -> None:
     guard = SpikeDetector()
-    assert not told(guard, noisy(200))
-    assert not told(guard, [step(201, loss=9.0, grad=50.0, lr=1e-3, update=2.0)])
+    assert not first_anomaly(guard, noisy(200))
+    assert not first_anomaly(guard, [step(201, loss=9.0, grad=50.0, lr=1e-3, update=2.0)])
     assert guard.since == 201
-    assert not told(guard, (step(n, loss=3.0, grad=0.5, update=2.0, lr=1e-3) for n in range(202, 210)))
+    assert not first_anomaly(guard, (step(n, loss=3.0, grad=0.5, update=2.0, lr=1e-3) for n in range(202, 210)))
     assert guard.since is None
-    trouble = told(guard, (step(n, loss=9.0, grad=0.5, update=2.0, lr=1e-3) for n in range(210, 220)))
-    assert trouble is not None
-    assert (trouble.onset, trouble.step) == (210, 212)
-    assert "loss" in trouble.why
-    assert trouble.numbers["loss"]["value"] == 9.0
-    assert trouble.numbers["loss"]["sum"] >= LIMIT
+    anomaly = first_anomaly(guard, (step(n, loss=9.0, grad=0.5, update=2.0, lr=1e-3) for n in range(210, 220)))
+    assert anomaly is not None
+    assert (anomaly.onset, anomaly.step) == (210, 212)
+    assert "loss" in anomaly.why
+    assert anomaly.numbers["loss"]["value"] == 9.0
+    assert anomaly.numbers["loss"]["sum"] >= LIMIT
 
 
-def test_an_update_norm_that_doubles_is_trouble_before_loss_and_gradient_move() -> None:
+def test_an_update_norm_that_doubles_is_an_anomaly() -> None:
     guard = SpikeDetector()
-    assert not told(guard, (step(n, lr=n * 1e-5) for n in range(1, CALM + 60)))  # it grows with the lr alone
-    trouble = told(guard, (step(n, update=0.4, lr=n * 1e-5) for n in range(CALM + 60, CALM + 100)))
-    assert trouble is not None
-    assert trouble.onset == CALM + 60
+    assert not first_anomaly(guard, (step(n, lr=n * 1e-5) for n in range(1, CALM + 60)))  # it grows with the lr alone
+    anomaly = first_anomaly(guard, (step(n, update=0.4, lr=n * 1e-5) for n in range(CALM + 60, CALM + 100)))
+    assert anomaly is not None
+    assert anomaly.onset == CALM + 60
     # ln 2 is 6.9 of the floor's deviations, 2.9 above the allowance: nine steps to the limit.
-    assert trouble.step == CALM + 60 + 8
-    assert "update norm" in trouble.why
-    assert trouble.numbers["update_norm"]["value"] == pytest.approx(2 * trouble.numbers["update_norm"]["median"])
+    assert anomaly.step == CALM + 60 + 8
+    assert "update norm" in anomaly.why
+    assert anomaly.numbers["update_norm"]["value"] == pytest.approx(2 * anomaly.numbers["update_norm"]["median"])
 
 
 @pytest.mark.parametrize("odd", [{"loss": math.nan}, {"grad": math.inf}, {"loss": math.inf}])
-def test_what_is_no_number_is_trouble_at_once_even_in_the_first_step(odd: dict[str, float]) -> None:
-    trouble = SpikeDetector().observe(step(1, **odd, skipped=True))
-    assert trouble is not None
-    assert (trouble.onset, trouble.step) == (1, 1)
+def test_a_loss_or_gradient_that_is_not_finite_is_an_anomaly_at_once(odd: dict[str, float]) -> None:
+    anomaly = SpikeDetector().observe(step(1, **odd, skipped=True))
+    assert anomaly is not None
+    assert (anomaly.onset, anomaly.step) == (1, 1)
     guard = SpikeDetector()
-    assert not told(guard, noisy(200))
+    assert not first_anomaly(guard, noisy(200))
     guard.observe(step(201, loss=30.0))
-    trouble = guard.observe(step(202, **odd, skipped=True))
-    assert trouble is not None
-    assert trouble.onset == 201  # it was suspicious before
+    anomaly = guard.observe(step(202, **odd, skipped=True))
+    assert anomaly is not None
+    assert anomaly.onset == 201  # it was suspicious before
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 @pytest.mark.parametrize("skipping", [False, True])
-def test_an_update_that_is_no_number_is_trouble_at_once(odd: float, skipping: bool) -> None:
+def test_an_update_that_is_not_finite_is_an_anomaly_at_once(odd: float, skipping: bool) -> None:
     for calm in (0, 200):
         guard = SpikeDetector(skipping)
-        assert not told(guard, noisy(calm))
-        trouble = guard.observe(step(calm + 1, update=odd, lr=1e-3))
-        assert trouble is not None
-        assert (trouble.onset, trouble.step) == (calm + 1, calm + 1)
-        assert f"update norm {odd}" in trouble.why
+        assert not first_anomaly(guard, noisy(calm))
+        anomaly = guard.observe(step(calm + 1, update=odd, lr=1e-3))
+        assert anomaly is not None
+        assert (anomaly.onset, anomaly.step) == (calm + 1, calm + 1)
+        assert f"update norm {odd}" in anomaly.why
         assert all(math.isfinite(value) for value in guard.watches["update_norm"].values)
 
 
-def test_a_guard_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
+def test_a_restored_detector_continues_identically() -> None:
     steps = [*noisy(150), *(step(n, loss=4.5, grad=0.6, update=2.0, lr=1e-3) for n in range(151, 190))]
     for skipping in (False, True):
         one, other = SpikeDetector(skipping), SpikeDetector(skipping)
@@ -139,7 +139,7 @@ def test_a_guard_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
             assert (one.since, one.limits(each.step + 1)) == (other.since, other.limits(each.step + 1))
 
 
-def test_the_limits_of_a_step_are_known_two_steps_before_it() -> None:
+def test_limits_are_fixed_two_steps_ahead() -> None:
     """So that a loop decides alike whether it has read the last step or is one behind."""
     steps = list(noisy(150))
     prompt, behind = SpikeDetector(skipping=True), SpikeDetector(skipping=True)
@@ -157,10 +157,10 @@ def test_the_limits_of_a_step_are_known_two_steps_before_it() -> None:
     assert SpikeDetector(skipping=True).limits(1) == Limits(math.inf, math.inf)
 
 
-def test_skipping_gives_up_on_a_run_that_does_not_come_back() -> None:
+def test_too_many_skipped_steps_are_an_anomaly() -> None:
     guard = SpikeDetector(skipping=True)
-    assert not told(guard, noisy(150))
+    assert not first_anomaly(guard, noisy(150))
     gone = (step(n, loss=9.0, skipped=True) for n in range(151, 300))
-    trouble = told(guard, gone)
-    assert trouble is not None
-    assert (trouble.onset, trouble.step) == (151, 150 + PATIENCE)
+    anomaly = first_anomaly(guard, gone)
+    assert anomaly is not None
+    assert (anomaly.onset, anomaly.step) == (151, 150 + PATIENCE)

@@ -1,4 +1,4 @@
-"""The loop: exact resume, exact accumulation, and what guards a run's folder."""
+"""Training in a run folder: bit-exact resume, gradient accumulation, and checks of the folder."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in RunFolder(folder).metrics()]
 
 
-def test_a_run_learns_and_leaves_what_the_contract_says(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+def test_a_run_learns_and_writes_its_folder(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     summary = train(tiny, tokens, tmp_path / "run", log_to=["tensorboard"])
     run = RunFolder(tmp_path / "run")
     lines = run.metrics()
@@ -248,7 +248,9 @@ def test_text_that_has_changed_is_refused(tiny: Recipe, tokens: TokenSet, tmp_pa
     assert train(tiny, tokens, tmp_path / "run").finished
 
 
-def test_a_run_keeps_its_micro_batch_until_it_is_told_another(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+def test_a_run_keeps_its_micro_batch_unless_the_recipe_changes_it(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
     """The order of a sum is part of its bits: auto takes what the run began with, and a change is told and kept."""
     two, folder, told = tiny.replace({"batch.micro_batch": 2}), tmp_path / "run", []
     train(two, tokens, folder, stop=lambda: len(losses(folder)) >= 3)
@@ -283,7 +285,7 @@ def test_a_folder_that_is_no_run_is_left_alone(tiny: Recipe, tokens: TokenSet, t
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
 
 
-def test_killed_before_its_recipe_was_renamed_a_folder_is_as_new(
+def test_a_folder_killed_before_its_recipe_was_renamed_counts_as_new(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Trials: what they tell, when they are given up, what a kill costs, and durations on one trunk."""
+"""Trials: outcomes, pruning, resuming after a kill, and several durations on one trunk."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from leaven.training.trial import cooldown_start, train_trial
 from leaven.training.worker import Pool
 
 STEP = 256  # tokens
-# All that a run keeps besides its weights, so that whatever is not taken up shows.
+# All that a run keeps besides its weights, so that anything that is not restored shows.
 STATEFUL: dict[str, Any] = {
     "model.dropout": 0.1,
     "hyperparameters.grad_clip": {"mode": "running", "limit": 0.8},
@@ -56,12 +56,12 @@ def steps_counted(monkeypatch: pytest.MonkeyPatch, die_at: int | None = None) ->
         yield done
 
 
-def told(outcome: Outcome) -> tuple[Any, ...]:
-    """All but times and places."""
+def results(outcome: Outcome) -> tuple[Any, ...]:
+    """Everything except times and places."""
     return outcome.loss, outcome.tokens, outcome.flops, outcome.curve, outcome.stopped, outcome.branches
 
 
-def test_a_trial_tells_its_loss_its_cost_and_its_curve(tiny: Recipe) -> None:
+def test_the_outcome_of_a_trial(tiny: Recipe) -> None:
     recipe = tiny.replace({**STATEFUL, "data.tokens": 70 * STEP})
     training = Training(recipe, prepare(recipe.data, 320))
     steps = []
@@ -91,7 +91,7 @@ def test_a_trial_that_diverges_ends_there(tiny: Recipe) -> None:
     assert all(math.isfinite(loss) for _, loss in outcome.curve)
 
 
-def test_a_trial_out_of_reach_is_given_up(tiny: Recipe) -> None:
+def test_a_trial_that_cannot_reach_the_baseline_is_pruned(tiny: Recipe) -> None:
     whole = train_trial(tiny)
     better = Baseline(tuple((tokens, loss - 2) for tokens, loss in whole.curve), whole.loss - 2, 0.01)
     outcome = train_trial(tiny, baseline=better)
@@ -101,12 +101,12 @@ def test_a_trial_out_of_reach_is_given_up(tiny: Recipe) -> None:
     assert outcome.loss == expected(outcome.curve, better) > better.loss
     assert outcome.flops == outcome.tokens * flops_per_token(tiny.model)
     # One that is as good goes on to its end, and so does one without a baseline of its own duration.
-    assert told(train_trial(tiny, baseline=Baseline(whole.curve, whole.loss, 0.01))) == told(whole)
+    assert results(train_trial(tiny, baseline=Baseline(whole.curve, whole.loss, 0.01))) == results(whole)
     longer = Baseline(tuple((tokens * 2, loss) for tokens, loss in better.curve), better.loss, 0.01)
-    assert told(train_trial(tiny, baseline=longer)) == told(whole)
+    assert results(train_trial(tiny, baseline=longer)) == results(whole)
 
 
-def test_nothing_is_given_up_while_the_lr_still_rises(tiny: Recipe) -> None:
+def test_no_trial_is_pruned_during_warmup(tiny: Recipe) -> None:
     recipe = tiny.replace({"schedule.warmup_tokens": 20 * STEP})
     whole = train_trial(recipe)
     outcome = train_trial(
@@ -129,18 +129,18 @@ def doomed(recipe: Recipe, folder: Path, at: int) -> None:
     train_trial(recipe, checkpoint=folder, checkpoint_seconds=0)
 
 
-def test_killed_with_9_it_goes_on_bit_for_bit(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_trial_resumes_bit_for_bit(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = tiny.replace(STATEFUL), tmp_path / "trial"
     with Pool(1) as pool, pytest.raises(BrokenProcessPool):
         pool.submit(doomed, recipe, folder, 23).result()
     assert folder.exists()
     with steps_counted(monkeypatch) as done:
         retried = train_trial(recipe, checkpoint=folder)
-    assert told(retried) == told(train_trial(recipe))
+    assert results(retried) == results(train_trial(recipe))
     assert done == list(range(24, recipe.steps + 1))
 
 
-def test_a_torn_checkpoint_and_that_of_another_point_are_passed_over(
+def test_torn_checkpoints_and_those_of_other_trials_are_ignored(
     tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, folder = train_trial(tiny), tmp_path / "trial"
@@ -154,15 +154,15 @@ def test_a_torn_checkpoint_and_that_of_another_point_are_passed_over(
     weights = kept / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
     with steps_counted(monkeypatch) as done:
-        assert told(train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)) == told(whole)
+        assert results(train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)) == results(whole)
     assert done[0] == 1
 
 
-def test_a_short_trial_writes_nothing_and_a_full_disk_stops_none(tiny: Recipe, tmp_path: Path) -> None:
+def test_a_short_trial_writes_nothing_and_a_full_disk_does_not_stop_one(tiny: Recipe, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     whole = train_trial(tiny)
-    assert told(train_trial(tiny, checkpoint=tmp_path / "file" / "trial", checkpoint_seconds=0)) == told(whole)
-    assert told(train_trial(tiny, checkpoint=tmp_path / "none")) == told(whole)
+    assert results(train_trial(tiny, checkpoint=tmp_path / "file" / "trial", checkpoint_seconds=0)) == results(whole)
+    assert results(train_trial(tiny, checkpoint=tmp_path / "none")) == results(whole)
     assert not (tmp_path / "none").exists()
 
 
@@ -199,7 +199,7 @@ def test_with_a_ramp_branches_begin_and_end_at_its_steps(tiny: Recipe) -> None:
 
 
 @pytest.mark.kills
-def test_branches_go_on_after_kills(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_resume_after_kills(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = tiny.replace(WSD | STATEFUL | {"batch.ramp": None}), tmp_path / "trial"
     whole = train_trial(recipe, durations=DURATIONS)
     # 8 steps of trunk, 4 of cooldown, 3 of trunk, 5 of cooldown, 13 of trunk: killed in the first cooldown, which is
@@ -209,7 +209,7 @@ def test_branches_go_on_after_kills(tiny: Recipe, tmp_path: Path, monkeypatch: p
             train_trial(recipe, durations=DURATIONS, checkpoint=folder, checkpoint_seconds=0)
     with steps_counted(monkeypatch) as done:
         retried = train_trial(recipe, durations=DURATIONS, checkpoint=folder, checkpoint_seconds=0)
-    assert told(retried) == told(whole)
+    assert results(retried) == results(whole)
     assert done == [*range(12, 17), *range(12, 25)]
 
 
@@ -256,7 +256,7 @@ BASE = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240}
         (WSD | {"scaling.base": BASE}, DURATIONS, "rule complete-d-p gives each duration its own values"),
     ],
 )
-def test_durations_that_have_no_trunk(
+def test_durations_without_a_common_trunk_are_refused(
     tiny: Recipe, changes: dict[str, Any], durations: tuple[int, ...], says: str
 ) -> None:
     with pytest.raises(InputError, match=says) as error:

@@ -15,20 +15,20 @@ from leaven.training.spikes import Anomaly, Limits, SpikeDetector, left_out
 from leaven.training.step import Step
 
 if TYPE_CHECKING:
-    from leaven.training.trainer import Trainer
+    from leaven.training.trainer import RunTrainer
 
 
 class RunCallback(Callback[Step]):
     """A callback of a run in a folder."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: "RunTrainer") -> None:
         self.trainer, self.training = trainer, trainer.training
 
 
 class Announcements(RunCallback):
     """Calls ``on_step`` with each step, sends a heartbeat before each, and logs when the batch grows."""
 
-    def __init__(self, trainer: "Trainer", on_step: Callable[[Step], None]) -> None:
+    def __init__(self, trainer: "RunTrainer", on_step: Callable[[Step], None]) -> None:
         super().__init__(trainer)
         self._on_step = on_step
         self.batch_tokens = 0
@@ -54,7 +54,7 @@ class Announcements(RunCallback):
 class MetricsWriter(RunCallback):
     """Writes metrics.jsonl, and curves for TensorBoard, W&B or trackio."""
 
-    def __init__(self, trainer: "Trainer", writers: Sequence[str]) -> None:
+    def __init__(self, trainer: "RunTrainer", writers: Sequence[str]) -> None:
         super().__init__(trainer)
         self._writers = writers if trainer.group.is_first else ()
         self._curves: Curves | None = None
@@ -88,7 +88,7 @@ class MetricsWriter(RunCallback):
 class Validation(RunCallback):
     """Validates every so many tokens, and then compares the speed and memory of the processes."""
 
-    def __init__(self, trainer: "Trainer", bits_per_byte_factor: float | None) -> None:
+    def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         super().__init__(trainer)
         recipe = self.training.recipe
         self._every = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
@@ -135,7 +135,7 @@ class Validation(RunCallback):
 class Checkpoints(RunCallback):
     """Saves a checkpoint every so many tokens, while training continues."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: "RunTrainer") -> None:
         super().__init__(trainer)
         recipe, stability = self.training.recipe, self.training.recipe.stability
         self.every_tokens = stability.checkpoint_every_tokens or max(recipe.data.tokens // 10, 1)
@@ -198,7 +198,7 @@ class Checkpoints(RunCallback):
 class SpikeGuard(RunCallback):
     """Skips outlier steps, rolls back to a checkpoint, or stops the run, as ``on_spike`` says."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: "RunTrainer") -> None:
         super().__init__(trainer)
         self.guard: SpikeDetector | None = None
 

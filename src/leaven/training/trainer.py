@@ -1,6 +1,6 @@
 """Training a recipe in a folder that holds everything the run needs.
 
-:func:`train` prepares a run; :class:`Trainer` runs the loop (:mod:`leaven.training.loop`) over optimizer steps
+:func:`train` prepares a run; :class:`RunTrainer` runs the loop (:mod:`leaven.training.loop`) over optimizer steps
 (:meth:`leaven.training.engine.Training.issue`), with the callbacks of :mod:`leaven.training.callbacks` around them.
 """
 
@@ -117,7 +117,7 @@ def train(
         run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # timing micro-batches took more
         profile = RunProfile(run, training, memory_before, history)
-        trainer = Trainer(run, training, on_step, on_event, profile, log_to, factor)
+        trainer = RunTrainer(run, training, on_step, on_event, profile, log_to, factor)
         try:
             if moved:
                 trainer.rearrange(moved)
@@ -129,7 +129,7 @@ def train(
         return _summary(run, training.progress, finish, trainer.unsaved)
 
 
-class Trainer:
+class RunTrainer:
     """Trains in a run folder from its newest checkpoint, between one start and one stop."""
 
     def __init__(  # noqa: PLR0917
