@@ -1,37 +1,35 @@
-"""The verb as a person types it: the screen, the document, and what it refuses."""
+"""leaven laws: screen and document."""
 
 import json
 import re
+from collections.abc import Callable
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from tests.cli.conftest import Verb
 
 from leaven.catalogue.laws import FRONTIERS, LAWS
-from leaven.cli.laws import laws
 
-app = typer.Typer()
-app.command()(laws)
 RUN = ("--params", "1B", "--tokens", "20B")
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception:
-        raise result.exception
-    return result.stdout
+@pytest.fixture
+def run(leaven: Verb) -> Callable[..., str]:
+    """Standard output of ``leaven laws``."""
+    return lambda *options: leaven("laws", *options)[1]
 
 
-def flowing(*arguments: str) -> str:
-    return " ".join(run(*arguments).split())
+@pytest.fixture
+def flowing(run: Callable[..., str]) -> Callable[..., str]:
+    """The same without line breaks."""
+    return lambda *options: " ".join(run(*options).split())
 
 
-def test_the_document_is_a_list_of_laws_with_their_trust() -> None:
+def test_the_document_lists_every_law_with_its_trust(run: Callable[..., str]) -> None:
     rows = json.loads(run(*RUN, "--json"))
     assert [row["law"] for row in rows] == [law.name for law in LAWS]
-    stay = {"law", "lr", "batch_tokens", "in_range", "conditions", "source"}
+    keys = {"law", "lr", "batch_tokens", "in_range", "conditions", "source"}
     for row in rows:
-        assert stay <= row.keys()
+        assert keys <= row.keys()
         assert row["at_batch"] is None
         assert row["in_range"] is (None if row["extrapolation"] is None else not row["beyond"])
         assert row["trust"] in {"verified", "read", "secondary", "memory"}
@@ -40,7 +38,7 @@ def test_the_document_is_a_list_of_laws_with_their_trust() -> None:
     assert line.endswith("not known")
 
 
-def test_never_one_number_alone() -> None:
+def test_every_quantity_has_a_median_and_a_range(flowing: Callable[..., str]) -> None:
     text = flowing(*RUN)
     assert "peak lr median 9.8e-4 of 4 laws · 3.5e-4 .. 2.1e-3, a spread of 6.12x" in text
     assert "2 inside their range: 3.5e-4 .. 1.0e-3" in text
@@ -50,7 +48,7 @@ def test_never_one_number_alone() -> None:
     assert "weight decay 0.25 by tau 0.22, at lr 9.8e-4 and batch 1.08 M" in text
 
 
-def test_who_extrapolates_how_far_and_along_which_axis() -> None:
+def test_extrapolation_is_shown_by_axis(run: Callable[..., str]) -> None:
     """7B against 1B, 2T against 100B tokens; 1.2e20 FLOPs against 2e19; a model of 3M against 9M."""
     lines = run("--params", "7B", "--tokens", "2T").splitlines()
     assert next(line for line in lines if line.startswith("Step Law")).endswith("x20 D, x7 N")
@@ -59,7 +57,7 @@ def test_who_extrapolates_how_far_and_along_which_axis() -> None:
     assert next(line for line in below if line.startswith("MiniCPM")).endswith("/3 N")
 
 
-def test_a_law_that_ends_is_still_told_of() -> None:
+def test_a_law_without_an_answer_is_still_listed(run: Callable[..., str]) -> None:
     """Kaplan's line crosses zero at 12B."""
     lines = run("--params", "70B", "--tokens", "1.4T").splitlines()
     kaplan = next(line for line in lines if line.startswith("Kaplan 2020 learning rate"))
@@ -67,13 +65,13 @@ def test_a_law_that_ends_is_still_told_of() -> None:
     assert " - " in kaplan
 
 
-def test_laws_that_leave_out_embeddings_say_what_they_took_for_n() -> None:
+def test_the_parameter_count_of_each_law_is_stated(run: Callable[..., str], flowing: Callable[..., str]) -> None:
     """GPT-2 124M has 85M parameters in its blocks; the screen says which laws count these."""
     plain = flowing("--params", "124M", "--tokens", "10B")
-    told = plain[plain.index("N less embeddings") :].replace(" · ", " ")
+    text = plain[plain.index("N less embeddings") :].replace(" · ", " ")
     laws_of_body = "Kaplan 2020 learning rate Kaplan 2020 critical batch DeepSeek LLM 2024 MiniCPM 2024 Step Law 2025"
-    assert told.startswith(f"N less embeddings {laws_of_body} taken as 124 M, embeddings and all: give --params-non-")
-    assert "Porian 2024 Porian 2024, rounded less the input embedding only: taken as 124 M" in told
+    assert text.startswith(f"N less embeddings {laws_of_body} taken as 124 M, embeddings and all: give --params-non-")
+    assert "Porian 2024 Porian 2024, rounded less the input embedding only: taken as 124 M" in text
     typed = ("--params", "124M", "--tokens", "10B", "--params-non-embedding", "85M")
     assert "taken as 85 M" in flowing(*typed)
     assert "give --params-non-embedding" not in flowing(*typed)
@@ -81,7 +79,7 @@ def test_laws_that_leave_out_embeddings_say_what_they_took_for_n() -> None:
     assert step["lr"] == pytest.approx(1.79 * 85e6**-0.713 * 10e9**0.307)
 
 
-def test_at_a_batch() -> None:
+def test_lr_at_a_batch(run: Callable[..., str], flowing: Callable[..., str]) -> None:
     rows = {row["law"]: row for row in json.loads(run(*RUN, "--batch-tokens", "2M", "--json"))}
     kaplan = rows["Kaplan 2020 critical batch"]
     assert kaplan["batch_ratio"] == pytest.approx(2e6 / kaplan["batch_tokens"])
@@ -93,7 +91,7 @@ def test_at_a_batch() -> None:
     assert "at the median critical batch of 2.19 M: 1.91x the fewest tokens 2.10x the fewest steps" in text
 
 
-def test_a_budget() -> None:
+def test_sizes_for_a_flop_budget(run: Callable[..., str], flowing: Callable[..., str]) -> None:
     rows = json.loads(run("--flops", "5.76e23", "--json"))
     assert [row["law"] for row in rows] == [frontier.name for frontier in FRONTIERS]
     assert {"law", "params", "tokens", "loss", "loss_replication", "in_range", "trust"} <= rows[0].keys()
@@ -103,7 +101,7 @@ def test_a_budget() -> None:
 
 
 @pytest.mark.parametrize("typed", [("--params", "1", "--tokens", "1"), ("--params", "1e30", "--tokens", "1e30")])
-def test_absurd_sizes_are_answered_and_flagged(typed: tuple[str, ...]) -> None:
+def test_absurd_sizes_are_answered_and_flagged(typed: tuple[str, ...], flowing: Callable[..., str]) -> None:
     text = flowing(*typed)
     assert "all of them extrapolate" in text
     assert " inside " not in text

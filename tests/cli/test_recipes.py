@@ -1,23 +1,13 @@
-"""The verbs of the catalogue and the planner: one JSON document with the keys others build on, or readable text."""
+"""leaven recipes list, show, nearest, diff and check."""
 
 import csv
-import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
-
-from leaven.cli.laws import laws
-from leaven.cli.plan import plan
-from leaven.cli.recipes import app as recipes
-from leaven.recipe.errors import InputError
-
-app = typer.Typer()
-app.add_typer(recipes, name="recipes")
-app.command()(laws)
-app.command()(plan)
+from tests.cli.conftest import Verb, document
 
 RECIPE = """
 name = "wheat-120m"
@@ -37,34 +27,25 @@ tokens = 524288
 [hyperparameters]
 lr = 0.004
 init_std = 0.02
-[precision]
-compute = "bf16"
 """
+EXAMPLE = Path(__file__).parents[2] / "examples/350m.toml"
+SMALL = ("--params", "5M", "--tokens", "100M")
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> str:
+def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "wheat.toml"
     path.write_text(RECIPE)
-    return str(path)
+    return path
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception:
-        raise result.exception
-    return result.stdout
+def rows_by(key: str, result: tuple[int, str, str]) -> dict[str, Any]:
+    return {row[key]: row for row in document(result)}
 
 
-def document(*arguments: str) -> Any:
-    return json.loads(run(*arguments, "--json"))
-
-
-def test_recipes_list() -> None:
-    rows = document("recipes", "list")
+def test_list_is_sorted_by_size_and_names_sources(leaven: Verb) -> None:
+    rows = document(leaven("recipes", "list", "--json"))
     assert len(rows) >= 110
-    keys = ["id", "params", "tokens", "peak_lr", "batch_tokens", "source"]
-    assert all(list(row)[:6] == keys for row in rows)
     assert [row["params"] for row in rows] == sorted(row["params"] for row in rows)
     by_id = {row["id"]: row for row in rows}
     assert by_id["bloom-176b"]["source"].startswith("bigscience-workshop/bigscience: train/tr11-176B-ml")
@@ -72,114 +53,142 @@ def test_recipes_list() -> None:
     assert by_id["deepseek-v3"]["params_active"] == 37_000_000_000
 
 
-def test_recipes_list_takes_filters_and_all_hold() -> None:
-    def ids(*options: str) -> list[str]:
-        return [row["id"] for row in document("recipes", "list", *options)]
+@pytest.mark.parametrize(
+    ("options", "ids"),
+    [
+        ("--params 5B..10B --where arch.norm_placement=output", ["olmo2-7b", "olmo3-7b"]),
+        ("--kind moe --optimizer adamw --tokens 10T..", ["mimo-v2-flash", "deepseek-v3"]),
+        ("--family 'olmo 2'", ["olmo2-7b", "olmo2-13b", "olmo2-32b"]),
+        (
+            "--where schedule.shape=wsd --where 'optim.weight_decay<0.1' --params ..1B",
+            ["smollm-135m", "smollm2-135m", "smollm2-360m"],
+        ),
+        ("--params 2T..", []),
+    ],
+)
+def test_list_takes_filters(leaven: Verb, options: str, ids: list[str]) -> None:
+    assert [row["id"] for row in document(leaven("recipes", "list", *shlex.split(options), "--json"))] == ids
+    assert leaven("recipes", "list", *shlex.split(options))[0] == 0
 
-    assert ids("--params", "5B..10B", "--where", "arch.norm_placement=output") == ["olmo2-7b", "olmo3-7b"]
-    assert ids("--kind", "moe", "--optimizer", "adamw", "--tokens", "10T..") == ["mimo-v2-flash", "deepseek-v3"]
-    assert ids("--family", "olmo 2") == ["olmo2-7b", "olmo2-13b", "olmo2-32b"]
-    two = ids("--where", "schedule.shape=wsd", "--where", "optim.weight_decay<0.1", "--params", "..1B")
-    assert two == ["smollm-135m", "smollm2-135m", "smollm2-360m"]
-    assert ids("--params", "2T..") == []
-    assert run("recipes", "list", "--params", "2T..") == "no published run is so\n"
-    with pytest.raises(InputError, match="no run has kind 'sparse'; did you mean "):
-        run("recipes", "list", "--kind", "sparse")
-    with pytest.raises(InputError, match="'7B' is no range; write for example 1B..10B, ..10B or 1B.."):
-        run("recipes", "list", "--params", "7B")
 
-
-def test_recipes_list_as_a_spreadsheet_reads_it() -> None:
-    rows = list(csv.DictReader(run("recipes", "list", "--csv").splitlines()))
-    assert [row["id"] for row in rows] == [row["id"] for row in document("recipes", "list")]
-    by_id = {row["id"]: row for row in rows}
+def test_list_as_csv_leaves_unknown_values_empty(leaven: Verb) -> None:
+    by_id = {row["id"]: row for row in csv.DictReader(leaven("recipes", "list", "--csv")[1].splitlines())}
+    assert by_id.keys() == rows_by("id", leaven("recipes", "list", "--json")).keys()
     assert float(by_id["pythia-70m"]["peak_lr"]) == 1e-3
     assert by_id["idefics-80b"]["tokens"] == ""
-    assert by_id["opt-66b"]["lineage"] == "gpt3-table"
 
 
-def test_recipes_show() -> None:
-    assert document("recipes", "show", "bloom-176b")["arch"]["n_layers"] == 70
-    text = run("recipes", "show", "bloom-176b")
-    assert "optim.weight_decay" in text
-    assert "moe, 1.04 T parameters, 32.6 B active, 15.5 T tokens" in run("recipes", "show", "kimi-k2")
-    with pytest.raises(InputError, match=r"did you mean bloom-\w+, bloom-\w+ or bloom-\w+\?"):
-        run("recipes", "show", "bloom")
+def test_show_prints_values_and_instabilities(leaven: Verb) -> None:
+    assert document(leaven("recipes", "show", "bloom-176b", "--json"))["arch"]["n_layers"] == 70
+    assert "optim.weight_decay" in leaven("recipes", "show", "bloom-176b")[1]
+    instabilities = document(leaven("recipes", "show", "marin-32b", "--json"))["instabilities"]
+    assert len(instabilities) == 3
+    text = " ".join(leaven("recipes", "show", "marin-32b")[1].split())
+    assert all(one[part] in text for one in instabilities for part in ("what", "action", "outcome", "source"))
 
 
-def test_recipes_show_tells_what_went_wrong_and_what_was_done() -> None:
-    troubles = document("recipes", "show", "marin-32b")["instabilities"]
-    assert len(troubles) == 3
-    flowing = " ".join(run("recipes", "show", "marin-32b").split())
-    for trouble in troubles:
-        for part in ("what", "action", "outcome", "source"):
-            assert trouble[part] in flowing
-
-
-def test_recipes_nearest_reads_quantities() -> None:
-    rows = document("recipes", "nearest", "--params", "7B", "--tokens", "2T", "--limit", "3")
+def test_nearest_lists_one_run_a_lineage(leaven: Verb) -> None:
+    asked = ("recipes", "nearest", "--params", "7B", "--tokens", "2T")
+    rows = document(leaven(*asked, "--limit", "3", "--json"))
     assert rows[0]["id"] == "olmo-7b"
     assert len({row["lineage"] for row in rows}) == len(rows) == 3
-    assert all(row["within_factor"] and row["same_stack"] for row in rows)  # no stack asked for: all are of it
-    assert "olmo-7b" in run("recipes", "nearest", "--params", "7B", "--tokens", "2T")
+    assert all(row["within_factor"] and row["same_stack"] for row in rows)  # no stack was asked for
+    assert "olmo-7b" in leaven(*asked)[1]
 
 
-def test_recipes_nearest_puts_the_stack_first(recipe: str) -> None:
-    asked = ("--params", "7B", "--tokens", "2T", "--norm-placement", "output", "--qk-norm", "--limit", "4")
-    rows = document("recipes", "nearest", *asked)
+def test_nearest_lists_the_same_stack_first(leaven: Verb, recipe: Path) -> None:
+    asked = ("--params", "7B", "--tokens", "2T", "--norm-placement", "output", "--qk-norm", "--limit", "4", "--json")
+    rows = document(leaven("recipes", "nearest", *asked))
     assert [row["same_stack"] for row in rows] == [True, False, False, False]
     assert rows[0]["id"] == "olmo2-7b"
-    assert "1 of these 4 of the stack asked for: output, qk-norm" in run("recipes", "nearest", *asked)
-    like = document("recipes", "nearest", "--like", recipe, "--qk-norm")
-    assert like[0]["id"] == "openelm-270m"
-    stacks = [row["same_stack"] for row in document("recipes", "nearest", "--like", recipe)]
+    assert document(leaven("recipes", "nearest", "--like", recipe, "--qk-norm", "--json"))[0]["id"] == "openelm-270m"
+    stacks = [row["same_stack"] for row in document(leaven("recipes", "nearest", "--like", recipe, "--json"))]
     assert stacks == sorted(stacks, reverse=True)
     assert stacks[0]
 
 
-def test_recipes_nearest_says_by_how_much_it_is_outside() -> None:
-    (row,) = document("recipes", "nearest", "--params", "5M", "--tokens", "100M", "--limit", "1")
-    assert row["id"] == "pythia-70m"
-    assert row["within_factor"] is False
+def test_nearest_says_how_far_away_the_nearest_run_is(leaven: Verb) -> None:
+    (row,) = document(leaven("recipes", "nearest", *SMALL, "--limit", "1", "--json"))
+    assert (row["id"], row["within_factor"]) == ("pythia-70m", False)
     assert row["size_ratio"] == pytest.approx(14.085, abs=1e-3)
-    said = "no published run is within a factor of 4 of 5 M parameters: pythia-70m is 14.1x larger"
-    assert said in run("recipes", "nearest", "--params", "5M", "--tokens", "100M")
-    wider = run("recipes", "nearest", "--params", "5M", "--tokens", "100M", "--factor", "15")
-    assert "no published run" not in wider
+    assert "pythia-70m is 14.1x larger" in leaven("recipes", "nearest", *SMALL)[1]
+    assert "14.1x" not in leaven("recipes", "nearest", *SMALL, "--factor", "15")[1]
 
 
-def test_recipes_diff() -> None:
-    rows = document("recipes", "diff", "pythia-70m", "gpt-neox-20b")
-    decay = {"path": "optim.weight_decay", "a": 0.1, "b": 0.01, "schema": "leaven.difference/1"}
-    assert decay in rows
-    assert "optim.weight_decay" in run("recipes", "diff", "pythia-70m", "gpt-neox-20b")
+def test_nearest_explains_the_adam_of_a_recipe(leaven: Verb, recipe: Path) -> None:
+    recipe.write_text(RECIPE.replace("lr = 0.004", 'lr = 0.004\noptimizer = "adam"'))
+    assert "(L2)" in leaven("recipes", "nearest", "--like", recipe)[1]
 
 
-def test_recipes_nearest_tells_the_adam_of_a_recipe_from_that_of_papers(tmp_path: Path) -> None:
-    path = tmp_path / "adam.toml"
-    path.write_text(RECIPE.replace("lr = 0.004", 'lr = 0.004\noptimizer = "adam"'))
-    assert "adds its decay to the gradient (L2)" in run("recipes", "nearest", "--like", str(path))
-
-
-def test_recipes_diff_of_a_run_and_a_recipe(recipe: str) -> None:
-    rows = {row["path"]: row for row in document("recipes", "diff", "smollm2-135m", recipe)}
-    depth = {"path": "model.n_layers", "a": 30, "b": 12, "counterpart": True}
-    assert rows["model.n_layers"] == depth | {"schema": "leaven.recipe-difference/1"}
+def test_diff_of_runs_and_recipes(leaven: Verb, recipe: Path) -> None:
+    rows = rows_by("path", leaven("recipes", "diff", "pythia-70m", "gpt-neox-20b", "--json"))
+    assert (rows["optim.weight_decay"]["a"], rows["optim.weight_decay"]["b"]) == (0.1, 0.01)
+    rows = rows_by("path", leaven("recipes", "diff", "smollm2-135m", recipe, "--json"))
+    assert (rows["model.n_layers"]["a"], rows["model.n_layers"]["b"]) == (30, 12)
     assert rows["schedule.decay"]["a"] == "wsd"
     kind = rows["init.kind"]
     assert (kind["a"], kind["b"], kind["counterpart"]) == ("scaled_normal", None, False)
-    text = run("recipes", "diff", recipe, "smollm2-135m")
-    assert text.index("hyperparameters.lr") < text.index("without a counterpart") < text.index("init.kind")
-    assert document("recipes", "diff", recipe, recipe) == []
+    assert "init.kind" in leaven("recipes", "diff", recipe, "smollm2-135m")[1]
+    assert document(leaven("recipes", "diff", recipe, recipe, "--json")) == []
+    assert leaven("recipes", "diff", recipe, recipe) == leaven("recipes", "diff", "olmo-7b", "olmo-7b")
 
 
-def test_a_recipe_is_compared_as_it_is_trained(recipe: str, tmp_path: Path) -> None:
-    """Its lr is in base coordinates: at four times the width hidden matrices get a quarter."""
-    base = "[scaling]\nalpha = 1.0\ntoken_exponent = 0.0\n"
-    base += "base = { width = 192, depth = 12, batch_tokens = 524288, tokens = 2400000000 }\n"
+def test_diff_compares_a_recipe_as_it_is_trained(leaven: Verb, recipe: Path, tmp_path: Path) -> None:
+    """The lr is in base coordinates: at four times the width of the base, hidden matrices get a quarter of it."""
     moved = tmp_path / "moved.toml"
-    moved.write_text(RECIPE + base)
-    rows = {row["path"]: row for row in document("recipes", "diff", "pythia-160m", str(moved))}
-    assert rows["hyperparameters.lr"]["b"] == pytest.approx(0.001)
-    plain = {row["path"]: row for row in document("recipes", "diff", "pythia-160m", recipe)}
-    assert plain["hyperparameters.lr"]["b"] == pytest.approx(0.004)
+    base = "base = { width = 192, depth = 12, batch_tokens = 524288, tokens = 2400000000 }\n"
+    moved.write_text(f"{RECIPE}[scaling]\nalpha = 1.0\ntoken_exponent = 0.0\n{base}")
+    for path, lr in ((moved, 0.001), (recipe, 0.004)):
+        rows = rows_by("path", leaven("recipes", "diff", "pythia-160m", path, "--json"))
+        assert rows["hyperparameters.lr"]["b"] == pytest.approx(lr)
+
+
+def test_check_passes_a_recipe_inside_the_published_range(leaven: Verb) -> None:
+    code, out, err = leaven("recipes", "check", EXAMPLE)
+    assert (code, err) == (0, "")
+    assert re.search(r"^passed: \d+ checks", out, re.MULTILINE)
+
+
+def test_check_suggests_what_to_set(leaven: Verb) -> None:
+    fault = ("--set", "hyperparameters.lr=0.02", "--set", "schedule.warmup_tokens=0")
+    code, out, err = leaven("recipes", "check", EXAMPLE, *fault)
+    assert (code, err) == (1, "")
+    assert "FAR OUTSIDE  lr: peak lr 0.02" in out
+    assert "gpt2-350m-llmc" in out
+    assert re.search(r"^FAILED: \d+ of \d+ checks outside", out, re.MULTILINE)
+    assert all(len(line) <= 120 for line in out.splitlines())
+    lines = out.replace(" \\\n", " ").splitlines()  # as a shell joins them
+    suggested = [shlex.split(line.split("->")[1]) for line in lines if line.strip().startswith("->")]
+    code, out, err = leaven("recipes", "check", EXAMPLE, *fault, *(word for words in suggested for word in words))
+    assert err == ""
+    assert "FAR OUTSIDE" not in out
+
+
+def test_check_as_json(leaven: Verb) -> None:
+    code, out, _ = leaven("recipes", "check", EXAMPLE, "--set", "hyperparameters.grad_clip=0", "--json")
+    found = document((0, out, ""))
+    assert (code, found["passed"]) == (1, False)
+    (clip,) = [one for one in found["findings"] if one["check"] == "clip"]
+    assert clip["severity"] == "far outside"
+    assert (clip["value"], clip["factor"]) == (None, None)  # no number says how far outside it is
+    assert clip["mends"] == [{"hyperparameters.grad_clip": 1.0}]
+    assert len(clip["runs"]) == 5
+
+
+def test_check_estimates_the_epochs_of_local_files(leaven: Verb, tmp_path: Path) -> None:
+    text, recipe = tmp_path / "text.txt", tmp_path / "wheat.toml"
+    text.write_text("a small text " * 10_000)
+    assert "epochs of" in leaven("new", recipe, "--params", "125M", "--tokens", "2.5B", "--source", text)[1]
+    code, out, _ = leaven("recipes", "check", recipe)
+    assert code == 1
+    assert "epochs of the text" in out
+    text.unlink()
+    code, _, err = leaven("recipes", "check", recipe)
+    assert code == 0
+    assert "epochs are not checked" in err
+
+
+def test_report_of_the_catalogue(leaven: Verb, tmp_path: Path) -> None:
+    out = tmp_path / "catalogue.html"
+    assert document(leaven("report", "--catalogue", "-o", out, "--json"))["path"] == str(out)
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
