@@ -29,7 +29,7 @@ def test_the_list_has_every_accelerator_and_marks_what_was_not_read(leaven: Verb
 def test_one_of_them_with_every_source(leaven: Verb) -> None:
     _, out, _ = leaven("hardware", "h100 pcie")
     assert out.split()[0] == "H100-PCIe-80GB"
-    assert "80% of the peak is planned with" in out
+    assert "80% of the peak is assumed" in out
     assert out.count("read in another's") == 4
     _, document, _ = leaven("hardware", "H100-80GB", "--json")
     found = json.loads(document)

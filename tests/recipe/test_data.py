@@ -47,7 +47,7 @@ def test_sources_are_written_and_read_back(several: str, tiny_text: str) -> None
         ("[]", "[data] source: tuple should have at least 1 item"),
         ('[{sorce="x"}]', "[data.source.0] sorce: no such key; did you mean source?"),
         ('[{source="x", weight=0}]', "[data.source.0] weight: input should be greater than 0, not 0"),
-        ('[{source="x"}, {source="x"}]', "[data] source 'x' stands there twice; give it once, with the sum of"),
+        ('[{source="x"}, {source="x"}]', "[data] source 'x' appears twice; give it once, with the sum of"),
         (
             '[{source="x", weight=0.1234567}, {source="y"}]',
             "[data] weights 0.123457, 1 have no common denominator up",

@@ -101,7 +101,7 @@ def test_heads_wider_together_than_the_model() -> None:
     [
         ({"d_model": 2000}, "set d_model = 2048"),
         ({"d_attention": 4096}, "d_attention 4096 is not n_heads x d_head = 32 x 64 = 2048; set d_attention = 2048"),
-        ({"d_model": 1024}, "or d_attention = 2048 if the heads are to be so wide"),
+        ({"d_model": 1024}, "or d_attention = 2048 for wider heads"),
         ({"n_kv_heads": 3}, "1, 2, 4, 8, 16, 32 would"),
         ({"n_heads": 64, "d_head": 32, "d_model": 2048, "n_kv_heads": 5}, "would"),
         ({"d_head": 1, "n_heads": 2048, "n_kv_heads": 1}, "even d_head"),

@@ -106,7 +106,7 @@ def test_a_loss_that_is_no_number_fails(bad: float, tiny: Recipe, tmp_path: Path
 
 
 def test_an_lr_that_a_recipe_cannot_have_is_said_in_a_line(tiny: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="lr 20: .*wipes a weight out"):
+    with pytest.raises(InputError, match="lr 20: .*erases a weight"):
         transfer(family(tiny), [(16, 2), (32, 2)], [1, 5, 20], RunStore(tmp_path))
 
 

@@ -16,21 +16,21 @@ class RunSummary(Document, schema="run-summary/1"):
     peak_lr: float | None
     batch_tokens: int | None
     source: str  # of the learning rate
-    params_active: int  # that a token passes through
+    params_active: int  # that a token passes
     kind: str  # dense, moe or vlm
     optimizer: str | None
     decay: str | None  # shape of the learning rate's decay
-    lineage: str  # whose learning rate it took over, the family's own if nobody's
-    lr_comparable: bool  # False with muP or another optimizer than Adam(W)
+    lineage: str  # where its learning rate comes from; by default its own family
+    lr_comparable: bool  # false with muP or an optimizer other than Adam(W)
 
 
 class NearRun(RunSummary, schema="near-run/1"):
     """``leaven recipes nearest``: a list of these, the nearest first."""
 
     distance: float  # octaves of parameters; an octave of tokens counts as an eighth
-    size_ratio: float  # of the larger to the smaller
+    size_ratio: float  # larger size / smaller size
     within_factor: bool  # whether size_ratio is within --factor
-    same_stack: bool  # whether it has the norms and the optimizer asked for
+    same_stack: bool  # whether it has the requested norms and optimizer
     stack: str  # its norms and optimizer
 
 
@@ -67,12 +67,12 @@ class FindingRow(Entry):
     value: float | None
     low: float | None  # end of the range of published runs
     high: float | None
-    factor: float | None  # how far beyond the range; null where no number can say it
+    factor: float | None  # how far beyond the range; null if it is not a number
     says: str
-    runs: list[str]  # ids that say so
-    did_so: list[str]  # ids that were as far out and succeeded
+    runs: list[str]  # ids of runs that show it
+    did_so: list[str]  # ids of runs that were as far outside and succeeded
     alike: list[str]  # those of them with the recipe's size, lr, batch and stack
-    mends: list[dict[str, Any]]  # what to set by path, the best first; null takes a value out
+    mends: list[dict[str, Any]]  # what to set by path, the best first; null removes a value
     check: str
     source: str
 
@@ -84,7 +84,7 @@ class RecipeCheck(Document, schema="recipe-check/1"):
     params: int
     tokens: int
     passed: bool  # nothing outside; notes are allowed
-    checks: list[str]  # all that were made
+    checks: list[str]  # all checks
     findings: list[FindingRow]  # the farthest outside first
     next: list[str]  # commands
 
@@ -108,7 +108,7 @@ class LawRow(Document, schema="law/1"):
     """``leaven laws --params --tokens``: a list of these."""
 
     law: str
-    lr: float | None  # peak; null where the law is silent
+    lr: float | None  # peak; null if the law gives none
     batch_tokens: Number | None
     batch_kind: str | None  # optimal or critical
     in_range: bool | None  # null where the fitted range is not known
@@ -117,7 +117,7 @@ class LawRow(Document, schema="law/1"):
     source: str
     loss: float | None  # nats a token
     tau: float | None  # timescale of weight decay, as a share of the run
-    says: str  # what a law without a number says
+    says: str  # the statement of a law without a number
     trust: str  # verified, read, secondary or memory
     doubt: str
     params_definition: str  # what N counts
@@ -137,7 +137,7 @@ class OptimumRow(Document, schema="optimum/1"):
     tokens: float
     tokens_per_param: float
     loss: float | None  # nats a token, by the law
-    loss_replication: float | None  # by the replication of Chinchilla
+    loss_replication: float | None  # by the replication of Chinchilla (Besiroglu et al. 2024)
     in_range: bool | None
     extrapolation: float | None
     beyond: list[BeyondRange]
@@ -161,7 +161,7 @@ class AcceleratorRow(Document, schema="accelerator/1"):
 
     name: str
     peak_tflops: dict[str, float | None]  # dense, by dtype
-    matmul_tflops: dict[str, float | None]  # the best that anybody measured, by dtype
+    matmul_tflops: dict[str, float | None]  # best measured, by dtype
     planned_tflops: float  # of a 16-bit matmul, as the planner assumes it
     memory_gib: float
     memory_tb_s: float

@@ -149,8 +149,8 @@ class PlanDocument(Document, schema="plan/1"):
     alternatives: list[CandidateRow]  # the next best layouts that fit
     cost: CostRow
     stages: list[StageMemory]  # by rank of the pipeline
-    pareto: list[CandidateRow]  # no other beats these in time and in memory
-    untrained: CandidateRow | None  # a faster layout that leaven plans and exports but does not train
+    pareto: list[CandidateRow]  # no other layout beats these in both time and memory
+    untrained: CandidateRow | None  # a faster layout that leaven can plan and export but not train
     ramp: RampPlan
     not_: list[str] = Field(alias="not")  # why no neighbouring layout
     cautions: list[str]
@@ -230,7 +230,7 @@ class NewRecipe(Document, schema="new/1"):
     tokens: int
     steps: list[DerivationRow]
     proxy: ProxyRow | None
-    tuning: str  # what tuning costs, and whether it is worth it
+    tuning: str  # cost of tuning, and whether it is worth it
     compared: list[ComparedRow]
     next: list[str]  # commands
 
@@ -250,7 +250,7 @@ class NoiseFitRow(Entry):
     to_tokens: int
     last: float  # tokens, at to_tokens
     exponent: float  # of the tokens
-    scatter: float  # the factor by which a typical point is off
+    scatter: float  # factor by which a typical point is off
 
 
 class RampDocument(Document, schema="ramp/1"):
@@ -259,7 +259,7 @@ class RampDocument(Document, schema="ramp/1"):
     noise: NoiseFitRow
     multiple: float  # noise scales that a batch may have
     stages: list[dict[str, int]]  # tokens of the batch, from_tokens
-    set: list[str]  # what --set takes; empty if there is nothing to change
+    set: list[str]  # arguments of --set; empty if there is nothing to change
     steps: int
     full_steps: int  # without a ramp
     why: str
@@ -272,7 +272,7 @@ class BenchSpeed(Entry):
     tokens_per_second: float
     tflops: float
     mfu: float
-    peak_gib: float  # on a CPU of the whole process
+    peak_gib: float  # on a CPU: of the whole process
     mfu_causal: float
     hfu: float
 
@@ -294,9 +294,9 @@ class BenchDocument(Document, schema="bench/1"):
     """``leaven bench RECIPE``."""
 
     rows: list[BenchSpeed]
-    choose: BenchChoice | None  # null where no batch was measured with all its micro-batches
+    choose: BenchChoice | None  # null if no batch was measured with all its micro-batches
     too_large: list[int]  # micro-batches that do not fit
-    whole: bool  # False if a stop or --seconds left batches out
-    unfinished: int | None  # the batch that was being measured then
+    whole: bool  # false if a stop or --seconds left out batches
+    unfinished: int | None  # the batch that was interrupted
     mfu_convention: str
     next: list[str]  # commands

@@ -1,1 +1,1 @@
-"""What a run is. Imports nothing of leaven but itself."""
+"""The recipe of a run. Imports no other part of leaven."""

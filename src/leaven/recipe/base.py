@@ -4,6 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Part(BaseModel):
-    """A frozen part of a recipe. Unknown keys are refused, and a string is never taken for a number."""
+    """A frozen part of a recipe. Unknown keys are refused, and strings are not converted to numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

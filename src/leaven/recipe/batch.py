@@ -10,16 +10,16 @@ from pydantic import Field, model_validator
 from leaven.recipe.base import Part
 
 Count = Annotated[int, Field(gt=0)]
-# What the optimizer gets while the batch is smaller than the full one: the full batch's values, or those that the
-# scaling rule gives for the smaller batch.
+# While the batch is smaller than the full one, the optimizer uses the full batch's values (fixed), or those that the
+# scaling rule gives for the smaller batch (scaled).
 RampRule = Literal["fixed", "scaled"]
 
 
 class Ramp(Part):
     """The batch grows in equal increments, spread evenly over the first part of the run.
 
-    Megatron's ``--rampup-batch-size START INCREMENT SAMPLES`` in tokens: SAMPLES is the length of the whole ramp,
-    not of one increment (BLOOM: 192 16 9765625 is 116 increments of about 84,186 samples each).
+    This is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES`` in tokens. SAMPLES is the length of the whole
+    ramp, not of one increment: BLOOM's 192 16 9765625 is 116 increments of about 84,186 samples each.
     """
 
     start_tokens: Count  # the first batch
@@ -29,27 +29,27 @@ class Ramp(Part):
 
 
 class BatchStage(Part):
-    """A batch size that holds from some point of the run on."""
+    """A batch size that holds from some point of the run."""
 
     from_tokens: int = Field(ge=0)  # tokens consumed
     tokens: Count  # of the batch
 
 
 class Batch(Part):
-    """The global batch, and how it is reached. A batch that the micro-batch does not divide is cut evenly."""
+    """The global batch and how it is reached. If the micro-batch does not divide a batch, it is split evenly."""
 
     tokens: Count
     ramp: Ramp | None = None
     stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
-    stages_rule: RampRule | None = None  # for ``stages`` what ``ramp.rule`` is for a ramp; None is "fixed"
-    micro_batch: Count | Literal["auto"] = "auto"  # sequences of one forward on a rank; auto: chosen at the start
+    stages_rule: RampRule | None = None  # like ``ramp.rule``, for ``stages``; None is "fixed"
+    micro_batch: Count | Literal["auto"] = "auto"  # sequences per forward pass of a rank; auto: chosen at the start
 
     @model_validator(mode="after")
     def _reaches_its_size(self) -> "Batch":
         if self.ramp is not None and self.stages:
             raise ValueError("a batch has a ramp or stages, not both; remove one")
         if self.stages_rule and not self.stages:
-            raise ValueError("stages_rule goes with stages; of a ramp it is ramp.rule")
+            raise ValueError("stages_rule needs stages; for a ramp set ramp.rule")
         if self.ramp is not None:
             climb = self.tokens - self.ramp.start_tokens
             if climb < 0:
@@ -59,7 +59,7 @@ class Batch(Part):
                 )
             if climb % self.ramp.increment_tokens:
                 raise ValueError(
-                    f"{climb:,} tokens from start to full batch are no whole number of increments of "
+                    f"{climb:,} tokens from start to full batch are not a whole number of increments of "
                     f"{self.ramp.increment_tokens:,}; choose an increment that divides them"
                 )
         if self.stages:
@@ -80,7 +80,7 @@ class Batch(Part):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """(tokens consumed from which it holds, batch in tokens), in order, the first from 0."""
+        """Pairs (tokens consumed from which it holds, batch in tokens) in order, the first from 0."""
         if self.stages:
             return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
         if self.ramp is None or self.ramp.start_tokens == self.tokens:
@@ -109,8 +109,8 @@ class Segment:
 class BatchSchedule:
     """Which step consumes which tokens, for an endless run.
 
-    A step's batch is decided before it, by the tokens consumed so far; so the sizes of all steps before step n add up
-    to ``tokens_at_step(n)``, exactly.
+    The batch of a step depends on the tokens consumed before it, so the sizes of all steps before step n add up to
+    ``tokens_at_step(n)`` exactly.
     """
 
     sizes: tuple[tuple[int, int], ...]  # (tokens consumed from which it holds, batch in tokens)
@@ -121,7 +121,7 @@ class BatchSchedule:
         for threshold, batch_tokens in self.sizes[1:]:
             last = segments[-1]
             steps = -(-(threshold - last.first_token) // last.batch_tokens)
-            if steps <= 0:  # passed within one step of the segment before: that step's size never was
+            if steps <= 0:  # skipped: one step of the segment before reached beyond it
                 segments[-1] = Segment(last.first_step, last.first_token, batch_tokens)
             else:
                 consumed = last.first_token + steps * last.batch_tokens
@@ -129,17 +129,17 @@ class BatchSchedule:
         return tuple(segments)
 
     def batch_at(self, tokens: int) -> int:
-        """The batch, in tokens, of a step that begins with ``tokens`` consumed."""
+        """Return the batch, in tokens, of a step that begins with ``tokens`` consumed."""
         return self.sizes[bisect_right(self.sizes, tokens, key=lambda size: size[0]) - 1][1]
 
     def tokens_at_step(self, step: int) -> int:
-        """Tokens consumed before step ``step`` (counted from 0)."""
+        """Return the tokens consumed before step ``step`` (counted from 0)."""
         index = bisect_right(self.segments, step, key=lambda segment: segment.first_step) - 1
         segment = self.segments[index]
         return segment.first_token + (step - segment.first_step) * segment.batch_tokens
 
     def first_step_at(self, tokens: int) -> int:
-        """The first step that begins with at least ``tokens`` consumed: the number of steps of a run that long."""
+        """Return the first step that begins with at least ``tokens`` consumed: the steps of a run that long."""
         index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
         segment = self.segments[max(index, 0)]
         step = segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)

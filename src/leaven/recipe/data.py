@@ -1,4 +1,4 @@
-"""Where the text comes from, in which shares, and how much of it is consumed."""
+"""Where the text comes from, in which proportions, and how much of it is consumed."""
 
 from fractions import Fraction
 from math import lcm
@@ -9,16 +9,16 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from leaven.recipe.base import Part
 
 STDLIB_TOKENS = 3_000_000
-"""Tokens of python-stdlib, about: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
+"""Approximate tokens of python-stdlib: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
 LONGEST_PERIOD = 100_000
-"""Samples after which a mixture repeats, at most: the common denominator of its proportions."""
+"""Largest number of samples after which a mixture repeats: the common denominator of its proportions."""
 
 
 class DataSource(Part):
-    """One of several places that text comes from."""
+    """One of several sources of text."""
 
-    source: str  # what ``[data] source`` may be by itself
-    weight: float = Field(default=1.0, gt=0)  # share of the samples, against the sum of all weights
+    source: str  # as ``[data] source`` if there is only one
+    weight: float = Field(default=1.0, gt=0)  # share of the samples, relative to the sum of all weights
     text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that holds the text
 
 
@@ -39,8 +39,8 @@ class Data(Part):
     tokenizer: str = "bpe"  # trained on the sources; or the path of a tokenizer.json, or hf://org/model
     tokens: int = Field(gt=0)  # of the run; epochs are tokens / corpus tokens
     seed: int = Field(default=0, ge=0)  # of the initialisation, the order of the data and the masks of dropout
-    # Packed end to end, each token seeing all before it in its window; or attention, positions and loss stop at the
-    # end of a document.
+    # packed: end to end, each token sees all earlier tokens in its window; isolated: attention, positions and loss
+    # stop at the end of a document.
     documents: Literal["packed", "isolated"] = "packed"
     corrupt_share: float = Field(default=0.001, ge=0, le=1)  # lines, and files, of a source that may be unreadable
 
@@ -49,7 +49,7 @@ class Data(Part):
         names = [source.source for source in self.sources]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"source {twice!r} stands there twice; give it once, with the sum of the weights")
+            raise ValueError(f"source {twice!r} appears twice; give it once, with the sum of the weights")
         period = lcm(*(share.denominator for share in self.proportions))
         if period > LONGEST_PERIOD:
             raise ValueError(
@@ -64,6 +64,6 @@ class Data(Part):
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:
-        """Each source's share of the samples; weights are taken as they are written, 0.1 for a tenth."""
+        """Each source's share of the samples. Decimal weights are exact: 0.1 is a tenth."""
         weights = [Fraction(repr(source.weight)) for source in self.sources]
         return tuple(weight / sum(weights) for weight in weights)

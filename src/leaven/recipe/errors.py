@@ -2,18 +2,18 @@
 
 
 class InputError(ValueError):
-    """Wrong input. The message is one line that says what is wrong and what to type.
+    """The input is wrong. The message is one line: what is wrong and what to type.
 
-    The command line prints it and exits with code 2. Nothing has been written.
+    The command line prints it and exits with code 2; nothing has been written.
     """
 
 
 class Settled(InputError):
-    """An input error that every process of a run raises; one of them prints it."""
+    """An input error that every process of a run raises; only one of them prints it."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether Python, numpy or torch raised this error because memory is full."""
+    """Return whether an error of Python, numpy or torch means that memory is full."""
     message = str(error)
     return (
         isinstance(error, MemoryError)

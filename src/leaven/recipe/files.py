@@ -18,10 +18,10 @@ from leaven.recipe.units import parse_quantity
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe in a TOML file, with ``a.b=value`` overrides applied before it is validated.
+    """Return the recipe in a TOML file, with ``a.b=value`` overrides applied before validation.
 
     Raises:
-        InputError: naming file, key and remedy, if the file cannot be read, is not TOML, or is no recipe.
+        InputError: with file, key and remedy, if the file cannot be read, is not TOML, or is not a recipe.
     """
     return parse_recipe(read_text(path), str(path), overrides)
 
@@ -40,7 +40,7 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe in TOML text; ``origin`` names it in errors."""
+    """Return the recipe in TOML text; ``origin`` names the text in errors."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -81,13 +81,13 @@ def _take_out(document: dict[str, Any], path: str) -> None:
     for key in outer:
         part = part.get(key) if isinstance(part, dict) else None
     if not isinstance(part, dict) or last not in part:
-        raise InputError(f"--set {path}=: takes a value out, and the recipe does not have it; leave this --set away")
+        raise InputError(f"--set {path}=: removes a value, but the recipe does not have it; leave out this --set")
     del part[last]
 
 
 def explain(error: ValidationError) -> str:
-    """The first fault of a validation error in one line: ``[model] d_modle: no such key; did you mean d_model?``"""
-    # An unknown key is reported before a missing one: it is usually the missing one misspelt.
+    """Return the first error of a validation as one line: ``[model] d_modle: no such key; did you mean d_model?``"""
+    # Report an unknown key before a missing one: it is usually the missing one misspelt.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     fault = faults[0]
     keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int", "tag:"))]
@@ -107,7 +107,7 @@ def explain(error: ValidationError) -> str:
 
 
 def _suggestion(keys: list[str]) -> str:
-    """What the last of the keys may have meant, from the fields of the part it stands in."""
+    """Return what the last key may have meant, from the fields of the part that contains it."""
     part: Any = Recipe
     for key in keys[:-1]:
         field = part.model_fields.get(key) if _is_part(part) else None
@@ -133,14 +133,14 @@ def _all_args(annotation: Any) -> list[Any]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """The recipe as TOML. Comments, order and spelling of the template are kept where its values still hold.
+    """Return the recipe as TOML, with comments, order and spelling of the template where its values are unchanged.
 
     Without a template every value is written, so that the file is a complete description.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
     explicit = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    # Multipliers are many and mostly 1: only those that are not are written, and one for a module that is all ones.
+    # Most multipliers are 1 and are not written, except one for a module whose multipliers are all 1.
     modules = explicit["hyperparameters"].get("modules", {})
     explicit["hyperparameters"]["modules"] = {name: stated or {"lr": 1.0} for name, stated in modules.items()}
     for part in ("modules", "depth"):
@@ -149,7 +149,7 @@ def render(recipe: Recipe, template: str = "") -> str:
         values["batch"] = {key: value for key, value in values["batch"].items() if value != []}
         _update(document, values, prune=False)
         return tomlkit.dumps(document)
-    # A value that the template leaves out stays out while it is the default.
+    # A default that the template leaves out stays left out.
     stated, own = flatten(document.unwrap()), flatten(explicit)
     chosen: dict[str, Any] = {}
     for path, value in flatten(values).items():
@@ -160,7 +160,7 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """A list of tables without what is left out of the template while it is the default; else the value itself."""
+    """Return a list of tables without defaults that the template leaves out; other values unchanged."""
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
     there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)
@@ -171,7 +171,7 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container, touching only what differs."""
+    """Write nested values into a TOML container, changing only what differs."""
     if prune:
         for key in [key for key in target if key not in values]:
             del target[key]
@@ -193,14 +193,14 @@ def _plain(item: Any) -> Any:
 
 
 def _item(value: Any) -> Any:
-    """Large counts are written in groups of three digits."""
+    """Return a TOML value; large counts are written in groups of three digits."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return tomlkit.integer(f"{value:_}")
     return value
 
 
 def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
-    """Write the file whole or not at all (a temporary file beside it, then a rename)."""
+    """Write the file completely or not at all (a temporary file beside it, then a rename)."""
     write_text(path, render(recipe, template))
 
 
@@ -220,14 +220,14 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """leaven's cache: ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return leaven's cache: ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it.
+    """Create a folder and its parents.
 
     Raises:
         InputError: if something else is there, or it cannot be made.
@@ -235,13 +235,13 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise InputError(f"{path}: there is a file where a folder should be; use another") from None
+        raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be made: {error.strerror}; use another folder") from None
 
 
 def finite(document: Any) -> Any:
-    """What JSON can hold of a document: null for each number that is none."""
+    """Return a document as JSON can hold it: a number that is not finite becomes null."""
     if isinstance(document, dict):
         return {key: finite(inner) for key, inner in document.items()}
     if isinstance(document, list | tuple):

@@ -1,4 +1,4 @@
-"""Hyperparameters: values in base coordinates, multipliers per module and over depth."""
+"""Hyperparameters: values in base coordinates, multipliers by module and over depth."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -13,12 +13,12 @@ from leaven.recipe.shape import BRANCH_ENDS, Role
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-# TOML has arrays only; taking one for a tuple is no loss of strictness.
+# TOML has arrays only, so an array is accepted for a tuple.
 Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """What one module multiplies the global values by. 1.0 is neutral, to the last bit."""
+    """Factors of one module on the global values. 1.0 changes nothing, to the last bit."""
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
@@ -28,15 +28,14 @@ class Multipliers(Part):
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
-    residual: Positive = 1.0  # for the modules that end a branch, ``attention.out`` and ``mlp.out``
+    residual: Positive = 1.0  # only for ``attention.out`` and ``mlp.out``, which end a branch
 
 
 class DepthProfile(Part):
-    """Multipliers at evenly spaced relative depths 0 .. 1, for any number of layers: their logarithms are
-    interpolated linearly.
+    """Multipliers at evenly spaced relative depths 0 .. 1, for any number of layers.
 
-    They multiply those of the modules: type and depth add up in the logarithm (Mlodozeniec et al. 2025), where they
-    are searched, too. Halfway between 1/4 and 4 is 1.
+    Their logarithms are interpolated linearly: halfway between 1/4 and 4 is 1. They multiply those of the modules:
+    module and depth are searched as a sum of logarithms (Mlodozeniec et al. 2025).
     """
 
     lr: Profile = (1.0,)
@@ -49,7 +48,7 @@ class DepthProfile(Part):
 
     @staticmethod
     def at(profile: tuple[float, ...], layer: int, n_layers: int) -> float:
-        """The multiplier of block ``layer`` of ``n_layers``; the first block is at depth 0, the last at 1."""
+        """Return the multiplier of block ``layer`` of ``n_layers``; the first block is at depth 0, the last at 1."""
         position = (layer / (n_layers - 1) if n_layers > 1 else 0.0) * (len(profile) - 1)
         below = min(int(position), len(profile) - 1)
         above = min(below + 1, len(profile) - 1)
@@ -62,9 +61,9 @@ class DepthProfile(Part):
 class Clip(Part):
     """Gradient clipping.
 
-    ``global`` limits the norm over all parameters, ``per-module`` that of each module in each block by itself.
-    ``running`` limits the global norm to ``limit`` times its own running root mean square, which looks back as far as
-    Adam's second moment does.
+    ``global`` limits the norm over all parameters, ``per-module`` that of each module in each block separately.
+    ``running`` limits the global norm to ``limit`` times its running root mean square, which averages over as many
+    steps as Adam's second moment.
     """
 
     mode: Literal["global", "per-module", "running"]
@@ -72,7 +71,7 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """A plain number is the limit of the global form."""
+        """Accept a plain number as the limit of the global mode."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -86,12 +85,12 @@ class Hyperparameters(Part):
     # the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019, arXiv 1711.05101).
     optimizer: Literal["adamw", "adam"] = "adamw"
     lr: Positive  # the peak
-    # The scaling rule's own, which starts from init_std, or a published one (:data:`leaven.recipe.init_std.INITS`),
-    # which sets every standard deviation itself.
+    # rule: the scaling rule's init, which starts from init_std; or the name of a published one
+    # (:data:`leaven.recipe.init_std.INITS`), which sets every standard deviation itself.
     init: InitName = "rule"
     init_std: Positive | None = None
     weight_decay: NonNegative = 0.1
-    decay_norm_and_bias: bool = False  # decays gains and biases too; published recipes do not (nanoGPT, OLMo 2)
+    decay_norm_and_bias: bool = False  # also decays gains and biases; published recipes do not (nanoGPT, OLMo 2)
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Positive = 1e-8
@@ -117,24 +116,24 @@ class Hyperparameters(Part):
     def _decay_is_a_shrinking(self) -> "Hyperparameters":
         if self.optimizer == "adamw" and self.lr * self.weight_decay >= 1:
             raise ValueError(
-                f"lr x weight_decay = {self.lr * self.weight_decay:g} wipes a weight out in one step; keep it below 1"
+                f"lr x weight_decay = {self.lr * self.weight_decay:g} erases a weight in one step; keep it below 1"
             )
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
-        """Check that modules with multipliers are known, and that each multiplier has something to multiply.
+        """Check that modules with multipliers exist, and that each multiplier has something to multiply.
 
         Raises:
             ValueError: naming the module and what it may have meant.
         """
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]
-            for quantity in ("lr", *stated):  # which every module has, so that one that is not there is told
+            for quantity in ("lr", *stated):  # every module has an lr, so an unknown module is reported
                 if reason := self.refusal(known, module, quantity):
                     raise ValueError(reason)
 
     def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
-        """Why a module's multiplier has nothing to multiply, in a line that names the module; None if it has."""
+        """Return why a module's multiplier has nothing to multiply, naming the module, or None if it has."""
         where = "hyperparameters.modules"
         if module not in known:
             close = get_close_matches(module, known, n=1)

@@ -1,14 +1,13 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-Each is a rule of its own: it says what a model of any width and depth starts from. So a recipe that names one has no
-``init_std``, the number is that of the target's shape, and the scaling rule's cells for the init are not put on top:
-:func:`require_one_rule` refuses a recipe in which both would move it. Multipliers of modules and of depth still act.
+Each gives the initial values of a model of any width and depth. A recipe that names one has no ``init_std``, and the
+scaling rule's factors on the init do not apply: :func:`require_one_rule` refuses a recipe in which both would change
+it. Multipliers of modules and of depth still apply. Gains start at 1 and biases at 0 in all of them. Where the
+original is truncated at 3 sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws from the full normal,
+whose std is the same within 1.4%.
 
-Gains start at 1 and biases at 0 in all of them. Where the original is truncated at 3 sigma (Mitchell, the
-unembedding of ``depth-scaled``), leaven draws a whole normal: the same within 1.4%.
-
-:data:`COMPARED` has those besides that no recipe can name, for they belong to another architecture or to learning
-rates of their own: they are there to compare with.
+:data:`COMPARED` also has inits that a recipe cannot name, because they need another architecture or their own
+learning rates; they are there for comparison.
 """
 
 import math
@@ -26,7 +25,7 @@ InitName = Literal[
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """The letters of a formula: width d, layers L, the layer l from 0, fan in f and fan out o of the matrix."""
+    """The letters of a formula: width d, layers L, layer l from 0, fan in f and fan out o of the matrix."""
 
     d: int
     L: int
@@ -37,7 +36,7 @@ class MatrixPlace:
 
 @dataclass(frozen=True)
 class Formula:
-    """A standard deviation as it is printed, in the letters of :class:`MatrixPlace`, and as a function."""
+    """A standard deviation, as printed in the letters of :class:`MatrixPlace` and as a function."""
 
     text: str
     std: Callable[[MatrixPlace], float]
@@ -45,10 +44,11 @@ class Formula:
 
 @dataclass(frozen=True)
 class Init:
-    """``inputs`` is for every matrix but those that write to the residual stream, ``outputs``.
+    """A published initialisation.
 
-    ``embedding`` and ``unembedding`` are named where they differ from ``inputs``; a tied matrix starts as the
-    unembedding. ``gated_in``: in a gated MLP ``mlp.in`` starts as the outputs do. ``modules`` are further exceptions.
+    ``outputs`` applies to the matrices that write to the residual stream, ``inputs`` to all others. ``embedding`` and
+    ``unembedding`` are given if they differ from ``inputs``; a tied matrix starts as the unembedding. ``gated_in``:
+    in a gated MLP ``mlp.in`` starts like the outputs. ``modules`` are further exceptions.
     """
 
     source: str
@@ -61,7 +61,7 @@ class Init:
 
     @property
     def text(self) -> str:
-        """All of it in one line, as it is printed."""
+        """The whole init in one line, as printed."""
         named = {"embedding": self.embedding, "outputs": self.outputs, "unembedding": self.unembedding}
         if self.gated_in:
             named["a gated mlp.in"] = self.outputs
@@ -71,7 +71,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Whether the end of a branch at the same relative depth starts otherwise in a deeper model."""
+        """Whether the end of a branch at the same relative depth starts differently in a deeper model."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
@@ -88,7 +88,7 @@ class Init:
         return self.inputs
 
     def std(self, parameter: Parameter, n_layers: int, gated: bool) -> float:
-        """The initial standard deviation of one matrix of a model of ``n_layers`` blocks."""
+        """Return the initial standard deviation of one matrix of a model with ``n_layers`` blocks."""
         out, into = parameter.shape
         width = out if parameter.module in BRANCH_ENDS else into
         return self.formula(parameter, gated).std(MatrixPlace(width, n_layers, parameter.layer or 0, into, out))
@@ -194,17 +194,16 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
     }
 )
 
-# Rules that multiply each branch by a power of the depth; all but ``standard`` move the init with the width. A test
-# holds both to the rules themselves, which stand in a layer above.
+# Rules that multiply each branch by a power of the depth; all but ``standard`` change the init with the width. A test
+# compares both with the rules, which are in a layer above.
 SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
     """Check that a named init and a scaling rule do not both change the init between base and target.
 
-    Across widths every rule but ``standard`` wants another power of the width in some module than a named init has.
-    Across depths a branch's multiplier L^-alpha and a smaller start of the matrix that ends it would count the depth
-    twice.
+    Over width, every rule but ``standard`` has another power of the width in some module than a named init. Over
+    depth, a branch multiplier L^-alpha and a smaller init of the branch's last matrix would count the depth twice.
 
     Raises:
         ValueError: saying which two, and what to do.

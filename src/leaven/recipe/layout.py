@@ -1,4 +1,4 @@
-"""The layout: how a run is spread over ranks. It may change without changing a loss."""
+"""The layout: how a run is spread over ranks. Changing it does not change the loss, except in the last bits."""
 
 from typing import Literal
 
@@ -11,20 +11,20 @@ Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 class Layout(Part):
-    """How a run is laid out over accelerators. dp x cp x tp x pp ranks."""
+    """How a run is laid out over accelerators: dp x cp x tp x pp ranks."""
 
     dp: int = Field(default=1, gt=0)  # data-parallel degree
     tp: int = Field(default=1, gt=0)  # tensor-parallel degree
     pp: int = Field(default=1, gt=0)  # pipeline-parallel degree
     cp: int = Field(default=1, gt=0)  # ranks that share each sequence; planned and exported only
-    ep: int = Field(default=1, gt=0)  # of the dp x cp ranks, those that share out experts; planned and exported only
+    ep: int = Field(default=1, gt=0)  # ranks, of dp x cp, that share out the experts; planned and exported only
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
-    dp_replicate: int = Field(default=1, gt=0)  # replicas, so that ZeRO shards over dp / dp_replicate ranks only
+    dp_replicate: int = Field(default=1, gt=0)  # replicas: ZeRO shards over dp / dp_replicate ranks
     schedule: Pipeline = "1f1b"
-    stages_per_rank: int = Field(default=1, gt=0)  # stretches of layers that a pipeline rank holds
+    stages_per_rank: int = Field(default=1, gt=0)  # pipeline stages on each rank
     recompute: Recompute = "none"  # in the backward pass
-    compile: bool = False  # each block by torch.compile: a minute at the start, faster steps, other last bits
-    timeout_seconds: int = Field(default=600, gt=0)  # a process that keeps the others waiting for longer ends the run
+    compile: bool = False  # torch.compile for each block: a minute at the start, faster steps, other last bits
+    timeout_seconds: int = Field(default=600, gt=0)  # if a process keeps the others waiting longer, the run ends
 
     @model_validator(mode="after")
     def _goes_together(self) -> "Layout":
@@ -46,8 +46,8 @@ class Layout(Part):
         if self.schedule == "interleaved" and self.stages_per_rank == 1:
             raise ValueError('schedule = "interleaved" needs stages_per_rank = 2 or more; with one it is "1f1b"')
         if self.schedule == "zero-bubble" and self.zero > 1:
-            # torch (2.13): gathered parameters are gone when the weights' gradients are computed; wrong, not refused.
-            # And gradients that are shared out after each micro-batch are not there for the second half of its pass.
+            # torch 2.13 frees gathered parameters before it computes the weights' gradients, which are silently wrong.
+            # And gradients that are sharded after each micro-batch are missing in the second half of its pass.
             raise ValueError(
                 f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} gives up '
                 "what the second one needs; set zero = 1"

@@ -19,14 +19,14 @@ from leaven.recipe.tuning import Tuning
 
 RuleName = Literal["standard", "mup", "completep", "complete-d-p"]
 BATCH_RULES = ("complete-d-p",)
-"""The rules that move anything with the batch."""
+"""Scaling rules that change values with the batch."""
 
 
 class Start(Part):
-    """Where the parameters start: at the initial values of the table, or at weights.
+    """Where the parameters start: at the initial values of the table, or at given weights.
 
-    Weights say which function the run starts from: what the rule multiplies in the forward pass is divided out of
-    them (:mod:`leaven.scaling.folding`).
+    With weights, the start is their function: the multipliers that the rule applies in the forward pass are divided
+    out of them (:mod:`leaven.scaling.folding`).
     """
 
     # A folder in Hugging Face's format with a model of this shape.
@@ -50,17 +50,19 @@ class Base(Part):
 
 
 class Scaling(Part):
-    """How the base values move with scale. Without a base the recipe is its own: all ratios are 1."""
+    """How the base values move with scale. Without a base the recipe is its own base: all ratios are 1."""
 
     rule: RuleName = "complete-d-p"
-    # Splits the 1/depth between branch multiplier (depth^-alpha) and learning rate (depth^(alpha-1)).
+    # Splits 1/depth between the branch multiplier (depth^-alpha) and the learning rate (depth^(alpha-1)).
     alpha: float = Field(default=1.0, ge=0.5, le=1)
-    token_exponent: float = Field(default=0.5, ge=0, le=1)  # of the lr's fall with duration; literature: 0.3 to 0.5
-    # 95% interval that ``leaven check duration`` measured; outside of it a transfer warns.
+    token_exponent: float = Field(
+        default=0.5, ge=0, le=1
+    )  # lr falls with duration to this power; literature: 0.3 to 0.5
+    # 95% interval measured by ``leaven check duration``; a transfer warns if the exponent is outside.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
     # Multiplies the weight decay of hidden weights by depth^(1-alpha). Below alpha = 1 their lr falls with depth, and
     # lr x decay x steps with it: deeper models forget more slowly, although every other axis keeps that product
-    # constant. CompleteP and Complete(d)P leave this out; at alpha = 1 it changes nothing.
+    # constant. CompleteP and Complete(d)P do not do this; at alpha = 1 it has no effect.
     scale_decay_with_depth: bool = False
     base: Base | None = None
 
@@ -76,24 +78,27 @@ class Scaling(Part):
 
 
 class Precision(Part):
-    """Weights, gradients, moments, softmax and loss are fp32. fp16 has a loss scale, for it loses small gradients."""
+    """Weights, gradients, moments, softmax and loss are fp32. fp16 uses a loss scale, because it loses small
+    gradients."""
 
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the matrix products
 
 
 class Stability(Part):
-    """What happens when a run meets an anomaly (:mod:`leaven.training.spikes`), and which checkpoints are kept."""
+    """What happens at an anomaly during a run (:mod:`leaven.training.spikes`), and which checkpoints are kept."""
 
-    # rollback: go back to before the anomaly and leave out its data; skip: do not apply a step of outstanding loss or
+    # rollback: return to before the anomaly and skip its data; skip: do not apply a step with an outlier in loss or
     # gradient; stop; off.
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
-    max_rollbacks: int = Field(default=3, gt=0)  # for one anomaly; then the run stops
+    max_rollbacks: int = Field(default=3, gt=0)  # per anomaly; then the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
-    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # over which that lr rises back
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # over which the lr returns to its full value
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
-    keep: int = Field(default=2, gt=0)  # newest checkpoints
-    keep_every_tokens: int | None = Field(default=None, gt=0)  # the first checkpoint in each stays for good
-    noise_scale_every_tokens: int | None = Field(default=None, gt=0)  # gradient noise scale is measured so often
+    keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
+    keep_every_tokens: int | None = Field(default=None, gt=0)  # the first checkpoint in each interval is kept forever
+    noise_scale_every_tokens: int | None = Field(
+        default=None, gt=0
+    )  # interval between measurements of the gradient noise scale
 
     @model_validator(mode="after")
     def _a_lower_lr_rises_again(self) -> "Stability":
@@ -112,12 +117,12 @@ class Evaluation(Part):
     every_tokens: int | None = Field(default=None, gt=0)
 
 
-# The parts of a recipe that no loss depends on.
+# Parts of a recipe that do not affect the loss.
 NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 
 
 class Recipe(Part):
-    """A run. Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` says what each parameter gets."""
+    """A run. Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` has what each parameter gets."""
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
     model: ModelShape
@@ -178,12 +183,12 @@ class Recipe(Part):
 
     @property
     def steps(self) -> int:
-        """Optimiser steps until at least ``data.tokens`` are consumed."""
+        """Optimizer steps until at least ``data.tokens`` are consumed."""
         return self.batches.first_step_at(self.data.tokens)
 
     @property
     def base(self) -> Base:
-        """The scale the hyperparameters belong to: ``[scaling].base``, or the recipe's own."""
+        """The scale that the hyperparameters belong to: ``[scaling].base``, or the recipe's own."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -193,7 +198,7 @@ class Recipe(Part):
 
     @property
     def base_shape(self) -> ModelShape:
-        """The model at the base: of this family, with the base's proportions where it states them."""
+        """The model at the base, with the base's proportions where it states them."""
         base = self.scaling.base
         if base is None:
             return self.model
@@ -202,7 +207,7 @@ class Recipe(Part):
         )
 
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":
-        """A new recipe with values changed by dotted path; a part given as None goes back to its default."""
+        """Return a recipe with values changed by dotted path; a part set to None returns to its default."""
         document = self.model_dump()
         for path, value in changes.items():
             set_path(document, path, value)
@@ -210,7 +215,7 @@ class Recipe(Part):
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set ``a.b.c`` in nested mappings. Module names hold a dot themselves: ``hyperparameters.modules.X.Y.lr``."""
+    """Set ``a.b.c`` in nested mappings. Module names contain a dot: ``hyperparameters.modules.X.Y.lr``."""
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
@@ -218,8 +223,10 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def split_path(path: str) -> list[str]:
-    """The keys of a dotted path; what stands between ``modules.`` and the last key is one module's name, and what
-    comes after ``why.`` and ``tuning.octaves.`` is a path itself."""
+    """Return the keys of a dotted path.
+
+    Between ``modules.`` and the last key is the name of one module; after ``why.`` and ``tuning.octaves.`` is a path.
+    """
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):
         module, _, leaf = path.removeprefix(prefix).replace('"', "").rpartition(".")
@@ -231,12 +238,12 @@ def split_path(path: str) -> list[str]:
 
 
 def short_path(path: str) -> str:
-    """A path as people say it: ``embedding.lr`` for ``hyperparameters.modules.embedding.lr``."""
+    """Return a path in short form: ``embedding.lr`` for ``hyperparameters.modules.embedding.lr``."""
     return path.removeprefix("hyperparameters.").removeprefix("modules.")
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping from dotted path to value."""
+    """Return nested mappings as one mapping from dotted path to value."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
@@ -250,15 +257,15 @@ Difference = tuple[str, Any, Any]
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Where two recipes differ in what is computed: (dotted path, value in a, value in b).
+    """Return where two recipes differ in what is computed: (dotted path, value in a, value in b).
 
-    Name, reasons, layout and what is searched are left out: they are not part of the numbers.
+    Name, reasons, layout and search settings are left out, because they do not change the numbers.
     """
     return _differences(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Where two recipes differ in the order of the same sums, which is in the last bits: layout and micro-batch."""
+    """Return where two recipes differ only in the order of the same sums (the last bits): layout and micro-batch."""
     return _differences(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

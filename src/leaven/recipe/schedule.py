@@ -1,4 +1,4 @@
-"""The learning-rate schedule: a pure function of tokens consumed, so that it does not move when the batch does."""
+"""The learning-rate schedule: a pure function of tokens consumed, so it does not depend on the batch."""
 
 import math
 from typing import Literal
@@ -11,7 +11,7 @@ Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 class Schedule(Part):
-    """Linear warm-up, then a decay. It multiplies each parameter group's own peak, so ratios between groups stay."""
+    """Linear warm-up, then a decay. It multiplies the peak lr of each parameter group, so their ratios stay."""
 
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
@@ -26,10 +26,10 @@ class Schedule(Part):
         return self
 
     def multiplier(self, tokens: float, horizon: int) -> float:
-        """What the peak lr is multiplied by once ``tokens`` of the ``horizon`` (both in tokens) are consumed.
+        """Return the factor on the peak lr once ``tokens`` of the ``horizon`` (both in tokens) are consumed.
 
-        0 at the start of a warm-up, 1 at its end (unless that is the end of the run), ``min_lr_ratio`` at the horizon
-        and after it (but for ``constant``, which stays at 1, and ``inverse_sqrt``, which has it for a floor).
+        It is 0 at the start of a warm-up, 1 at its end (unless that is the end of the run), and ``min_lr_ratio`` from
+        the horizon on. Exceptions: ``constant`` stays at 1, and ``inverse_sqrt`` has ``min_lr_ratio`` as a floor.
         """
         if tokens < self.warmup_tokens:
             return max(tokens, 0) / self.warmup_tokens

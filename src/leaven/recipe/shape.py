@@ -1,7 +1,7 @@
-"""The shape of the model, and the parameters it implies.
+"""The shape of the model, and the parameters that it implies.
 
-This is the only place that knows which parameters a model has. The torch model, the parameter table and the
-planner are all built from :meth:`ModelShape.parameters`, and a test holds the torch model to it name by name.
+Only this file knows which parameters a model has. The torch model, the parameter table and the planner use
+:meth:`ModelShape.parameters`, and a test compares the torch model with it name by name.
 """
 
 import math
@@ -17,7 +17,7 @@ from leaven.recipe.base import Part
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu", "relu", "squared_relu"]
 Positions = Literal["rope", "learned", "alibi"]
-# The modules that end a branch: the branch's multiplier is kept in the row of their weight.
+# The modules that end a branch; the branch's multiplier is in the row of their weight.
 BRANCH_ENDS = ("attention.out", "mlp.out")
 
 
@@ -39,7 +39,7 @@ class Role(StrEnum):
 
     @property
     def is_matrix(self) -> bool:
-        """Else a gain or a bias."""
+        """Whether it is a matrix, and not a gain or a bias."""
         return self in {Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBEDDING}
 
 
@@ -50,7 +50,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]  # of a matrix (fan out, fan in)
     role: Role
-    module: str  # the name it is tuned by
+    module: str  # name of the module that it is tuned with
     layer: int | None = None  # index of the block; None outside the blocks
 
     @property
@@ -59,14 +59,14 @@ class Parameter:
 
 
 class ModelShape(Part):
-    """A decoder-only, pre-norm transformer. Every field is a count or a choice; nothing here is tuned."""
+    """A decoder-only, pre-norm transformer. Every field is a count or a choice; none is tuned."""
 
     n_layers: int = Field(gt=0)
     d_model: int = Field(gt=0)
     n_heads: int = Field(gt=0)
     n_kv_heads: int = Field(gt=0)
     d_head: int = Field(gt=0)
-    d_attention: int | None = Field(default=None, gt=0)  # all heads together, where not d_model (most of Qwen3)
+    d_attention: int | None = Field(default=None, gt=0)  # width of all heads together, if not d_model (most of Qwen3)
     d_ff: int = Field(gt=0)
     vocab_size: int = Field(gt=1)
     seq_len: int = Field(gt=0)
@@ -76,11 +76,11 @@ class ModelShape(Part):
     positions: Positions = "rope"
     rope_theta: float = Field(default=10_000.0, gt=0)
     qk_norm: bool = False
-    qk_norm_per_head: bool = False  # a gain for each head instead of one that all heads share
+    qk_norm_per_head: bool = False  # a separate gain for each head; else all heads share one
     tied_embeddings: bool = False
     embedding_norm: bool = False  # the token embedding is normalised before positions are added (BLOOM)
     bias: bool = False
-    # Rate of GPT-2's three: on what enters the first block, on the attention weights, and on each branch.
+    # Rate of GPT-2's three dropouts: on the input of the first block, the attention weights, and each branch.
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
@@ -92,7 +92,7 @@ class ModelShape(Part):
                 f"{stated} {width} is not n_heads x d_head = {self.n_heads} x {self.d_head} = {heads}; "
                 f"set {stated} = {heads}"
                 + (f" or d_head = {width // self.n_heads}" if width % self.n_heads == 0 else "")
-                + ("" if self.d_attention else f", or d_attention = {heads} if the heads are to be so wide")
+                + ("" if self.d_attention else f", or d_attention = {heads} for wider heads")
             )
         if self.n_heads % self.n_kv_heads:
             divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
@@ -101,7 +101,7 @@ class ModelShape(Part):
                 f"{', '.join(map(str, divisors))} would"
             )
         if self.qk_norm_per_head and not self.qk_norm:
-            raise ValueError("qk_norm_per_head says which gains qk_norm has; set qk_norm = true")
+            raise ValueError("qk_norm_per_head needs qk_norm; set qk_norm = true")
         if self.positions == "rope" and self.d_head % 2:
             raise ValueError(f"rotary positions need an even d_head, not {self.d_head}")
         return self
@@ -111,7 +111,7 @@ class ModelShape(Part):
         return self.activation == "swiglu"
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every parameter in the order of the forward pass."""
+        """Return every parameter in the order of the forward pass."""
         d, d_q, d_kv = self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         embedding = Role.TIED_EMBEDDING if self.tied_embeddings else Role.EMBEDDING
         yield Parameter("embedding.weight", (self.vocab_size, d), embedding, "embedding")
@@ -135,7 +135,7 @@ class ModelShape(Part):
                     for side, heads in (("query", self.n_heads), ("key", self.n_kv_heads)):
                         name, module = f"layers.{layer}.norm.{side}.weight", f"norm.{side}"
                         if self.qk_norm_per_head:
-                            # Not shared by the heads, so an ordinary gain over the width.
+                            # The heads do not share it, so it is an ordinary gain over the width.
                             yield Parameter(name, (heads, self.d_head), Role.HIDDEN_NORM, module, layer)
                         else:
                             yield Parameter(name, (self.d_head,), Role.QK_NORM, module, layer)
@@ -162,12 +162,12 @@ class ModelShape(Part):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names a person tunes by, in the order of the forward pass."""
+        """The names of the modules that can be tuned, in the order of the forward pass."""
         return tuple(self.roles)
 
     @property
     def roles(self) -> dict[str, Role]:
-        """A role of each module."""
+        """The role of each module."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -176,7 +176,7 @@ class ModelShape(Part):
 
     @property
     def params_non_embedding(self) -> int:
-        """All parameters but token embedding, position embedding and unembedding."""
+        """All parameters except token embedding, position embedding and unembedding."""
         outside = {Role.EMBEDDING, Role.TIED_EMBEDDING, Role.UNEMBEDDING}
         return sum(parameter.size for parameter in self.parameters() if parameter.role not in outside)
 
@@ -189,11 +189,12 @@ class ModelShape(Part):
         d_head: int | None = None,
         n_kv_heads: int | None = None,
     ) -> "ModelShape":
-        """The same family at another width and depth: head dimension, d_ff / d_model, width of the heads together /
-        d_model and group size are kept unless they are given.
+        """Return the same family at another width and depth.
+
+        Head dimension, d_ff / d_model, d_attention / d_model and group size are kept unless they are given.
 
         Raises:
-            ValueError: if the width is no multiple of the head dimension, or a ratio does not come out whole.
+            ValueError: if the width is not a multiple of the head dimension, or a size is not a whole number.
         """
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads
@@ -209,7 +210,7 @@ class ModelShape(Part):
             )
         if d_ff is None and self.d_ff * width % self.d_model:
             raise ValueError(
-                f"width {width} makes d_ff = {self.d_ff} x {width} / {self.d_model} no whole number; "
+                f"width {width} makes d_ff = {self.d_ff} x {width} / {self.d_model} not a whole number; "
                 f"choose a d_ff that is a simple multiple of d_model"
             )
         heads = width * together // (self.d_model * d_head)

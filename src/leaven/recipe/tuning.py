@@ -6,19 +6,19 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
 
-Octaves = Annotated[float, Field(ge=-64, le=64)]  # no hyperparameter spans 2^64, and floats end at 2^1024
+Octaves = Annotated[float, Field(ge=-64, le=64)]  # a factor of 2^64 is more than any hyperparameter needs
 
 
 def _both_sides(value: Any) -> Any:
-    """Validate the octaves of a path; a plain number is as far down as up."""
+    """Validate the octaves of a path; a plain number is the reach in both directions."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = (-value, value)
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError('write "path" = 2, octaves to either side, or "path" = [-1, 3]; the path in quotes')
+        raise ValueError('write "path" = 2, octaves in both directions, or "path" = [-1, 3]; the path in quotes')
     low, high = value
     if isinstance(low, int | float) and isinstance(high, int | float) and not low < 0 < high:
         raise ValueError(
-            f"{low:g} to {high:g} octaves; 0 is the recipe's own value: write the lowest below it, the highest above"
+            f"{low:g} to {high:g} octaves; 0 is the recipe's own value: the first must be below 0, the second above"
         )
     return (low, high)
 
@@ -31,11 +31,12 @@ Ends = Annotated[tuple[Octaves, Octaves], BeforeValidator(_both_sides), PlainSer
 
 
 class Tuning(Part):
-    """What ``leaven tune`` searches. ``--space`` replaces both, and ``octaves`` still says how far."""
+    """What ``leaven tune`` searches. ``--space`` replaces ``space``; ``octaves`` still sets how far."""
 
     space: str | None = Field(default=None, min_length=1)  # as ``--space`` takes it
-    # By path of the recipe, or pattern of paths with ``*`` (the last that fits holds): how far from the recipe's
-    # value it is searched, in octaves, or in tenths what may be 0 (dropout, min_lr_ratio). Besides the space.
+    # How far each value is searched, in octaves from the recipe's value, or in tenths if it may be 0 (dropout,
+    # min_lr_ratio). Keys are paths of the recipe, or patterns with ``*``; the last that matches holds. They are
+    # searched in addition to ``space``.
     octaves: dict[str, Ends] = {}
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Quantities as people write them: 7B, 2T, 0.5M tokens, 32_768."""
+"""Parse and format quantities as people write them: 7B, 2T, 0.5M, 32_768."""
 
 import re
 
@@ -10,10 +10,10 @@ _QUANTITY = re.compile(_NUMBER + r"\s*([KMBGT]?)", re.IGNORECASE)
 
 
 def parse_quantity(text: str) -> int:
-    """A count from its written form, in decimal multiples: ``7B`` is 7e9, ``64k`` 64,000, ``32_768`` itself.
+    """Parse a count with decimal multiples: ``7B`` is 7e9, ``64k`` 64,000, ``32_768`` itself.
 
     Raises:
-        InputError: if the text is no number with an optional K, M, B (or G), T, or no whole number, or above 1e30.
+        InputError: if the text is not a number with an optional K, M, B (or G), T, not a whole number, or above 1e30.
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
@@ -34,7 +34,7 @@ def parse_quantity(text: str) -> int:
 
 
 def format_quantity(value: float, digits: int = 3) -> str:
-    """A count in three significant digits with its multiple: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
+    """Format a count in three significant digits with its multiple: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
     if abs(float(f"{value:.{digits}g}")) >= 1e15:
         return f"{value:.{digits - 1}e}"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -45,7 +45,7 @@ def format_quantity(value: float, digits: int = 3) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Any number in so many significant digits, grouped where it is large: ``0.31``, ``15,600``."""
+    """Format a number in so many significant digits, grouped if it is large: ``0.31``, ``15,600``."""
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded:,.0f}" if 10**digits <= abs(rounded) < 1e15 else f"{rounded:.{digits}g}"
 
@@ -59,7 +59,7 @@ def _significant(value: float, digits: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as a person reads it: ``8.2 s``, ``4 min 05 s``, ``13 h 41``, ``6.3 days``, ``3,170.2 days``."""
+    """Format a duration: ``8.2 s``, ``4 min 05 s``, ``13 h 41``, ``6.3 days``, ``3,170.2 days``."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     if seconds < 5_970:

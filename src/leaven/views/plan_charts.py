@@ -13,10 +13,10 @@ from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, PAPER, Figure
 
-RANKS, PASSES = 12, 3300  # of a pipeline that are drawn; what is computed has no limit
-STEADY = 4  # micro-batches that are drawn of the steady part at either end of a long step
-GAP = 0.04  # of the width, where the middle of a long step is left out
-DOTS, SLOWEST = 1500, 4  # layouts that are drawn: the best so many, of those up to so many times slower than the best
+RANKS, PASSES = 12, 3300  # most ranks and passes of a pipeline that are drawn
+STEADY = 4  # micro-batches of the steady part that are drawn at either end of a long step
+GAP = 0.04  # share of the width for the omitted middle of a long step
+DOTS, SLOWEST = 1500, 4  # most layouts that are drawn, and how many times slower than the best they may be
 
 HUES = {
     name: charts.hue(n)
@@ -26,18 +26,20 @@ HUES = {
     )
     for name in names.split()
 }  # fmt: skip
-_LEAST_GIB = 0.05  # of a part of memory, to be drawn
+_LEAST_GIB = 0.05  # smaller parts of memory are not drawn
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """A colour for every part of memory that is worth one on some rank; what is left is grey."""
+    """Return a colour for every part of memory that is large enough on some rank; the remainder is grey."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
 
 def _levels(capacity_gib: float, usable_gib: float, axis: str = "y", end: float = 0, log: bool = False) -> Figure:
-    """Lines at what a GPU has and at what is planned with, as ``shapes`` and ``notes``; ``end`` is the end of an x
-    axis, where the words lie on the side with more room."""
+    """Return lines at the capacity of a GPU and at the planned limit, as ``shapes`` and ``notes``.
+
+    ``end`` is the end of an x axis; the labels are on the side with more room.
+    """
     shapes, notes = [], []
     for gib, said, dash in (
         (capacity_gib, f"{capacity_gib:g} GiB: all of it", "solid"),
@@ -55,7 +57,7 @@ def _levels(capacity_gib: float, usable_gib: float, axis: str = "y", end: float 
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """The parts of memory on each rank of the pipeline (GiB) as stacked bars; without a pipeline one that lies."""
+    """Return the parts of memory on each pipeline rank (GiB) as stacked bars; one horizontal bar without pipeline."""
     p = len(stages)
     totals = [sum(parts.values()) for parts in stages]
     along, across = ("y", "x") if p > 1 else ("x", "y")  # of memory, and of ranks
@@ -89,7 +91,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gi
 
 
 def _inside(texts: Sequence[str], size: int) -> Figure:
-    """Words in the middle of bars."""
+    """Return the style of labels inside bars."""
     font = {"color": PAPER, "size": size}
     place = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
     return {"text": list(texts), "textfont": font, **place}
@@ -97,7 +99,7 @@ def _inside(texts: Sequence[str], size: int) -> Figure:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """Which passes of a step are drawn, and where: all, or those at both ends with a gap between them."""
+    """Which passes of a step are drawn, and where: all, or those at both ends with a gap between."""
 
     ranks: tuple[int, ...]
     end: float
@@ -120,7 +122,7 @@ class StepWindow:
         return self.place(self.end)
 
     def passes(self, found: Sequence[Pass]) -> Sequence[Pass]:
-        """The passes of a rank that lie wholly in the window; they are in order of time."""
+        """Return the timeline of a step: where nothing is drawn a rank waits. Later stages of a rank are paler."""
         if self.whole:
             return found
         first = found[: bisect_right(found, self.head, key=lambda each: each.end)]
@@ -128,7 +130,7 @@ class StepWindow:
 
 
 def window(step: Timeline, stages_per_rank: int = 1) -> StepWindow:
-    """The most of a step that is still a picture."""
+    """Return the largest part of a step that is still readable."""
     p, end = len(step.ranks), float(step.end)
     ranks = tuple(range(p)) if p <= RANKS else tuple(round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS))
     count = sum(len(step.ranks[rank]) for rank in ranks)
@@ -149,7 +151,7 @@ _PASS_NAMES: dict[Kind, str] = {
 
 
 def passes(step: Timeline, stages_per_rank: int = 1) -> Figure:
-    """Who computes what and when; where nothing is drawn a rank waits. Later stages of a rank are paler."""
+    """Return the passes of a rank, in order of time, that lie completely in the window."""
     p, drawn = len(step.ranks), window(step, stages_per_rank)
     unit, scale = ("ms", 1e3) if step.end < 1 else ("s", 1.0)
     by_kind: dict[Kind, list[tuple[int, Pass]]] = {}
@@ -160,7 +162,7 @@ def passes(step: Timeline, stages_per_rank: int = 1) -> Figure:
     traces = []
     for kind, found in by_kind.items():
         turns = [each.stage // p for _, each in found]
-        # A number in a box where the numbers of all would be read, at the width of a page.
+        # Number the boxes if all numbers are readable at the width of a page.
         narrowest = min(each.end - each.start for _, each in found) / drawn.width * 1000
         readable = narrowest >= 5 + 6.5 * max(len(str(each.micro_batch)) for _, each in found)
         trace = {
@@ -216,9 +218,9 @@ def layouts(
     capacity_gib: float,
     usable_gib: float,
 ) -> tuple[Figure, int]:
-    """Layouts by the time of a step and the memory they need; how many of them are drawn beside it.
+    """Return layouts by step time and memory, and how many of them are drawn.
 
-    ``candidates``, the best first, and those of them that no other beats in both.
+    ``candidates`` are sorted, the best first; ``front`` are those that no other beats in both.
     """
     slowest = max(SLOWEST * min(each.time.step for each in [*candidates, chosen]), 1.3 * chosen.time.step)
     shown = [each for each in candidates if each.time.step <= slowest][:DOTS]
@@ -255,7 +257,7 @@ def layouts(
 
 
 def tensor_hues(candidates: Iterable[LayoutCandidate]) -> dict[int, str]:
-    """A colour for every tensor-parallel degree."""
+    """Return a colour for every tensor-parallel degree."""
     degrees = sorted({each.arrangement.layout.tp for each in candidates})
     return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
 
@@ -273,7 +275,7 @@ def _gib(candidate: LayoutCandidate) -> float:
 
 
 def ramp(plan: RampPlan) -> Figure:
-    """Throughput of one GPU against the global batch, and where a ramp would start."""
+    """Return the throughput of one GPU against the global batch, and where a ramp would start."""
     full, start, colour = plan.points[-1], plan.start, charts.hue(0)
     marker = {
         "size": 7,
@@ -291,7 +293,7 @@ def ramp(plan: RampPlan) -> Figure:
     ]
     x, y = [point.batch_tokens for point in plan.points], [point.tflops_per_gpu for point in plan.points]
     curve = charts.line(x, y, colour, hovertext=told) | {"mode": "lines+markers", "marker": marker}
-    # The curve rises: words lie below it on their point's right, or above it on their point's left.
+    # The curve rises: labels are below it to the right of their point, or above it to the left.
     early = start.batch_tokens < math.sqrt(plan.points[0].batch_tokens * full.batch_tokens)
     words = [
         (start, f"<b>start {numbers.quantity(start.batch_tokens)}<br>{start.share:.0%} of full speed</b>", early)

@@ -26,12 +26,13 @@ _REMEMBERED = "*"
 
 
 def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableType]:
+    """Yield the table of all accelerators and its legend."""
     yield Columns(_COLUMNS, _rows(known))
     yield Facts(
         [
-            ("16 bit", ("the dense peak in bf16, of a V100 in fp16",)),
-            ("matmul", ("the best in 16 bit that anybody measured; else 80% of the peak is planned with",)),
-            ("link, network", ("one direction, of one accelerator", "a node is what the link joins")),
+            ("16 bit", ("the dense peak in bf16; of a V100 in fp16",)),
+            ("matmul", ("the best measured in 16 bit; if unknown, 80% of the peak is assumed",)),
+            ("link, network", ("one direction, per accelerator", "a node: accelerators joined by the link")),
             (_REMEMBERED, ("unverified: remembered from data sheets", "sources: leaven hardware NAME")),
             ("yours", (f"a line in {user_file()}, such as", f"Z1-64GB = {EXAMPLE}")),
         ]
@@ -39,7 +40,7 @@ def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableT
 
 
 def _rows(known: Sequence[AcceleratorRow]) -> list[tuple[str, ...]]:
-    """Numbers at their points, each with its mark."""
+    """Return the rows of the table: numbers aligned at the decimal point, marked if they are unverified."""
     numbers = [
         (
             one.peak_tflops[_half(one)],
@@ -69,7 +70,7 @@ def _rows(known: Sequence[AcceleratorRow]) -> list[tuple[str, ...]]:
 
 
 def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
-    """One of them, each number with its source."""
+    """Yield one accelerator, each number with its source."""
     at = {source.group: source for source in one.sources}
 
     def fact(label: str, group: str, *said: str) -> Fact:
@@ -83,7 +84,7 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
         [
             ("", (one.name, *([one.note] if one.note else []))),
             fact("peak", "peak", *peaks, "dense TFLOP/s"),
-            fact("best matmul", "matmul", *(measured or ("nobody's",)), f"{share:.0%} of the peak is planned with"),
+            fact("best matmul", "matmul", *(measured or ("none known",)), f"{share:.0%} of the peak is assumed"),
             fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
             fact("board", "board", f"{_number(one.power_w)} W", f"{one.multiprocessors or '-'} multiprocessors"),
             fact("link", "link", f"{one.link_gb_s:g} GB/s one way", f"joins {one.node_size}"),
@@ -93,11 +94,12 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
 
 
 def _half(one: AcceleratorRow) -> str:
-    """The 16-bit dtype that is planned with."""
+    """Return the 16-bit dtype that is planned with."""
     return "fp16" if one.peak_tflops["bf16"] is None else "bf16"
 
 
 def _by_dtype(tflops: Mapping[str, float | None]) -> list[str]:
+    """Return the known rates as ``dtype rate``."""
     return [f"{dtype} {rate:g}" for dtype, rate in tflops.items() if rate is not None]
 
 
