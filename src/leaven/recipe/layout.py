@@ -46,7 +46,7 @@ class Layout(Part):
         if self.schedule == "interleaved" and self.stages_per_rank == 1:
             raise ValueError('schedule = "interleaved" needs stages_per_rank = 2 or more; with one it is "1f1b"')
         if self.schedule == "zero-bubble" and self.zero > 1:
-            # torch 2.13 frees gathered parameters before it computes the weights' gradients, which are silently wrong.
+            # torch 2.13 frees gathered parameters before it computes the weights' gradients: silently wrong.
             # And gradients that are sharded after each micro-batch are missing in the second half of its pass.
             raise ValueError(
                 f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} gives up '
