@@ -26,7 +26,7 @@ def test_two_sizes_and_one_seed_are_inconclusive(name: str, tiny_file: Path, lea
         assert out.splitlines()[-1].endswith("--seeds 3 --widths 16,32,64")
 
 
-def test_a_measured_exponent_is_written_and_warned_of(
+def test_a_measured_exponent_is_written(
     tiny: Recipe, tiny_file: Path, tmp_path: Path, leaven: Verb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretended = type(pretend(tmp_path, losses(tiny, -0.2, 0.01)))

@@ -1,4 +1,4 @@
-"""export config and import config, as a user meets them."""
+"""leaven export config and leaven import config."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def plain(tiny_file: Path) -> Path:
 
 
 @pytest.mark.parametrize("target", ["nanotron", "transformers", "deepspeed"])
-def test_what_loses_nothing_is_written(leaven: Verb, plain: Path, tmp_path: Path, target: str) -> None:
+def test_an_export_without_losses_is_written(leaven: Verb, plain: Path, tmp_path: Path, target: str) -> None:
     out = tmp_path / "out"
     code, said, err = leaven("export", "config", plain, "--to", target, "-o", out, "--json")
     assert (code, err) == (0, "")
@@ -33,9 +33,7 @@ def test_what_loses_nothing_is_written(leaven: Verb, plain: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("target", ["megatron", "torchtitan", "litgpt"])
-def test_what_is_lost_is_listed_and_nothing_written_unless_asked(
-    leaven: Verb, plain: Path, tmp_path: Path, target: str
-) -> None:
+def test_losses_are_listed_and_need_lossy(leaven: Verb, plain: Path, tmp_path: Path, target: str) -> None:
     out, before = tmp_path / "out", sorted(tmp_path.iterdir())
     code, said, err = leaven("export", "config", plain, "--to", target, "-o", out)
     assert (code, said) == (2, "")
@@ -52,7 +50,9 @@ def test_what_is_lost_is_listed_and_nothing_written_unless_asked(
     assert all(each["why"] in out.read_text() for each in found)
 
 
-def test_names_follow_the_recipe(leaven: Verb, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_names_follow_the_recipe(
+    leaven: Verb, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for target in TARGETS:
         assert leaven("export", "config", plain, "--to", target, "--lossy")[0] == 0
@@ -61,7 +61,7 @@ def test_names_follow_the_recipe(leaven: Verb, plain: Path, tmp_path: Path, monk
                      "tiny-transformers"}  # fmt: skip
 
 
-def test_out_and_in_again(leaven: Verb, plain: Path, tmp_path: Path) -> None:
+def test_an_exported_config_is_imported_again(leaven: Verb, plain: Path, tmp_path: Path) -> None:
     script, recipe = tmp_path / "args.sh", tmp_path / "again one.toml"
     assert leaven("export", "config", plain, "--to", "megatron", "-o", script, "--lossy")[0] == 0
     code, said, err = leaven("import", "config", script, "--from", "megatron", "-o", recipe)
@@ -82,7 +82,7 @@ STARTERS = {"125M": "2.5B", "8B": "15T"}
 
 
 @pytest.mark.parametrize("params", STARTERS)
-def test_recipes_of_new_are_exported_or_refused_with_a_true_reason(leaven: Verb, tmp_path: Path, params: str) -> None:
+def test_losses_of_new_recipes_name_a_different_value(leaven: Verb, tmp_path: Path, params: str) -> None:
     """No target says "x: would be x"."""
     recipe = tmp_path / "new.toml"
     assert leaven("new", recipe, "--params", params, "--tokens", STARTERS[params])[0] == 0

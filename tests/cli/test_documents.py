@@ -18,7 +18,7 @@ DOCUMENTS = {
 }
 
 
-def test_the_page_of_documents_is_as_they_are() -> None:
+def test_the_page_of_documents_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "type: python benchmarks/documents_page.py"
 
 
@@ -42,9 +42,7 @@ def test_the_page_of_documents_is_as_they_are() -> None:
         ("export config RECIPE --to litgpt -o OUT --lossy", "export-config"),
     ],
 )
-def test_what_a_verb_prints_is_its_document(
-    leaven: Verb, tiny_file: Path, tmp_path: Path, command: str, schema: str
-) -> None:
+def test_a_verb_prints_its_document(leaven: Verb, tiny_file: Path, tmp_path: Path, command: str, schema: str) -> None:
     words = command.replace("RECIPE", str(tiny_file)).replace("OUT", str(tmp_path / "out.toml")).split()
     code, out, err = leaven(*words, "--json")
     assert code == 0, err
@@ -54,7 +52,7 @@ def test_what_a_verb_prints_is_its_document(
         assert DOCUMENTS[each["schema"]].model_validate(each).dump() == each
 
 
-def test_another_document_and_another_key_are_refused() -> None:
+def test_another_schema_or_key_is_an_error() -> None:
     with pytest.raises(ValidationError, match=r"the schema is leaven.report/2, expected leaven.report/1"):
         runs.ReportDocument.model_validate({"schema": "leaven.report/2", "path": "x"})
     with pytest.raises(ValidationError, match="Extra inputs"):

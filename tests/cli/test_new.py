@@ -15,9 +15,7 @@ from leaven.scaling.table import resolve
 Verb = Callable[..., tuple[int, str, str]]
 
 
-def test_what_is_written_goes_through_every_verb(
-    leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_printed_command_works(leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = Path("my fields/new wheat.toml")
     path.parent.mkdir()
@@ -49,7 +47,7 @@ def test_what_is_written_goes_through_every_verb(
     assert leaven(*plan)[0] == 0
 
 
-def test_what_is_written_trains_as_it_is(leaven: Verb, tmp_path: Path, corpus: Path) -> None:
+def test_the_recipe_trains_as_written(leaven: Verb, tmp_path: Path, corpus: Path) -> None:
     recipe, run = tmp_path / "tiny.toml", tmp_path / "run"
     small = ("--params", "100k", "--tokens", "40k", "--seq-len", "16", "--vocab", "320")
     assert leaven("new", recipe, *small, "--source", f"{corpus}/*.txt")[0] == 0
@@ -72,7 +70,7 @@ def test_json_has_every_step_with_its_sources(leaven: Verb, tmp_path: Path) -> N
     assert any(source.startswith("Step Law 2025: arXiv") for source in lr["sources"])
 
 
-def test_a_run_alone_is_its_own_size_and_length(leaven: Verb, tmp_path: Path) -> None:
+def test_from_takes_the_size_and_length_of_a_run(leaven: Verb, tmp_path: Path) -> None:
     path = tmp_path / "olmo.toml"
     assert leaven("new", path, "--from", "olmo2-7b")[0] == 0
     recipe, run = read_recipe(path), find_run("olmo2-7b")

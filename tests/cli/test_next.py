@@ -1,4 +1,4 @@
-"""The commands that a verb prints last: each works as it is printed, and together they are the whole road."""
+"""The commands that verbs print last work as printed, and lead from a proxy to an exported run."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 
 
 def printed(out: str) -> list[str]:
-    """What stands under the label "next" at the end of an output."""
+    """The commands under the label "next" at the end of an output."""
     lines = out.rstrip("\n").split("\n")
     first = max(number for number, line in enumerate(lines) if line.startswith("next "))
     return [line[11:] for line in lines[first:]]
@@ -39,7 +39,7 @@ def road(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return folder
 
 
-def test_the_road_by_printed_commands_alone(leaven: Verb, road: Path) -> None:
+def test_tune_to_export_by_printed_commands(leaven: Verb, road: Path) -> None:
     command = next_commands.after_check(
         road.relative_to(Path.cwd()) / "wheat-proxy.toml", read_recipe("my recipes/wheat-proxy.toml"), []
     )[0]
@@ -71,14 +71,14 @@ def test_the_road_by_printed_commands_alone(leaven: Verb, road: Path) -> None:
     assert Path("runs/wheat-tuned-huggingface/config.json").exists()
     (new,) = printed(out)
     assert typed(leaven, new)[0] == 0
-    # Whoever transfers a second time is not told to overwrite the first.
+    # A second transfer gets a new file name.
     assert (
         "wheat-tuned-2.toml"
         in next_commands.after_tune(Path("my recipes/wheat-proxy.toml"), Path("studies/wheat"))[0]
     )
 
 
-def test_plan_bench_export_and_import_go_on(leaven: Verb, road: Path) -> None:
+def test_printed_commands_of_plan_export_import_and_transfer_work(leaven: Verb, road: Path) -> None:
     recipe = road / "wheat.toml"
     code, out, _ = leaven("plan", recipe, "--gpus", "cpu")
     assert code == 0
@@ -97,7 +97,7 @@ def test_plan_bench_export_and_import_go_on(leaven: Verb, road: Path) -> None:
     assert typed(leaven, again)[0] == 0
 
 
-def test_a_plan_of_many_gpus_ends_in_a_launch(leaven: Verb, road: Path) -> None:
+def test_a_plan_of_many_gpus_prints_a_torchrun_command(leaven: Verb, road: Path) -> None:
     recipe = road / "wheat.toml"
     sets = ("--set", "model.vocab_size=32768", "--set", "batch.tokens=4096")
     code, out, err = leaven("plan", recipe, "--gpus", "16xH100-80GB", *sets, "--json")
@@ -112,7 +112,7 @@ def test_a_plan_of_many_gpus_ends_in_a_launch(leaven: Verb, road: Path) -> None:
     assert found["next"] == ["leaven new olmo-1b.toml --from olmo-1b --gpus 64xH100-SXM-80GB"]
 
 
-def test_what_is_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "gpus_here", lambda: 0)
     large = tiny.replace({"model": tiny.model.scaled(4096, 32).model_dump(), "data.tokens": 140_000_000_000})
     assert next_commands.trainable_here(tiny)

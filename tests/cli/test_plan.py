@@ -1,20 +1,23 @@
-"""leaven plan as a person types it: its screen, its page, and what it cannot do."""
+"""leaven plan: screen, document, page, budget and calibration."""
 
-import io
 import json
+import os
 import re
-from dataclasses import replace
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 from benchmarks.quoted import PAGES, renewed
-from rich.console import Console
+from tests.cli.conftest import Verb
 from tests.views.planned import RYE
 
+from leaven.cli.plan import by_measurement
 from leaven.planning.plan import plan_recipe
-from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import Training
 from leaven.views.terminal import console as terminal
-from leaven.views.terminal.plan import plan_screen
 
 CLUSTER = ("--gpus", "32xH100-80GB")
 LAYOUT = ("--layout", "tp=2,pp=4,zero=1,mbs=1")
@@ -28,11 +31,13 @@ def rye(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_runs_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, without a calibration history."""
     monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def test_the_screen_is_folded_between_its_parts(rye, leaven, monkeypatch):
+def test_the_screen_wraps_between_its_parts(rye, leaven, monkeypatch):
     monkeypatch.setattr(terminal.console, "width", 80)
     asked = ("--explain", "tp=4", "--price", "$2.50")
     code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *asked)
@@ -54,7 +59,7 @@ def test_the_screen_is_folded_between_its_parts(rye, leaven, monkeypatch):
     assert "tp=4: " in text
 
 
-def test_what_is_asked_of_the_ramp_and_of_money_is_in_the_document(rye, leaven):
+def test_share_price_and_explain_are_in_the_document(rye, leaven):
     def document(*options):
         code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *options, "--json")
         assert code == 0
@@ -69,7 +74,7 @@ def test_what_is_asked_of_the_ramp_and_of_money_is_in_the_document(rye, leaven):
     assert plain["cost"]["money"] is None
 
 
-def test_a_page_is_written_beside_the_screen(rye, leaven, tmp_path):
+def test_the_page_repeats_the_command(rye, leaven, tmp_path):
     page = tmp_path / "plan.html"
     sets = ("--set", "batch.tokens=2097152", "--set", "data.tokens=20_000_000_000")
     code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *sets, "--moments", "muon", "--no-history", "-o", page)
@@ -93,19 +98,7 @@ def test_a_published_run_is_planned_by_its_id(leaven, tmp_path, monkeypatch):
     assert "<h1>bloom-176b</h1>" in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("slower", "dyed"), [(-0.05, "\x1b[32m"), (-0.005, ""), (0.005, ""), (0.05, "\x1b[31m")])
-def test_times_within_one_per_cent_are_neither_better_nor_worse(slower, dyed, rye):
-    found = plan_recipe(read_recipe(rye), CLUSTER[1], LAYOUT[1])
-    longer = found.time.compute + slower * found.time.step
-    vars(found)["alternatives"] = (replace(found.chosen, time=replace(found.time, compute=longer)),)
-    console = Console(width=120, file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
-    for part in plan_screen(found.document()):
-        console.print(part)
-    said = re.escape(f"{slower:+.1%} time")
-    assert re.search(rf"GiB  {re.escape(dyed)} *{said}", console.file.getvalue())
-
-
-def test_the_cpu_is_no_gpu(rye, leaven):
+def test_units_of_a_cpu_are_processes(rye, leaven):
     shape = [f"model.{key}" for key in ("n_layers=2", "d_model=256", "n_heads=2", "n_kv_heads=2", "d_ff=512")]
     sets = [word for override in (*shape, "batch.tokens=16384") for word in ("--set", override)]
     code, out, _ = leaven("plan", rye, "--gpus", "cpu", "--price", "2.5", *sets)
@@ -117,7 +110,7 @@ def test_the_cpu_is_no_gpu(rye, leaven):
     assert "GPU" not in out
 
 
-def test_a_ramp_says_its_units_and_no_more_than_it_keeps(rye, leaven):
+def test_the_ramp_starts_at_the_share_that_was_asked_for(rye, leaven):
     quick = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "0.5")[1]
     text = " ".join(line[14:] for line in quick.splitlines())
     grows = r"growing in steps of [\d.]+ k tokens over the first [\d.]+ B tokens: .* more than at the full batch"
@@ -125,6 +118,52 @@ def test_a_ramp_says_its_units_and_no_more_than_it_keeps(rye, leaven):
     full = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "1")[1]
     assert "start at 1.05 M tokens: 100% of full speed" in full
     assert "growing" not in full
+
+
+def test_a_budget_with_an_assumed_mfu(leaven: Verb) -> None:
+    text = leaven("plan", "--budget", "8xH100 x 3d", "--mfu", "0.4")[1]
+    assert "20 tokens a parameter" in text
+    assert "8xH100-SXM-80GB · one node · 72 h 00 · 576 GPU-h" in text
+    assert text.splitlines()[-1].startswith("next       leaven new ")
+    assert "accuracy" not in text  # nothing was planned
+
+
+def test_a_budget_prints_whole_layouts(leaven: Verb) -> None:
+    """Many GPUs with little memory need every key of a layout."""
+    many = leaven("plan", "--budget", "512xA100-40GB x 30d")[1]
+    assert "…" not in many
+    assert re.search(r"  dp 256 tp 2 zero 3 mbs \d+ recompute full\n", many)
+    assert re.search(r"  dp 512 in 8 zero 3 mbs \d+\n", many)
+    assert "accuracy  mean error on published runs" in many
+
+
+def test_a_measurement_calibrates_later_plans(tiny: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    bare = plan_recipe(tiny, "cpu")
+    assert by_measurement(bare, tiny, "cpu", measure=False, history=True) is bare
+    now = by_measurement(bare, tiny, "cpu", measure=True, history=True)
+    assert now.calibration is not None
+    assert now.speed.step_seconds == pytest.approx(bare.speed.step_seconds * now.calibration.time)
+    assert "best matmul" in capsys.readouterr().err
+    assert by_measurement(bare, tiny, "cpu", measure=False, history=True).calibration == now.calibration
+    assert by_measurement(bare, tiny, "cpu", measure=False, history=False) is bare
+
+
+def test_a_measurement_that_is_stopped_leaves_nothing(
+    tiny: Recipe, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    issue = Training.issue
+
+    def interrupted(self: Training, *arguments: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return issue(self)
+
+    monkeypatch.setattr(Training, "issue", interrupted)
+    with pytest.raises(typer.Exit) as ended:
+        by_measurement(plan_recipe(tiny, "cpu"), tiny, "cpu", measure=True, history=True)
+    assert ended.value.exit_code == 75
+    assert "nothing is written" in capsys.readouterr().err
+    assert not list(cache.rglob("*"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""export weights, new --from-weights and sample, as a user meets them."""
+"""leaven export weights, leaven new --from-weights and leaven sample."""
 
 import json
 import shutil
@@ -15,7 +15,9 @@ from leaven.recipe.files import read_recipe
 Verb = Callable[..., tuple[int, str, str]]
 
 
-def test_out_to_transformers_and_back_into_a_run(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
+def test_exported_weights_load_in_transformers_and_train_again(
+    leaven: Verb, scaled_run: Path, tmp_path: Path
+) -> None:
     out, recipe, again = (tmp_path / name for name in ("out", "next one.toml", "again"))
     code, said, err = leaven("export", "weights", scaled_run, "--to", "huggingface", out, "--json")
     assert (code, err) == (0, "")
@@ -62,7 +64,7 @@ def test_out_to_transformers_and_back_into_a_run(leaven: Verb, scaled_run: Path,
     assert wide.why["start.weights"] == "left out: those weights are of another shape"
 
 
-def test_a_person_reads_what_was_written(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
+def test_export_and_new_print_what_they_wrote(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
     code, said, _ = leaven("export", "weights", scaled_run, tmp_path / "out", "--dtype", "bf16", "--tokens", "5_120")
     assert code == 0
     assert "Qwen3ForCausalLM, " in said
@@ -94,9 +96,7 @@ def run(scaled_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("verb", ["sample RUN x --max-tokens 1", "export weights RUN OUT"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-    leaven: Verb, run: Path, tmp_path: Path, verb: str
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(leaven: Verb, run: Path, tmp_path: Path, verb: str) -> None:
     arguments = verb.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
     newest = max((run / "checkpoints").iterdir())
     (newest / "model.safetensors").write_bytes(b"torn")
