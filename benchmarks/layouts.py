@@ -2,7 +2,7 @@
 
 The cases of tests/distributed/test_layouts.py and the chains of test_resharding.py, as a table: the largest
 difference from one process in any loss or validation (nats), in gradient and update norms (relative), in parameters;
-and the seconds of the case with its processes waiting (starting them is not in it). float64, then the compute dtypes.
+and the seconds of the case without starting its processes. float64, then the compute dtypes.
 """
 
 import os
@@ -15,12 +15,13 @@ import torch
 from tests.conftest import TINY
 from tests.distributed.conftest import once
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import CASES, COMMON, EVERYTHING, differences
+from tests.distributed.test_layouts import CASES, COMMON, ONE, TIED, differences, layout
 from tests.distributed.test_resharding import CHAINS, follow
 
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 
+EVERYTHING = layout(dp=2, tp=2, pp=2, zero=1) | TIED | ONE | {"model.n_layers": 2}
 TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
 
 
@@ -53,7 +54,7 @@ def table(ranks: Pool, tiny: Recipe, names: list[str], folder: Path) -> None:
         seconds = time.perf_counter() - began
         loss = max(found["loss"], found["validation"])
         print(f"| {name} | {loss:.1e} | {found['norm']:.1e} | {found['parameter']:.1e} | {seconds:.1f} |", flush=True)
-    print("\n| saved by, then taken up by | loss |\n|---|---|")
+    print("\n| saved by, then resumed by | loss |\n|---|---|")
     for number, (name, (changes, chain)) in enumerate(CHAINS.items()):
         if names and name not in names:
             continue

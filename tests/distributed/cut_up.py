@@ -42,9 +42,9 @@ def write_all(folder: Path, step: int, size: int, rewinds: tuple[Rewind, ...] = 
     return together(size, body)[0]
 
 
-def saved(keeper: CheckpointManager, checkpoint: Checkpoint) -> Saved:
-    keeper.save(checkpoint, checkpoint.progress.tokens)
-    outcome = keeper.outcome(wait=True)
+def saved(manager: CheckpointManager, checkpoint: Checkpoint) -> Saved:
+    manager.save(checkpoint, checkpoint.progress.tokens)
+    outcome = manager.outcome(wait=True)
     assert outcome is not None
     return outcome
 

@@ -13,8 +13,8 @@ from leaven.distributed.process_group import ProcessGroup
 T = TypeVar("T")
 
 
-class Meeting:
-    """Where all come, each with something, and leave with everything."""
+class ThreadRendezvous:
+    """Gathers a value of every thread on all of them."""
 
     def __init__(self, size: int) -> None:
         self.barrier, self._brought = threading.Barrier(size, timeout=60), [None] * size
@@ -29,9 +29,9 @@ class Meeting:
 
 @dataclass(frozen=True)
 class InThread(ProcessGroup):
-    """One of them; no mesh, and collectives all the same."""
+    """A process group whose processes are threads; without a mesh, but with collectives."""
 
-    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+    meeting: ThreadRendezvous = field(default_factory=lambda: ThreadRendezvous(1))
 
     def any(self, flag: bool) -> bool:
         return any(self.meeting.all(self.rank, flag))
@@ -42,8 +42,8 @@ class InThread(ProcessGroup):
 
 
 def together(size: int, body: Callable[[ProcessGroup], T], store: Any = None) -> list[T]:
-    """What each of ``size`` processes returns, by rank; raises what the first of them raises that does."""
-    meeting, store = Meeting(size), store or dist.HashStore()
+    """Returns what ``body`` returns on each of ``size`` processes, by rank; raises the first error."""
+    meeting, store = ThreadRendezvous(size), store or dist.HashStore()
 
     def run(rank: int) -> T:
         try:

@@ -31,15 +31,15 @@ def test_all_processes_get_the_error_of_one(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(module, "save_file", save)
 
     def body(group: ProcessGroup) -> list[Saved]:
-        keeper = CheckpointManager(tmp_path, 256, 2, None, group=group)
-        outcomes = [saved(keeper, rows(1, group.rank, 3))]
+        manager = CheckpointManager(tmp_path, 256, 2, None, group=group)
+        outcomes = [saved(manager, rows(1, group.rank, 3))]
         group.barrier()
         if group.is_first:
             assert names(tmp_path) == []
             full.clear()
         group.barrier()
-        outcomes += [saved(keeper, rows(step, group.rank, 3)) for step in (1, 2, 3)]
-        keeper.close()
+        outcomes += [saved(manager, rows(step, group.rank, 3)) for step in (1, 2, 3)]
+        manager.close()
         return outcomes
 
     first, *others = together(3, body)
@@ -65,7 +65,9 @@ def test_save_returns_after_old_checkpoints_are_removed(tmp_path: Path) -> None:
 
 def test_nothing_is_removed_while_a_process_still_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clear, cleared = CheckpointManager._clear, []
-    monkeypatch.setattr(CheckpointManager, "_clear", lambda keeper, *rest: (cleared.append(1), clear(keeper, *rest)))
+    monkeypatch.setattr(
+        CheckpointManager, "_clear", lambda manager, *rest: (cleared.append(1), clear(manager, *rest))
+    )
     for step in (1, 2):
         write_all(tmp_path, step, 2)
     write_checkpoint(tmp_path, rows(3, 0, 1))  # of one process: all of them go the same way
@@ -74,11 +76,11 @@ def test_nothing_is_removed_while_a_process_still_reads(tmp_path: Path, monkeypa
     (leftover / "model-00001-of-00002.safetensors").write_bytes(b"stale")
 
     def body(group: ProcessGroup) -> list[int]:
-        keeper = CheckpointManager(tmp_path, 256, 2, None, group=group)
+        manager = CheckpointManager(tmp_path, 256, 2, None, group=group)
         if not group.is_first:
             time.sleep(0.1)
             assert steps(tmp_path) == [1, 2, 3]
-        keeper.clear(300)
+        manager.clear(300)
         return steps(tmp_path)
 
     assert together(2, body) == [[1], [1]]
@@ -134,17 +136,17 @@ def die(*arguments, **named):
 
 def child(folder, rank, victim, where):
     store = dist.FileStore(f"{folder}.store", 3)
-    keeper = keeping.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
-    assert saved(keeper, rows(1, rank, 3)).error is None
+    manager = keeping.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
+    assert saved(manager, rows(1, rank, 3)).error is None
     if rank == victim:
         setattr(module, where, die)
-    keeper.save(rows(2, rank, 3), 512)
+    manager.save(rows(2, rank, 3), 512)
     while not Path(f"{folder}.dead").exists():  # the others notice, and give up
         time.sleep(0.01)
     keeping.GIVE_UP = 1.0 if rank else 0.5
-    keeper.close()
+    manager.close()
     try:
-        outcome = keeper.outcome(wait=True).error
+        outcome = manager.outcome(wait=True).error
     except RuntimeError as error:
         outcome = str(error)
     Path(f"{folder}-{rank}").write_text(str(outcome))
@@ -194,10 +196,10 @@ def test_killed_while_saving(killed: Path, number: int) -> None:
     same(found.model["w"], rows(1, 0, 1).model["w"])
 
     def restarted(group: ProcessGroup) -> str | None:
-        keeper = CheckpointManager(folder, 256, 2, None, group=group)
-        keeper.clear(256)
-        error = saved(keeper, rows(2, group.rank, 2)).error  # on fewer processes
-        keeper.close()
+        manager = CheckpointManager(folder, 256, 2, None, group=group)
+        manager.clear(256)
+        error = saved(manager, rows(2, group.rank, 2)).error  # on fewer processes
+        manager.close()
         return error
 
     assert together(2, restarted) == [None, None]

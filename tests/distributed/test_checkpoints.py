@@ -187,7 +187,7 @@ def test_overlapping_pieces_are_found(tmp_path: Path) -> None:
 
 
 def test_a_process_that_answers_too_late(tmp_path: Path) -> None:
-    """What it then writes does not stay, and it comes to what the others have come to."""
+    """Its files are removed, and it gets the same error as the others."""
 
     def body(group: ProcessGroup) -> str:
         exchange = Exchange(group)

@@ -95,12 +95,12 @@ def test_stage_backward_gives_the_inputs_gradients_and_adds_to_the_parameters() 
 
 
 def test_resizes_are_seen_inside_the_block_only() -> None:
-    storage, told = torch.ones(4).untyped_storage(), list[int]()
-    with resizes_seen(lambda storage: told.append(storage.nbytes())):
+    storage, sizes = torch.ones(4).untyped_storage(), list[int]()
+    with resizes_seen(lambda storage: sizes.append(storage.nbytes())):
         storage.resize_(0)
         storage.resize_(32)
     storage.resize_(8)
-    assert told == [0, 32]
+    assert sizes == [0, 32]
 
 
 def propagated() -> list[int]:

@@ -1,4 +1,4 @@
-"""Rounds between processes through the store."""
+"""Exchanges between processes through the store."""
 
 import threading
 import time
@@ -15,20 +15,20 @@ from leaven.distributed.process_group import ProcessGroup
 
 def test_gather_and_broadcast() -> None:
     def body(group: ProcessGroup) -> list[Any]:
-        exchange, heard = Exchange(group), []
+        exchange, rounds = Exchange(group), []
         for number in range(3):
-            told = exchange.gather({"rank": group.rank, "round": number})
-            heard.append((exchange.name, told, exchange.broadcast(["decided", number, len(told)])))
-        return heard
+            gathered = exchange.gather({"rank": group.rank, "round": number})
+            rounds.append((exchange.name, gathered, exchange.broadcast(["answer", number, len(gathered)])))
+        return rounds
 
     store = dist.HashStore()
     first, *others = together(4, body, store)
-    assert store.num_keys() == 3  # decisions: what was heard is not kept
-    for number, (name, told, decided) in enumerate(first):
-        assert told == [{"rank": rank, "round": number} for rank in range(4)]
-        assert decided == ["decided", number, 4]
+    assert store.num_keys() == 3  # the answers; gathered values are removed
+    for number, (name, gathered, answer) in enumerate(first):
+        assert gathered == [{"rank": rank, "round": number} for rank in range(4)]
+        assert answer == ["answer", number, 4]
         assert {name} == {other[number][0] for other in others}
-        assert all(other[number][1:] == ([], decided) for other in others)
+        assert all(other[number][1:] == ([], answer) for other in others)
     assert len({name for name, _, _ in first}) == 3
 
 
@@ -41,14 +41,14 @@ def test_a_single_process_does_not_wait() -> None:
 def test_values_of_an_earlier_start_are_ignored() -> None:
     """On a store that outlives the processes, as torchrun's does."""
     store = dist.HashStore()
-    patience = timedelta(seconds=0.05)
+    timeout = timedelta(seconds=0.05)
 
     def killed(group: ProcessGroup) -> list[Any]:
-        exchange = Exchange(group, patience)
+        exchange = Exchange(group, timeout)
         return exchange.gather("stale") if not group.is_first else []
 
     def restarted(group: ProcessGroup) -> list[Any]:
-        exchange = Exchange(group, patience)
+        exchange = Exchange(group, timeout)
         return exchange.gather("new") if group.is_first else []
 
     together(3, killed, store)

@@ -194,7 +194,7 @@ def listening(port: int) -> None:
 @pytest.mark.slow
 def test_a_run_resumes_with_a_node_fewer(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
     """Two agents on this machine, each with one process. One of them is gone at step 8, with all
-    that it started; the other notices, meets alone and goes on with dp = 1."""
+    that it started; the other notices, and resumes alone with dp = 1."""
     write_recipe(two.replace({"layout.timeout_seconds": 60}), tmp_path / "two.toml")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -62,7 +62,7 @@ def differences(
     laid_out = recipe.replace(COMMON | changes)
     tokens = prepare(laid_out.data, laid_out.model.vocab_size)
     many = ranks(laid_out.layout.ranks, train, laid_out, tokens, steps, dtype)
-    for rank in many[1:]:  # the same bits everywhere: what is decided by them is decided alike
+    for rank in many[1:]:  # the same bits on all ranks, because decisions depend on them
         assert all(rank[key] == many[0][key] for key in ("losses", "grad_norms", "update_norms", "modules"))
         assert rank["validation"] == many[0]["validation"]
     first, expected = many[0], assembled([one])

@@ -123,59 +123,59 @@ def test_undone_checkpoints_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[CheckpointManager]:
+def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
     made = CheckpointManager(tmp_path, every_tokens=256, keep=2, keep_every_tokens=None)
     yield made
     made.close()
 
 
-def save(keeper: CheckpointManager, step: int, good: int | None = None) -> None:
-    keeper.save(checkpoint(step), 256 * (step if good is None else good))
-    saved = keeper.outcome(wait=True)
+def save(manager: CheckpointManager, step: int, good: int | None = None) -> None:
+    manager.save(checkpoint(step), 256 * (step if good is None else good))
+    saved = manager.outcome(wait=True)
     assert saved is not None
     assert saved.error is None
 
 
-def test_the_newest_and_the_last_good_checkpoints_are_kept(tmp_path: Path, keeper: CheckpointManager) -> None:
+def test_the_newest_and_the_last_good_checkpoints_are_kept(tmp_path: Path, manager: CheckpointManager) -> None:
     for step in (1, 2, 3):
-        save(keeper, step)
+        save(manager, step)
     assert steps(tmp_path) == [2, 3]
     for step in (4, 5, 6):
-        save(keeper, step, good=3)  # suspicious since step 4
+        save(manager, step, good=3)  # suspicious since step 4
     assert steps(tmp_path) == [3, 5, 6]
-    save(keeper, 7)
+    save(manager, 7)
     assert steps(tmp_path) == [6, 7]
 
 
 def test_keep_every_tokens(tmp_path: Path) -> None:
-    keeper = CheckpointManager(tmp_path, every_tokens=256, keep=1, keep_every_tokens=3 * 256)
+    manager = CheckpointManager(tmp_path, every_tokens=256, keep=1, keep_every_tokens=3 * 256)
     for step in (1, 2, 4, 5, 6, 7, 8, 11, 12):
-        save(keeper, step)
-    keeper.close()
+        save(manager, step)
+    manager.close()
     assert steps(tmp_path) == [4, 6, 11, 12]
 
 
 def test_a_checkpoint_at_a_stop_displaces_no_scheduled_one(tmp_path: Path) -> None:
     """As a stop writes it: steps 3 and 5 with one due every second step."""
-    keeper, there = CheckpointManager(tmp_path, every_tokens=512, keep=2, keep_every_tokens=None), []
+    manager, there = CheckpointManager(tmp_path, every_tokens=512, keep=2, keep_every_tokens=None), []
     for step in (0, 2, 3, 4, 5, 6):
-        save(keeper, step)
+        save(manager, step)
         there.append(steps(tmp_path))
-    keeper.close()
+    manager.close()
     assert there == [[0], [0, 2], [0, 2, 3], [2, 4], [2, 4, 5], [4, 6]]
 
 
 def test_a_checkpoint_at_a_stop_is_not_the_last_good_one(tmp_path: Path) -> None:
     """Stopped at step 3, suspicious since step 4: without the stop there would be steps 2 and 4."""
-    keeper = CheckpointManager(tmp_path, every_tokens=512, keep=1, keep_every_tokens=None)
+    manager = CheckpointManager(tmp_path, every_tokens=512, keep=1, keep_every_tokens=None)
     for step, good in ((2, 2), (3, 3), (4, 3)):
-        save(keeper, step, good)
-    keeper.close()
+        save(manager, step, good)
+    manager.close()
     assert steps(tmp_path) == [2, 4]
 
 
-def test_the_state_at_the_call_is_written(tmp_path: Path, keeper: CheckpointManager) -> None:
-    """The training goes on at once, and changes its tensors in place while a thread writes."""
+def test_the_state_at_the_call_is_written(tmp_path: Path, manager: CheckpointManager) -> None:
+    """Training continues at once, and changes its tensors in place while a thread writes."""
     go, write = threading.Event(), module.write_checkpoint
 
     def slowly(*arguments: Any) -> Path:
@@ -185,23 +185,23 @@ def test_the_state_at_the_call_is_written(tmp_path: Path, keeper: CheckpointMana
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "write_checkpoint", slowly)
         one = checkpoint(1)
-        keeper.save(one, 256)
-        assert keeper.outcome(wait=False) is None
+        manager.save(one, 256)
+        assert manager.outcome(wait=False) is None
         one.model["w"].zero_()
         go.set()
-        saved = keeper.outcome(wait=True)
+        saved = manager.outcome(wait=True)
     assert saved is not None
-    assert keeper.outcome(wait=True) is None  # it is told once
+    assert manager.outcome(wait=True) is None  # each result is returned once
     found, _ = read_checkpoint(tmp_path)
     assert found is not None
     assert torch.equal(found.model["w"], checkpoint(1).model["w"])
 
 
-def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, keeper: CheckpointManager) -> None:
+def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, manager: CheckpointManager) -> None:
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
     (tmp_path / ".tokens-000000000000999.0badcafe-1.tmp").mkdir()  # of a run that was killed
-    keeper.clear(256, damaged=[checkpoints(tmp_path)[-1]])
+    manager.clear(256, damaged=[checkpoints(tmp_path)[-1]])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "damaged-tokens-000000000000768",
         "tokens-000000000000256",
@@ -209,17 +209,17 @@ def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, ke
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(
-    tmp_path: Path, keeper: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(keeper, 1)
+    save(manager, 1)
 
     def full(tensors: object, path: Path) -> NoReturn:
         path.write_bytes(b"torn")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint_module, "save_file", full)
-    keeper.save(checkpoint(2), 512)
-    saved = keeper.outcome(wait=True)
+    manager.save(checkpoint(2), 512)
+    saved = manager.outcome(wait=True)
     assert saved is not None
     assert saved.error == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["tokens-000000000000256"]

@@ -23,7 +23,7 @@ def tokens(tiny: Recipe) -> TokenSet:
 
 
 def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float, Gradients, Gradients]]:
-    """A step a size: (norm told, gradients before, gradients after), in float64."""
+    """Returns for each size a step: (returned norm, gradients before, gradients after), in float64."""
     table = resolve(recipe)
     sharded = ShardedModel(
         recipe.model, table, seed=0, dtype=torch.float32, device=torch.device("cpu"), layout=recipe.layout

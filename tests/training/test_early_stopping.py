@@ -44,13 +44,13 @@ def behind(by: float, points: int) -> Curve:
     return tuple((tokens, loss + by) for tokens, loss in BEST[:points])
 
 
-def given_up(by: float) -> int | None:
-    """The point at which a run is given up that is always behind by so much."""
+def pruned_at(by: float) -> int | None:
+    """Returns the point at which a trial is pruned that is always behind by so much."""
     return next((points for points in range(1, 33) if out_of_reach(behind(by, points), BASELINE)), None)
 
 
 def test_trials_further_behind_are_pruned_sooner() -> None:
-    points = [given_up(by) for by in (100.0, 1.5, 0.5, 0.1)]
+    points = [pruned_at(by) for by in (100.0, 1.5, 0.5, 0.1)]
     assert None not in points
     assert points == sorted(set(points))
     assert points[0] is not None
@@ -58,8 +58,8 @@ def test_trials_further_behind_are_pruned_sooner() -> None:
 
 
 def test_trials_within_the_noise_or_ahead_are_never_pruned() -> None:
-    assert given_up(0.03) is None
-    assert given_up(-0.5) is None
+    assert pruned_at(0.03) is None
+    assert pruned_at(-0.5) is None
     noisy = Baseline(BEST, 2.4, noise=1.0)
     assert not any(out_of_reach(behind(1.5, points), noisy) for points in range(1, 33))
 

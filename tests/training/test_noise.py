@@ -110,9 +110,9 @@ def test_the_noise_scale_resumes_bit_for_bit(measured: Recipe, tokens: TokenSet,
     train(measured, tokens, tmp_path / "parts", stop=lambda: len(lines(tmp_path / "parts")) >= 13)
     again = train(measured, tokens, tmp_path / "parts")
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    told = [scale for _, scale in lines(tmp_path / "whole") if scale]
-    assert len(told) > 20
-    assert again.noise_scale == whole.noise_scale == told[-1]
+    scales = [scale for _, scale in lines(tmp_path / "whole") if scale]
+    assert len(scales) > 20
+    assert again.noise_scale == whole.noise_scale == scales[-1]
 
 
 def test_a_checkpoint_without_averages_resets_them() -> None:

@@ -83,9 +83,9 @@ def test_a_scaled_ramp_is_adamw_with_the_values_of_each_step(
     for step in range(STEPS):
         batch = recipe.batches.batch_at(training.progress.tokens)
         batches.add(batch)
-        told, table = training.step(), resolve(at_its_batch(recipe, batch))
+        result, table = training.step(), resolve(at_its_batch(recipe, batch))
         multiplier = recipe.schedule.multiplier(training.progress.tokens, recipe.data.tokens)
-        assert told.lr == pytest.approx(table["layers.0.mlp.out.weight"].lr * multiplier, rel=1e-12)
+        assert result.lr == pytest.approx(table["layers.0.mlp.out.weight"].lr * multiplier, rel=1e-12)
         for name, taken in seen[step].items():
             row, w, gradient = table[name], weights[name], taken
             lr = row.lr * multiplier

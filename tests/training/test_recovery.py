@@ -177,7 +177,7 @@ def test_a_lr_that_stays_too_high_stops_the_run_with_a_report(
     run = RunFolder(tmp_path / "run")
     assert [event["attempt"] for event in rollbacks(run)] == [1, 2]
     assert run.events()[-1]["event"] == "stop"
-    # The last good checkpoint is there, and the same command comes to the same end.
+    # The last good checkpoint is there, and the same command has the same result.
     assert tokens_of(checkpoints(run.checkpoints)[0]) <= 100 * STEP
     with pytest.raises(Diverged, match="2 rollbacks did not pass it"):
         train(recipe(stability__max_rollbacks=2), text(), tmp_path / "run")
@@ -289,7 +289,7 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[...,
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        ballast, told = disk / "ballast", []
+        ballast, reported = disk / "ballast", []
 
         def on_step(step: Step) -> None:
             if step.step == 40:
@@ -298,15 +298,15 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[...,
                 ballast.unlink()
 
         def on_event(event: str, values: dict[str, Any]) -> None:
-            told.append((event, values["step"]))
+            reported.append((event, values["step"]))
 
         _, loss, run = ended(recipe(), text(), disk / "run", on_step=on_step, on_event=on_event)
         assert loss == run_once(text())[0]
-        failed = [step for event, step in told if event == "checkpoint_failed"]
+        failed = [step for event, step in reported if event == "checkpoint_failed"]
         assert failed[0] == 48
         assert failed[-1] in {96, 112}
         assert [event["step"] for event in events(run, "checkpoint_failed")] == failed  # written when there was room
-        assert [event["event"] for event in run.events()] == [event for event, _ in told if event != "unwritten"]
-        assert len([event for event, _ in told if event == "unwritten"]) == 1
+        assert [event["event"] for event in run.events()] == [event for event, _ in reported if event != "unwritten"]
+        assert len([event for event, _ in reported if event == "unwritten"]) == 1
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -157,7 +157,7 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)  # what is left to a job after a SIGTERM
+    _, errors = process.communicate(timeout=30)  # the grace period of a job after SIGTERM
     assert process.returncode == 75
     assert "run it again to resume from there" in errors
     found, damaged = read_checkpoint(tmp_path / "run" / "checkpoints")
@@ -251,8 +251,8 @@ def test_text_that_has_changed_is_refused(tiny: Recipe, tokens: TokenSet, tmp_pa
 def test_a_run_keeps_its_micro_batch_unless_the_recipe_changes_it(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
-    """The order of a sum is part of its bits: auto takes what the run began with, and a change is told and kept."""
-    two, folder, told = tiny.replace({"batch.micro_batch": 2}), tmp_path / "run", []
+    """The order of a sum changes its bits: auto keeps the size that the run began with, and a change is recorded."""
+    two, folder, reported = tiny.replace({"batch.micro_batch": 2}), tmp_path / "run", []
     train(two, tokens, folder, stop=lambda: len(losses(folder)) >= 3)
     train(tiny, tokens, folder, stop=lambda: len(losses(folder)) >= 6)  # auto
     train(two, tokens, tmp_path / "whole")
@@ -260,10 +260,10 @@ def test_a_run_keeps_its_micro_batch_unless_the_recipe_changes_it(
     done = len(losses(folder))
     assert losses(folder) == whole[:done]
     eight = tiny.replace({"batch.micro_batch": 8, "layout.compile": False})
-    train(eight, tokens, folder, on_event=lambda event, values: told.append((event, values)))
+    train(eight, tokens, folder, on_event=lambda event, values: reported.append((event, values)))
     assert losses(folder)[done:] != whole[done:]
     assert losses(folder) == pytest.approx(whole, abs=1e-4)
-    ((_, event),) = [each for each in told if each[0] == "layout"]
+    ((_, event),) = [each for each in reported if each[0] == "layout"]
     assert event["changes"] == [{"path": "batch.micro_batch", "before": 2, "after": 8}]
     assert event["tokens"] == 256 * done
     for recipe in (RunFolder(folder).recipe(), read_recipe(folder / "recipe.toml")):

@@ -100,7 +100,7 @@ def test_a_trial_that_cannot_reach_the_baseline_is_pruned(tiny: Recipe) -> None:
     assert outcome.curve == whole.curve[: len(outcome.curve)]
     assert outcome.loss == expected(outcome.curve, better) > better.loss
     assert outcome.flops == outcome.tokens * flops_per_token(tiny.model)
-    # One that is as good goes on to its end, and so does one without a baseline of its own duration.
+    # A trial that is as good as the baseline runs to its end, and so does one with a baseline of another duration.
     assert results(train_trial(tiny, baseline=Baseline(whole.curve, whole.loss, 0.01))) == results(whole)
     longer = Baseline(tuple((tokens * 2, loss) for tokens, loss in better.curve), better.loss, 0.01)
     assert results(train_trial(tiny, baseline=longer)) == results(whole)
