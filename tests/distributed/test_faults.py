@@ -18,7 +18,7 @@ from tests.distributed.test_layouts import layout
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
-from leaven.recipe.errors import Lost
+from leaven.recipe.errors import ProcessLost
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
@@ -72,7 +72,7 @@ def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
                 if group.rank == 1 and number == 4:
                     time.sleep(seconds)
                 training.step()
-    except Lost as error:
+    except ProcessLost as error:
         return str(error)
     return "nobody missed it"
 

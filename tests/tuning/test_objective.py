@@ -24,7 +24,7 @@ from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.service.budget import Budget, busy
-from leaven.tuning.service.interface import Found, Lost, NothingFound, Proposal
+from leaven.tuning.service.interface import Found, NothingFound, Proposal, WorkerDied
 from leaven.tuning.service.loop import HUGE
 from leaven.tuning.service.objective import FINEST, OCTAVES
 from leaven.tuning.service.samplers import METHODS
@@ -396,7 +396,7 @@ def test_a_run_whose_process_died_is_done_once_more_and_counts_once() -> None:
     def mortal(x: Proposal) -> float:
         deaths[x.origin] += 1
         if (x.origin == 4 and deaths[4] == 1) or x.origin == 7:
-            raise Lost
+            raise WorkerDied
         return bowl(x)
 
     deaths: Counter[int] = Counter()
@@ -620,7 +620,7 @@ def test_where_everything_was_stopped_it_is_not_said_to_have_diverged() -> None:
 
 def test_where_nothing_ended_it_is_not_said_to_have_diverged() -> None:
     def dies(x: Proposal) -> float:
-        raise Lost
+        raise WorkerDied
 
     with pytest.raises(NothingFound, match="no run ended: 3 died, each of them twice"):
         search(dies, SPACE, trials=3, method="random")
@@ -654,7 +654,7 @@ def test_a_budget_of_flops_holds_for_any_number_of_workers() -> None:
 @pytest.mark.parametrize("budget", [{"flops": 1e6, "run_flops": 2.0}, {"hours": 100.0}, {"trials": 100_000}])
 def test_where_everything_dies_it_ends(budget: dict[str, float]) -> None:
     def dies(x: Proposal) -> float:
-        raise Lost
+        raise WorkerDied
 
     with pytest.raises(NothingFound, match="no run ended: 8 died, each of them twice"):
         search(dies, SPACE, **{"trials": None, **budget})  # type: ignore[arg-type]
@@ -685,7 +685,7 @@ def test_proposals_are_the_same_whatever_died_before() -> None:
     def proposals(dies: bool) -> list[dict[str, float]]:
         def mortal(x: Proposal) -> float:
             if dies and x.number == 4:
-                raise Lost
+                raise WorkerDied
             return bowl(x)
 
         runs = Runs(mortal)

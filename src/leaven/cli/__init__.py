@@ -11,7 +11,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from leaven.cli.usage_errors import usage_message
-from leaven.recipe.errors import InputError, Lost, out_of_memory
+from leaven.recipe.errors import InputError, ProcessLost, out_of_memory
 from leaven.views.terminal.console import console, errors
 
 # The lines of `leaven --help`. The file of a verb has its name and is imported when the verb is called.
@@ -110,7 +110,7 @@ def _main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{error.strerror}{where}; free some space and run the same command again, finished work is kept")
     except Exception as error:
-        if isinstance(error, Lost):
+        if isinstance(error, ProcessLost):
             sys.stderr.write(f"error: {error}\n")  # each process has its own
             sys.exit(FAILED)
         _let_this_process_print(error)

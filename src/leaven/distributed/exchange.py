@@ -9,14 +9,14 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.recipe.errors import InputError, Lost, Settled
+from leaven.recipe.errors import InputError, ProcessLost, Settled
 
 T = TypeVar("T")
 
 _LONGEST_PAUSE = 0.5  # s between two polls of the store
 
 
-class NoReply(Lost):
+class NoReply(ProcessLost):
     """The first process does not answer."""
 
 

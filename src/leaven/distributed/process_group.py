@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from leaven.distributed.rendezvous import private_store
-from leaven.recipe.errors import Lost, Settled
+from leaven.recipe.errors import ProcessLost, Settled
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -109,7 +109,7 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
     """Yield the group of processes that torchrun started, laid out as in the recipe, or a single process.
 
     Raises:
-        Lost: if the block fails because other processes are gone or did not answer for ``layout.timeout_seconds``.
+        ProcessLost: if other processes have died or did not answer for ``layout.timeout_seconds``.
     """
     if layout.ranks == 1:
         yield SINGLE_PROCESS
@@ -121,7 +121,7 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
     try:
         store = private_store(store, rank, size, timeout)
     except TimeoutError as error:
-        raise Lost(f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s") from None
+        raise ProcessLost(f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s") from None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -135,7 +135,7 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
         group.barrier()  # the store may live in the first process, and others may still read in it
     except Exception as error:
         if isinstance(error, RuntimeError) and _is_connection_error(error):
-            raise Lost(_describe_loss(group, error)) from error
+            raise ProcessLost(_describe_loss(group, error)) from error
         if not isinstance(error, Settled):
             error.add_note(f"rank {rank}")  # only this process raises it
         raise

@@ -22,5 +22,5 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-class Lost(RuntimeError):
-    """A process of a run is gone or hangs. The message says what is known; the run can be resumed."""
+class ProcessLost(RuntimeError):
+    """A process of a distributed run has died or hangs. The run can be resumed."""

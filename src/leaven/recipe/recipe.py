@@ -110,7 +110,7 @@ class Stability(Part):
         return self
 
 
-class Evaluation(Part):
+class EvaluationSettings(Part):
     """Validation loss over ``tokens`` held-out tokens, evenly spread, every ``every_tokens`` and at the end."""
 
     tokens: int = Field(default=131_072, gt=0)
@@ -135,7 +135,7 @@ class Recipe(Part):
     precision: Precision = Precision()
     layout: Layout = Layout()
     stability: Stability = Stability()
-    evaluation: Evaluation = Evaluation()
+    evaluation: EvaluationSettings = EvaluationSettings()
     tuning: Tuning | None = None
     why: dict[str, str] = {}
 

@@ -38,11 +38,11 @@ class Proposal(dict[str, float]):
         return self.baseline
 
 
-class Lost(Exception):
+class WorkerDied(Exception):
     """Raised by an objective whose process died: the run is retried once."""
 
 
-class Released(Exception):
+class TrialReleased(Exception):
     """Raised by an objective that was made to stop: the run is left for the next command."""
 
 
@@ -50,8 +50,8 @@ class NothingFound(InputError):
     """No run ended with a loss."""
 
 
-class Watch(Protocol):
-    """Is told what happens."""
+class SearchObserver(Protocol):
+    """Callbacks of a search: a trial starts, or trials have ended."""
 
     def asked(self, proposal: Proposal, /) -> None: ...
     def ended(self, numbers: Sequence[int], /) -> None: ...

@@ -16,7 +16,7 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning.service import trial_log
-from leaven.tuning.service.interface import Lost, Proposal, Released, Watch
+from leaven.tuning.service.interface import Proposal, TrialReleased, SearchObserver, WorkerDied
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.plan import Plan
 from leaven.tuning.service.samplers import distributions
@@ -41,7 +41,7 @@ class SearchLoop:
         objective: Objective,
         workers: int,
         stop: Callable[[], bool],
-        watch: Watch | None,
+        watch: SearchObserver | None,
     ) -> None:
         self._plan, self._study, self._store, self._leases = plan, plan.study, store, leases
         self._objective, self._stop, self._watch = objective, stop, watch
@@ -146,9 +146,9 @@ class SearchLoop:
         self._free.append(proposal.worker)
         try:
             outcome = _outcome(future.result())
-        except Lost:
+        except WorkerDied:
             self._close(proposal.number)
-        except Released:
+        except TrialReleased:
             self._give_back(proposal)
         except Exception as error:
             self._give_back(proposal)

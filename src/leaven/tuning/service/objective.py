@@ -21,7 +21,7 @@ from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.agreement import agree, begin, check_name
 from leaven.tuning.service.budget import Budget
-from leaven.tuning.service.interface import Found, Watch
+from leaven.tuning.service.interface import Found, SearchObserver
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.loop import HUGE, Objective, SearchLoop
 from leaven.tuning.service.plan import Plan, first
@@ -48,7 +48,7 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     storage: BaseStorage | Path | str | None = None,
     name: str = "leaven",
     stop: Callable[[], bool] = lambda: False,
-    watch: Watch | None = None,
+    watch: SearchObserver | None = None,
     lease_seconds: float = 60.0,
 ) -> Found:
     """Search for the lowest value of ``objective`` in ``trials`` runs of it, reruns included.

@@ -16,7 +16,7 @@ from leaven.training.outcome import Outcome
 from leaven.training.trial import branches_of, train_trial
 from leaven.training.worker import Pool
 from leaven.tuning.point import moved
-from leaven.tuning.service.interface import Lost, Proposal, Released
+from leaven.tuning.service.interface import Proposal, TrialReleased, WorkerDied
 
 Train = Callable[[Proposal], Outcome]
 
@@ -72,11 +72,11 @@ class Trainer:
         )
         while not wait([future], timeout=LOOK).done:
             if self.stop() or leaving.is_set():
-                raise Released
+                raise TrialReleased
         try:
             return future.result()
         except BrokenProcessPool:
-            raise Lost from None
+            raise WorkerDied from None
 
     def _taken_over(self, proposal: Proposal) -> Path:
         """A folder of this attempt's own, with what the last one left: a worker of a command that was killed may
