@@ -16,7 +16,7 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning.service import trial_log
-from leaven.tuning.service.interface import Proposal, TrialReleased, SearchObserver, WorkerDied
+from leaven.tuning.service.interface import Proposal, SearchObserver, TrialReleased, WorkerDied
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.plan import Plan
 from leaven.tuning.service.samplers import distributions
