@@ -111,7 +111,7 @@ def test_a_row_that_ran_out_of_memory_must_not_be_called_fitting(tmp_path: Path)
     assert verdict.missed() == ["oom_called_fit 1, bar 0"]
 
 
-def test_rows_with_an_anomaly_are_left_out_and_told_and_old_tflops_serve_memory_only(tmp_path: Path) -> None:
+def test_rows_with_an_anomaly_are_left_out_and_reported_and_old_tflops_count_for_memory_only(tmp_path: Path) -> None:
     rows = GPT % ("marked", "dp: 3, iter_s: 1, tflops: 999, anomaly: columns swapped")
     verdict = one(tmp_path, rows)
     assert verdict.anomalies == ["row 1: columns swapped"]
@@ -122,7 +122,7 @@ def test_rows_with_an_anomaly_are_left_out_and_told_and_old_tflops_serve_memory_
     assert not old.flops
 
 
-def test_a_product_that_is_not_the_gpus_is_told(tmp_path: Path) -> None:
+def test_a_product_of_degrees_that_is_not_the_gpus_is_reported(tmp_path: Path) -> None:
     verdict = one(tmp_path, GPT % ("broken", "dp: 25, tflops: 148"))
     assert verdict.broken == ["row 1 (1600 is not 1536)"]
     assert any("identities" in bar for bar in verdict.missed())
@@ -136,7 +136,7 @@ def test_a_row_that_lacks_something_is_counted_with_its_reason(tmp_path: Path) -
     assert dict(one(tmp_path, nowhere).unused) == {"time not compared: it is not said which code ran it": 1}
 
 
-def test_a_row_without_a_micro_batch_has_the_fastest_that_fits_and_that_is_told(tmp_path: Path) -> None:
+def test_a_row_without_a_micro_batch_uses_the_fastest_that_fits_and_reports_it(tmp_path: Path) -> None:
     text = (GPT % ("unsaid", "tflops: 148, mem_gb: 60")).replace("mbs: 2, ", "")
     verdict = one(tmp_path, text)
     assert [point.kind for point in verdict.points] == ["time"]
@@ -193,7 +193,7 @@ def test_other_spellings_of_a_column_are_the_same_column(tmp_path: Path, ours: s
         ("note: 'a room, no OOM'", False),
     ],
 )
-def test_out_of_memory_however_it_is_said(tmp_path: Path, said: str, out: bool) -> None:
+def test_spellings_of_out_of_memory(tmp_path: Path, said: str, out: bool) -> None:
     verdict = one(tmp_path, GPT % ("oom", said))
     assert (verdict.oom, verdict.ran) == (int(out), 0)
 
@@ -233,9 +233,7 @@ def test_a_row_with_a_size_that_no_run_has_is_not_used(tmp_path: Path, ours: str
     assert not verdict.missed()
 
 
-def test_no_number_is_as_if_it_was_not_there_and_json_stays_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nan_counts_as_missing_and_json_stays_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tables.yaml"
     file.write_text(SOURCES + GPT % ("blank", "tflops: .nan, params: .nan, mfu: .nan, 1: 2"))
     assert main([str(file), "--json"]) == 0
@@ -245,7 +243,7 @@ def test_no_number_is_as_if_it_was_not_there_and_json_stays_json(
     assert one(tmp_path, gpus).to_json()["time_rows"] == 1
 
 
-def test_a_measurement_that_is_no_number_is_told_and_a_share_is_a_percentage(tmp_path: Path) -> None:
+def test_a_measurement_that_is_not_a_number_is_reported_and_a_share_is_a_percentage(tmp_path: Path) -> None:
     verdict = one(tmp_path, GPT % ("range", "tflops: 130-140"))
     assert dict(verdict.unused) == {"not compared: tflops is 130-140": 1}
     share = GPT.replace("flops_convention: narayanan_hw", "")

@@ -112,6 +112,6 @@ def test_ranges() -> None:
 
 
 @pytest.mark.parametrize("flops", [0, -1, 5])
-def test_nothing_can_be_had_for_nothing(flops: float) -> None:
+def test_a_budget_below_one_parameter_is_refused(flops: float) -> None:
     with pytest.raises(InputError, match="not enough for one parameter"):
         compute_optimal(flops)

@@ -57,9 +57,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_in_a_file_is_said_with_file_and_field(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_in_a_file_name_file_and_field(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group, right, wrong, said = WRONG[case]
     text = (FOLDER / "pythia-70m.toml").read_text(encoding="utf-8")
     before, head, after = text.partition(group) if group else ("", "", text)

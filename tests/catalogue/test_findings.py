@@ -117,7 +117,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("check", "severity", "fault", "sound"), PLANTED, ids=lambda value: str(value)[:60])
-def test_a_planted_fault_is_found_and_what_is_told_mends_it(
+def test_a_planted_fault_is_found_and_each_suggestion_fixes_it(
     check: str, severity: str, fault: dict[str, Any], sound: dict[str, Any]
 ) -> None:
     recipe = healthy(**fault)
@@ -135,7 +135,7 @@ def test_every_check_has_a_planted_fault() -> None:
     assert {check.name for check in CHECKS} == {check for check, *_ in PLANTED} | {"epochs"}
 
 
-def test_a_suggestion_that_breaks_another_value_is_not_told() -> None:
+def test_a_suggestion_that_breaks_another_value_is_left_out() -> None:
     """Of a weight that remembers too long the decay is raised, unless no run had so much: then lr or batch."""
     recipe = healthy(hyperparameters__lr=1e-4, hyperparameters__weight_decay=0.03)
     (one,) = [one for one in found(recipe) if one.check == "timescale"]
@@ -192,7 +192,7 @@ def test_the_neighbours_are_one_of_each_lineage() -> None:
     assert one.factor == pytest.approx(1e-2 / lrs[-1])
 
 
-def test_where_no_run_is_near_a_law_says_no_more_than_a_note() -> None:
+def test_without_near_runs_a_law_gives_at_most_a_note() -> None:
     small = {"n_layers": 4, "d_model": 128, "n_heads": 2, "n_kv_heads": 2, "d_head": 64, "d_ff": 384}
     faults = {
         "timescale": {"hyperparameters__lr": 1e-6},
@@ -226,7 +226,7 @@ def powers(low: int, high: int) -> st.SearchStrategy[float]:
     share=st.floats(0, 1), rule=st.sampled_from(["standard", "mup", "complete-d-p"]),
     decay=st.sampled_from(["cosine", "constant", "wsd"]), zero_ends=st.booleans(),
 )  # fmt: skip
-def test_whatever_the_recipe_each_thing_to_type_is_a_recipe_that_is_mended(
+def test_every_suggestion_for_a_random_recipe_is_valid_and_fixes_its_finding(
     width: int, layers: int, sequences: int, tokens: int, tuned: dict[str, float], share: float, rule: str,
     decay: str, zero_ends: bool,
 ) -> None:  # fmt: skip

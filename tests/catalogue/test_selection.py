@@ -29,7 +29,7 @@ def test_ranges_as_people_write_them(written: str, low: int | None, high: int | 
 
 
 @pytest.mark.parametrize("written", ["1B", "1B-10B", "..", "", "10B..1B", "a..b"])
-def test_what_is_no_range(written: str) -> None:
+def test_bad_ranges_are_refused(written: str) -> None:
     with pytest.raises(InputError, match=r"no range|nothing lies in|not a quantity"):
         Range.parse(written)
 
@@ -53,7 +53,7 @@ def test_conditions_all_hold(conditions: tuple[str, ...], found: set[str]) -> No
     assert ids(*conditions) == found
 
 
-def test_a_silent_run_meets_no_condition() -> None:
+def test_a_run_without_the_value_meets_no_condition() -> None:
     silent = {run.id for run in RUNS if "optim.beta2" not in values(run)}
     assert silent
     assert not silent & ids("optim.beta2!=0.5")
@@ -73,6 +73,6 @@ def test_a_silent_run_meets_no_condition() -> None:
         ("peak_lr", "'peak_lr' is not a condition; write PATH, one of = != < <= > >= and a value"),
     ],
 )
-def test_what_the_catalogue_does_not_have_is_said_with_what_it_has(written: str, said: str) -> None:
+def test_bad_conditions_name_what_exists(written: str, said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         ids(written)

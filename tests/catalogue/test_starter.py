@@ -126,7 +126,7 @@ def test_the_exponents_are_those_of_lineages_and_laws() -> None:
     assert exponents[2] == pytest.approx(BATCH_TOKENS_EXPONENT, abs=0.005)
 
 
-def test_a_lineage_has_one_vote_and_an_lr_of_another_kind_none() -> None:
+def test_a_lineage_has_one_vote_and_incomparable_lrs_have_none() -> None:
     runs = neighbours(B, 20 * B).runs
     lineages = [run.lineage.name for run in runs]
     assert len(lineages) == len(set(lineages))
@@ -134,7 +134,7 @@ def test_a_lineage_has_one_vote_and_an_lr_of_another_kind_none() -> None:
     assert middle({"a": 1.0, "b": 4.0}).value == pytest.approx(2)
 
 
-def test_a_vote_comes_in_without_a_jump() -> None:
+def test_weights_of_votes_fall_to_zero_at_the_edge() -> None:
     """A vote's weight is 0 at the factor of 4; equal weights are the ordinary median."""
     votes = {"a": 1.0, "b": 4.0, "c": 100.0}
     assert middle(votes, dict.fromkeys("abc", 0.3)).value == pytest.approx(4)
@@ -180,7 +180,7 @@ def test_steps_are_those_that_the_ramp_makes() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"vocab": 10**6}, {"reference": "llama2-70b"}])
-def test_what_a_refusal_names_is_taken(asked: dict[str, object]) -> None:
+def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
     with pytest.raises(InputError) as refused:
         new(20e6, 8.4 * B, **asked)
     named = re.findall(r"--(vocab|params) ([0-9.]+[MB]?)(?= or|$)", str(refused.value))

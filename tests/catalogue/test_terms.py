@@ -45,7 +45,7 @@ def test_a_recipe_that_copies_a_run_differs_in_nothing(recipe: Recipe) -> None:
     }
 
 
-def test_a_difference_is_told_under_the_recipes_path_in_both_orders(recipe: Recipe) -> None:
+def test_a_difference_has_the_recipes_path_in_both_orders(recipe: Recipe) -> None:
     changed = recipe.replace({"hyperparameters.lr": 3e-4, "batch.ramp": None})
     rows = {row.path: (row.a, row.b) for row in diff_in_terms(find_run("bloom-176b"), changed)}
     assert rows["hyperparameters.lr"] == (6e-5, 3e-4)
@@ -61,7 +61,7 @@ def test_a_difference_is_told_under_the_recipes_path_in_both_orders(recipe: Reci
     }
 
 
-def test_what_has_no_counterpart_is_told_apart(recipe: Recipe) -> None:
+def test_values_without_a_counterpart_are_listed_separately(recipe: Recipe) -> None:
     of_run = {row.path for row in diff_in_terms(find_run("deepseek-v3"), recipe) if not row.counterpart}
     assert {"arch.n_experts", "arch.kv_lora_rank", "optim.moe_bias_update_speed"} <= of_run
     assert not {"arch.norm_placement", "arch.gated", "schedule.shape_note"} & of_run  # as in a recipe; free text
@@ -82,7 +82,7 @@ def test_the_adam_of_a_recipe_is_not_that_of_a_paper(recipe: Recipe) -> None:
     assert terms(adam.replace({"hyperparameters.weight_decay": 0.0}))["hyperparameters.optimizer"] == "adam"
 
 
-def test_every_run_can_be_told_in_a_recipes_words() -> None:
+def test_every_run_can_be_written_in_the_terms_of_a_recipe() -> None:
     for run in load_runs():
         told = terms(run)
         assert told["params"] == run.params_total

@@ -94,7 +94,7 @@ def test_the_nearer_of_the_far_ones_weighs_more() -> None:
     assert nearer.time == pytest.approx(1)
 
 
-def test_a_planner_that_has_learnt_is_held_against_the_same_measurement() -> None:
+def test_an_improved_planner_is_compared_with_the_same_measurement() -> None:
     """What the record says was predicted is for people; where the accelerator is gone from the table, it counts."""
     wrong = took(1.5).model_copy(update={"predicted": StepCost(step_seconds=1e9)})
     found = calibration([wrong], H100, SMALL.params, Layout(), "bf16")

@@ -58,7 +58,7 @@ def test_the_bubble_is_named_where_it_is_the_reason() -> None:
         ("dp=64,zero=0,mbs=1", r"needs \d+\.\d GiB, limit 68 of 80 GiB"),
     ],
 )
-def test_what_is_impossible_says_why(llama: ClusterPlan, asked: str, message: str) -> None:
+def test_impossible_layouts_are_explained(llama: ClusterPlan, asked: str, message: str) -> None:
     found = llama.explain(asked)
     assert (found.fits, found.step_seconds) == (False, None)
     assert re.search(message, found.line), found.line

@@ -39,7 +39,7 @@ def test_a_cluster_is_count_x_name(text: str, gpus: int, name: str, node: int) -
     assert parse_cluster(str(cluster)) == cluster
 
 
-def test_nodes_are_counted_and_told() -> None:
+def test_nodes_of_a_cluster() -> None:
     assert [parse_cluster(text).nodes for text in ("1xH100", "64xH100", "12xH100", "13xH100")] == [1, 8, 2, 2]
     assert parse_cluster("64xH100").nodes_text == "8 nodes of 8"
     assert parse_cluster("12xH100").nodes_text == "2 nodes of 6"
@@ -64,18 +64,18 @@ def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
 @pytest.mark.parametrize(
     "text", ["64", "H100x8", "8 H100", "xH100", "-8xH100", "8x8", "", "8x8x8xH100", "H100", "8x"]
 )
-def test_what_is_no_cluster_is_told_how_to_write_one(text: str) -> None:
+def test_bad_clusters_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(InputError, match="is not a cluster; write for example 64xH100-80GB"):
         parse_cluster(text)
 
 
 @pytest.mark.parametrize("text", ["0xH100", "0x8xH100", "8x0xH100"])
-def test_no_gpu_is_no_cluster(text: str) -> None:
+def test_clusters_without_gpus_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="1xH100"):
         parse_cluster(text)
 
 
-def test_an_unknown_accelerator_is_told_its_neighbours_and_how_to_add_it(
+def test_an_unknown_accelerator_names_similar_ones_and_how_to_add_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match=r"table; nearest are H100-SXM-80GB, ") as refused:

@@ -29,7 +29,7 @@ def test_the_cache_is_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert history() == history(tmp_path) == [record()]
 
 
-def test_what_is_no_record_is_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_not_records_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "history.jsonl"
     remember(record(1), tmp_path)
     whole = file.read_bytes()
@@ -50,7 +50,7 @@ def test_what_is_no_record_is_passed_over(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [1]
 
 
-def test_no_folder_and_no_room_cost_the_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_or_a_full_disk_loses_only_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     assert not remember(record(), tmp_path / "file")
     assert history(tmp_path / "file") == []
@@ -68,7 +68,9 @@ def test_no_folder_and_no_room_cost_the_line_alone(tmp_path: Path, monkeypatch: 
     assert numbers(tmp_path) == [1]
 
 
-def test_it_keeps_the_newest_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_keeps_the_newest_records_within_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LIMIT_BYTES", 5_000)
     for number in range(1, 101):
         remember(record(number), tmp_path)

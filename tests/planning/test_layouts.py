@@ -67,7 +67,7 @@ def test_the_search_misses_nothing(model: object, gpus: str, sequences: int) -> 
         assert pareto(seen.fitting)[-1].memory.total == min(one.memory.total for one in there)
 
 
-def test_the_front_is_what_nothing_beats() -> None:
+def test_the_pareto_front_has_every_layout_that_no_other_beats() -> None:
     fitting = explore(Job(LONG, 2**20, parse_cluster("16xH100"))).fitting
     front = pareto(fitting)
     assert len(front) > 2
@@ -85,7 +85,7 @@ def test_tensor_parallel_groups_lie_in_a_node() -> None:
     assert {layout.tp for layout in layouts(twelve, parse_cluster("48xH100"))} == {1, 2, 4}
 
 
-def test_what_leaven_does_not_train_is_told_and_not_chosen() -> None:
+def test_layouts_that_leaven_cannot_train_are_reported_and_not_chosen() -> None:
     job = Job(LONG, 64 * LONG.seq_len, parse_cluster("16xH100"))
     seen = explore(job)
     assert all(one.trained for one in seen.choices)
@@ -115,7 +115,7 @@ def test_what_leaven_does_not_train_is_told_and_not_chosen() -> None:
         (SMALL, "16xH100", 3, r"3,072 tokens|no layout"),
     ],
 )
-def test_a_count_that_nothing_divides_is_told_the_nearest(
+def test_a_number_of_gpus_that_no_layout_divides_names_the_nearest(
     model: object, gpus: str, sequences: int, message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as raised:
@@ -127,7 +127,7 @@ def test_a_count_that_nothing_divides_is_told_the_nearest(
         assert plan(model, 10**9, sequences * 1024, parse_cluster(f"{count}xH100")).fits  # type: ignore[arg-type]
 
 
-def test_what_fits_nowhere_says_which_size_would() -> None:
+def test_an_error_names_how_many_layers_would_fit() -> None:
     with pytest.raises(InputError, match=r"could hold (\d+) of the 32 layers, [\d.]+ B parameters") as raised:
         plan(LLAMA_8B, 10**9, 8 * 8192, parse_cluster("1xA100-80GB"))
     layers = int(str(raised.value).split("could hold ")[1].split()[0])
@@ -136,7 +136,7 @@ def test_what_fits_nowhere_says_which_size_would() -> None:
         assert bool(explore(Job(smaller, 8 * 8192, parse_cluster("1xA100-80GB"))).choices) is there
 
 
-def test_a_vocabulary_that_tp_cannot_divide_is_told() -> None:
+def test_an_error_names_a_vocabulary_that_tp_divides() -> None:
     odd = gpt(128, 25_600, 160, vocab=50_257)
     with pytest.raises(InputError, match="a vocabulary of 50,304 instead of 50,257 would fit, since tp divides it"):
         plan(odd, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB"))
@@ -144,7 +144,7 @@ def test_a_vocabulary_that_tp_cannot_divide_is_told() -> None:
     assert plan(padded, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB")).fits
 
 
-def test_what_only_leaven_cannot_train_is_said_where_nothing_else_fits() -> None:
+def test_an_error_names_a_layout_that_leaven_cannot_train_but_fits() -> None:
     with pytest.raises(InputError, match="; leaven can plan and export, but not train, --layout ") as raised:
         plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"))
     written = str(raised.value).rsplit("--layout ", 1)[1]

@@ -234,7 +234,7 @@ def test_in_flight_micro_batches_of_two_stages_in_the_middle(recompute: Recomput
     assert second - third == pytest.approx(12 * 2 * 2048 * 6144 * factor)  # three micro-batches of 12 blocks, and two
 
 
-def test_what_a_stage_has_sent_on_is_kept_where_a_code_does_not_let_it_go() -> None:
+def test_sent_outputs_are_kept_if_the_code_keeps_them() -> None:
     shape, how = gpt(48, 6144, 64), Arrangement(Layout(pp=4), 2, 16)
     grown = [
         stage_memory(shape, how, stage, TrainingCode(keeps_outputs=True)).activations

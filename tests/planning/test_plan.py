@@ -24,7 +24,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 
 
-def test_a_layout_as_people_write_it() -> None:
+def test_layouts_are_parsed() -> None:
     layout, micro_batch = parse_layout("tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full", 384, SMALL)
     assert layout == Layout(dp=4, tp=8, pp=12, zero=1, recompute="full")
     assert micro_batch == 2
@@ -52,7 +52,7 @@ def test_a_layout_as_people_write_it() -> None:
         ("recompute=some", r"recompute: input should be 'none', 'selective' or 'full'"),
     ],
 )
-def test_a_wrong_layout_is_told_what_would_work(text: str, message: str) -> None:
+def test_bad_layouts_are_refused_with_what_would_work(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as raised:
         parse_layout(text, 384, SMALL)
     assert "\n" not in str(raised.value)
@@ -67,7 +67,7 @@ def test_a_wrong_layout_is_told_what_would_work(text: str, message: str) -> None
         (Layout(dp=48), 48, r"a batch of 64 sequences does not divide over dp 48; a batch of 49,152 tokens would"),
     ],
 )
-def test_an_impossible_layout_is_told_what_would_work(layout: Layout, gpus: int, message: str) -> None:
+def test_impossible_layouts_are_refused_with_what_would_work(layout: Layout, gpus: int, message: str) -> None:
     with pytest.raises(InputError, match=message) as raised:
         plan(SMALL, 10**9, 65_536, parse_cluster(f"{gpus}xA100"), layout)
     assert "\n" not in str(raised.value)
@@ -78,7 +78,7 @@ def test_a_batch_of_half_sequences_is_refused() -> None:
         plan(SMALL, 10**9, 1500, parse_cluster("1xA100"))
 
 
-def test_what_fits_nowhere_says_how_many_gpus_would_do() -> None:
+def test_an_error_names_how_many_gpus_would_fit() -> None:
     with pytest.raises(
         InputError,
         match=r"nothing fits: .* of 80 on each GPU; \d+xA100-SXM-80GB would do; 16xA100-SXM-80GB could hold \d+ of",
@@ -88,7 +88,7 @@ def test_what_fits_nowhere_says_how_many_gpus_would_do() -> None:
     assert plan(LLAMA_405B, 10**12, 1024 * 8192, parse_cluster(would_do)).fits
 
 
-def test_a_layout_that_was_asked_for_is_planned_even_if_it_does_not_fit() -> None:
+def test_a_given_layout_is_planned_even_if_it_does_not_fit() -> None:
     found = plan(bloom(), 10**12, 2048 * 2048, parse_cluster("256xA100-80GB"), Layout(dp=256))
     assert not found.fits
     assert found.memory.total > 80 * 2**30
@@ -104,7 +104,7 @@ def test_the_document_is_json_with_the_layout_explained() -> None:
     assert document.explain.asked == "tp=8"
 
 
-def test_speed_days_and_hours_are_one_story() -> None:
+def test_speed_days_and_hours_are_consistent() -> None:
     found = plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB"))
     speed = found.speed
     assert speed.tokens_per_second == pytest.approx(4_194_304 / speed.step_seconds)

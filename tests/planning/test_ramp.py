@@ -38,7 +38,7 @@ def test_a_small_batch_has_small_micro_batches_and_an_idle_pipeline() -> None:
     assert throughput.point(8).filled is False
 
 
-def test_what_does_not_divide_waits_for_the_rank_with_most() -> None:
+def test_an_uneven_batch_takes_the_time_of_the_rank_with_most() -> None:
     job = Job(SMALL, 64 * 1024, parse_cluster("8xH100"))
     throughput = RampThroughput(job, Arrangement(Layout(dp=8), 4, 2))
     how, _ = throughput.step(41)  # six sequences on one rank

@@ -92,7 +92,7 @@ def test_a_proxy_has_evidence_and_costs_a_tenth(
 
 
 @pytest.mark.parametrize(("params", "tokens"), SIZES[:2])
-def test_where_tuning_costs_more_than_it_brings_the_published_values_are_taken(params: str, tokens: str) -> None:
+def test_where_tuning_costs_more_than_it_gains_the_published_values_are_used(params: str, tokens: str) -> None:
     started = new(params, tokens)
     assert started.proxy is None
     found = findings(started.target, lambda one: resolve(one).rows)
@@ -104,7 +104,7 @@ def test_where_tuning_costs_more_than_it_brings_the_published_values_are_taken(p
     assert all(row.lr == target.hyperparameters.lr for row in resolve(target).rows)
 
 
-def test_a_search_has_fewer_trials_before_it_is_given_up() -> None:
+def test_an_expensive_search_gets_fewer_trials() -> None:
     tuning = new("1B", "20B").derivation.tuning
     assert tuning.proxy
     assert tuning.proxy.trials == 32
@@ -134,7 +134,7 @@ def test_a_disagreement_is_reported_with_its_possible_reasons() -> None:
     assert "may differ for two reasons" in " ".join(started.derivation.steps[-1].lines)
 
 
-def test_a_proxy_of_a_size_is_taken_or_refused() -> None:
+def test_a_proxy_of_a_given_size() -> None:
     started = new("1B", "20B", proxy=100_000_000)
     assert started.proxy
     assert started.proxy.model.params == pytest.approx(1e8, rel=0.2)

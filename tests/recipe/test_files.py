@@ -147,7 +147,7 @@ def test_a_recipe_is_frozen(tiny: Recipe) -> None:
         tiny.hyperparameters.lr = 1.0  # type: ignore[misc]
 
 
-def test_writing_into_nothing_says_so_and_leaves_nothing(tiny: Recipe, tmp_path: Path) -> None:
+def test_writing_into_a_missing_folder_fails_and_leaves_nothing(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written: No such file or directory"):
         write_recipe(tiny, tmp_path / "absent" / "x.toml")
     assert os.listdir(tmp_path) == []

@@ -26,7 +26,7 @@ def test_quantities_as_people_write_them(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "B", "7X", "-3", "1.5", "7 B tokens", "1e-3", "0x10", "1.2345k"])
-def test_what_is_no_quantity_is_refused_with_an_example(text: str) -> None:
+def test_bad_quantities_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(InputError, match="write for example|whole number"):
         parse_quantity(text)
 

@@ -119,11 +119,11 @@ def values(run: PublishedRun) -> dict[str, Any]:
 
 def _meeting(condition: Condition, known: Sequence[tuple[PublishedRun, dict[str, Any]]]) -> set[str]:
     """Return the ids of the runs that meet a condition."""
-    found = {run.id: said[condition.path] for run, said in known if condition.path in said}
+    found = {run.id: own[condition.path] for run, own in known if condition.path in own}
     if not found:
         raise InputError(
             f"no published run has a value {condition.path!r}; "
-            f"did you mean {listed(_closest_paths(condition.path, {path for _, said in known for path in said}))}?"
+            f"did you mean {listed(_closest_paths(condition.path, {path for _, own in known for path in own}))}?"
         )
     wanted = _wanted(condition, list(found.values()))
     compare = _OPERATORS[condition.operator]

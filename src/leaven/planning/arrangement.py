@@ -108,8 +108,8 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{key}: " for key in first["loc"])
-        said = first["msg"].removeprefix("Value error, ")
-        raise InputError(f"layout {text!r}: {where}{said[0].lower()}{said[1:]}") from error
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"layout {text!r}: {where}{reason[0].lower()}{reason[1:]}") from error
 
 
 def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -> tuple[Layout, int | None]:
@@ -136,14 +136,14 @@ def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -
 
 def _would(model: Model, layout: Layout, gpus: int) -> str:
     """Return the degrees of one kind that the model allows and that divide the remaining GPUs."""
-    said = []
+    options = []
     for key, possible in (("tp", tensor_degrees(model)), ("pp", range(1, model.n_layers + 1))):
         own = getattr(layout, key)
         rest = layout.tp * layout.pp * layout.cp // own
         would = [degree for degree in possible if gpus % (degree * rest) == 0]
         if own > 1 and would:
-            said.append(f"{key} of {_listed(would)}")
-    return f"{', or '.join(said)} would" if said else f"tp x pp must divide {gpus:,}"
+            options.append(f"{key} of {_listed(would)}")
+    return f"{', or '.join(options)} would" if options else f"tp x pp must divide {gpus:,}"
 
 
 def _listed(numbers: Iterable[int]) -> str:

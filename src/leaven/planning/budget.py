@@ -170,10 +170,10 @@ class _Speeds:
 
 
 def _check(request: StarterRequest) -> None:
-    said = f"{format_quantity(request.params)} parameters on {format_quantity(request.tokens)} tokens"
+    size = f"{format_quantity(request.params)} parameters on {format_quantity(request.tokens)} tokens"
     if request.params < LEAST_PARAMS:
         raise InputError(
-            f"{said}: below {format_quantity(LEAST_PARAMS)} a model is nearly all vocabulary; increase the time"
+            f"{size}: below {format_quantity(LEAST_PARAMS)} a model is nearly all vocabulary; increase the time"
         )
     if request.params > MOST_PARAMS or request.tokens > MOST_TOKENS:
-        raise InputError(f"{said}: too large to plan; reduce the time")
+        raise InputError(f"{size}: too large to plan; reduce the time")

@@ -83,7 +83,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
     """Compare the choice with the best layout that has, say, ``tp=4`` or ``pp=8,recompute=full``.
 
     Raises:
-        InputError: if what is asked is no part of a layout.
+        InputError: if the text is not part of a layout.
     """
     fixed = parse_keys(asked)
     if not fixed:

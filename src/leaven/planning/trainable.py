@@ -44,14 +44,14 @@ def require_ranks(recipe: Recipe, processes: int) -> None:
     if layout.ranks == processes:
         return
     there = "there is one process" if processes == 1 else f"there are {processes} processes"
-    said = f"[layout] dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, and {there}"
+    message = f"[layout] dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, and {there}"
     if processes == 1:
         raise InputError(
-            f"{said}; start it with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one device "
-            "with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
+            f"{message}; start it with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one "
+            "device with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
         )
     near = [f"dp={dp} tp={tp} pp={pp}" for dp, tp, pp in nearest(recipe, processes)]
-    raise InputError(f"{said}; {' or '.join(near) or f'no layout of {processes} with this schedule'} would do")
+    raise InputError(f"{message}; {' or '.join(near) or f'no layout of {processes} with this schedule'} would do")
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
@@ -134,10 +134,10 @@ def layout_cautions(recipe: Recipe) -> list[Caution]:
     layout = recipe.layout
     found = []
     if layout.zero and layout.dp == 1:
-        said = f"[layout] zero = {layout.zero} shards over dp ranks, and dp = 1: it shards nothing"
-        found.append(Caution("zero", layout.zero, 0, said))
+        message = f"[layout] zero = {layout.zero} shards over dp ranks, and dp = 1: it shards nothing"
+        found.append(Caution("zero", layout.zero, 0, message))
     smallest = min(tokens for _, tokens in recipe.batch.sizes) // recipe.model.seq_len
     if smallest < layout.dp:
-        said = f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none"
-        found.append(Caution("dp", layout.dp, smallest, said))
+        message = f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none"
+        found.append(Caution("dp", layout.dp, smallest, message))
     return found

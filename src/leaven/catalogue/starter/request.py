@@ -22,7 +22,7 @@ _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 @dataclass(frozen=True)
 class StarterRequest:
-    """What `leaven new` is asked for."""
+    """A request of `leaven new`."""
 
     name: str
     params: int
