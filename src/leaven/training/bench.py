@@ -108,7 +108,7 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Bench:
-    """Take a few real steps at every micro-batch up to every global batch, small ones first. Writes nothing.
+    """Returns the speed of a few real steps at every micro-batch up to every global batch. Writes nothing.
 
     Raises:
         InputError: if not even the smallest micro-batch fits.

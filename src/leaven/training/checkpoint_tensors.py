@@ -166,7 +166,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """What of a tensor goes with a piece of a parameter; a number (), which goes with all of it, is whole."""
+    """Returns the block of a tensor that belongs to a piece of a parameter; a number, (), belongs to all pieces."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]
@@ -183,7 +183,7 @@ def _spans(offset: Sequence[int], shape: Sequence[int]) -> tuple[Span, ...]:
 
 
 def _common(one: Sequence[Span], other: Sequence[Span]) -> tuple[Span, ...]:
-    """What two blocks share; its size is 0 if that is nothing."""
+    """Returns the intersection of two blocks; its size is 0 if they do not overlap."""
     both = zip(one, other, strict=True)
     return tuple((max(a, b), max(a, b, min(c, d))) for (a, c), (b, d) in both)
 

@@ -85,7 +85,7 @@ class Clipper:
         return norm
 
     def recount(self, factor: float) -> None:
-        """Convert the step count, as the optimiser does."""
+        """Convert the step count when the batch changes, as the optimizer does."""
         if self.running is not None:
             self.running.state = self.running.state * self.running.state.new_tensor([1.0, factor])
 

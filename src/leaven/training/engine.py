@@ -130,7 +130,7 @@ class Training:
         self.sharded.train(True)
 
     def step(self) -> Step:
-        """Take one optimiser step and wait for it.
+        """Take one optimizer step and wait for it.
 
         Raises:
             Diverged: if the loss or the gradient is not finite, unless the loss scale was too large. The parameters

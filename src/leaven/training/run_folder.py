@@ -184,7 +184,7 @@ class RunFolder:
         return None
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl; null for numbers that are not finite."""
+        """Append a line to metrics.jsonl; numbers that are not finite become null."""
         self._append(self._metrics, line)
 
     def event(self, event: str, **values: Any) -> None:

@@ -58,7 +58,7 @@ class RunProfile(Callback[Step]):
             self._memory[size] = step.memory_gib
 
     def fullest(self, memory_gib: float) -> None:
-        """Take in the memory of the process that holds most."""
+        """Record the memory of the process that holds most."""
         self._highest_memory = memory_gib
 
     def write(self) -> None:
