@@ -103,7 +103,8 @@ GRID = {
 }
 
 
-REST = {"dp=8", "dp=8,zero=2", "tp=1,recompute=full", "tp=1", "tp=2"}  # covered by the other layouts
+# Left to `make test-slow`: the other layouts have these features.
+REST = {"dp=8", "dp=8,zero=2", "tp=1,recompute=full", "tp=1", "tp=2", "pp=2,schedule=gpipe,recompute=full"}
 
 
 @pytest.mark.parametrize(
