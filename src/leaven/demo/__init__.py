@@ -1,1 +1,1 @@
-"""The whole way on one machine: text, tune, transfer, train three ways, report."""
+"""``leaven demo``: text, tuning, transfer, three training runs and a report on one machine."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 Number = int | float
-"""A count stays a whole number in JSON, a measurement a decimal one."""
+"""A count is a whole number in JSON, a measurement a decimal number."""
 
 
 class Entry(BaseModel):

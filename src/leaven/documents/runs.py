@@ -96,7 +96,7 @@ class TrainDocument(Document, schema="train/1"):
     seconds: float
     mfu: float | None  # the median over the steps
     rollbacks: int
-    bits_per_byte: float | None  # null where the tokenizer does not tell bytes
+    bits_per_byte: float | None  # null if the tokenizer does not report bytes
     mfu_causal: float | None
     hfu: float | None
     mfu_convention: str | None
@@ -149,7 +149,7 @@ class ImportDocument(Document, schema="import-config/1"):
     """``leaven import config FILE --from SOURCE``."""
 
     path: str | None
-    unknown: list[str]  # what the source does not tell
+    unknown: list[str]  # values that the source does not give
     unread: list[str]  # what no recipe holds
     recipe: dict[str, Any]
     next: list[str]  # commands

@@ -1,4 +1,4 @@
-"""Published runs in the terminal: side by side, one with its sources, two compared."""
+"""``leaven recipes list``, ``nearest``, ``show`` and ``diff`` in the terminal."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ MARKED = f"{MARK} no lr to compare with the others: muP, or another optimizer th
 
 def list_screen(runs: Sequence[PublishedRun]) -> Iterator[RenderableType]:
     if not runs:
-        yield "no published run is so"
+        yield "no published run matches"
         return
     yield run_table(runs)
     if any(run.peak_lr is not None and not run.lr_comparable for run in runs):
@@ -36,7 +36,7 @@ def list_screen(runs: Sequence[PublishedRun]) -> Iterator[RenderableType]:
 def nearest_screen(
     found: Sequence[tuple[PublishedRun, float]], params: int, factor: float, asked: Stack, l2: bool
 ) -> Iterator[RenderableType]:
-    """The nearest runs; and what keeps them from what was asked. ``l2``: the recipe's adam has L2 decay."""
+    """The nearest runs, and how they differ from the size and stack asked for. ``l2``: the recipe's adam has L2 decay."""
     yield nearest_table(found)
     runs = [run for run, _ in found]
     ratio = size_ratio(runs[0], params)
@@ -55,7 +55,7 @@ def nearest_screen(
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """What two runs, or a recipe and a run, have differently; what only one of them can have stands below."""
+    """The values in which two runs or recipes differ; values that only one side can have are below."""
     alone = [row for row in rows if isinstance(row, RecipeDifference) and not row.counterpart]
     both = [row for row in rows if row not in alone]
     if not rows:
@@ -66,8 +66,8 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
         yield "\nwithout a counterpart on the other side"
         yield diff_table(a, b, alone)
     if any(isinstance(row, RecipeDifference) for row in rows):
-        told = "of a recipe: lr, init std, decay, betas and eps as its hidden matrices get them (the median)"
-        yield Text(told, style="dim")
+        note = "lr, init std, decay, betas and eps of a recipe: the median over its hidden matrices, after the scaling rule"
+        yield Text(note, style="dim")
 
 
 def run_table(runs: Sequence[PublishedRun]) -> Columns:
@@ -76,7 +76,7 @@ def run_table(runs: Sequence[PublishedRun]) -> Columns:
 
 
 def nearest_table(found: Sequence[tuple[PublishedRun, float]]) -> Columns:
-    """The distance is in octaves of parameters, beside each run."""
+    """The nearest runs with their distance in octaves of parameters."""
     runs = [run for run, _ in found]
     columns = (
         Column("run", align="left"),
@@ -100,11 +100,13 @@ def diff_table(a: str, b: str, rows: Sequence[DifferenceRow]) -> Columns:
         Column(a, align="left", free=True),
         Column(b, align="left", free=True),
     )
-    return Columns(columns, [(row.path, " | ".join(told(row.a)), " | ".join(told(row.b))) for row in rows])
+    return Columns(
+        columns, [(row.path, " | ".join(value_lines(row.a)), " | ".join(value_lines(row.b))) for row in rows]
+    )
 
 
 def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
-    """One run, nothing left out: every group with its sources above its values, an exception below its value."""
+    """All values of one run: the sources of a group are above its values, an exception is below its value."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""
@@ -119,7 +121,7 @@ def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
         for path, value in flat.items():
             if not path.startswith(f"{name}."):
                 continue
-            lines = [line for part in told(value) for line in folded(part, width, left)]
+            lines = [line for part in value_lines(value) for line in folded(part, width, left)]
             for n, line in enumerate(lines):
                 yield Text(f"  {path if n == 0 else '':<{left - 2}}{line}")
             own = group.provenance(path.split(".")[1])
@@ -129,8 +131,8 @@ def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
         yield Text()
         yield Text(f"instability (known from: {trouble.confidence})", style="dim")
         yield from _sources(trouble.sources, width, 4)
-        for label, said in (("what", trouble.what), ("action", trouble.action), ("outcome", trouble.outcome)):
-            for n, line in enumerate(folded(said, width, 11) if said else ()):
+        for label, text in (("what", trouble.what), ("action", trouble.action), ("outcome", trouble.outcome)):
+            for n, line in enumerate(folded(text, width, 11) if text else ()):
                 yield Text(f"  {label if n == 0 else '':<9}{line}")
     if run.notes:
         yield Text()
@@ -139,8 +141,8 @@ def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
             yield Text(("- " if n == 0 else "  ") + line)
 
 
-def told(value: Any) -> list[str]:
-    """A value of a run as a person reads it, a line each where it is a list."""
+def value_lines(value: Any) -> list[str]:
+    """The text of a value of a run; a list gives one line for each item."""
     match value:
         case None:
             return ["-"]
@@ -151,7 +153,7 @@ def told(value: Any) -> list[str]:
         case dict():
             return [", ".join(f"{key} {inner}" for key, inner in value.items())]
         case list() | tuple():
-            return [line for inner in value for line in told(inner)]
+            return [line for inner in value for line in value_lines(inner)]
         case _:
             return [str(value)]
 
@@ -161,7 +163,7 @@ def _size_columns(runs: Sequence[PublishedRun]) -> tuple[Column, ...]:
 
 
 def _sizes(run: PublishedRun, among: Sequence[PublishedRun]) -> tuple[str, ...]:
-    """Parameters, and those that a token passes through where that is not all of them."""
+    """All parameters, and the active ones if these are fewer."""
     total, active = format_quantity(run.params_total), format_quantity(run.params_active)
     return (total, active if _sparse([run]) else "") if _sparse(among) else (total,)
 

@@ -75,10 +75,10 @@ def _evidence(one: FindingRow) -> Iterator[str]:
         yield f"did so too, with another size, lr, batch or stack: {_ids(one.did_so)}"
 
 
-def _to_type(mend: Mapping[str, Any], width: int) -> Iterator[Text]:
+def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:
     """The options to type, in lines that a shell joins: only broken between options, with a backslash."""
     line = " " * _LABEL + "->"
-    for path, to in mend.items():
+    for path, to in suggestion.items():
         option = f" --set {path}={written(to)}"
         if len(line) + len(option) + 2 > width and not line.endswith("->"):
             yield Text(line + " \\")
