@@ -36,7 +36,7 @@ def list_screen(runs: Sequence[PublishedRun]) -> Iterator[RenderableType]:
 def nearest_screen(
     found: Sequence[tuple[PublishedRun, float]], params: int, factor: float, asked: Stack, l2: bool
 ) -> Iterator[RenderableType]:
-    """The nearest runs, and how they differ from the size and stack asked for. ``l2``: the recipe's adam has L2 decay."""
+    """The nearest runs, and how they differ from the request. ``l2``: the recipe's adam has L2 decay."""
     yield nearest_table(found)
     runs = [run for run, _ in found]
     ratio = size_ratio(runs[0], params)
@@ -66,7 +66,7 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
         yield "\nwithout a counterpart on the other side"
         yield diff_table(a, b, alone)
     if any(isinstance(row, RecipeDifference) for row in rows):
-        note = "lr, init std, decay, betas and eps of a recipe: the median over its hidden matrices, after the scaling rule"
+        note = "lr, init std, decay, betas and eps of a recipe: median of its hidden matrices, after the rule"
         yield Text(note, style="dim")
 
 
