@@ -14,13 +14,14 @@ from tests.distributed.pool import Pool
 from torch import Tensor
 
 from leaven.distributed.process_group import join_process_group
+from leaven.documents.checks import MemoryCheckRow
 from leaven.planning.memory import stage_memory
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.verification.allocation_tracker import AllocationTracker
 from leaven.verification.dry_run import NoText, StepMemory, dry_run, two_steps
-from leaven.verification.memory import LIMITS, MemoryRow, compare, looked_at, rehearsal, tensors, with_layout
+from leaven.verification.memory import LIMITS, compare, looked_at, rehearsal, tensors, with_layout
 
 SMALL: dict[str, Any] = {
     "model.vocab_size": 1024,
@@ -77,7 +78,7 @@ def fresh(count: int, function: Callable[..., StepMemory], *arguments: Any) -> l
         pool.close()
 
 
-def judged(recipe: Recipe) -> list[MemoryRow]:
+def judged(recipe: Recipe) -> list[MemoryCheckRow]:
     """The rows of the first, second and last stage, each in a process that is that rank."""
     subject = rehearsal(recipe)
     layout = subject.how.layout

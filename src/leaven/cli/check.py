@@ -15,7 +15,6 @@ from leaven.cli.check_subject import (
     short,
 )
 from leaven.cli.common import JsonOption, RecipeArgument, SetOption, group, hand_over, load
-from leaven.documents.checks import MemoryCheckDocument
 from leaven.views.terminal.checks import memory_screen
 from leaven.views.terminal.live import LiveScreen
 
@@ -149,8 +148,7 @@ def memory(
     with LiveScreen() as screen:
         screen.line(f"{rehearsed.how} · rank {', '.join(map(str, wanted))} of {rehearsed.how.layout.ranks}")
         check = check_memory(rehearsed, wanted, screen.counts("ranks"))
-    document = MemoryCheckDocument(**check.document())
-    hand_over(document, memory_screen(document), json_output)
+    hand_over(check, memory_screen(check), json_output)
     if not check.passed:
         raise typer.Exit(1)
 

@@ -26,7 +26,6 @@ from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
-    from leaven.recipe.recipe import Recipe
     from leaven.verification.model_family import ModelFamily, Quantity
     from leaven.verification.runs import RunStore
     from leaven.verification.verdict import Verdict
@@ -125,7 +124,7 @@ def duration(
     fitted = checks.fitted(verdict)
     if write is not None and fitted is not None:
         recipe = load(Path(subject), overrides)
-        write_recipe(_with_exponent(recipe, fitted, run), write, template=read_text(Path(subject)))
+        write_recipe(fitted.applied_to(recipe, run), write, template=read_text(Path(subject)))
     following = None if is_entry(subject) or fitted is None else _next(Path(subject), write, fitted)
     if write is not None and fitted is None:
         following = f"{write} is not written: no exponent with an interval was measured; see the advice above"
@@ -303,17 +302,6 @@ def _require_token_exponent(subject: str, overrides: list[str] | None) -> None:
     rule = load(Path(subject), overrides).scaling.rule
     if "lr" not in RULES[rule].columns:
         raise InputError(f"--write: rule {rule} moves nothing with tokens; type --set scaling.rule=complete-d-p")
-
-
-def _with_exponent(recipe: "Recipe", fitted: Any, run: Path) -> "Recipe":
-    interval = f"{fitted.low:.2g} to {fitted.high:.2g}"
-    return recipe.replace(
-        {
-            "scaling.token_exponent": float(f"{fitted.value:.3g}"),
-            "scaling.token_exponent_interval": (float(f"{fitted.low:.3g}"), float(f"{fitted.high:.3g}")),
-            "why.scaling.token_exponent": f"measured by leaven check duration in {run}, 95% interval {interval}",
-        }
-    )
 
 
 def _next(recipe: Path, written: Path | None, fitted: Any) -> str:

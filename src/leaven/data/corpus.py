@@ -56,7 +56,7 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Document:
+class TextDocument:
     key: str
     text: str
     validation: bool
@@ -81,7 +81,7 @@ class Corpus:
     highest: int
     skipped: str
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[TextDocument]:
         """Every document with its side of the split.
 
         Validation is where the hash of the key falls under `VALIDATION_SHARE`. The document with the lowest
@@ -95,12 +95,12 @@ class Corpus:
         for key, text in self._texts():
             if self.n_documents == 1:
                 cut = _cut(text)
-                yield Document(key, text[:cut], validation=False)
-                yield Document(key, text[cut:], validation=True)
+                yield TextDocument(key, text[:cut], validation=False)
+                yield TextDocument(key, text[cut:], validation=True)
             else:
                 place = key_place(key)
                 under = place < VALIDATION_SHARE * 2**64
-                yield Document(key, text, place == self.lowest or (under and place != self.highest))
+                yield TextDocument(key, text, place == self.lowest or (under and place != self.highest))
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """(key, text) of every document that is not blank."""

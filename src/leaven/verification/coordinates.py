@@ -30,7 +30,8 @@ that needs many steps.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,16 +39,8 @@ from torch import Tensor
 from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
 from leaven.verification.activation_recorder import LOGITS, ActivationRecorder
 from leaven.verification.model_family import CheckStart, ModelFamily, ModelInstance
-from leaven.verification.verdict import (
-    CheckCurve,
-    CheckRow,
-    Verdict,
-    conclusive,
-    curve,
-    geometric_mean,
-    more_sizes,
-    slope,
-)
+from leaven.verification.size_check import SizeAxis, axes, compare_sizes, corner
+from leaven.verification.verdict import CheckRow, Verdict, geometric_mean, slope
 
 STEPS = 3
 
@@ -74,38 +67,6 @@ are as large as the embedding, and what reads the stream between them changes by
 smaller ones the change is again mostly that of a module's own weights (-0.11 in width at a quarter)."""
 
 QUANTITIES = ("start", "end", "change")
-
-
-@dataclass(frozen=True)
-class SizeAxis:
-    """One direction: the models' widths and depths, of which only one grows."""
-
-    name: str  # width | depth
-    scales: tuple[tuple[int, int], ...]
-    where: str = ""
-
-    @property
-    def title(self) -> str:
-        return self.name + self.where
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(scale[self.name == "depth"] for scale in self.scales)
-
-
-def axes(widths: Sequence[int], depths: Sequence[int]) -> tuple[SizeAxis, ...]:
-    """Widths at the smallest depth and depths at the smallest width; an axis of one size is none."""
-    width = SizeAxis("width", tuple((size, min(depths)) for size in sorted(set(widths))))
-    depth = SizeAxis("depth", tuple((min(widths), size) for size in sorted(set(depths))))
-    return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
-
-
-def corner(widths: Sequence[int], depths: Sequence[int]) -> tuple[SizeAxis, ...]:
-    """From the narrowest to the widest at the largest depth: what is right on either axis alone may not be there."""
-    if len(set(widths)) < 2 or len(set(depths)) < 2:
-        return ()
-    scales = tuple((width, max(depths)) for width in (min(widths), max(widths)))
-    return (SizeAxis("width", scales, f" at depth {max(depths)}"),)
 
 
 @dataclass(frozen=True)
@@ -149,40 +110,25 @@ def coordinates(
     Raises:
         InputError: if the family has no model of one of these sizes.
     """
-    chosen = (*axes(widths, depths), *corner(widths, depths))
-    wanted = sorted({scale for axis in chosen for scale in axis.scales})
-    recorded: dict[tuple[int, int], list[ActivationRecords]] = {}
-    for number, scale in enumerate(wanted):
-        recorded[scale] = [record(family.build(*scale, seed), steps, lr_factor) for seed in range(seeds)]
-        on_member(number + 1, len(wanted))
-    rows: list[CheckRow] = []
-    curves: list[CheckCurve] = []
-    for axis in chosen:
-        for module in recorded[axis.scales[0]][0]:
-            lines = [[run[module] for run in recorded[scale]] for scale in axis.scales]
-            row = replace(_row(axis, module, lines, steps, family), axis=axis.title)
-            rows.append(conclusive(row, axis.sizes, seeds))
-            curves += [
-                curve(module, axis.title, quantity, axis.sizes, _by_seed(lines, quantity, axis))
-                for quantity in QUANTITIES
-            ]
-    settings = {
-        "rule": family.rule,
-        "widths": list(widths),
-        "depths": list(depths),
-        "steps": steps,
-        "seeds": seeds,
-        "lr_factor": lr_factor,
-    }
-    return Verdict(
-        check="coordinates",
-        subject=family.name,
-        quantity="slope of log2 output RMS over log2 size",
-        rows=tuple(rows),
-        curves=tuple(curves),
-        settings=settings,
-        advice=more_sizes(widths, depths),
+    return compare_sizes(
+        "coordinates",
+        "slope of log2 output RMS over log2 size",
+        family,
+        (*axes(widths, depths), *corner(widths, depths)),
+        record=record,
+        judge=lambda axis, module, lines: _row(axis, module, lines, steps, family),
+        curves={name: partial(_rms, name) for name in QUANTITIES},
+        widths=widths,
+        depths=depths,
+        steps=steps,
+        seeds=seeds,
+        lr_factor=lr_factor,
+        on_member=on_member,
     )
+
+
+def _rms(quantity: str, line: ActivationRecord, axis: SizeAxis) -> float:
+    return line.rms(quantity, axis.name)
 
 
 class _Outputs(Callback[StepResult]):
@@ -231,14 +177,10 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
     return tuple(values)
 
 
-def _by_seed(lines: Sequence[Sequence[ActivationRecord]], quantity: str, axis: SizeAxis) -> list[list[float]]:
-    return [[line.rms(quantity, axis.name) for line in seeds] for seeds in lines]
-
-
 def _row(
     axis: SizeAxis, module: str, lines: Sequence[Sequence[ActivationRecord]], steps: int, family: ModelFamily
 ) -> CheckRow:
-    means = {q: [geometric_mean(values) for values in _by_seed(lines, q, axis)] for q in QUANTITIES}
+    means = {q: [geometric_mean([line.rms(q, axis.name) for line in seeds]) for seeds in lines] for q in QUANTITIES}
     parts = {quantity: slope(axis.sizes, values) for quantity, values in means.items()}
     trained = "early" if steps <= STEPS else "late"
     limits = {q: LIMITS[axis.name]["start" if q == "start" else trained] for q in QUANTITIES}

@@ -16,8 +16,10 @@ by the sweep itself.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
 from leaven.verification.model_family import ModelFamily, RunScale
 from leaven.verification.optimum import Estimate, LossGrid, estimate
 from leaven.verification.runs import RunStore
@@ -33,11 +35,22 @@ LR = SWEPT["lr"]
 
 @dataclass(frozen=True)
 class TokenExponent:
-    """A measured ``scaling.token_exponent`` with its interval."""
+    """A measured ``scaling.token_exponent`` with its 95% interval."""
 
     value: float
     low: float
     high: float
+
+    def applied_to(self, recipe: Recipe, run: Path) -> Recipe:
+        """The recipe with this exponent; ``run`` is the folder of the check, as the reason."""
+        interval = f"{self.low:.2g} to {self.high:.2g}"
+        return recipe.replace(
+            {
+                "scaling.token_exponent": float(f"{self.value:.3g}"),
+                "scaling.token_exponent_interval": (float(f"{self.low:.3g}"), float(f"{self.high:.3g}")),
+                "why.scaling.token_exponent": f"measured by leaven check duration in {run}, 95% interval {interval}",
+            }
+        )
 
 
 def duration(

@@ -24,24 +24,15 @@ soon learnt).
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
-from leaven.verification.coordinates import SizeAxis, axes
-from leaven.verification.invariants import SettingsByLine, invariants, settings_of
+from leaven.verification.invariants import invariants, settings_of
 from leaven.verification.model_family import CheckStart, ModelFamily, ModelInstance
-from leaven.verification.verdict import (
-    CheckCurve,
-    CheckRow,
-    Verdict,
-    conclusive,
-    curve,
-    geometric_mean,
-    more_sizes,
-    slope,
-)
+from leaven.verification.size_check import SizeAxis, axes, compare_sizes
+from leaven.verification.verdict import CheckRow, Verdict, geometric_mean, slope
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """On the distance between the two exponents. Widths 64 to 512 and depths 2 to 32 measured at most 0.14 at the start;
@@ -90,41 +81,27 @@ def gradients(
         InputError: if the family has no model of one of these sizes.
     """
     chosen = axes(widths, depths)
-    wanted = sorted({scale for axis in chosen for scale in axis.scales})
-    recorded: dict[tuple[int, int], list[GradientRecords]] = {}
-    settings: dict[tuple[int, int], SettingsByLine] = {}
-    for number, scale in enumerate(wanted):
-        settings[scale] = settings_of(family.build(*scale, 0))
-        recorded[scale] = [record(family.build(*scale, seed), steps, lr_factor) for seed in range(seeds)]
-        on_member(number + 1, len(wanted))
-    rows: list[CheckRow] = []
-    curves: list[CheckCurve] = []
-    for axis in chosen:
-        for module in recorded[axis.scales[0]][0]:
-            lines = [[run[module] for run in recorded[scale]] for scale in axis.scales]
-            rows.append(conclusive(_row(axis, module, lines, steps, family.alpha), axis.sizes, seeds))
-            curves += [
-                curve(
-                    module, axis.name, name, axis.sizes, [[getattr(line, name) for line in seeds] for seeds in lines]
-                )
-                for name in ("start", "end", "eps")
-            ]
-    return Verdict(
-        check="gradients",
-        subject=family.name,
-        quantity="slope of log2 gradient RMS over log2 size, less that of eps",
-        rows=(*invariants(family, settings), *rows),
-        curves=tuple(curves),
-        settings={
-            "rule": family.rule,
-            "widths": list(widths),
-            "depths": list(depths),
-            "steps": steps,
-            "seeds": seeds,
-            "lr_factor": lr_factor,
+    settings = {scale: settings_of(family.build(*scale, 0)) for axis in chosen for scale in axis.scales}
+    verdict = compare_sizes(
+        "gradients",
+        "slope of log2 gradient RMS over log2 size, less that of eps",
+        family,
+        chosen,
+        record=record,
+        judge=lambda axis, module, lines: _row(axis, module, lines, steps, family.alpha),
+        curves={
+            "start": lambda line, _: line.start,
+            "end": lambda line, _: line.end,
+            "eps": lambda line, _: line.eps,
         },
-        advice=more_sizes(widths, depths),
+        widths=widths,
+        depths=depths,
+        steps=steps,
+        seeds=seeds,
+        lr_factor=lr_factor,
+        on_member=on_member,
     )
+    return replace(verdict, rows=(*invariants(family, settings), *verdict.rows))
 
 
 class _Gradients(Callback[StepResult]):

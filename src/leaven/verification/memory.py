@@ -7,9 +7,10 @@ out what no tensor is: the context, the kernels, the holes of an allocator.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from leaven.documents.checks import MemoryCheckDocument, MemoryCheckRow
 from leaven.planning.arrangement import Arrangement, layout_of, parse_keys
 from leaven.planning.memory import GIB, Memory, stage_memory
 from leaven.planning.trainable import require_trainable
@@ -27,45 +28,6 @@ LIMITS = {"between steps": 0.02, "peak": 0.05}
 
 PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "buffers")
 _OF_PLANNER = {"accumulation": "grads"}
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """A part of a rank's memory; ``error`` is planned / found - 1. Parts of the peak are told and not judged: the
-    planner adds up what is there at one time or another, the dry run what is there together."""
-
-    rank: int
-    stage: int
-    part: str
-    planned_gib: float
-    dry_gib: float
-    error: float | None
-    limit: float | None = None
-    passed: bool | None = None
-
-
-@dataclass(frozen=True)
-class MemoryCheck:
-    """The rows, and what was looked at: a layout, its micro-batches, and how long it took."""
-
-    subject: str
-    arrangement: Arrangement
-    rows: tuple[MemoryRow, ...]
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        return all(row.passed is not False for row in self.rows)
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "passed": self.passed,
-            "check": "memory",
-            "subject": self.subject,
-            "layout": self.arrangement.to_json(),
-            "seconds": self.seconds,
-            "rows": [asdict(row) for row in self.rows],
-        }
 
 
 @dataclass(frozen=True)
@@ -134,10 +96,10 @@ def looked_at(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bo
 
 def check_memory(
     rehearsed: Rehearsal, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
-) -> MemoryCheck:
+) -> MemoryCheckDocument:
     """The planner against dry runs of some ranks, each in a process of its own."""
     recipe, how = rehearsed.recipe, rehearsed.how
-    began, rows = time.perf_counter(), dict[int, list[MemoryRow]]()
+    began, rows = time.perf_counter(), dict[int, list[MemoryCheckRow]]()
     on_rank(0, len(ranks))
     # torch remembers meshes, and who it is in them: a process is one rank only, and one after the other.
     for first in range(0, len(ranks), cores()):
@@ -149,8 +111,14 @@ def check_memory(
                 stage = rank // (how.layout.ranks // how.layout.pp)
                 rows[rank] = compare(rank, stage, stage_memory(recipe.model, how, stage, tensors(recipe)), taken)
                 on_rank(len(rows), len(ranks))
-    return MemoryCheck(
-        rehearsed.subject, how, tuple(row for rank in ranks for row in rows[rank]), time.perf_counter() - began
+    found = [row for rank in ranks for row in rows[rank]]
+    return MemoryCheckDocument(
+        passed=all(row.passed is not False for row in found),
+        check="memory",
+        subject=rehearsed.subject,
+        layout=how.to_json(),
+        seconds=time.perf_counter() - began,
+        rows=found,
     )
 
 
@@ -160,7 +128,7 @@ def tensors(recipe: Recipe) -> TrainingCode:
     return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
 
 
-def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryRow]:
+def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """The judged rows first, then the parts of the peak."""
     rows = [
         _row(rank, stage, "between steps", planned.states, taken.stays.total()),
@@ -174,7 +142,16 @@ def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[M
     return rows + [_row(rank, stage, part, size, taken.peak[part]) for part, size in said.items()]
 
 
-def _row(rank: int, stage: int, part: str, planned: float, found: float) -> MemoryRow:
+def _row(rank: int, stage: int, part: str, planned: float, found: float) -> MemoryCheckRow:
     error, limit = (planned / found - 1 if found else None), LIMITS.get(part)
     passed = None if limit is None else error is not None and abs(error) <= limit
-    return MemoryRow(rank, stage, part, planned / GIB, found / GIB, error, limit, passed)
+    return MemoryCheckRow(
+        rank=rank,
+        stage=stage,
+        part=part,
+        planned_gib=planned / GIB,
+        dry_gib=found / GIB,
+        error=error,
+        limit=limit,
+        passed=passed,
+    )
