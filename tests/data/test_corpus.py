@@ -178,14 +178,14 @@ def bad_sources(folder: Path) -> dict[str, tuple[str, str]]:
     parquet.write_table(pa.table({"body": ["a"], "id": [1]}), folder / "body.parquet")
     parquet.write_table(pa.table({"text": [1]}), folder / "number.parquet")
     return {
-        "option": ("hf://org/data?splt=a", "has no option splt; there are config, revision, split"),
-        "nothing": ("hf://", "names nothing; write hf://org/name"),
-        "missing": (f"{folder}/none.txt", "is no file; give python-stdlib, hf://org/dataset, or a path or glob"),
+        "option": ("hf://org/data?splt=a", "has no option splt; the options are config, revision, split"),
+        "nothing": ("hf://", "has no name; write hf://org/name"),
+        "missing": (f"{folder}/none.txt", "is not a file; give python-stdlib, hf://org/dataset, or a path or glob"),
         "no match": (f"{folder}/*/none*.txt", "matches no file; check the pattern"),
-        "folder": (f"{folder}", f"is a folder; say which files in it, for example '{folder}/**/*.txt'"),
+        "folder": (f"{folder}", f"is a folder; name the files in it, for example '{folder}/**/*.txt'"),
         "suffix": (f"{folder}/notes.md", "leaven reads .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet files"),
         "suffix in a glob": (f"{folder}/n*.md", "narrow data.source"),
-        "no text": (f"{folder}/blank.txt", "holds no text"),
+        "no text": (f"{folder}/blank.txt", "contains no text"),
         "no JSON": (f"{folder}/broken.jsonl", f"{folder}/broken.jsonl:2 is not JSON"),
         "no key": (f"{folder}/textless.jsonl", f"{folder}/textless.jsonl:3 has no text"),
         "no string": (f"{folder}/number.jsonl", "number.jsonl:1 has no text"),
@@ -208,7 +208,7 @@ def test_a_file_that_vanishes_or_changes_while_it_is_read_is_named(tmp_path: Pat
     corpus = open_corpus(write_texts(tmp_path, 3))
     before = (tmp_path / "1" / "1.txt").read_text()
     (tmp_path / "1" / "1.txt").write_text(before.swapcase())
-    with pytest.raises(InputError, match=r"1/1\.txt has changed while it was read \(it holds other text\)"):
+    with pytest.raises(InputError, match=r"1/1\.txt has changed while it was read \(its text differs\)"):
         list(corpus.documents())
     (tmp_path / "1" / "1.txt").unlink()
     with pytest.raises(InputError, match=r"1\.txt cannot be read to its end \(No such file or directory\)"):

@@ -118,12 +118,10 @@ def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do() -> None:
         ("source", opened, "files of text"),
         ("tokenizer", fetch_tokenizer, "a tokenizer.json"),
     ):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(
+            InputError, match=f"data.{what} .* cannot be downloaded .* or give {instead} on this machine"
+        ):
             give("hf://org/nothing-of-that-name")
-        assert str(caught.value) == (
-            f"data.{what} 'hf://org/nothing-of-that-name': the Hub cannot be reached, and it is not in the cache of "
-            f"an earlier download; connect once, or give {instead} on this machine"
-        )
 
 
 def test_a_missing_extra_is_said_with_its_name(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -49,7 +49,9 @@ def test_a_bad_line_is_named_and_skipped_up_to_the_share(tmp_path: Path, what: s
     with pytest.raises(InputError) as caught:
         opened(path, share=0.09)
     message = str(caught.value)
-    assert message.startswith(f"1 of 10 documents of data.source '{path}' cannot be read; mend that or raise [data] ")
+    assert message.startswith(
+        f"1 of 10 documents of data.source '{path}' cannot be read; repair them or raise [data] "
+    )
     assert f"corrupt_share from 0.09: {path}:7 " in message
     assert why in message
     assert "\n" not in message
@@ -70,7 +72,7 @@ def test_where_nothing_can_be_read_the_faults_are_named(tmp_path: Path) -> None:
         opened(path, share=1.0)
     source = f"data.source '{path}'"
     assert str(caught.value).startswith(
-        f"{source} holds no text; 2 of 2 documents of {source} cannot be read and are skipped: {path}:1 "
+        f"{source} contains no text; 2 of 2 documents of {source} cannot be read and are skipped: {path}:1 "
     )
 
 
@@ -129,7 +131,7 @@ def test_a_broken_file_is_named_and_skipped_up_to_the_share(tmp_path: Path, what
 
 def test_nothing_but_broken_files_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES)[:-5_000])
-    with pytest.raises(InputError, match="holds no text"):
+    with pytest.raises(InputError, match="contains no text"):
         opened(tmp_path / "x.jsonl.gz", share=1.0)
 
 

@@ -327,7 +327,7 @@ def test_a_process_that_dies_is_said_and_what_is_finished_is_kept(
             for process in active_children():
                 process.kill()
 
-    with pytest.raises(InputError, match=r"a process that was tokenising is gone.*are kept"):
+    with pytest.raises(InputError, match=r"a tokenising process died.*are kept"):
         prepare(data, 300, tmp_path, kill, processes=2)
     before = finished(tmp_path)
     assert before

@@ -189,11 +189,11 @@ def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:
     (folder / "broken.json").write_text('{"model": ')
     (folder / "binary.json").write_bytes(b"\xff\xfe")
     yield "bpe", 256, "vocab_size 256 is too small for bpe: 256 bytes and <|endoftext|> need 257"
-    yield "hf://org/model?split=a", 300, "has no option split; there are revision"
+    yield "hf://org/model?split=a", 300, "has no option split; the options are revision"
     yield f"hf://{folder}/none", 300, "cannot be read (No such file or directory); give bpe, the path of a"
     yield "unigram", 300, "'unigram' cannot be read (No such file or directory); give bpe, the path"
     yield str(folder), 300, "(Is a directory); give bpe, the path"
-    yield str(folder / "broken.json"), 300, "is no tokenizer.json"
+    yield str(folder / "broken.json"), 300, "is not a tokenizer.json"
     yield str(folder / "binary.json"), 300, "cannot be read"
     yield (
         str(word_tokenizer(folder / "big.json", 1_500)),

@@ -296,7 +296,7 @@ def test_an_index_that_is_none(tmp_path: Path, index: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{}", "is no tokenizer.json"),
+        ("{}", "is not a tokenizer.json"),
         ('{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}', "no end-of-text token"),
     ],
 )

@@ -28,8 +28,11 @@ def coordinate_check(of: RecipeFamily) -> Verdict:
     return coordinates(of, WIDTHS, DEPTHS, seeds=1)
 
 
-def gradient_check(of: RecipeFamily) -> Verdict:
-    return gradients(of, WIDTHS, DEPTHS, seeds=1)
+STEPS = 6  # of the gradient checks with a fault; wrong exponents show at the first step
+
+
+def gradient_check(of: RecipeFamily, steps: int) -> Verdict:
+    return gradients(of, WIDTHS, DEPTHS, seeds=1, steps=steps)
 
 
 def failing(verdict: Verdict) -> set[tuple[str, str]]:
@@ -45,7 +48,7 @@ def test_a_right_rule_passes_the_coordinate_check():
 
 
 def test_a_right_rule_passes_the_gradient_check():
-    verdict = gradient_check(family(start=gradients_module.START))
+    verdict = gradient_check(family(start=gradients_module.START), steps=20)
     assert verdict.passed, verdict.failed
     eps = {(row.module, row.axis): row.parts["eps"] for row in verdict.rows if "eps" in row.parts}
     assert eps["embedding", "width"] == pytest.approx(-1)
@@ -60,7 +63,7 @@ def test_readout_lr_unscaled():
 
 
 def test_embedding_eps_unscaled():
-    verdict = gradient_check(family(families.embedding_eps_unscaled, start=gradients_module.START))
+    verdict = gradient_check(family(families.embedding_eps_unscaled, start=gradients_module.START), STEPS)
     assert failing(verdict) == {("embedding", "width"), ("embedding", "bookkeeping")}
 
 
@@ -77,7 +80,9 @@ def test_depth_in_the_init_on_top_of_the_multiplier():
 
 
 def test_weight_decay_unscaled_is_seen_by_the_bookkeeping_alone():
-    verdict = gradients(family(families.decay_unscaled, start=gradients_module.START), WIDTHS, (2,), seeds=1)
+    verdict = gradients(
+        family(families.decay_unscaled, start=gradients_module.START), WIDTHS, (2,), seeds=1, steps=STEPS
+    )
     assert {axis for _, axis in failing(verdict)} == {"width", "bookkeeping"}
     rows = {row.module: row for row in verdict.failed if row.axis == "width"}
     assert {"attention.query", "mlp.out", "unembedding"} <= rows.keys()
@@ -124,13 +129,13 @@ def test_alpha_one_half_passes_the_coordinate_check_and_fails_beside_a_multiplie
 
 def test_alpha_one_half_passes_the_gradient_check_and_fails_beside_a_multiplier_of_alpha_one():
     right = family(start=gradients_module.START, alpha=ALPHA)
-    verdict = gradients(right, (64,), DEPTHS, seeds=1)
+    verdict = gradients(right, (64,), DEPTHS, seeds=1, steps=STEPS)
     assert verdict.passed, verdict.failed
     rows = {row.module: row for row in verdict.rows}
     assert rows["mlp.out"].parts["eps"] == pytest.approx(-0.5)
     assert rows["mlp.out"].parts["decay"] == pytest.approx(-0.5)  # as the published rules leave it
     mixed = family(families.alpha_1_multiplier, start=gradients_module.START, alpha=ALPHA)
-    faults = gradients(mixed, (64,), DEPTHS, seeds=1).failed
+    faults = gradients(mixed, (64,), DEPTHS, seeds=1, steps=STEPS).failed
     assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {row.module for row in faults}
     assert all("eps GROWS against the gradient" in row.note for row in faults)
 

@@ -13,7 +13,6 @@ from leaven.recipe.recipe import Recipe
 from leaven.verification import sweep as checks
 from leaven.verification.duration import duration, fitted
 from leaven.verification.verdict import MeasuredValue, Verdict
-from leaven.views.check_tables import conclusion
 
 LRS = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
@@ -81,7 +80,7 @@ def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe, tmp_pat
     assert [max(grid) for grid in grids.values()] == pytest.approx([0.02, 0.04])
 
 
-def test_one_seed_is_undecided_and_says_what_to_type(tiny: Recipe, tmp_path: Path) -> None:
+def test_one_seed_is_undecided(tiny: Recipe, tmp_path: Path) -> None:
     verdict = duration(family(tiny), (16, 2), [2], LRS, pretend(tmp_path, losses(tiny, -0.5, 0)), seeds=1)
     assert verdict.rows[0].undecided
     assert verdict.rows[0].note.endswith("--seeds 3")
@@ -119,8 +118,3 @@ def test_decay_and_init_are_swept_in_base_coordinates(tiny: Recipe, tmp_path: Pa
     init = checks.init(family(tiny), [(16, 2), (32, 2)], [0.05, 0.1, 0.2], store)
     assert init.passed
     assert json.loads((tmp_path / "check.json").read_text())["check"] == "init"
-
-
-def test_a_conclusion_names_the_scales(tiny: Recipe, tmp_path: Path) -> None:
-    verdict = duration(family(tiny), (16, 2), [4], LRS, pretend(tmp_path, losses(tiny, 0.5, 0)))
-    assert "tokens x1 -> tokens x4 most" in conclusion(verdict.document())

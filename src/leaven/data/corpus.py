@@ -1,7 +1,7 @@
-"""Where text comes from: a source named in a recipe, read document by document and split by document.
+"""Read the text of a recipe's source, document by document, and split it into training and validation.
 
-The split is a function of a document's key (its path below the source, and its line or row), not of its
-place: adding a document moves no other one to the other side, and no document is on both.
+The split depends only on the key of a document (its path below the source, and its line or row). Adding a document
+therefore moves no other document between the splits, and no document is in both.
 """
 
 import os
@@ -19,9 +19,9 @@ from leaven.recipe.errors import InputError
 
 VALIDATION_SHARE = 0.05
 
-# Tests are most of the standard library's bytes (half of 33 MB in Python 3.11), and many distributions ship
-# Python without them: leaving them out is quicker and makes two machines more alike. The encodings are code pages,
-# tables that a model learns at once; by chance they were half of the validation text.
+# Tests are half of the standard library (of 33 MB in Python 3.11), and many distributions ship Python without them.
+# Leaving them out is faster and makes machines agree. The encodings are tables that a model learns at once; they
+# happened to be half of the validation text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
 
@@ -32,65 +32,62 @@ REPORT_EVERY_BYTES = 2**20
 
 
 class Meter:
-    """One stage of a progress callback, which is called no more than once in `REPORT_EVERY_BYTES`."""
+    """Reports the progress of one stage, at most once every `REPORT_EVERY_BYTES`."""
 
     def __init__(self, progress: OnProgress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
         self._before = self._next = 0
 
     def at(self, done: int) -> None:
-        """So many bytes are done since the last call of :meth:`advance`."""
+        """Report that ``done`` bytes are done since the last call of :meth:`advance`."""
         if self._progress and self._before + done >= self._next:
             self._progress(self._stage, min(self._before + done, self._total), self._total)
             self._next = self._before + done + REPORT_EVERY_BYTES
 
     def advance(self, done: int) -> None:
-        """So many bytes more are done for good."""
+        """Add ``done`` bytes to the total that is done."""
         self._before += done
         self.at(0)
 
     def finish(self) -> None:
-        """All is done, if anything was begun."""
+        """Report that the stage is complete, if it was started."""
         if self._progress and self._next:
             self._progress(self._stage, self._total, self._total)
 
 
 @dataclass(frozen=True)
 class TextDocument:
-    key: str
+    """One document of a source."""
+
+    key: str  # path below the source, and line or row
     text: str
-    validation: bool
+    validation: bool  # which split it belongs to
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a source, part by part in the order of their keys; read each time, never held.
-
-    ``n_documents`` and ``n_bytes`` (of UTF-8) count what is not blank. ``fingerprint`` is a hash of all keys
-    and texts. ``lowest`` and ``highest`` are the extreme hashes of the keys: see :meth:`documents`. ``skipped`` says
-    in a line what could not be read, or nothing.
-    """
+    """The documents of a source. They are read from disk each time, in the order of their keys."""
 
     source: str
     parts: tuple[SourcePart, ...]
-    surveys: tuple[Survey, ...]
-    n_documents: int
-    n_bytes: int
-    fingerprint: str
-    lowest: int
-    highest: int
-    skipped: str
+    surveys: tuple[Survey, ...]  # one for each part
+    n_documents: int  # that are not blank
+    n_bytes: int  # UTF-8 bytes of these documents
+    fingerprint: str  # hash of all keys and texts
+    lowest: int  # smallest hash of a key
+    highest: int  # largest hash of a key
+    skipped: str  # a line about what could not be read, or ""
 
     def documents(self) -> Iterator[TextDocument]:
-        """Every document with its side of the split.
+        """Yield every document, each marked as training or validation.
 
-        Validation is where the hash of the key falls under `VALIDATION_SHARE`. The document with the lowest
-        hash always belongs to it and the one with the highest never, so that no side is empty. A corpus of
-        one document is cut in two: its last `VALIDATION_SHARE`, counted in characters and moved back to the
-        start of a line where it has lines, is validation.
+        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all hashes.
+        The document with the lowest hash always does and the one with the highest never does, so that neither split
+        is empty. A corpus of one document is cut in two: its last `VALIDATION_SHARE` of characters, from the start
+        of a line if possible, is validation.
 
         Raises:
-            InputError: if a part holds something else now than when the corpus was opened.
+            InputError: if the content of a part has changed since the corpus was opened.
         """
         for key, text in self._texts():
             if self.n_documents == 1:
@@ -103,12 +100,12 @@ class Corpus:
                 yield TextDocument(key, text, place == self.lowest or (under and place != self.highest))
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """(key, text) of every document that is not blank."""
+        """Yield (key, text) of every document that is not blank."""
         for part, survey in zip(self.parts, self.surveys, strict=True):
             if survey.broken:
                 continue
             tally = Tally()
-            why = "it holds other text"
+            why = "its text differs"
             for row in part.rows():
                 if isinstance(row, Fault):
                     why = f"{row.where} {row.why}"
@@ -125,16 +122,16 @@ def open_corpora(
     memory: Path | None = None,
     progress: OnProgress | None = None,
 ) -> list[Corpus]:
-    """The corpora of sources, whose parts are read once from end to end to know their sizes and fingerprints.
+    """Open a corpus for each source. Reads every part once to find its size and fingerprint.
 
     A source is ``python-stdlib`` (the modules of the running Python's standard library without its tests); a path
     or glob to ``.txt`` (a document a file), ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (a document a line) or
     ``.parquet`` (a document a row); or ``hf://org/dataset`` (:mod:`leaven.data.hub`). Blank documents are left out.
-    What was found is kept in the folder ``memory``, and read there while a part has not changed.
+    Results are cached in the folder ``memory`` and reused as long as a part has not changed.
 
     Raises:
-        InputError: if a source names no readable text, or more than ``corrupt_share`` of its documents, or of its
-            files, cannot be read.
+        InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its
+            files cannot be read.
         OSError: if ``memory`` cannot be written.
     """
     parts = [_parts(source) for source in sources]
@@ -161,7 +158,7 @@ def _survey(
     skipped = _skipped(name, surveys, corrupt_share)
     n_documents = sum(survey.documents for survey in surveys)
     if not n_documents:
-        raise InputError(f"data.source {name!r} holds no text; {skipped or 'name files with text in them'}")
+        raise InputError(f"data.source {name!r} contains no text; {skipped or 'name files with text in them'}")
     known.save()
     content = blake2b(digest_size=16)
     for part, survey in zip(parts, surveys, strict=True):
@@ -181,10 +178,10 @@ def _survey(
 
 
 def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
-    """A line that counts and names what could not be read.
+    """Return a line that counts and names the documents and files that could not be read.
 
     Raises:
-        InputError: if it is more than the share.
+        InputError: if they are more than ``corrupt_share``.
     """
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
@@ -193,15 +190,17 @@ def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
     counted = ((corrupt, lines, "documents"), (broken, len(surveys), "files"))
     counts = " and ".join(f"{count:,} of {total:,} {what}" for count, total, what in counted if count)
     faults = [fault for survey in surveys for fault in survey.faults]
-    said = f"{counts} of data.source {source!r} cannot be read"
+    unreadable = f"{counts} of data.source {source!r} cannot be read"
     if any(count > corrupt_share * total for count, total, _ in counted):
-        raise InputError(f"{said}; mend that or raise [data] corrupt_share from {corrupt_share:g}: {faults[0]}")
+        raise InputError(
+            f"{unreadable}; repair them or raise [data] corrupt_share from {corrupt_share:g}: {faults[0]}"
+        )
     named = "; ".join([*faults[:NAMED_FAULTS], *["..."] * (corrupt + broken > NAMED_FAULTS)])
-    return f"{said} and are skipped: {named}"
+    return f"{unreadable} and are skipped: {named}"
 
 
 def _parts(source: DataSource) -> list[SourcePart]:
-    """What a source names, with keys: the path below what of it has no wildcard, or the name of a split."""
+    """Return the files or the split that a source names. A file's key is its path below any wildcard-free part."""
     if source.source.startswith(SCHEME):
         return [open_split(source.source, source.text)]
     return [File(key, path, source.text) for key, path in _files(source.source)]
@@ -212,9 +211,7 @@ def _files(source: str) -> list[tuple[str, Path]]:
         return _standard_library()
     path = Path(source).expanduser()
     if os.path.isdir(path):
-        raise InputError(
-            f"data.source {source!r} is a folder; say which files in it, for example '{source}/**/*.txt'"
-        )
+        raise InputError(f"data.source {source!r} is a folder; name the files in it, for example '{source}/**/*.txt'")
     if os.path.exists(path):
         found = [(path.name, path)]
     elif _MAGIC & set(source):
@@ -223,7 +220,7 @@ def _files(source: str) -> list[tuple[str, Path]]:
             raise InputError(f"data.source {source!r} matches no file; check the pattern and the working folder")
     else:
         raise InputError(
-            f"data.source {source!r} is no file; give python-stdlib, hf://org/dataset, "
+            f"data.source {source!r} is not a file; give python-stdlib, hf://org/dataset, "
             f"or a path or glob to {', '.join(SUFFIXES)} files"
         )
     for _, file in found:
@@ -233,12 +230,12 @@ def _files(source: str) -> list[tuple[str, Path]]:
 
 
 BYTES_PER_TOKEN = 3.75
-"""With a BPE vocabulary of some thousand tokens: 10.7 MB of python-stdlib are 2.86 M tokens (docs/log.md)."""
+"""Measured with a BPE of some thousand tokens: 10.7 MB of python-stdlib are 2.86 M tokens (docs/log.md)."""
 _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 
 
 def estimated_tokens(source: str) -> int | None:
-    """About how many tokens a source holds, from the size of its files; None for a data set on the hub.
+    """Estimate the number of tokens of a source from the size of its files. None for a data set on the Hub.
 
     Raises:
         InputError: if the source names no file.
@@ -247,7 +244,7 @@ def estimated_tokens(source: str) -> int | None:
         return None
     size = sum(path.stat().st_size * _UNPACKED.get(path.suffix, 1.0) for _, path in _files(source))
     if not size:
-        raise InputError(f"data.source {source!r} is empty; give a text")
+        raise InputError(f"data.source {source!r} is empty; give files with text in them")
     return max(round(size / BYTES_PER_TOKEN), 1)
 
 

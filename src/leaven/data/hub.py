@@ -1,4 +1,4 @@
-"""What hf:// names: data sets and tokenizers on the Hugging Face Hub, or in a folder on this machine.
+"""Data sets and tokenizers named by hf://, on the Hugging Face Hub or in a folder on this machine.
 
 ``hf://org/name`` is on the Hub, ``hf:///path`` a folder. Options follow a question mark: ``hf://org/name?split=test``.
 """
@@ -19,19 +19,19 @@ SCHEME = "hf://"
 
 @dataclass(frozen=True)
 class HubSplit:
-    """A split of a data set, read as the columns of a parquet file are."""
+    """One split of a data set."""
 
-    key: str
-    name: str
-    dataset: Any
-    text: str
+    key: str  # name of the split
+    name: str  # for messages
+    dataset: Any  # a datasets.Dataset
+    text: str  # the column of text
 
     @property
     def size(self) -> int:
         return self.dataset.dataset_size or 0
 
     def stamp(self) -> list[int | str] | None:
-        # What `datasets` itself knows a state of a data set by: the files of the Hub's revision, or of the folder.
+        # `datasets` derives this fingerprint from the files of the revision or of the folder.
         return [self.dataset._fingerprint, len(self.dataset)]
 
     def rows(self) -> Iterator[TextRow]:
@@ -48,13 +48,13 @@ class HubSplit:
 
 
 def open_split(source: str, text: str) -> HubSplit:
-    """The data set of ``hf://org/name?config=NAME&split=NAME&revision=NAME``; without a name the split is ``train``.
+    """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``; without a name the split is ``train``.
 
-    ``hf:///path`` is a folder written by ``save_to_disk``, of which only a split can be named, where it has several,
-    or of files that ``load_dataset`` reads.
+    ``hf:///path`` is a folder of files that ``load_dataset`` reads, or one written by ``save_to_disk``; the latter
+    has no option but ``split``.
 
     Raises:
-        InputError: if the extra is missing, or it cannot be had.
+        InputError: if ``datasets`` is not installed, or the data set cannot be opened.
     """
     place, options = _parse(source, "data.source", {"config", "split", "revision"})
     name = options.get("split", "train")
@@ -83,10 +83,10 @@ def open_split(source: str, text: str) -> HubSplit:
 
 
 def fetch_tokenizer(tokenizer: str) -> Path:
-    """The tokenizer.json of ``hf://org/model?revision=NAME`` or ``hf:///folder``, on this machine.
+    """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or ``hf:///folder``.
 
     Raises:
-        InputError: if it cannot be had.
+        InputError: if it cannot be downloaded or is not there.
     """
     place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
     if Path(place).is_absolute():
@@ -99,11 +99,11 @@ def fetch_tokenizer(tokenizer: str) -> Path:
     fetch = partial(hf_hub_download, place, "tokenizer.json", revision=options.get("revision"))
     try:
         with suppress(LocalEntryNotFoundError):
-            # What was fetched before stays as it was, and needs no network.
+            # An earlier download is used as it is, without a network.
             return Path(fetch(local_files_only=True))
         return Path(fetch())
     except Exception as error:
-        remedy = "check the name; a model without a tokenizer.json will not do"
+        remedy = "check the name; the model needs a tokenizer.json"
         raise InputError(_why("data.tokenizer", tokenizer, error, remedy, "a tokenizer.json")) from None
 
 
@@ -111,10 +111,10 @@ def _parse(uri: str, setting: str, known: set[str]) -> tuple[str, dict[str, str]
     parts = urlsplit(uri)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options.keys() - known:
-        raise InputError(f"{setting} {uri!r} has no option {name}; there are {', '.join(sorted(known))}")
+        raise InputError(f"{setting} {uri!r} has no option {name}; the options are {', '.join(sorted(known))}")
     place = parts.netloc + parts.path
     if not place.strip("/"):
-        raise InputError(f"{setting} {uri!r} names nothing; write hf://org/name or hf:///folder")
+        raise InputError(f"{setting} {uri!r} has no name; write hf://org/name or hf:///folder")
     return place, options
 
 
@@ -123,8 +123,8 @@ def _why(setting: str, uri: str, error: Exception, remedy: str, instead: str) ->
 
     if isinstance(error, ConnectionError | LocalEntryNotFoundError):
         return (
-            f"{setting} {uri!r}: the Hub cannot be reached, and it is not in the cache of an earlier download; "
-            f"connect once, or give {instead} on this machine"
+            f"{setting} {uri!r} cannot be downloaded (the Hub cannot be reached) and is not in the local cache; "
+            f"connect to the network once, or give {instead} on this machine"
         )
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     return f"{setting} {uri!r} cannot be opened ({reason}); {remedy}"

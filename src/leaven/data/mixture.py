@@ -1,4 +1,4 @@
-"""Which source the n-th sample of a mixture is from, and which of that source's samples it is: functions of n."""
+"""Mixing sources: the n-th sample of a mixture as a pure function of n."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,17 +13,14 @@ from leaven.data.stream import Stream, numbered
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Streams of one ``seq_len``, interleaved: each has its proportion of any first n samples, to within one.
+    """Several streams, interleaved. Of the first n samples, the count of each source is within one of its share."""
 
-    ``skip`` are stretches of the mixture's samples that are passed over, as in :class:`Stream`.
-    """
-
-    streams: tuple[Stream, ...]
-    proportions: tuple[Fraction, ...]
-    skip: tuple[tuple[int, int], ...] = ()
+    streams: tuple[Stream, ...]  # all with the same seq_len
+    proportions: tuple[Fraction, ...]  # of each stream; they add up to 1
+    skip: tuple[tuple[int, int], ...] = ()  # ranges of samples to leave out, as in Stream
 
     def sample(self, n: int) -> NDArray[np.int64]:
-        """Sample n, ``seq_len + 1`` token ids: inputs are all but the last, targets all but the first."""
+        """Return sample n, ``seq_len + 1`` token ids: inputs are all but the last, targets all but the first."""
         row: NDArray[np.int64] = self.batch(n, 1)[0]
         return row
 
@@ -37,7 +34,7 @@ class Mixture:
 
 
 def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The source of each sample n, and its number among that source's samples."""
+    """Return the source of each sample n, and the sample's number within that source."""
     order, ranks, quotas = _period(proportions)
     periods, places = np.divmod(n, len(order))
     return order[places], periods * quotas[order[places]] + ranks[places]
@@ -47,12 +44,13 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 def _period(
     proportions: tuple[Fraction, ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The sources of the samples of one period, each sample's number among its source's, and samples by source.
+    """Return the repeating pattern of sources: the source of each sample in one period, the number of that sample
+    within its source, and the number of samples from each source.
 
-    The period is the common denominator of the proportions, so every source has its whole number of samples in it.
-    Within it they are in the order of Tijdeman 1980, "The chairman assignment problem", which keeps every source's
-    count within 1 - 1/(2k - 2) of its proportion of any prefix, k sources: of those that are behind by at least
-    1/(2k - 2), the next sample is of the one that would be the first to be too far behind.
+    The length of the period is the common denominator of the proportions, so each source has a whole number of
+    samples in it. The order follows Tijdeman 1980, "The chairman assignment problem": with k sources, the count of
+    each source stays within 1 - 1/(2k - 2) of its share of any prefix. Of the sources that are at least 1/(2k - 2)
+    behind their share, the algorithm picks the one whose deadline comes first.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -60,7 +58,7 @@ def _period(
     order = np.empty(size, dtype=np.int64)
     ranks = np.empty(size, dtype=np.int64)
     counts = [0] * k
-    # In whole numbers: a source with c samples of its quota q is due at (c + 1 - 1/slack) size / q.
+    # The deadline of a source with c samples of its quota q is (c + 1 - 1/slack) size / q. Fractions keep this exact.
     due = [Fraction(size * (slack - 1), slack * quota) for quota in quotas]
     for n in range(size):
         behind = (i for i in range(k) if slack * ((n + 1) * quotas[i] - size * counts[i]) >= size)

@@ -1,4 +1,4 @@
-"""Tokenising in several processes: batches of pieces go out, token ids come back in the order of the batches."""
+"""Tokenise in several processes: send batches of text, and receive their token ids in the same order."""
 
 import os
 import signal
@@ -16,26 +16,26 @@ from leaven.recipe.errors import InputError
 PieceBatch = list[TextPiece]
 Work = tuple[int, PieceBatch]
 Done = tuple[int, int, tuple[Encoded, Encoded]]
-"""The shard that a batch is of, the batch; its shard, its bytes, its two sides."""
+"""Work is (shard, batch); Done is (shard, bytes of text, (training, validation))."""
 
 BYTES_A_PROCESS = 2**24
-"""A process takes half a second to start: about what it encodes in that time, several times over."""
+"""Text for each process. Starting one takes half a second, and encoding this much takes several times as long."""
 
 _encoder: Encoder
 
 
 def processes_for(n_bytes: int) -> int:
-    """As many processes as there are cores for this one, where there is enough text to keep them busy."""
+    """Return one process for each available core, or fewer if there is not enough text."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, n_bytes // BYTES_A_PROCESS))
 
 
 @contextmanager
 def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Work]], Iterator[Done]]]:
-    """A function from batches to their token ids, in order: here with all cores, or in ``processes`` of one core.
+    """Return a function that encodes batches in order: in this process with all cores, or in ``processes`` others.
 
     Raises:
-        InputError: while it is used, if a process dies.
+        InputError: if one of the processes dies.
     """
     if processes == 1:
         with parallel_tokenizers():
@@ -47,11 +47,11 @@ def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Wo
         yield lambda work: _in_order(executor, work, ahead=2 * processes)
     except BrokenProcessPool:
         raise InputError(
-            "a process that was tokenising is gone, killed or out of memory; run the same command again, finished "
-            "shards are kept"
+            "a tokenising process died (killed, or out of memory); finished shards are kept, run the same command "
+            "again to resume"
         ) from None
     finally:
-        # After an error or a Ctrl-C nobody waits for what they are at.
+        # After an error or Ctrl-C the results are not needed any more.
         for process in active_children():
             if process not in others:
                 process.terminate()
@@ -76,7 +76,7 @@ def _submit(executor: ProcessPoolExecutor, batch: PieceBatch) -> "Future[tuple[E
 
 @contextmanager
 def ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread and in processes started meanwhile, for good: it is for their parent to handle."""
+    """Block Ctrl-C in this thread, and permanently in processes started inside; their parent handles it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -92,7 +92,7 @@ def _size(batch: Sequence[TextPiece]) -> int:
 
 
 def _start(encoder: Encoder) -> None:
-    """What a process does first: one thread, and gone when its parent is."""
+    """Initialise a process: use one thread, and exit when the parent exits."""
     global _encoder  # noqa: PLW0603
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder

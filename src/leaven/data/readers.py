@@ -1,4 +1,4 @@
-"""The formats of text: what a file or a split holds, document by document, and what in it cannot be read."""
+"""Read text files of several formats, document by document, and report what cannot be read."""
 
 import gzip
 import io
@@ -14,23 +14,23 @@ from leaven.recipe.errors import InputError
 
 @dataclass(frozen=True)
 class Fault:
-    """What cannot be read: a line or row, or (``whole``) a file from some place on. ``where`` names it."""
+    """Something that cannot be read."""
 
-    where: str
+    where: str  # file, and line or row
     why: str
-    whole: bool = False
+    whole: bool = False  # the whole file is unusable, not just a line or row
 
 
 TextRow = tuple[str, str] | Fault
-"""The place of a document in its part ("" or ":LINE") and its text; or why there is none."""
+"""A document's place in its part ("" or ":LINE") and its text, or a fault."""
 
 
 class SourcePart(Protocol):
-    """What is read in one go: a file, or a split of a data set."""
+    """A file, or a split of a data set."""
 
     @property
     def key(self) -> str:
-        """What it is called within its source; the keys of its documents begin with it."""
+        """Its name within the source. The keys of its documents begin with it."""
         ...
 
     @property
@@ -39,11 +39,11 @@ class SourcePart(Protocol):
         ...
 
     def stamp(self) -> list[int | str] | None:
-        """What changes when the content does, or None where nothing is known to."""
+        """A value that changes when the content changes, or None if there is no such value."""
         ...
 
     def rows(self) -> Iterator[TextRow]:
-        """Its documents in order. It ends early after a fault of the whole."""
+        """Yield its documents and faults in order; stops after a fault of the whole part."""
         ...
 
 
@@ -67,7 +67,7 @@ class File:
             found = self.path.stat()
         except OSError:
             return None
-        # The time of change cannot be set by hand, as that of modification can.
+        # Unlike the modification time, the change time cannot be set by a user.
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
     def rows(self) -> Iterator[TextRow]:
@@ -83,7 +83,7 @@ def _read_whole(path: Path, text: str) -> Iterator[TextRow]:
 
 
 def _read_code(path: Path, text: str) -> Iterator[TextRow]:
-    # Python's own library, which nobody can be asked to mend.
+    # The standard library: users cannot be asked to repair its files.
     yield "", path.read_bytes().decode("utf-8-sig", errors="replace")
 
 
@@ -121,7 +121,7 @@ def _of_json(where: str, place: str, line: str, text: str) -> TextRow:
         found = ""
     if not isinstance(found, str):
         return Fault(where, f'has no {text}; write {{"{text}": "..."}} on every line, or name the key')
-    # JSON can escape half of a surrogate pair, which is no character and has no UTF-8.
+    # JSON can contain half of a surrogate pair, which cannot be encoded as UTF-8.
     return place, found.encode(errors="replace").decode()
 
 
@@ -141,11 +141,11 @@ def _read_columns(path: Path, text: str) -> Iterator[TextRow]:
                 number += len(rows)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
-        yield Fault(str(path), f"cannot be read as parquet ({reason}); write it again or leave it out", whole=True)
+        yield Fault(str(path), f"cannot be read as parquet ({reason}); rewrite it or leave it out", whole=True)
 
 
 def missing_column(where: str, names: list[str], schema: Any, text: str) -> Fault | None:
-    """Why an Arrow schema has no column of text by that name, if it has none."""
+    """Return a fault if an Arrow schema has no column ``text`` of strings."""
     from pyarrow import types
 
     if text not in names:
@@ -158,11 +158,11 @@ def missing_column(where: str, names: list[str], schema: Any, text: str) -> Faul
 
 
 def column_rows(where: str, column: Any, number: int) -> Iterator[TextRow]:
-    """The rows of a piece of a column of text, after the first ``number``."""
+    """Yield the rows of a chunk of a text column; ``number`` rows came before it."""
     import pyarrow
 
     binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
-    # A column of strings may hold what is no UTF-8; as bytes such a row harms no other.
+    # A column of strings may contain invalid UTF-8. Read as bytes, such a row does not affect the others.
     for index, raw in enumerate(column.cast(binary).to_pylist(), start=number + 1):
         yield _decoded(f"{where}:{index}", f":{index}", raw or b"")
 
@@ -194,5 +194,5 @@ SUFFIXES = tuple(name for name in READERS if name != ".py")
 
 
 def suffix(path: Path) -> str:
-    """The one of the known suffixes that a file has, or "" """
+    """Return the known suffix of a file, or ""."""
     return next((known for known in READERS if path.name.endswith(known)), "")

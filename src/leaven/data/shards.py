@@ -1,8 +1,8 @@
-"""Token ids on disk: memory-mapped shards, each whole or absent, and an index that knows their sizes and checksums.
+"""Token ids on disk: memory-mapped shards, each complete or absent, and an index with their sizes and checksums.
 
-A shard is the tokens of `SHARD_BATCHES` batches of text, two files (training, validation) that are written beside
-their places, synced and renamed; then a line of ``shards.jsonl`` says so. A process that is killed loses the shard
-it was at. When all are there, ``index.json`` is written; a folder without it is unfinished.
+A shard has the tokens of `SHARD_BATCHES` batches of text in two files (training, validation), which are written
+to temporary files, synced and renamed; then a line is added to ``shards.jsonl``. A killed process loses only the
+shard it was writing. ``index.json`` is written last; a folder without it is unfinished.
 """
 
 import json
@@ -29,7 +29,7 @@ SHARD_BATCHES = 32
 
 
 class ShardedTokens:
-    """Shards laid end to end, read by slices (of step 1); a slice within a shard is a view of the file."""
+    """Concatenated shards, read by slices of step 1. A slice within one shard is a view of the mapped file."""
 
     def __init__(self, shards: list[NDArray[Any]]) -> None:
         self.shards = shards
@@ -52,31 +52,31 @@ class ShardedTokens:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file of a shard: its tokens, the documents that end in it, their bytes of UTF-8, its checksum."""
+    """The record of one file of a shard."""
 
     tokens: int
-    documents: int
-    bytes: int
-    blake2b: str
+    documents: int  # that end in it
+    bytes: int  # of UTF-8 text
+    blake2b: str  # checksum of the file
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The tokens of a source. ``fingerprint`` is a hash of the tokens of both splits, however they are laid out."""
+    """The tokens of a source."""
 
     train: ShardedTokens
     validation: ShardedTokens
-    train_bytes: int
+    train_bytes: int  # of UTF-8 text
     validation_bytes: int
-    fingerprint: str
-    notes: tuple[str, ...]
+    fingerprint: str  # hash of the tokens of both splits, independent of the shards
+    notes: tuple[str, ...]  # lines about files that were rebuilt
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
-    """The tokens of a corpus, from the folder as far as they are there and whole, else encoded and written to it.
+    """Return the tokens of a corpus from ``folder``; encode and write shards that are missing or damaged.
 
     Raises:
-        OSError: if the folder cannot be written; what is finished is kept.
+        OSError: if the folder cannot be written; finished shards are kept.
     """
     found, _ = _open(folder, encoder.dtype)
     if found is not None:
@@ -92,7 +92,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
-    """What a finished folder holds, or None; and what is wrong with which of its files."""
+    """Return the shards of a finished folder, or None; and the damaged files, each with what is wrong with it."""
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())
@@ -106,14 +106,14 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
         for split in SPLITS:
             file = _file(folder, split, number)
             touched = file.stat().st_mtime_ns if file.exists() else 0
-            # Sizes are compared each time, checksums of what was written to after the index.
+            # Sizes are always compared; checksums only for files modified after the index was written.
             if why := _fault(file, record[split], dtype, checksum=touched >= written):
                 damage[file] = why
             newest = max(newest, touched)
     if damage:
         return None, damage
-    if newest >= written:  # and found to be whole
-        with suppress(PermissionError):  # of another owner's cache
+    if newest >= written:  # modified after the index, but the checksums match
+        with suppress(PermissionError):  # the cache belongs to another user
             os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (
         ShardedTokens([_map(_file(folder, split, n), record[split], dtype) for n, record in enumerate(records)])
@@ -124,7 +124,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
 
 
 def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: bool) -> str:
-    """What is wrong with a file of a shard, or nothing."""
+    """Return what is wrong with a file of a shard, or ""."""
     size = record.tokens * dtype.itemsize
     if not file.exists():
         return "was missing"
@@ -136,9 +136,9 @@ def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: boo
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int) -> dict[Path, str]:
-    """Write what is missing of a folder, and its index. Only the holder of its lock comes here.
+    """Write the missing shards of a folder and its index. The caller holds the lock.
 
-    Files that were finished and are not whole any more are returned, with what is wrong with them.
+    Returns the files that had been finished and are damaged now, each with what is wrong with it.
     """
     records, damage = _finished(folder, encoder.dtype)
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
@@ -187,7 +187,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, ShardFile]], dict[Path, str]]:
-    """The shards that are whole, by number; and the files that are not."""
+    """Return the complete shards by number, and the damaged files with what is wrong with each."""
     records: dict[int, dict[str, ShardFile]] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
         with suppress(KeyError, TypeError):
@@ -203,7 +203,7 @@ def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, S
 
 
 class _ShardWriter:
-    """One file of a shard while it is written."""
+    """Writes one file of a shard."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -223,7 +223,7 @@ class _ShardWriter:
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
-    """Pieces in groups large enough to keep all cores busy."""
+    """Yield pieces in batches that are large enough to keep all cores busy."""
     batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():
@@ -242,7 +242,7 @@ def _file(folder: Path, split: str, shard: int) -> Path:
 
 
 def _map(file: Path, record: ShardFile, dtype: np.dtype[Any]) -> NDArray[Any]:
-    # A file of nothing cannot be mapped.
+    # An empty file cannot be mapped.
     return np.memmap(file, dtype=dtype, mode="r") if record.tokens else np.zeros(0, dtype)
 
 
@@ -251,7 +251,7 @@ def _checksum(tokens: NDArray[Any]) -> str:
 
 
 def _fingerprint(parts: list[tuple[str, NDArray[Any]]]) -> str:
-    """A hash of the tokens of each split as one run of 32-bit numbers."""
+    """Return a hash of the tokens of both splits, each read as one sequence of 32-bit numbers."""
     hashes = {split: blake2b(digest_size=16) for split in SPLITS}
     for split, tokens in parts:
         for first in range(0, len(tokens), 2**20):

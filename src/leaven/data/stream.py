@@ -1,7 +1,7 @@
 """The n-th sample of an endless stream: a pure function of a source's tokens, the window length, the seed and n.
 
-There is no state, so there is nothing to save, to fast-forward or to hand out: any rank of any layout asks
-for the samples it needs by number, and a resumed run asks for the next one.
+There is no state to save or to fast-forward: any rank of any layout asks for the samples it needs by number, and a
+resumed run asks for the next one.
 
 Shape legend: N samples, T = seq_len.
 """
@@ -33,12 +33,11 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Windows of ``seq_len`` tokens, shuffled anew every epoch.
+    """Windows of ``seq_len`` tokens in random order, with a different order in each epoch.
 
     Window w is tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive: the last token is a target only,
-    and the first input of window w + 1. An epoch holds every window once; the last tokens of the corpus,
-    fewer than a window, are left out. ``skip`` are stretches of samples, first to before last, disjoint and in
-    order, that are passed over: the next sample comes in the place of each.
+    and the first input of window w + 1. An epoch contains every window once. Tokens at the end of the corpus that do
+    not fill a window are left out.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -47,7 +46,7 @@ class Stream:
     tokens: Tokens
     seq_len: int
     seed: int
-    skip: tuple[tuple[int, int], ...] = ()
+    skip: tuple[tuple[int, int], ...] = ()  # half-open ranges of samples to leave out, disjoint and in order
 
     def __post_init__(self) -> None:
         _count_windows(self.tokens, self.seq_len, "training")
@@ -57,7 +56,7 @@ class Stream:
         return (len(self.tokens) - 1) // self.seq_len
 
     def sample(self, n: int) -> NDArray[np.int64]:
-        """Sample n, ``seq_len + 1`` token ids: inputs are all but the last, targets all but the first."""
+        """Return sample n, ``seq_len + 1`` token ids: inputs are all but the last, targets all but the first."""
         row: NDArray[np.int64] = self.batch(n, 1)[0]
         return row
 
@@ -66,13 +65,13 @@ class Stream:
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples of these numbers, [N, seq_len + 1], whatever is skipped."""
+        """Return the samples with these numbers, [N, seq_len + 1], without applying ``skip``."""
         epochs, places = np.divmod(numbers.astype(np.uint64), np.uint64(self.samples_per_epoch))
         return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """The numbers of ``count`` samples from ``first`` on, counted without those that are skipped."""
+    """Return the numbers of ``count`` samples, where ``first`` counts only samples that are not skipped."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start
@@ -80,7 +79,7 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Windows evenly spread over the tokens, in order, [N, T + 1]: as many as fit in the limit, one at least.
+    """Return windows evenly spread over the tokens, [N, T + 1]: as many as fit in the limit, and at least one.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -91,11 +90,11 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Where each place in [0, size) goes in the permutation of its epoch, without computing the others.
+    """Return the image of each place in [0, size) under the permutation of its epoch, without computing the others.
 
     A Feistel network on Z_a x Z_b, with a x b just above ``size``, walked along its cycle until it falls
     inside: the generalized-Feistel and cycle-walking methods of Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains". It shuffles and keeps no secret: the round function is a mixer, not a cipher.
+    arbitrary finite domains". It shuffles but is not secure: the round function is a mixer, not a cipher.
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)
@@ -147,10 +146,10 @@ IGNORED = -100
 
 
 def isolated(windows: "Tensor", end_of_text: int) -> "tuple[Tensor, Tensor]":
-    """The document of each input, numbered from 0 in its window, and the targets, both [B, T], of windows [B, T + 1].
+    """Return the document number of each input (from 0 within its window) and the targets, both [B, T].
 
-    A document includes the end-of-text token after it. What that token predicts is the start of another document,
-    which nothing before it tells: that target is `IGNORED`.
+    ``windows`` is [B, T + 1]. A document includes the end-of-text token after it. The target after that token is the
+    start of an unrelated document, so it is set to `IGNORED`.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()

@@ -1,4 +1,4 @@
-"""What a part of a corpus holds, found by reading it once, and remembered while the part does not change."""
+"""Read each part of a corpus once to count and hash its documents, and cache the result until the part changes."""
 
 import json
 import time
@@ -12,30 +12,29 @@ from leaven.data.readers import Fault, SourcePart
 from leaven.storage import write
 
 FORMAT = 1
-"""Raised whenever the same content would be surveyed otherwise."""
+"""Version of the cache; increase it when the same content would give a different survey."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0
 
-# Of a file that was written to a moment ago, the next write may leave the same stamp.
+# Two writes within this time may leave the same modification time.
 _SETTLED_NS = 2 * 10**9
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The documents of a part that are not blank, their bytes (of UTF-8), a hash of their places and texts, and the
-    extreme hashes of their keys. ``corrupt`` counts lines or rows that cannot be read, ``faults`` names the first
-    few. ``broken`` is 1 for a file that cannot be read to its end, which then holds no document: what came before may
-    be wrong as well, as in a gzip file, whose checksum is at its end."""
+    """Counts and hashes of the documents of one part that are not blank."""
 
     documents: int
-    bytes: int
-    digest: str
-    lowest: int
-    highest: int
-    corrupt: int
+    bytes: int  # of UTF-8 text
+    digest: str  # hash of places and texts
+    lowest: int  # smallest hash of a key
+    highest: int  # largest hash of a key
+    corrupt: int  # lines or rows that cannot be read
+    # 1 if the file cannot be read to its end. None of it is used, since earlier text may be wrong as well: the
+    # checksum of a gzip file is at its end.
     broken: int
-    faults: tuple[str, ...]
+    faults: tuple[str, ...]  # the first few errors, one line each
 
 
 class Tally:
@@ -65,13 +64,13 @@ def survey(part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
     faults: list[str] = []
     for row in part.rows():
         if isinstance(row, Fault):
-            # A file name need not be UTF-8, what is printed must.
-            said = f"{row.where} {row.why}".encode(errors="replace").decode()
+            # A file name may not be valid UTF-8, but messages have to be.
+            line = f"{row.where} {row.why}".encode(errors="replace").decode()
             if row.whole:
-                return Survey(0, 0, "", 2**64, 0, corrupt=0, broken=1, faults=(said,))
+                return Survey(0, 0, "", 2**64, 0, corrupt=0, broken=1, faults=(line,))
             corrupt += 1
             if len(faults) < NAMED_FAULTS:
-                faults.append(said)
+                faults.append(line)
             continue
         place, text = row
         if not text or text.isspace():
@@ -84,19 +83,20 @@ def survey(part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
 
 
 def key_place(key: str) -> int:
-    """Where the hash of a document's key falls in [0, 2^64)."""
+    """Return the hash of a document's key, in [0, 2^64)."""
     return int.from_bytes(blake2b(encode_key(key), digest_size=8).digest(), "big")
 
 
 def encode_key(key: str) -> bytes:
-    # A file name need not be UTF-8.
+    # A file name may not be valid UTF-8.
     return key.encode(errors="surrogateescape")
 
 
 class SurveyCache:
-    """The surveys of a source's parts in a file, if there is one; what cannot be read there is surveyed again.
+    """Caches the surveys of a source's parts in a file.
 
-    So is a broken part: it may be whole again, with the stamp it had.
+    A part is surveyed again if its entry cannot be read or says that the part was broken: it may have been repaired
+    without a change of its stamp.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -107,7 +107,7 @@ class SurveyCache:
         self._saved = time.monotonic()
 
     def survey(self, part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
-        """The survey of a part: as remembered if its stamp is the same and had settled then, else made."""
+        """Return the survey of a part, from the cache if its stamp has not changed since it settled."""
         stamp, now = part.stamp(), time.time_ns()
         if (found := self._remembered(part.key, stamp)) is None:
             found, self._changed = survey(part, on_bytes), True
@@ -128,7 +128,7 @@ class SurveyCache:
             return None
 
     def save(self) -> None:
-        """Write the file anew if something was surveyed.
+        """Write the file if a part was surveyed since the last time.
 
         Raises:
             OSError: if it cannot be written.

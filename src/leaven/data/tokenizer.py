@@ -1,4 +1,4 @@
-"""The tokenizer: trained on the training documents, or given as a file; and what a text's pieces become with it."""
+"""Train or load a tokenizer, and encode text with it."""
 
 import math
 import os
@@ -23,37 +23,37 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 TRAINING_BYTES = 2**26
-"""About how much text a BPE is trained on at most, to bound its time: 0.1 s a MB on two cores."""
+"""About how much text a BPE is trained on at most. Training takes 0.1 s for each MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TextPiece(NamedTuple):
-    """A part of a document, of one side of the split, and whether the document ends with it."""
+    """A part of a document."""
 
-    validation: bool
+    validation: bool  # which split the document belongs to
     text: str
-    last: bool
+    last: bool  # whether the document ends with it
 
 
 class Encoded(NamedTuple):
-    """Token ids of one side of some pieces, the documents that end in them, and their bytes of UTF-8."""
+    """The token ids of some pieces that belong to the same split."""
 
     ids: NDArray[Any]
-    documents: int
-    bytes: int
+    documents: int  # that end in these pieces
+    bytes: int  # of UTF-8 text
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Pieces to token ids. An end-of-text token follows every document."""
+    """Encodes pieces of text. An end-of-text token follows every document."""
 
     tokenizer: "Tokenizer"
 
     @cached_property
     def vocab_size(self) -> int:
-        # Ids may have holes: the size of the embedding is what counts.
+        # Some ids may be unused; the embedding needs a row up to the largest.
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -68,8 +68,8 @@ class Encoder:
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
-        """The training side and the validation side of some pieces."""
-        # Text that spells a special token is text.
+        """Encode pieces and return (training, validation)."""
+        # Text that looks like a special token is encoded as ordinary text.
         self.tokenizer.encode_special_tokens = True
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         ids: tuple[list[int], list[int]] = ([], [])
@@ -87,10 +87,10 @@ class Encoder:
 
 
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
-    """The tokenizer of a file or of the Hub, or None for one to be trained.
+    """Load the tokenizer from a file or from the Hub; None for "bpe", which is trained.
 
     Raises:
-        InputError: if it cannot be had, has more tokens than ``vocab_size``, or no end-of-text token.
+        InputError: if it cannot be loaded, has more tokens than ``vocab_size``, or no end-of-text token.
     """
     if tokenizer == "bpe":
         if vocab_size < 257:
@@ -108,7 +108,7 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     try:
         given: Tokenizer = library.Tokenizer.from_str(raw)
     except Exception as error:  # tokenizers raises no narrower class
-        raise InputError(f"data.tokenizer {tokenizer!r} is no tokenizer.json ({error})") from None
+        raise InputError(f"data.tokenizer {tokenizer!r} is not a tokenizer.json ({error})") from None
     encoder = Encoder(given)
     if encoder.vocab_size > vocab_size:
         raise InputError(
@@ -116,14 +116,14 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
             f"set vocab_size = {encoder.vocab_size:_} or more"
         )
     _ = encoder.end_of_text
-    # A file may ask for every text to be cut or filled to one length.
+    # The file may enable truncation or padding.
     given.no_truncation()
     given.no_padding()
     return given
 
 
 def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProgress | None) -> "Tokenizer":
-    """A byte-level BPE of the training documents, to ``vocab_size`` tokens or as many as there are pairs to merge."""
+    """Train a byte-level BPE of ``vocab_size`` tokens, or fewer if there are not enough pairs to merge."""
     library = _library()
     meter = Meter(progress, "tokenizer", sum(corpus.n_bytes for corpus in corpora))
     tokenizer: Tokenizer = library.Tokenizer(library.models.BPE())
@@ -142,9 +142,11 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 
 
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
-    """Pieces of the training documents. Each source gives up to an equal share of `TRAINING_BYTES`, every k-th piece
-    where it holds more, whatever its weight: mixtures of the same sources have the same tokenizer, and their losses
-    compare."""
+    """Yield the pieces of training documents that a tokenizer is trained on.
+
+    Each source contributes at most an equal share of `TRAINING_BYTES`: every k-th piece if it has more text. Weights
+    have no influence, so mixtures of the same sources share a tokenizer and their losses can be compared.
+    """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
         number = done = 0
@@ -161,9 +163,9 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 
 
 def pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """A text in pieces, of whole lines where it has lines, and whether a piece is the last.
+    """Yield a text in pieces, split at line ends if possible, each with whether it is the last.
 
-    One long text would be one job for one core, and its encoding takes a hundred bytes a token.
+    A long text in one piece would keep one core busy, and encoding needs a hundred bytes of memory for each token.
     """
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -175,20 +177,20 @@ def pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """All cores inside, one thread after: a process that forks after using the threads would hang on them."""
-    asked = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = asked or "true"
+    """Let tokenizers use all cores inside, and one thread afterwards: a later fork would hang on its threads."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:
         yield
     finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = asked or "false"
+        os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """UTF-8 bytes by token id of a tokenizer.json; special tokens, end-of-text among them, have none.
+    """Return the number of UTF-8 bytes of each token id; 0 for special tokens such as end-of-text.
 
-    Exact for byte-level tokenizers, and up to the space that some put before a text for those that write spaces
-    as "▁" (SentencePiece). None for any other: their tokens do not say what text they came from.
+    Exact for byte-level tokenizers. For those that write spaces as "▁" (SentencePiece) it is exact but for a space
+    that some add before a text. None for all others, whose tokens do not determine the text.
     """
     given: Tokenizer = _library("bits per byte need").Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
@@ -210,9 +212,9 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 
 
 def bits_per_byte_factor(tokenizer: Path, targets: NDArray[np.int64]) -> float | None:
-    """What a mean loss over these targets, in nats per token, is multiplied by for bits per byte of their text.
+    """Return the factor from a mean loss over these targets, in nats per token, to bits per byte.
 
-    An end of text costs nats and has no bytes. None where the tokenizer does not tell bytes.
+    End-of-text tokens count in the loss and have no bytes. None if :func:`bytes_by_token` is None.
     """
     counts = bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())

@@ -1,8 +1,8 @@
-"""From the `[data]` of a recipe to token ids on disk, in a cache by content.
+"""Turn the `[data]` of a recipe into token ids on disk, in a content-addressed cache.
 
-The cache holds ``surveys`` (what is in the files of a source), ``tokenizers`` (trained or given) and ``tokens`` (a
-folder for each source and tokenizer). One process at a time writes to a folder; others wait for it, and map what it
-wrote.
+The cache contains ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and ``tokens`` (a
+folder for each pair of source and tokenizer). One process at a time writes to a folder; the others wait for it and
+map its files.
 """
 
 from collections.abc import Sequence
@@ -29,25 +29,21 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FORMAT = 3
-"""Raised whenever the same source would give other tokens or other files."""
+"""Version of the cache; increase it when the same source would give different tokens or files."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """The tokens of all sources. An end-of-text token follows every document.
+    """The tokens of all sources. An end-of-text token follows every document."""
 
-    ``vocab_size`` is what the tokenizer really has, ``fingerprint`` a hash of the tokens. The bytes are of UTF-8
-    text, for losses in bits per byte. ``notes`` are lines for a person: what was skipped, what was made again.
-    """
-
-    names: tuple[str, ...]
-    proportions: tuple[Fraction, ...]
+    names: tuple[str, ...]  # of the sources, as in the recipe
+    proportions: tuple[Fraction, ...]  # share of each source in the samples
     sources: tuple[Shards, ...]
-    vocab_size: int
-    end_of_text: int
-    fingerprint: str
+    vocab_size: int  # of the tokenizer
+    end_of_text: int  # token id
+    fingerprint: str  # hash of the tokens
     tokenizer_path: Path
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # lines about skipped documents and rebuilt files
 
     @property
     def train(self) -> ShardedTokens:
@@ -93,7 +89,7 @@ class TokenSet:
         )
 
     def epochs(self, tokens: int) -> dict[str, float]:
-        """How often a run of so many tokens goes through each source."""
+        """Return the number of epochs over each source in a run of so many tokens."""
         shares = zip(self.names, self.proportions, self.sources, strict=True)
         return {name: float(share * tokens) / len(source.train) for name, share, source in shares}
 
@@ -105,15 +101,15 @@ def prepare(
     progress: OnProgress | None = None,
     processes: int | None = None,
 ) -> TokenSet:
-    """The tokens of a recipe's `[data]`, from the cache where the same content was prepared before.
+    """Tokenise a recipe's `[data]`, or take it from the cache if the same content was prepared before.
 
     The cache is ``cache``, else ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
     ``progress`` is called with a stage (``reading``, ``tokenizer``, ``encoding``), bytes done and bytes in all.
-    Text is encoded in ``processes``, by default one a core where there is enough of it; they are started anew, so a
-    script that comes here does so under ``if __name__ == "__main__"``.
+    ``processes`` encode the text, by default one for each core if there is enough text. They are spawned, so a script
+    has to call this under ``if __name__ == "__main__"``.
 
     Raises:
-        InputError: if a source, the tokenizer, the vocabulary or the cache folder will not do.
+        InputError: if a source, the tokenizer, the vocabulary or the cache folder cannot be used.
     """
     given = given_tokenizer(data.tokenizer, vocab_size)
     cache = cache or cache_folder()
@@ -153,7 +149,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """The tokenizer in the cache, as it was given or as it was trained on this text."""
+    """Return the given tokenizer, or the one trained on this text, as a file in the cache."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)
@@ -170,7 +166,7 @@ def _tokenizer(
 
 
 def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
-    """A tokenizer in a file in the folder of its hash."""
+    """Save a tokenizer in the folder named by its hash."""
     raw = tokenizer.to_str(pretty=True).encode()
     path = folder / _hash(raw) / "tokenizer.json"
     if not path.exists() or path.read_bytes() != raw:
@@ -180,7 +176,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """The tokenizer whose hash a file holds, if both are there and whole."""
+    """Return the tokenizer whose hash is in the file ``name``, or None if either is missing or damaged."""
     from tokenizers import Tokenizer
 
     try:
