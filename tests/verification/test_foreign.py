@@ -127,7 +127,7 @@ def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type
         foreign("their_model:factori", 32, 2)
     with pytest.raises(InputError, match="should return"):
         foreign("their_model:nothing", 32, 2)
-    with pytest.raises(InputError, match="0.weight is in no group of its optimiser"):
+    with pytest.raises(InputError, match="0.weight is not in any group of its optimiser"):
         foreign("their_model:short_of_a_group", 32, 2)
     with pytest.raises(InputError, match="no torch.nn.Embedding"):
         foreign("their_model:no_embedding", 32, 2)
@@ -135,7 +135,7 @@ def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type
         foreign("their_model:factory", 32, 2)
     with pytest.raises(InputError, match="whole number of sequences of 64"):
         foreign("their_model:factory", 32, 2, source=MADE_UP, batch_tokens=100)
-    with pytest.raises(InputError, match="gives its own batches"):
+    with pytest.raises(InputError, match="returns its own batches"):
         foreign("their_model:feeding", 32, 2, source=SOURCE)
 
 
@@ -213,7 +213,7 @@ def test_batches_of_a_factory_form_one_stream_for_each_seed(here: Path) -> None:
     half, double = (family.train(RunSetting(16, 1, 1.0, 0, batch=batch)) for batch in (0.5, 2.0))
     assert half.loss != double.loss
     assert (half.tokens, double.tokens) == (512, 512)
-    with pytest.raises(InputError, match=r"batch x 0.1 of 4 sequences is no whole number"):
+    with pytest.raises(InputError, match=r"batch x 0.1 of 4 sequences is not a whole number"):
         family.trial(RunSetting(16, 1, 1.0, 0, batch=0.1))
 
 

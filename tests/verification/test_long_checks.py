@@ -61,7 +61,7 @@ def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe, tmp_path: Path)
     verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
     assert not verdict.passed
     assert verdict.rows[0].undecided
-    assert "edge of the grid" in verdict.rows[0].note
+    assert "edge of the extended grid" in verdict.rows[0].note
 
 
 def noisy(shift: float, noise: float, curvature: float) -> Callable[[Recipe], float]:
@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_fails(bad: float, tiny: Recipe, tmp_path: Pat
     store = pretend(tmp_path, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else bowl(recipe, 0.01))
     verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
     assert not verdict.passed
-    assert "no number, at lr 0.02" in verdict.rows[0].note
+    assert "not finite, at lr 0.02" in verdict.rows[0].note
 
 
 def test_an_impossible_lr_is_an_error(tiny: Recipe, tmp_path: Path) -> None:

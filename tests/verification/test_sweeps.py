@@ -59,7 +59,7 @@ def test_a_right_exponent_passes(tiny: Recipe, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cost", "noise", "says"),
-    [(0.01, 0.0005, "limited by noise"), (0.09, 0.0005, "limited by optimisation"), (0.0585, 0.02, "not told apart")],
+    [(0.01, 0.0005, "limited by noise"), (0.09, 0.0005, "limited by optimisation"), (0.0585, 0.02, "undecided")],
 )
 def test_twice_the_batch_says_what_limits_the_base(
     tiny: Recipe, tmp_path: Path, cost: float, noise: float, says: str

@@ -1,1 +1,1 @@
-"""Is it true? Checks that a rule's promises hold on small models, and that can fail."""
+"""Checks on small models that a scaling rule keeps its promises."""

@@ -1,7 +1,8 @@
-"""What flows through a model: the output of every module of one forward, by name, and the attention logits.
+"""Record the output of every module in a forward pass, and the attention logits.
 
-Hooks see module outputs only. Attention logits are no module's output, and a wrong power of the head dimension shows
-in them first, so calls of ``torch.nn.functional.scaled_dot_product_attention`` are watched as well.
+Hooks only see the outputs of modules. Attention logits are not such an output, but a wrong power of the head
+dimension shows in them first, so calls of ``torch.nn.functional.scaled_dot_product_attention`` are intercepted as
+well.
 """
 
 import math
@@ -17,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 from leaven.model.attention import causal_attention
 
 ROWS = 256
-"""Positions kept of each output: their RMS is within a few percent of that of all, and they fit in memory."""
+"""Number of positions kept from each output. Their RMS is within a few percent of the RMS over all positions."""
 
 LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """The tensor a module gives: itself, the first of several, or the logits or last state of a named output."""
+    """Return the tensor in a module's output: the output itself, its first element, its logits or its last state."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -36,13 +37,15 @@ def tensor_of(output: Any) -> Tensor | None:
 
 
 class ActivationRecorder(TorchFunctionMode):
-    """While entered, records a sample of every module's output; :meth:`take` hands over one forward.
+    """A context manager that records a sample of every module's output; :meth:`take` returns those of one forward.
 
-    ``label`` gives the name of a module's line, None for no line. Several modules of one name (the layers) and
-    several calls of one module stand in one line, in the order they ran. A container that hands on its last child's
-    output is not recorded again; ``containers`` are the names of those that made something new of theirs,
-    ``matrices`` of those with a matrix of their own, ``trained`` of those whose output a gradient goes through, and
-    ``head_sizes`` the head dimensions behind attention logits.
+    ``label`` maps the name of a module to the label under which it is recorded, or to None. Modules with the same
+    label (the layers) and repeated calls are stacked in the order they ran. A container that returns the output of
+    its last child unchanged is not recorded again.
+
+    Afterwards ``containers`` has the labels of containers that computed something new from their children's outputs,
+    ``matrices`` those of modules with a matrix of their own, ``trained`` those of outputs that require a gradient,
+    and ``head_sizes`` the head dimension of each attention's logits.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
@@ -63,8 +66,8 @@ class ActivationRecorder(TorchFunctionMode):
 
     def __enter__(self) -> "ActivationRecorder":
         for module in self._labels:
-            # Before other hooks: what the module itself gives, not what a branch's multiplier makes of it. After
-            # them what it made is noted, so that a container that hands it on is known to make nothing new.
+            # The first hook runs before all others, to see the output without a branch multiplier. The last hook runs
+            # after them, so that a container which returns the multiplied output is not recorded again.
             end = module.register_forward_hook(self._end, prepend=True)
             passed_on = module.register_forward_hook(self._passed_on)
             for handle in (module.register_forward_pre_hook(self._begin), end, passed_on):
@@ -77,7 +80,7 @@ class ActivationRecorder(TorchFunctionMode):
         self._hooks.close()
 
     def take(self) -> dict[str, Tensor]:
-        """Samples of the last forward by name, the calls of one name stacked: (calls, rows, features)."""
+        """Return the samples of the last forward by label, (calls, rows, features)."""
         found, self._found, self._seen = self._found, {}, []
         return {name: torch.stack(samples) for name, samples in found.items()}
 
@@ -122,7 +125,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """Logits of the first sequence's positions on those before them, heads stacked: (heads x T, T)."""
+    """Return the causal attention logits of the first sequence, heads stacked, (heads x T, T)."""
     query, key = query.detach()[0].float(), key.detach()[0].float()
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     logits = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)

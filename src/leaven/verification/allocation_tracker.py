@@ -1,4 +1,4 @@
-"""Every storage that a process has, from when it is made until it is gone, by part."""
+"""Track the memory of tensors from allocation to release, by part (weights, gradients, activations, ...)."""
 
 import weakref
 from collections import Counter
@@ -17,7 +17,7 @@ from leaven.distributed.compat import resizes_seen, shapes_apart
 
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 GRAIN = 512
-"""Bytes that an accelerator's allocator rounds up to."""
+"""Bytes; an accelerator's allocator rounds sizes up to a multiple of this."""
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 _READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait_tensor.default
@@ -25,10 +25,10 @@ _READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage: the bytes that it has now, and what it is a part of."""
+    """The storage of one or more tensors."""
 
-    part: str
-    size: int = 0
+    part: str  # what the memory is used for
+    size: int = 0  # bytes, now
 
 
 BytesByPart = Counter[str]
@@ -36,12 +36,11 @@ BytesByPart = Counter[str]
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes down what tensors take that are made inside of it, and changes nothing. ``of``: which kind; a number that
-    is read off a fake one is 1.
+    """Records the memory of tensors of type ``of`` that are created inside this context, without changing anything.
 
-    A part may be given when a storage is made (:meth:`within`) or later (:meth:`mark`): what counts is the last word.
-    So gradients are known as such, which are made as any tensor is. Known by what is done are the weights that are
-    gathered or cast, and the buffers of an exchange and of an update.
+    The part of a storage is set when it is created (:meth:`within`) or later (:meth:`mark`); the last one counts.
+    Gradients, for example, are created like any other tensor and marked afterwards. Gathered or cast weights and the
+    buffers of collectives and updates are recognised by the operation. Reading a number from a fake tensor gives 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
@@ -65,7 +64,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """What is made meanwhile is of this part."""
+        """Count tensors created inside this context as ``part``."""
         self._part, before = part, self._part
         try:
             yield
@@ -73,20 +72,21 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Count these tensors as ``part`` from now on."""
         for tensor in tensors:
             self._allocation(tensor).part = part
 
     def begin(self) -> None:
-        """Forget what was there for a while only: :meth:`peak` is of what comes now."""
+        """Start a new measurement of :meth:`peak`."""
         self._start = [(entry, entry.size) for entry in self._allocations.values()]
         self._moves = []
 
     def now(self) -> BytesByPart:
-        """What is there."""
+        """Return the bytes that are allocated now."""
         return _sum((entry, entry.size) for entry in self._allocations.values())
 
     def peak(self) -> BytesByPart:
-        """The most that was there at one time since :meth:`begin`."""
+        """Return the bytes by part at the moment since :meth:`begin` when most were allocated."""
         level = highest = sum(size for _, size in self._start)
         at = 0
         for number, (_, change) in enumerate(self._moves, start=1):
@@ -99,11 +99,11 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # it is made of plain ones, which come here by themselves
+            return NotImplemented  # a wrapper: its inner tensors are dispatched separately
         fake = FakeTensor in types
         if func is _READ and fake:
             return 1
-        # What waits for a collective gives a new tensor of what is fake, and of what is real the same one.
+        # Waiting for a collective returns a new tensor if it is fake, and the same tensor if it is real.
         result = args[0] if func is _WAIT and fake else func(*args, **(kwargs or {}))
         if self._apart:
             return result
@@ -113,7 +113,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._to_copy.default and self._is(args[0], "weights"):
             self.mark([result], "gathered")
         elif func is aten.clone.default and self._is(args[0], "weights"):
-            self.mark([result], "buffers")  # to tell the update by
+            self.mark([result], "buffers")  # a copy of the weights, made to measure the update
         elif func is fsdp.all_gather_copy_in.default:
             self.mark(result, "gathered")
         elif func is fsdp.chunk_cat.default:

@@ -1,6 +1,6 @@
-"""What checks feed to a model: batches by seed and step, those of one seed a stream of sequences.
+"""Batches for checks, by seed and step. The batches of one seed form one stream of sequences.
 
-One seed is held out: its batches are for the validation loss, and no model is trained on them.
+The seed `HELD_OUT` is for the validation loss; no model is trained on its batches.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 TokenBatch = tuple[Tensor, Tensor]
 Batches = Callable[[int, int], TokenBatch]
-"""(seed, step) -> inputs and targets, token ids (sequences, positions): the same of each call."""
+"""(seed, step) -> inputs and targets, token ids (sequences, positions). A pure function."""
 
 HELD_OUT = 1_000_000
 
 
 def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
-    """Batches of ``count`` sequences of a text; of its held-out split for the seed that is held out."""
+    """Return batches of ``count`` sequences of a text; the seed `HELD_OUT` reads its validation split."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -34,7 +34,7 @@ def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Text of a chain: seven times in ten a token is followed by the one it always is, else by a Zipf-like one."""
+    """Return made-up text: with probability 0.7 a token's fixed successor follows it, else a Zipf-like one."""
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
     zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
@@ -53,7 +53,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Sequences ``first`` to ``first + count - 1`` of a seed's stream, whose batches have ``size`` of them."""
+    """Return sequences ``first`` to ``first + count - 1`` of a seed's stream; a batch has ``size`` of them."""
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
     here = slice(first % size, first % size + count)

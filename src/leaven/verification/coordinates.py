@@ -1,30 +1,31 @@
-"""The coordinate check: does what flows through the model, and how it moves, keep its size as the model grows?
+"""The coordinate check: do activations, and their changes in training, keep their size as the model grows?
 
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package record the size of every
 module's output for a few steps at several widths, on one batch, with a larger lr than for training: a flat line is
-right. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do so over depth. Here the *change* of the output since the first
-step is judged as well: it shows a wrong lr at once, where the output itself still is mostly its initial value.
+right. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges the *change* of
+the output since the first step: a wrong lr shows there at once, while the output itself is still mostly its initial
+value.
 
-Two things may fall, as the square root of what grows, without being wrong: they are sums of independent signs.
+Two quantities may fall as the square root of the size without being wrong, since they are sums of independent signs.
 
-- Over width, what a wide input makes finite: the logits, and query . key divided by a growing head dimension. The
-  initial part falls as N^-1/2 under muP; with training a part of order 1 takes over.
+- Over width, outputs of finite size that read a wide input: the logits, and query . key divided by a growing head
+  dimension. The initial part falls as N^-1/2 under muP; with training a part of order 1 takes over.
 - Over depth, the residual stream. The sum of L branches at L^-alpha falls as L^(1/2 - alpha) until the embedding is
-  all that is left of it. What reads the stream reads it through a norm, and has to be flat.
+  all that is left of it. Modules read the stream through a norm, so their outputs have to be flat.
 
 Attention logits with a growing head dimension *have* to fall at the start: query . key / sqrt(d) is flat only as long
-as queries and keys know nothing of each other, and grows as sqrt(d) once training has aligned them. That takes more
-steps than a check has (measured after 40: +0.1), so the room for it is asked for at the start.
+as queries and keys are independent, and grows as sqrt(d) once training has aligned them. That takes more steps than a
+check has (measured after 40: +0.1), so the check demands the fall at the start.
 
 Below alpha = 1 the rule itself lowers the lr inside blocks, as L^(alpha-1), and with it what a block's own matrices
-learn. That is allowed for their outputs alone: a norm hands on what the stream has learnt, and has to be flat.
+learn. Only their outputs may fall for that reason: a norm passes on what the stream has learnt, and has to be flat.
 
-In the depth of a model, lines are compared at the same relative depth: modules inside blocks in the one that reads
-the stream after half of the blocks, streams after the last one. A mean over blocks would count the first, whose input
-no block has touched, for one half at depth 2 and one sixteenth at depth 16, and bend every slope by +0.15; a mean of
-the two blocks round the middle bends it by +0.2.
+Over depth, outputs are compared at the same relative depth: modules inside blocks in the middle block, the stream
+after the last block. A mean over blocks would give the first block, whose input is still the embedding, a weight of
+one half at depth 2 and of one sixteenth at depth 16, and bias every slope by +0.15; a mean of the two middle blocks
+would bias it by +0.2.
 
-What it cannot see: weight decay, eps far below the gradient, clipping, a readout that learns too slowly, anything
+It cannot see: weight decay, eps far below the gradient, clipping, a readout that learns too slowly, anything
 that needs many steps.
 """
 
@@ -48,44 +49,42 @@ LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""On |slope|, log2 over log2: at the start, and of what up to ``STEPS`` steps changed, or more. A wrong power of
-width or depth is 0.5 or 1, and planted faults show as 0.33 or more. Right rules measured (docs/log.md: a dozen
+"""Limits on |slope| of log2 over log2: of the initial output (start), and of the change after up to ``STEPS`` steps
+(early) or more (late). A wrong power of width or depth is 0.5 or 1; planted faults show as 0.33 or more. Right rules
+measured (docs/log.md: a dozen
 recipes on text, widths 64 to 512, depths 2 to 16, three seeds) at most 0.09 in width and 0.08 (start) and 0.19
-(early) in depth; growing heads 0.12 in width at the start, for falling logits attend more evenly. Neither more seeds
-nor larger sizes bring the rest down: a part of what a block adds is independent of the others', and falls as L^-1/2.
+(early) in depth; growing heads 0.12 in width at the start, for falling logits attend more evenly. Neither more
+seeds nor larger sizes reduce the rest: a part of what a block adds is independent of the other blocks, and falls as
+L^-1/2.
 
-Later is another matter: at some step, the sooner the higher the lr, shallow models fit the one batch through their
-attention, and its output falls with depth by up to 0.46 for a while (step 5 at lr 0.008), to be flat again after."""
+After more steps (sooner for a higher lr) shallow models fit the batch through their attention. Its output then falls
+with depth by up to 0.46 for some steps (step 5 at lr 0.008), and is flat again afterwards."""
 
 INDEPENDENT = -0.5
-"""The slope of a mean of independent terms, in their number."""
+"""The slope of a mean of n independent terms, over n."""
 
 START = CheckStart(hidden=1.0, residual=0.5)
-"""Hidden weights at 1/sqrt(fan in): with smaller ones the change of a module is mostly that of its own weights, whose
-alignment with the input still falls at these widths (-0.13 for 64 to 256). Branches at half: at depth 2 whole ones
-are as large as the embedding, and what reads the stream between them changes by 2^0.25 less than at depth 4; with
-smaller ones the change is again mostly that of a module's own weights (-0.11 in width at a quarter)."""
+"""Hidden weights start at 1/sqrt(fan in): with smaller ones, the output of a module changes mostly by its own
+weights, whose alignment with the input still falls at these widths (-0.13 for 64 to 256). Branches start at half:
+whole ones are as large as the embedding at depth 2, and modules between them change by 2^0.25 less than at depth 4;
+with smaller ones the change is again mostly by a module's own weights (-0.11 in width at a quarter)."""
 
 QUANTITIES = ("start", "end", "change")
 
 
 @dataclass(frozen=True)
 class ActivationRecord:
-    """What one module's line was in one run: mean squares by quantity, one a call, in the order of the calls.
+    """The outputs of the modules with one label in one run."""
 
-    ``trained`` says whether the output depends on what is trained, ``stuck`` whether a weight of the module's own is
-    trained and stayed bit for bit what it was.
-    """
-
-    squares: dict[str, tuple[float, ...]]
-    features: int
+    squares: dict[str, tuple[float, ...]]  # mean square of each call, by quantity
+    features: int  # size of the last dimension, or the head dimension behind attention logits
     container: bool
-    matrix: bool
-    trained: bool
-    stuck: bool
+    matrix: bool  # whether the module has a matrix of its own
+    trained: bool  # whether the output requires a gradient
+    stuck: bool  # whether a weight of the module is trained and did not change at all
 
     def rms(self, quantity: str, axis: str) -> float:
-        """Over all calls in width; at one relative depth in depth."""
+        """RMS over all calls for the width axis, and of the call at the reference depth for the depth axis."""
         values = self.squares[quantity]
         if axis == "depth":
             values = (values[-1 if self.container else len(values) // 2],)
@@ -105,7 +104,7 @@ def coordinates(
     lr_factor: float = 1.0,
     on_member: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verdict:
-    """Run the check; ``lr_factor`` multiplies every lr.
+    """Run the coordinate check. ``lr_factor`` multiplies every lr.
 
     Raises:
         InputError: if the family has no model of one of these sizes.
@@ -132,7 +131,7 @@ def _rms(quantity: str, line: ActivationRecord, axis: SizeAxis) -> float:
 
 
 class _Outputs(Callback[StepResult]):
-    """Keeps what the first forward gave."""
+    """Keeps the outputs of the first forward."""
 
     def __init__(self, recorder: ActivationRecorder) -> None:
         self._recorder = recorder
@@ -144,7 +143,7 @@ class _Outputs(Callback[StepResult]):
 
 
 def record(instance: ModelInstance, steps: int, lr_factor: float) -> ActivationRecords:
-    """Train an instance for some steps on its first batch and say what its outputs were and became."""
+    """Train an instance for some steps on its first batch and return its outputs before and after."""
     instance.scale_lr(lr_factor)
     trained = {name: parameter for name, parameter in instance.model.named_parameters() if parameter.requires_grad}
     before = {name: parameter.detach().clone() for name, parameter in trained.items()}
@@ -186,7 +185,7 @@ def _row(
     limits = {q: LIMITS[axis.name]["start" if q == "start" else trained] for q in QUANTITIES}
     limit = limits["change"]
     if any(math.isnan(value) for values in means.values() for value in values):
-        return CheckRow(module, axis.name, None, limit, False, parts, "no number any more: lower the lr?", math.inf)
+        return CheckRow(module, axis.name, None, limit, False, parts, "not finite: lower the lr?", math.inf)
     still = _still(means, [line for seeds in lines for line in seeds])
     if still:
         return CheckRow(module, axis.name, None, limit, False, parts, still, math.inf)
@@ -206,7 +205,7 @@ def _row(
 
 
 def _still(means: dict[str, list[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Why there is no slope to judge where there has to be one: nothing moves, or at some sizes only."""
+    """Return why no slope can be judged: the output never changes, or is 0 at some sizes. "" if it can."""
     if any(line.stuck for line in lines):
         return "its weights never move  <- an lr of 0, or no gradient within these steps?"
     if any(line.trained for line in lines) and not any(means["change"]):
@@ -218,9 +217,9 @@ def _still(means: dict[str, list[float]], lines: Sequence[ActivationRecord]) -> 
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """The lowest and the highest slope there may be but for the limits; see the top of this file."""
+    """Return the lowest and highest slope that the theory at the top of this file allows."""
     if axis.name == "width":
-        # Behind the attention logits stands the head dimension: with one that does not grow they do not fall.
+        # Attention logits are sums over the head dimension, so they only fall if it grows.
         logits = module.endswith(LOGITS)
         sums = (len({line.features for line in lines}) == 1) != logits
         return INDEPENDENT * sums, INDEPENDENT * (sums and logits and quantity == "start")
@@ -231,7 +230,7 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """What usually does this. A recipe is checked from initial values of the check's own, a factory from its own."""
+    """Return the usual cause. Only a factory (``foreign``) is checked from its own initial values."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

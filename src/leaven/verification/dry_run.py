@@ -1,7 +1,7 @@
-"""Two steps of a rank of any layout, on one processor and without its memory.
+"""Run two training steps of one rank of any layout on one processor, with tensors that have no data.
 
-The model, its layout, the optimiser and the step are those of a training. Tensors have shapes and no values (torch's
-fake tensors), the other ranks are not there and their answers neither (torch's fake process group).
+The model, its layout, the optimiser and the step are those of real training. Tensors have shapes and no values
+(torch's fake tensors), and collectives return without other ranks (torch's fake process group).
 """
 
 import time
@@ -33,18 +33,18 @@ from leaven.verification.allocation_tracker import AllocationTracker, BytesByPar
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a step takes, in bytes by part: what stays from one to the next, and the most at one time."""
+    """The memory of a training step."""
 
-    stays: BytesByPart
-    peak: BytesByPart
-    seconds: float
+    stays: BytesByPart  # allocated between steps
+    peak: BytesByPart  # at the moment of the step when most is allocated
+    seconds: float  # that the dry run took
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
-    """What the ``rank``-th process of a recipe's layout holds in its second step, when all there ever is is there.
+    """Return the memory of one rank of a recipe's layout in its second step, when the optimiser state exists.
 
-    Of a model that is not compiled, on a device of that type: on a processor attention goes block by block and the
-    loss over fewer tokens at a time. To be called once in a process, which has no process group and gets none.
+    The model is not compiled. ``device`` selects the kernels: on a CPU, attention is computed block by block and the
+    loss over fewer tokens at a time. Call it once in a process, which must not have a process group.
     """
     began, layout, processor = time.perf_counter(), recipe.layout, torch.device("cpu")
     group = SINGLE_PROCESS
@@ -54,7 +54,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     fake, tracker = FakeTensorMode(allow_non_fake_inputs=True), AllocationTracker()
 
     def build(*arguments: Any, device: torch.device, **named: Any) -> Stage:
-        # Meshes want numbers, so that a model is laid out on meta: outside, and made inside.
+        # Meshes need real numbers, so the model is laid out on the meta device before fake tensors are created.
         stage = build_stage(*arguments, device=torch.device("meta"), **named)
         with fake, tracker:
             return stage.to_empty(device=device)
@@ -74,7 +74,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
 
 
 def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[], object]) -> StepMemory:
-    """What the second one takes of a training, as the tracker has it; parts are told apart by what they are for."""
+    """Run two steps and return the memory of the second one."""
     began = time.perf_counter()
     tracker.mark(training.sharded.leaves, "weights")
     for stage in training.sharded.stages:
@@ -101,7 +101,7 @@ def _within(tracker: AllocationTracker, part: str, loss: LossFunction) -> LossFu
 
 @dataclass(frozen=True)
 class NoText:
-    """In place of a corpus: a step wants tokens, and nothing is asked of what they are."""
+    """A stand-in for a corpus: all tokens are 0, since their values have no effect on memory."""
 
     vocab_size: int
     fingerprint: str = ""
@@ -127,7 +127,7 @@ class _Blanks:
 
 @contextmanager
 def as_on(device: str) -> Iterator[None]:
-    """Tensors are a processor's, and what is done to them is what another device would do."""
+    """Use the kernels of another device type on tensors of the CPU."""
     if device == "cpu":
         yield
         return
@@ -144,8 +144,8 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> T
 
 
 class _Flash(torch.autograd.Function):
-    """What a flash kernel keeps and gives, without values: for each query the sum of its exponentials, in fp32,
-    beside the arguments and the output (Dao et al. 2022, arXiv 2205.14135, algorithm 1)."""
+    """Allocates what a flash attention kernel does, without values: it keeps the arguments, the output and, for each
+    query, the sum of exponentials in fp32 (Dao et al. 2022, arXiv 2205.14135, algorithm 1)."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:

@@ -1,16 +1,15 @@
-"""The duration check: does the best lr move with the tokens of a run as the rule says, and is the base limited by
+"""The duration check: does the best lr change with the tokens of a run as the rule says, and is the base limited by
 gradient noise or by its number of steps?
 
-The sweep over lr at several durations gives the exponent of the best lr. What the rule moves besides (decay, eps, the
-betas) follows it in every run. Two arms, not tuned again, say what moving by the rule brings or costs: the lr left
-alone, and everything left alone.
+A sweep over lr at several durations gives the exponent of the best lr. Everything else that the rule changes (decay,
+eps, the betas) follows the rule in every run. Two control arms without a sweep measure what the rule gains: one where
+only the lr is unchanged, and one where nothing changes.
 
-The rule comes from a limit in which gradients are mostly noise. Whether the base is there is read off one more batch:
+The rule is derived in the limit where gradients are mostly noise. Whether the base is in that limit is measured with
 twice the batch at the same tokens, under the batch rule, at the base's best lr. In McCandlish et al. 2018 (arXiv
 1812.06162, equation 2.11) a loss costs tokens in proportion to 1 + x, where x is the batch over the critical batch;
-so twice the batch is worth as much as a run shorter by log2((1 + 2x) / (1 + x)) octaves: none where all is noise, one
-where the number of steps is all that counts, 0.585 at the critical batch. The gain of an octave of tokens is measured
-by the sweep itself.
+so twice the batch costs as much as a run that is shorter by log2((1 + 2x) / (1 + x)) octaves: 0 if all is noise, 1 if
+only the number of steps counts, 0.585 at the critical batch. The sweep measures the gain of an octave of tokens.
 """
 
 import math
@@ -27,7 +26,7 @@ from leaven.verification.sweep import SWEPT, losses_of, setting, sweep
 from leaven.verification.verdict import MeasuredValue, Verdict
 
 CRITICAL = math.log2(1.5)
-"""Octaves of tokens that twice the critical batch costs."""
+"""What twice the critical batch costs, in octaves of tokens."""
 
 EXPONENT = "exponent of the best lr over tokens"
 LR = SWEPT["lr"]
@@ -78,7 +77,7 @@ def duration(
 
 
 def fitted(verdict: Verdict) -> TokenExponent | None:
-    """What a verdict measured, if it has an interval and every optimum lies inside its grid."""
+    """Return the exponent that a verdict measured; None without an interval or with an optimum at a grid edge."""
     found = next((value for value in verdict.measured if value.name == EXPONENT), None)
     edge = any("edge" in row.note for row in verdict.rows)
     if found is None or edge or found.value is None or found.low is None or found.high is None:
@@ -89,7 +88,7 @@ def fitted(verdict: Verdict) -> TokenExponent | None:
 def _regime(
     family: ModelFamily, base: RunScale, valleys: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> list[MeasuredValue]:
-    """What twice the batch costs at the base's best lr, as a share of the gain of an octave of tokens."""
+    """Measure what twice the batch costs at the base's best lr, relative to the gain of an octave of tokens."""
     longest = max(valleys, key=lambda scale: scale.tokens)
     own = valleys[base]
     value = float(2 ** own.octaves[own.losses.mean(1).argmin()])
@@ -106,7 +105,7 @@ def _regime(
     if not math.isfinite(found.value):
         return [
             MeasuredValue(
-                "cost of twice the batch, octaves of tokens", None, None, None, None, "more tokens gain nothing"
+                "cost of twice the batch, octaves of tokens", None, None, None, None, "more tokens do not help"
             )
         ]
     return [MeasuredValue("cost of twice the batch, octaves of tokens", *_plain(found), None, _regime_note(found))]
@@ -114,19 +113,19 @@ def _regime(
 
 def _regime_note(found: Estimate) -> str:
     if found.low is None or found.high is None:
-        return "one seed has no interval: --seeds 3"
+        return "one seed has no interval; give --seeds 3"
     if found.high < CRITICAL:
         return f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical one, as the rule supposes"
     if found.low > CRITICAL:
         return (
             f"limited by optimisation: above {CRITICAL:.2f}, the batch is beyond the critical one and the rule's "
-            "exponent of tokens is too large: type a smaller batch, or take the fitted exponent"
+            "exponent of tokens is too large: choose a smaller batch or use the fitted exponent"
         )
-    return f"not told apart: the interval holds {CRITICAL:.2f}, the critical batch; more seeds"
+    return f"undecided: the interval contains {CRITICAL:.2f}, the value at the critical batch; give more --seeds"
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredValue]:
-    """The family's own lr in longer runs: moved by the rule, the lr left alone, everything left alone."""
+    """Compare the family's own lr in longer runs: under the rule, with the lr unchanged, with nothing changed."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     arms = {
         (scale, arm): [

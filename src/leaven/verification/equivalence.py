@@ -1,10 +1,9 @@
-"""The equivalence check: does another batch at the same data train the same model?
+"""The equivalence check: does another batch size on the same data train an equally good model?
 
 The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with decay Mlodozeniec et al. 2025) says that
 batches kappa times larger with an lr sqrt(kappa) times higher, betas to the power kappa and so on follow the same
-stochastic differential equation: the final loss is the same as long as gradients are mostly noise. It does not say
-that it is the best one. The control arm moves the batch and nothing else; if its loss stays as well, the check has
-seen nothing.
+stochastic differential equation: the final loss is the same as long as gradients are mostly noise. It need not be the
+lowest. The control arm changes only the batch; if its loss stays the same as well, the check is not conclusive.
 """
 
 import math
@@ -18,12 +17,12 @@ from leaven.verification.runs import RunStore
 from leaven.verification.verdict import CheckRow, Verdict, curve
 
 LEAST_STEPS = 200
-"""Of the largest batch. With fewer a run is all warm-up and its loss is made by the number of steps: measured on 64
-steps, the right rule was off by 1.8 nats at batch x 1/4."""
+"""Steps of the run with the largest batch. With fewer, the loss depends mainly on the number of steps: with 64 steps,
+the right rule was off by 1.8 nats at batch x 1/4."""
 
 TOLERANCE = 0.02
-"""Of the loss that was learnt since a uniform guess. The equation is a limit of small lrs: measured on a toy, the
-rule holds to 5% of the excess loss from batch x 1/4 to x 8, where no rule is off by 50%."""
+"""Allowed difference, relative to the improvement over a uniform guess. The equation holds in the limit of small lrs:
+in a toy model the rule holds to 5% of the excess loss from batch x 1/4 to x 8, where no rule is off by 50%."""
 
 ARMS = ("rule", "no rule")
 
@@ -39,8 +38,8 @@ def equivalence(
     """Run the check, or resume it, on the model of a width and depth at ``ratios`` times the family's batch.
 
     Raises:
-        InputError: if a batch is no whole number of sequences, the rule cannot follow it, or the folder is in use.
-        Stopped: if the store was asked to stop; finished runs are in its folder.
+        InputError: if a batch is not a whole number of sequences, the factory takes no ratios, or the folder is in
+        use. Stopped: if the store was asked to stop; finished runs are in its folder.
     """
     kappas = sorted({1.0, *ratios})
     if len(kappas) < 2:
@@ -84,9 +83,10 @@ def equivalence(
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
-    """What seeds alone may differ by, two standard errors of a difference of means, or the rule's own inexactness.
+    """Return the allowed difference: two standard errors of a difference of means, or the rule's tolerance if larger.
 
-    Both from the losses at the family's own batch, which no rule has moved: a fault must not widen its own limit.
+    Both come from the losses at the family's own batch, where the rule has no effect, so that a fault cannot widen
+    its own limit.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:
@@ -99,11 +99,13 @@ def _row(arm: str, kappas: Sequence[float], losses: np.ndarray, limit: float) ->
     differences = means - means[list(kappas).index(1.0)]
     worst = float(differences[int(np.abs(differences).argmax())])
     parts = {f"x{kappa:g}": float(value) for kappa, value in zip(kappas, differences, strict=True)}
-    same = abs(worst) <= limit  # not so for what is no number
+    same = abs(worst) <= limit  # False for NaN
     if arm == "rule":
-        note = "" if same else "the loss moves with the batch  <- too few steps for the rule, or a lr too high?"
+        note = "" if same else "the loss changes with the batch  <- too few steps for the rule, or too high an lr?"
         return CheckRow(arm, "batch", worst, limit, same, parts, note, max(abs(worst) - limit, 0.0))
     note = (
-        "moves with the batch, as it should" if not same else "moves no more than noise: longer runs or more ratios"
+        "changes no more than noise: use longer runs or more ratios"
+        if same
+        else "changes with the batch, as expected"
     )
     return CheckRow(arm, "batch", worst, limit, not same, parts, note)

@@ -1,22 +1,22 @@
-"""Models of others as a family, from a function of theirs, ``module:factory``::
+"""Checks of a user's own torch model, made by a factory function, ``module:factory``::
 
     def factory(width: int, depth: int, seed: int = 0, ratios: leaven.Ratios = leaven.Ratios()):
         model = MyModel(width, depth)                 # nn.Module: token ids (sequences, positions) -> logits
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
         return model, groups                          # groups for torch.optim.AdamW, or an optimiser
 
-``seed`` and ``ratios`` may be left out. torch's random state is seeded before each call; ``seed`` is for what draws
-its values elsewhere (``parametrize(..., initialise=True, seed=seed)``). ``ratios`` has batch and
-tokens over the factory's own: the checks of batch and duration need it.
+The parameters ``seed`` and ``ratios`` are optional. torch's random state is seeded before each call; ``seed`` is for
+code with a random state of its own (``parametrize(..., initialise=True, seed=seed)``). ``ratios`` has the batch and
+tokens relative to the factory's own; the checks of batch and duration need it.
 
-A third thing returned is a function ``batch(seed, step) -> (inputs, targets)``, which has to give the same at each
-call; the sequences of a seed are one stream, cut anew where the check moves the batch, and those of the seed
-:data:`leaven.verification.batches.HELD_OUT` are for the validation loss. Without it the model is fed text: its
-tokenizer is trained to the size of the model's first embedding.
+The factory may return a third value, a pure function ``batch(seed, step) -> (inputs, targets)``. The sequences of a
+seed form one stream, which is cut into batches of another size where a check needs that; the seed
+:data:`leaven.verification.batches.HELD_OUT` is for the validation loss. Without this function the model is trained on
+text, with a tokenizer of the size of the model's first embedding.
 
-A whole run is as a recipe's: a warm-up over an eighth of the tokens, then a cosine to a tenth, of each group's lr;
-the mean loss on held-out text at the end; diverged where it is worse than a uniform guess. Nothing is clipped, for no
-rule moves a clip.
+A training run has a warm-up over an eighth of the tokens, then a cosine to a tenth, of each group's lr. Its result is
+the mean loss on held-out text; it has diverged if that is worse than a uniform guess. Gradients are not clipped,
+since no rule scales the clip.
 """
 
 import importlib
@@ -46,10 +46,10 @@ from leaven.verification.batches import HELD_OUT, Batches, corpus, sequences, sy
 from leaven.verification.model_family import ModelInstance, Quantity, RunSetting, ScaleAxis, plain_label
 
 MADE_UP = "made-up"
-"""The source of a text that is drawn, not read: a chain with something to learn, endless and there at once."""
+"""The source of made-up text, drawn from a Markov chain: endless and available at once."""
 
 SOURCE = "python-stdlib"
-LEAST_VOCABULARY = 257  # of bytes and an end of text
+LEAST_VOCABULARY = 257  # 256 bytes and end-of-text
 SEQ_LEN = 64
 BATCH_TOKENS = 512
 TOKENS = 131_072
@@ -57,21 +57,20 @@ VALIDATION_TOKENS = 32_768
 
 
 def text_of(source: str) -> Data:
-    """The text of a source; how much of it a trial takes is its own matter."""
+    """Return the data of a source. The number of tokens is not used."""
     return Data(source=source, tokens=1)
 
 
 @dataclass(frozen=True)
 class ForeignFamily:
-    """``name`` is ``module:factory``, and lrs are multiples of the factory's. ``source`` is None where the factory
-    gives its own batches; a batch has ``sequences`` of ``seq_len`` tokens."""
+    """The models of a factory."""
 
-    name: str
+    name: str  # module:factory
     vocab_size: int
-    source: str | None
-    sequences: int
-    seq_len: int
-    tokens: int
+    source: str | None  # of text; None if the factory returns batches
+    sequences: int  # in a batch
+    seq_len: int  # tokens in a sequence
+    tokens: int  # in a training run
     alpha: float = 1.0
     rule: None = field(default=None, init=False)
     unit: str = field(default="multiple of the factory's", init=False)
@@ -88,29 +87,29 @@ class ForeignFamily:
     def value(self, quantity: Quantity) -> float:
         if quantity != "lr":
             raise InputError(
-                f"{self.name}: this check moves {quantity}, which only a recipe names; give a recipe file"
+                f"{self.name}: this check changes {quantity}; give a recipe file, a factory does not state it"
             )
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """0: values are multiples of what the factory makes of its ratios."""
+        """Return 0: values are multiples of the factory's, which has applied its ratios already."""
         return 0.0
 
     def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> ModelInstance:
         return self._instance(width, depth, seed, Ratios(batch=batch, tokens=tokens))[0]
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """A whole run, known by what the model is at the start: a factory that was changed has other runs."""
+        """Return a training run. Its key has a hash of the initial model, so a changed factory has new runs."""
         if setting.batch * self.sequences % 1:
             raise InputError(
-                f"{self.name}: a batch x {setting.batch:g} of {self.sequences} sequences is no whole number of them; "
+                f"{self.name}: a batch x {setting.batch:g} of {self.sequences} sequences is not a whole number of sequences; "
                 "choose other batch ratios or a larger batch"
             )
         scale = setting.width, setting.depth, _ratios(setting)
         if scale not in self._states:
             self._states[scale] = self._state(*scale)
         known = (self, self._states[scale], setting)
-        # A fresh one, without the text that this one holds: it goes to another process.
+        # A copy without the cached text, since it is sent to another process.
         return ForeignTrial(replace(self), setting, blake2b(repr(known).encode(), digest_size=12).hexdigest())
 
     def train(self, setting: RunSetting) -> Outcome:
@@ -150,7 +149,7 @@ class ForeignFamily:
         return math.fsum(instance.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
 
     def _instance(self, width: int, depth: int, seed: int, ratios: Ratios) -> tuple[ModelInstance, Batches]:
-        """An instance, and the batches of all seeds."""
+        """Return an instance, and the batches of all seeds."""
         model, optimizer, own = _made(self.name, width, depth, seed, ratios)
         batches = own or self._text
         return ModelInstance(model, optimizer, partial(batches, seed), plain_label), batches
@@ -163,7 +162,7 @@ class ForeignFamily:
         return corpus(prepare(text_of(self.source), self.vocab_size), self.seq_len, self.sequences)
 
     def _state(self, width: int, depth: int, ratios: Ratios) -> str:
-        """A hash of an instance: its optimiser, its initial values, its first loss and gradient."""
+        """Return a hash of an instance: its optimiser, initial values, first loss and gradient."""
         instance, _ = self._instance(width, depth, 0, ratios)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -172,7 +171,7 @@ class ForeignFamily:
         for group in instance.optimizer.param_groups:
             found.append(repr({name: value for name, value in group.items() if name != "params"}))
             for parameter in group["params"]:
-                # Rounded, here and below: the order of a sum may differ in another process.
+                # Norms and losses are rounded: the order of a sum may differ in another process.
                 found.append(f"{tuple(parameter.shape)} {parameter.detach().norm().item():.4g}")
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
@@ -181,7 +180,7 @@ class ForeignFamily:
 
 @dataclass(frozen=True)
 class ForeignTrial:
-    """One whole run of a foreign family."""
+    """One training run of a factory's model."""
 
     family: ForeignFamily
     setting: RunSetting
@@ -189,7 +188,7 @@ class ForeignTrial:
 
     @property
     def cost(self) -> float:
-        # Small batches take more steps, and a step of the optimiser is about a batch's work.
+        # Smaller batches take more steps, and an optimiser step costs about as much as a batch.
         setting = self.setting
         return setting.width**2 * setting.depth * (1 + 1 / setting.batch) * setting.tokens
 
@@ -206,19 +205,19 @@ def foreign(
     batch_tokens: int | None = None,
     tokens: int | None = None,
 ) -> ForeignFamily:
-    """The family of ``module:factory``, looked up from the working directory as ``python -m`` does.
+    """Return the family of ``module:factory``, imported from the working directory as ``python -m`` does.
 
-    Its model of one ``width`` and ``depth`` is made once, to see what it has to be fed: the text of a ``source``
-    (as ``data.source`` of a recipe, or :data:`MADE_UP`), unless the factory gives batches.
+    Builds one model of ``width`` and ``depth`` to find its vocabulary. It is trained on the text of ``source``
+    (``data.source`` of a recipe, or :data:`MADE_UP`) unless the factory returns batches.
 
     Raises:
-        InputError: if there is no such module or function, it returns something else, or is fed what it does not eat.
+        InputError: if there is no such module or function, its result has another form, or the text does not fit it.
     """
     model, optimizer, own = _made(entry, width, depth, 0, Ratios())
     tokens = tokens or TOKENS
     if own is not None:
         if source is not None or batch_tokens is not None:
-            raise InputError(f"{entry} gives its own batches; leave --source and --batch-tokens out")
+            raise InputError(f"{entry} returns its own batches; leave --source and --batch-tokens out")
         inputs, targets = own(0, 0)
         vocab_size = ModelInstance(model, optimizer, partial(own, 0), plain_label).logits(inputs).shape[-1]
         return ForeignFamily(entry, vocab_size, None, len(targets), targets[0].numel(), tokens)
@@ -227,7 +226,7 @@ def foreign(
         raise InputError(f"--batch-tokens {size}: give a whole number of sequences of {SEQ_LEN}")
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if not sizes:
-        raise InputError(f"{entry}: no torch.nn.Embedding to read the vocabulary off; return batches as well")
+        raise InputError(f"{entry}: no torch.nn.Embedding, so its vocabulary is unknown; return batches as well")
     source = source or SOURCE
     if source != MADE_UP and sizes[0] < LEAST_VOCABULARY:
         raise InputError(
@@ -238,20 +237,20 @@ def foreign(
 
 
 def _ratios(setting: RunSetting) -> Ratios:
-    """What the rule is told."""
+    """Return the ratios that the rule gets."""
     return Ratios(batch=setting.batch, tokens=setting.tokens) if setting.ruled else Ratios()
 
 
 def _made(
     entry: str, width: int, depth: int, seed: int, ratios: Ratios
 ) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
-    """What the factory gives, from the same random state at each call."""
+    """Call the factory, with the same random state each time."""
     factory = _factory(entry)
     known = inspect.signature(factory).parameters
     if ratios != Ratios() and "ratios" not in known:
         raise InputError(
-            f"{entry} takes no ratios, so its rule cannot follow batch or duration; "
-            "add a parameter ratios=leaven.Ratios() and hand it to leaven.parametrize"
+            f"{entry} takes no ratios, so its rule cannot adapt to batch or duration; "
+            "add a parameter ratios=leaven.Ratios() and pass it to leaven.parametrize"
         )
     torch.manual_seed(seed)
     made = factory(width, depth, **{k: v for k, v in (("seed", seed), ("ratios", ratios)) if k in known})
@@ -263,7 +262,7 @@ def _made(
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
-            raise InputError(f"{entry}: {name} is in no group of its optimiser; add it, or freeze it")
+            raise InputError(f"{entry}: {name} is not in any group of its optimiser; add it, or freeze it")
     return model, optimizer, batches
 
 
@@ -276,9 +275,9 @@ def _factory(entry: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name not in {module, module.partition(".")[0]}:
             raise
-        raise InputError(f"{entry}: no module {module} from here; give module:factory, or a recipe file") from None
+        raise InputError(f"{entry}: module {module} not found; give module:factory or a recipe file") from None
     except AttributeError:
         raise InputError(f"{entry}: {module} has no {name}; give module:factory") from None
     if not callable(factory):
-        raise InputError(f"{entry} is no function; give module:factory, a function of width and depth")
+        raise InputError(f"{entry} is not a function; give module:factory, a function of width and depth")
     return factory

@@ -1,25 +1,27 @@
-"""The gradient check: does eps move with the gradient it is added to, and does decay keep its pace?
+"""The gradient check: does eps scale with the gradients, and does weight decay keep its effect?
 
-AdamW divides by ``sqrt(v) + eps``, so eps is neutral at every scale if it moves as the gradient does. For each group
-of parameters the exponent of its gradient's RMS, as measured, has to equal the exponent of its eps, as the optimiser
-has it. The coordinate check cannot see this while eps is small; at scale the gradients fall, and eps bites first in
-the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
+AdamW divides by ``sqrt(v) + eps``, so the effect of eps is the same at every scale if eps scales as the gradient. For
+each group of parameters, the measured exponent of the gradient's RMS has to equal the exponent of eps in the
+optimiser. The coordinate check cannot see this while eps is small; in large models the gradients fall, and eps
+matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
 
-Beside it stands the bookkeeping of decay: PyTorch's AdamW shrinks a weight by lr x weight_decay a step, so a rule
-that lowers the lr with width and forgets the decay lets it vanish. No check of activations sees that within a few
-steps. The product has to keep its exponent 0. What can be read off the optimiser without a step is in
-:mod:`leaven.verification.invariants`, over batch and duration as well.
+PyTorch's AdamW shrinks a weight by lr x weight_decay in each step. If a rule lowers the lr with width and leaves the
+weight decay alone, the decay vanishes, and no check of activations sees that within a few steps. So the exponent of
+the product has to be 0. :mod:`leaven.verification.invariants` checks what follows from the optimiser's settings
+alone, also over batch and duration.
 
-Every parameter has to move, and gains and biases by as much at every scale: Adam moves each entry by its lr a step.
+Every parameter has to change, and gains and biases by the same amount at every scale, since Adam changes each entry
+by its lr in a step.
 
 Gains of query and key norms that all heads share are sums over heads: independent signs at the start, coherent after
-about 150 steps, where the exponent of 0 that their eps has is measured. They are judged in width from there on.
+about 150 steps, where the exponent of 0 that their eps has is measured. They are judged over width only from there
+on.
 
-Below alpha = 1 two things may fall with depth by up to L^(alpha-1). lr x decay, for the lr inside blocks does and the
-published rules leave the decay where it is (``scale_decay_with_depth`` moves it against the lr). And gradients inside
-blocks after some steps: that of a gain is in part a product with what its block has learnt, which falls as the lr
-does (at alpha = 1/2, where eps has -0.50, the pre-MLP gain's measured -0.59 on text, and -0.90 on a chain that is
-soon learnt).
+Below alpha = 1 two things may fall with depth by up to L^(alpha-1). lr x decay, since the lr inside blocks does and
+the published rules leave the decay unchanged (``scale_decay_with_depth`` raises it instead). And gradients inside
+blocks after some steps: the gradient of a gain is in part a product with what its block has learnt, which falls as
+the lr does (at alpha = 1/2, where eps has -0.50, the pre-MLP gain's measured -0.59 on text, and -0.90 on a chain that
+is soon learnt).
 """
 
 import math
@@ -35,27 +37,27 @@ from leaven.verification.size_check import SizeAxis, axes, compare_sizes
 from leaven.verification.verdict import CheckRow, Verdict, geometric_mean, slope
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
-"""On the distance between the two exponents. Widths 64 to 512 and depths 2 to 32 measured at most 0.14 at the start;
-later, models of different width have learnt different amounts and the slopes drift (-0.77 for -1 after 20 steps)."""
+"""Limits on the difference of the two exponents. Widths 64 to 512 and depths 2 to 32 measured at most 0.14 at the
+start; later, models of different width have learnt different amounts and the slopes drift (-0.77 for -1 after 20
+steps)."""
 
 COHERENT_STEPS = 150
 WARMUP_STEPS = 20
 START = CheckStart(hidden=0.5, residual=1.0)
-"""Hidden weights at half of 1/sqrt(fan in): the branches of a few blocks are then small beside the embedding, as
-those of many are, and the gradients inside have their exponent of depth from depth 2 on."""
+"""Hidden weights start at half of 1/sqrt(fan in). The branches of a few blocks are then small compared with the
+embedding, as they are in deep models, and gradients inside have their exponent of depth from depth 2 on."""
 
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """One parameter line in one run: RMS of its gradient at the first and the last step, how far it ``moved`` in
-    between (RMS), and its settings."""
+    """The parameters with one label in one run."""
 
-    start: float
-    end: float
-    moved: float
+    start: float  # RMS of the gradient at the first step
+    end: float  # RMS of the gradient over the last quarter of the steps
+    moved: float  # RMS of the change from the first step to the last
     eps: float
-    decay: float  # lr x weight_decay, the share of a weight that goes in a step
-    shape: tuple[int, ...]
+    decay: float  # lr x weight_decay, the share by which a weight shrinks in a step
+    shape: tuple[int, ...]  # of one layer's parameter
     layers: int
 
 
@@ -123,9 +125,9 @@ class _Gradients(Callback[StepResult]):
 
 
 def record(instance: ModelInstance, steps: int, lr_factor: float) -> GradientRecords:
-    """Train an instance for some steps on new batches, with a warm-up, and say what its gradients were and became.
+    """Train an instance on new batches with a warm-up, and return its gradients at the start and the end.
 
-    ``end`` is taken over the last quarter of the steps: a gain has few entries, and one batch is noise.
+    The end is the last quarter of the steps, since a gain has few entries and its gradient on one batch is noisy.
     """
     instance.scale_lr(lr_factor)
     before = {name: parameter.detach().clone() for name, parameter in instance.model.named_parameters()}
@@ -156,7 +158,7 @@ def record(instance: ModelInstance, steps: int, lr_factor: float) -> GradientRec
 
 
 def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) -> dict[str, float]:
-    """RMS of something of each parameter by line, over all entries of all layers."""
+    """Return the RMS of ``of(name, parameter)`` by label, over all entries of all layers."""
     sums: dict[str, tuple[float, int]] = {}
     for name, parameter in instance.model.named_parameters():
         label, values = instance.label(name), of(name, parameter)
@@ -181,7 +183,7 @@ def _row(
         return CheckRow(module, axis.name, None, None, None, parts, "no eps")
     inside = lines[-1][0].layers > 1
     shared = axis.name == "width" and lines[0][0].layers > 1 and len({seeds[0].shape for seeds in lines}) == 1
-    lower = alpha - 1 if axis.name == "depth" else 0.0  # what a rule of this alpha may lose; see the top of this file
+    lower = alpha - 1 if axis.name == "depth" else 0.0  # the lowest exponent allowed, see the top of this file
     judged = []  # how far beyond its limit, value, limit
     if start is not None and not shared:
         judged.append((abs(start - eps) - START_LIMIT, start - eps, START_LIMIT))
@@ -190,14 +192,12 @@ def _row(
         judged.append((max(gap, lower * inside - gap) - limit, gap, limit))
     decayed = None if decay is None else (max(decay, lower - decay) - START_LIMIT, decay, START_LIMIT)
     judged += [decayed] if decayed else []
-    # A gain or bias moves by its lr a step, whatever its gradient: by as much at every scale.
+    # A gain or bias changes by its lr in a step, whatever its gradient, and so by the same amount at every scale.
     gain = moved is not None and all(len(seeds[0].shape) < 2 for seeds in lines)
     went = (max(moved, lower * inside - moved) - END_LIMIT, moved, END_LIMIT) if gain and moved is not None else None
     judged += [went] if went else []
     if any(not math.isfinite(seed.end) for seeds in lines for seed in seeds):
-        return CheckRow(
-            module, axis.name, None, START_LIMIT, False, parts, "no number any more: lower the lr?", math.inf
-        )
+        return CheckRow(module, axis.name, None, START_LIMIT, False, parts, "not finite: lower the lr?", math.inf)
     if not judged:
         note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
         return CheckRow(module, axis.name, None, None, None, parts, note)
@@ -210,12 +210,12 @@ def _row(
 
 
 def _still(runs: Iterable[GradientRecord]) -> str:
-    """Why there is no slope to judge where there has to be one: nothing moves, or at some sizes only."""
+    """Return why no slope can be judged: a value never changes, or is 0 at some sizes. "" if it can."""
     found = list(runs)
     if not all(run.moved for run in found):
         return "never moves  <- an lr of 0, or no gradient within these steps?"
-    told = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}
-    for name, what in told.items():
+    named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}
+    for name, what in named.items():
         values = [getattr(run, name) for run in found]
         if any(values) and not all(values):
             return f"{what} is 0 at some sizes only"
@@ -224,8 +224,8 @@ def _still(runs: Iterable[GradientRecord]) -> str:
 
 def _note(axis: str, value: float, what: str) -> str:
     if what == "gain":
-        return f"its move {'SHRINKS' if value < 0 else 'GROWS'} with {axis}  <- lr of a gain moved with {axis}?"
+        return f"its move {'SHRINKS' if value < 0 else 'GROWS'} with {axis}  <- lr of a gain changed with {axis}?"
     if what == "decay":
         change = "FALLS" if value < 0 else "GROWS"
-        return f"lr x decay {change} with {axis}  <- lr or decay moved alone?"
+        return f"lr x decay {change} with {axis}  <- only one of lr and decay changed?"
     return f"eps {'GROWS' if value < 0 else 'FALLS'} against the gradient with {axis}"

@@ -1,20 +1,21 @@
-"""The bookkeeping of a rule: what has to stay when the model, the batch or the run grows, read off the optimiser.
+"""Invariants of a rule: combinations of optimiser settings that must not change with the model, batch or run length.
 
-Exact and without a step: a module's lr, eps, betas and decay at two scales, and the exponent by which a combination
-of them moves with the ratio between the two. The combinations are the same in every form of a rule that trains alike
-(multiplier x c, init / c, lr / c, eps x c, decay x c):
+They are computed exactly, without a training step, from a module's lr, eps, betas and decay at two scales: the
+exponent of a combination over the ratio of the scales. The combinations have the same value for all parametrizations
+that train alike (multiplier x c, init / c, lr / c, eps x c, decay x c):
 
-- ``lr x eps x entries`` (all entries of the module, in all layers) moves with nothing. A step changes the loss by
-  lr x the sum of the gradient's sizes, as much at every scale, and eps goes as the gradient. That eps does so is
-  what the gradients show; together they hold the lr of every module, gains among them.
-- ``lr x decay x steps``, the share of a weight that goes in a run, moves with nothing; at alpha below 1 it may fall
-  in depth as L^(alpha - 1).
-- ``beta1``, ``beta2``: the half-life of the moments as a share of the run moves with nothing.
-- ``lr`` grows as the root of the batch and falls as duration^-t, t from 0 to 1/2 (Malladi et al. 2022, arXiv
-  2205.10287; the literature finds 0.3 to 0.5). With width and depth it moves as its form has it.
+- ``lr x eps x entries`` (all entries of the module, in all layers) is constant. A step changes the loss by lr x the
+  sum of absolute gradients, which is the same at every scale, and eps scales as the gradient. The gradient check
+  tests the latter; together they determine the lr of every module, also of gains.
+- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant; at alpha below 1 it may fall with
+  depth as L^(alpha - 1).
+- ``beta1``, ``beta2``: the half-life of the moments, relative to the run, is constant.
+- ``lr`` grows as the square root of the batch and falls as duration^-t, t from 0 to 1/2 (Malladi et al. 2022, arXiv
+  2205.10287; the literature finds 0.3 to 0.5). Over width and depth it depends on the
+  parametrization.
 
-``both`` is width and depth at once: an exponent can be right on either axis alone and wrong where they meet. It shows
-settings, not behaviour: that an optimiser of these numbers trains alike is for the other checks to say.
+``both`` is width and depth at once: an exponent can be right on each axis and wrong where both grow. Only settings
+are checked here; the other checks show whether training behaves alike.
 """
 
 import math
@@ -26,33 +27,33 @@ from leaven.verification.verdict import CheckRow
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
-"""On exponents that are exact: rounding only."""
+"""Limit on the exponents, which are exact but for rounding."""
 
 FACTOR = 4.0
-"""How much larger the batch is, or longer the run, against the family's own."""
+"""Ratio of the larger batch, or of the longer run, to the family's own."""
 
 COLUMNS = ("lr x eps x entries", "lr x decay x steps", "beta1", "beta2", "lr")
 _REASONS = {
-    "lr x eps x entries": "lr or eps moved alone?",
-    "lr x decay x steps": "lr or decay moved alone?",
-    "beta1": "its half-life is not the same share of a run",
-    "beta2": "its half-life is not the same share of a run",
+    "lr x eps x entries": "lr or eps changed without the other?",
+    "lr x decay x steps": "lr or decay changed without the other?",
+    "beta1": "its half-life is not the same fraction of the run",
+    "beta2": "its half-life is not the same fraction of the run",
     "lr": "it should grow as batch^1/2, fall as tokens^-t",
 }
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What one parameter's group says. ``entries`` are those of its whole line, all layers."""
+    """The optimiser settings of one parameter."""
 
     lr: float
     eps: float
     decay: float
     betas: tuple[float, float]
-    entries: int
+    entries: int  # of all parameters with the same label, in all layers
 
     def value(self, column: str, steps: float) -> float:
-        """A combination, in a run of a number of steps."""
+        """Return the value of a combination, for a run of ``steps``."""
         match column:
             case "lr x eps x entries":
                 return self.lr * self.eps * self.entries
@@ -65,22 +66,22 @@ class GroupSettings:
 
 
 SettingsByLine = Mapping[str, Sequence[GroupSettings]]
-"""By line, a parameter after the other, from the first layer to the last."""
+"""Settings by label, from the first layer to the last."""
 
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """From one scale to another: ``ratio`` is that of what grows, ``steps`` that of the number of steps."""
+    """A pair of scales to compare."""
 
     axis: str
-    ratio: float
+    ratio: float  # of what grows
     small: SettingsByLine
     large: SettingsByLine
-    steps: float = 1.0
+    steps: float = 1.0  # ratio of the number of steps
 
 
 def settings_of(instance: ModelInstance) -> SettingsByLine:
-    """The settings of each parameter by line; parameters without an eps, which no Adam trains, are left out."""
+    """Return the settings of each parameter by label, without parameters whose optimiser has no eps."""
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     lines: dict[str, list[tuple[dict[str, float], int]]] = {}
     for name, parameter in instance.model.named_parameters():
@@ -97,7 +98,7 @@ def settings_of(instance: ModelInstance) -> SettingsByLine:
 
 
 def invariants(family: ModelFamily, settings: Mapping[tuple[int, int], SettingsByLine]) -> list[CheckRow]:
-    """A row a line. ``settings`` are those width and depth; what else it takes is built here."""
+    """Return one row for each label. ``settings`` has those by width and depth; other models are built here."""
     widths, depths = ({size[i] for size in settings} for i in (0, 1))
     base, far = (min(widths), min(depths)), (max(widths), max(depths))
     first = settings[base]
@@ -148,7 +149,7 @@ def _row(line: str, steps: Sequence[ScaleChange], alpha: float) -> CheckRow:
 
 
 def _exponents(line: str, column: str, step: ScaleChange) -> list[float]:
-    """By parameter; with another number of layers those of the first and the last, at the same relative depth."""
+    """Pair the parameters of two scales; if the number of layers differs, pair the first and the last layers."""
     small, large = step.small[line], step.large[line]
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]

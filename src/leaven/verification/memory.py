@@ -1,7 +1,7 @@
-"""Is what the planner says of memory what a rank takes?
+"""The memory check: compare the planner's memory of a rank with a dry run (:mod:`leaven.verification.dry_run`).
 
-The planner counts; the dry run (:mod:`leaven.verification.dry_run`) does what a training does and looks. Both leave
-out what no tensor is: the context, the kernels, the holes of an allocator.
+The planner computes sizes from formulas; the dry run executes training steps and records every allocation. Both leave
+out memory that is not in tensors: the context, kernels and fragmentation.
 """
 
 import time
@@ -24,7 +24,7 @@ from leaven.training.worker import Pool
 from leaven.verification.dry_run import StepMemory, dry_run
 
 LIMITS = {"between steps": 0.02, "peak": 0.05}
-"""How far the planner may be off, as a share of what the dry run finds."""
+"""Allowed error of the planner, relative to the dry run."""
 
 PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "buffers")
 _OF_PLANNER = {"accumulation": "grads"}
@@ -32,18 +32,18 @@ _OF_PLANNER = {"accumulation": "grads"}
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A recipe whose steps take what the subject's take, and how they are arranged."""
+    """A recipe with short steps that need as much memory as the subject's."""
 
-    subject: str
+    subject: str  # name of the recipe to check
     recipe: Recipe
-    how: Arrangement
+    how: Arrangement  # its layout and micro-batches
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
-    """The recipe in the layout of ``tp=8,pp=12,dp=4,zero=1,mbs=2``; what is left out has its default.
+    """Return the recipe with a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``; other keys get their defaults.
 
     Raises:
-        InputError: if it is none.
+        InputError: if the text is not a layout.
     """
     values = parse_keys(text)
     micro_batch = values.pop("mbs", None)
@@ -53,10 +53,10 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Rehearsal:
-    """A recipe of the same memory with short steps.
+    """Return a recipe with the same memory and shorter steps.
 
-    Micro-batches beyond those that fill a pipeline twice find nothing new, unless all of them are in flight; nor do
-    weights to start from, or a ramp.
+    It has no more micro-batches than fill the pipeline twice, unless all are in flight at once, and no start weights
+    and no ramp.
 
     Raises:
         InputError: if the recipe cannot be trained in its layout.
@@ -80,10 +80,10 @@ def rehearsal(recipe: Recipe) -> Rehearsal:
 
 
 def looked_at(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """The ranks given, or the first one of every stage of the pipeline or of its first, second and last.
+    """Return the given ranks, or the first rank of each stage (all stages, or the first, second and last).
 
     Raises:
-        InputError: if there is no such rank.
+        InputError: if the layout has no such rank.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -97,11 +97,11 @@ def looked_at(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bo
 def check_memory(
     rehearsed: Rehearsal, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """The planner against dry runs of some ranks, each in a process of its own."""
+    """Compare the planner with dry runs of some ranks, each in its own process."""
     recipe, how = rehearsed.recipe, rehearsed.how
     began, rows = time.perf_counter(), dict[int, list[MemoryCheckRow]]()
     on_rank(0, len(ranks))
-    # torch remembers meshes, and who it is in them: a process is one rank only, and one after the other.
+    # torch keeps meshes and the rank for the life of a process, so each process runs one rank only.
     for first in range(0, len(ranks), cores()):
         some = ranks[first : first + cores()]
         with Pool(len(some)) as pool:
@@ -123,23 +123,26 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """leaven's own trainer without what is no tensor."""
+    """Return the constants of leaven's trainer without memory outside of tensors."""
     code = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
-    """The judged rows first, then the parts of the peak."""
+    """Return the judged rows (between steps, peak), then the parts of the peak.
+
+    Parts are not judged: the planner adds up maxima of different moments, the dry run measures one moment.
+    """
     rows = [
         _row(rank, stage, "between steps", planned.states, taken.stays.total()),
         _row(rank, stage, "peak", planned.total, taken.peak.total()),
     ]
-    said: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    planned_parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for name, size in vars(planned).items():
         part = _OF_PLANNER.get(name, name)
-        if part in said:
-            said[part] += size
-    return rows + [_row(rank, stage, part, size, taken.peak[part]) for part, size in said.items()]
+        if part in planned_parts:
+            planned_parts[part] += size
+    return rows + [_row(rank, stage, part, size, taken.peak[part]) for part, size in planned_parts.items()]
 
 
 def _row(rank: int, stage: int, part: str, planned: float, found: float) -> MemoryCheckRow:

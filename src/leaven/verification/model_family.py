@@ -1,6 +1,7 @@
-"""Families: one model at any width and depth, with its optimiser and its data. Checks see a model as a family only.
+"""Model families: a model at any width and depth, with its optimiser and data. Checks use models through this
+interface.
 
-A recipe is a family. So is a factory of yours, ``module:factory``; see :mod:`leaven.verification.foreign`.
+:class:`RecipeFamily` is made from a recipe, :class:`leaven.verification.foreign.ForeignFamily` from a user's factory.
 """
 
 import json
@@ -36,26 +37,26 @@ from leaven.verification.runs import CheckTrial
 
 @dataclass(frozen=True)
 class ModelInstance:
-    """One model of a family. ``label`` gives the line that a module or parameter stands in, None for no line."""
+    """One model of a family."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    batch: Callable[[int], TokenBatch]
-    label: Callable[[str], str | None]
+    batch: Callable[[int], TokenBatch]  # the batch of a step
+    label: Callable[[str], str | None]  # name of a module or parameter -> its label in tables; None leaves it out
 
     def loss(self, step: int) -> Tensor:
-        """Mean cross-entropy in nats of the batch of a step."""
+        """Return the mean cross-entropy of the batch of a step, in nats."""
         return self.loss_of(self.batch(step))
 
     def loss_of(self, batch: TokenBatch) -> Tensor:
-        """Mean cross-entropy in nats of any batch."""
+        """Return the mean cross-entropy of a batch, in nats."""
         inputs, targets = batch
         logits = self.logits(inputs)
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().to(logits.device))
 
     def logits(self, inputs: Tensor) -> Tensor:
         found = tensor_of(self.model(inputs.to(next(self.model.parameters()).device)))
-        assert found is not None, "the model gives no tensor"
+        assert found is not None, "the model returns no tensor"
         return found
 
     def scale_lr(self, factor: float) -> None:
@@ -64,112 +65,116 @@ class ModelInstance:
 
 
 Quantity = Literal["lr", "weight_decay", "init_std"]
-"""A hyperparameter whose best value a check of whole runs looks for."""
+"""A hyperparameter that a check sweeps."""
 
 ScaleAxis = Literal["width", "depth", "batch", "tokens"]
 
 
 @dataclass(frozen=True)
 class RunScale:
-    """The scale of a run. ``batch`` and ``tokens`` are multiples of the family's own."""
+    """The scale of a run."""
 
     width: int
     depth: int
-    batch: float = 1.0
-    tokens: float = 1.0
+    batch: float = 1.0  # multiple of the family's own
+    tokens: float = 1.0  # multiple of the family's own
 
 
 @dataclass(frozen=True)
 class RunSetting:
-    """One whole run of a family: ``quantity`` has ``value``, in the family's unit.
-
-    ``batch`` and ``tokens`` are multiples of the family's own. Without ``ruled`` nothing else moves with them.
-    """
+    """One training run of a family."""
 
     width: int
     depth: int
-    value: float
+    value: float  # of ``quantity``, in the family's unit
     seed: int
-    batch: float = 1.0
-    tokens: float = 1.0
-    ruled: bool = True
+    batch: float = 1.0  # multiple of the family's own
+    tokens: float = 1.0  # multiple of the family's own
+    ruled: bool = True  # whether the rule adapts hyperparameters to the batch and tokens
     quantity: Quantity = "lr"
 
 
 class ModelFamily(Protocol):
-    """``alpha`` is the depth exponent of the rule, 1 where it has none. ``tokens`` are those of a whole run,
-    ``batch_tokens`` those of a step."""
+    """A model at any width and depth."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def rule(self) -> str | None: ...
-
-    @property
-    def alpha(self) -> float: ...
-
-    @property
-    def unit(self) -> str:
-        """Of the values of a :class:`RunSetting`."""
+    def rule(self) -> str | None:
+        """The scaling rule, or None if the factory applies its own."""
         ...
 
     @property
-    def tokens(self) -> int: ...
+    def alpha(self) -> float:
+        """The depth exponent of the rule; 1 if it has none."""
+        ...
 
     @property
-    def batch_tokens(self) -> int: ...
+    def unit(self) -> str:
+        """The unit of :attr:`RunSetting.value`."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Of a training run."""
+        ...
+
+    @property
+    def batch_tokens(self) -> int:
+        """Of a training step."""
+        ...
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def takes_ratios(self) -> bool:
-        """Whether it has models of another batch or duration."""
+        """Whether its models can have another batch or duration."""
         ...
 
     def value(self, quantity: Quantity) -> float:
-        """The family's own value.
+        """Return the family's own value of a quantity.
 
         Raises:
-            InputError: if a check cannot move this quantity.
+            InputError: if a check cannot change this quantity.
         """
         ...
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """The power of the batch or the duration by which the rule moves a base value; 0 in width and depth, where
-        the power is each tensor's own."""
+        """Return the exponent by which the rule scales a base value with the batch or duration.
+
+        0 for width and depth, where each tensor has its own exponent.
+        """
         ...
 
     def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> ModelInstance:
-        """A fresh model of this width and depth, and its first batches; ``batch`` and ``tokens`` are multiples of the
-        family's own, for the optimiser.
+        """Return a new model of this width and depth with its optimiser and batches.
+
+        ``batch`` and ``tokens`` are multiples of the family's own; they only affect the optimiser.
 
         Raises:
-            InputError: if the family has no such model.
+            InputError: if the family cannot have this size.
         """
         ...
 
     def trial(self, setting: RunSetting) -> CheckTrial:
-        """A whole run, to be run anywhere.
+        """Return a training run that can be executed in any process.
 
         Raises:
-            InputError: if the family has no such run.
+            InputError: if the setting is not possible.
         """
         ...
 
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """A recipe and all its transfers in width and depth: wider by more heads, or by larger ones with ``grow_heads``.
-
-    ``table`` gives a recipe's parameter table; whole runs have the recipe's own, and its own batches.
-    """
+    """A recipe and its transfers to other widths and depths."""
 
     recipe: Recipe
-    batches: Batches
-    table: Callable[[Recipe], ParameterTable] = resolve
-    grow_heads: bool = False
+    batches: Batches  # for checks of a few steps; training runs read the recipe's own data
+    table: Callable[[Recipe], ParameterTable] = resolve  # must be `resolve` for training runs
+    grow_heads: bool = False  # widen by larger heads instead of more heads
 
     @property
     def name(self) -> str:
@@ -214,7 +219,7 @@ class RecipeFamily:
         value: float = getattr(hyperparameters, quantity)
         if not value:
             raise InputError(
-                f"{quantity} is 0, so there is nothing to move; set it: --set hyperparameters.{quantity}=0.1"
+                f"{quantity} is 0, so it cannot be swept; set it, e.g. --set hyperparameters.{quantity}=0.1"
             )
         return value
 
@@ -234,7 +239,7 @@ class RecipeFamily:
         return ModelInstance(model, optimiser.adam, partial(self.batches, seed), _own_label)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
-        assert self.table is resolve, "a whole run has its recipe's own table"
+        assert self.table is resolve, "training runs use the recipe's own table"
         recipe = self.recipe
         moved = self._moved(
             setting.width,
@@ -245,10 +250,10 @@ class RecipeFamily:
         changes: dict[str, object] = {
             f"hyperparameters.{setting.quantity}": setting.value,
             "data.seed": recipe.data.seed + setting.seed,
-            "start": {},  # from scratch at every scale: weights to start from are of one shape
+            "start": {},  # from scratch at every scale: start weights have a fixed shape
         }
         if not setting.ruled:
-            # With its own batch and duration as base, nothing but these moves.
+            # With its own batch and duration as base, the rule changes nothing else.
             changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * setting.batch)
             changes["scaling.base.tokens"] = round(recipe.base.tokens * setting.tokens)
         try:
@@ -271,13 +276,13 @@ class RecipeFamily:
 
 @dataclass(frozen=True)
 class RecipeTrial:
-    """A recipe as a whole run."""
+    """A recipe as a training run."""
 
     recipe: Recipe
 
     @property
     def key(self) -> str:
-        """The same for two recipes that compute the same losses: names, reasons and the like are left out."""
+        """A hash of everything that affects the loss; names and reasons do not."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -292,28 +297,28 @@ class RecipeTrial:
 
 @dataclass(frozen=True)
 class CheckStart:
-    """Where a check of some steps starts: hidden weights at ``hidden`` / sqrt(width), branches times ``residual``."""
+    """Initial values for a short check."""
 
-    hidden: float
-    residual: float
+    hidden: float  # std of hidden weights, times sqrt(width)
+    residual: float  # multiplier of the branches
 
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
-    """The recipe with its base at a width and depth, and with initial values that are near the limit of large models.
+    """Return the recipe with its base at a width and depth, and with initial values close to the large-model limit.
 
-    Exponents depend on neither, but how soon they show does. Here the embedding starts at RMS 1 and the readout at
-    1/width (one that is tied by its multiplier: :func:`calibrated_table`). With a small embedding the stream at depth
-    2 is nearly all branches, whose sum falls with depth as L^(1/2 - alpha), and the gradients inside the blocks are
-    off by as much. With a large readout the gain of the final norm has a gradient of order N^-2 first, and the logits
-    stay initial for longer.
+    The exponents depend on neither, but with them small models already show the exponents of large ones. The
+    embedding starts at RMS 1 and the readout at 1/width (a tied one by its multiplier: :func:`calibrated_table`).
+    With a small embedding, the stream at depth 2 consists mostly of branches, whose sum falls with depth as L^(1/2 -
+    alpha), and the gradients inside blocks have the same error. With a large readout, the gradient of the final
+    norm's gain is of order N^-2 at first, and the logits keep their initial values for longer.
 
     Raises:
-        InputError: if the recipe has no model of this width.
+        InputError: if the width does not fit the recipe.
     """
     try:
         recipe.model.scaled(width, depth)
     except ValueError as error:
-        raise InputError(f"--widths: {error}; or leave --widths out, for widths that fit this recipe") from None
+        raise InputError(f"--widths: {error}; or leave --widths out to use widths that fit this recipe") from None
     std = start.hidden * width**-0.5
     starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}
     changes: dict[str, object] = {
@@ -325,10 +330,10 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
 
 
 def calibrated_table(recipe: Recipe) -> ParameterTable:
-    """The parameter table of a :func:`calibrated` recipe.
+    """Return the parameter table of a :func:`calibrated` recipe.
 
     A tied matrix cannot start at 1 for the embedding and at 1/width for the readout. It starts at 1, and its forward
-    multiplier is divided by the base's width, at every scale, which changes no exponent.
+    multiplier is divided by the base's width at every scale, which changes no exponent.
     """
     table = resolve(recipe)
     rows = tuple(
@@ -339,14 +344,14 @@ def calibrated_table(recipe: Recipe) -> ParameterTable:
 
 
 def plain_label(name: str) -> str:
-    """A dotted name without its inner numbers: all layers stand in one line; ``.weight`` is left out."""
+    """Return a dotted name without layer numbers and ``.weight``, so that all layers share a label."""
     first, *rest = name.split(".")
     parts = [first, *(part for part in rest if not part.isdigit())]
     return ".".join(parts[:-1] if parts[-1] == "weight" else parts) or "output"
 
 
 def _own_label(name: str) -> str:
-    """As a person names leaven's own modules: a block's output is the residual stream, the model's the logits."""
+    """Label leaven's own modules: the output of a block is "residual", the output of the model "unembedding"."""
     plain = plain_label(name)
     named = {"output": "unembedding", "layers": "residual"}
     return named.get(plain, plain.removeprefix("layers."))

@@ -1,4 +1,7 @@
-"""Where the best value is, how sure that is, and what another one costs. Losses are in nats, values as log2."""
+"""Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
+
+Losses are in nats, values are log2.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +12,17 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 POINTS = 3
-"""Points round the lowest that the parabola goes through. Valleys are steeper on one side than on the other: with
-five points of a grid of octaves the vertex of one whose lowest point never moved seemed to drift by half an octave
+"""Points near the lowest that the parabola is fitted to. Loss curves are steeper on one side than on the other: with
+five points of a grid of octaves the vertex drifted by half an octave although the lowest point stayed
 (docs/log.md)."""
 
 
 @dataclass(frozen=True)
 class LossGrid:
-    """Losses over three values or more: ``losses`` is (values, seeds), ``octaves`` has log2 of the values."""
+    """The losses at three or more values of a hyperparameter."""
 
-    octaves: Array
-    losses: Array
+    octaves: Array  # log2 of the values, (values,)
+    losses: Array  # nats, (values, seeds)
 
     @classmethod
     def of(cls, losses: Mapping[float, Sequence[float]]) -> "LossGrid":
@@ -28,7 +31,7 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """Standard deviation of a loss between seeds, pooled over the lrs near the best; None of one seed."""
+        """Standard deviation of the loss between seeds, pooled over the values near the best; None for one seed."""
         if self.losses.shape[1] < 2:
             return None
         near = _near(self.losses.mean(1))
@@ -36,7 +39,7 @@ class LossGrid:
 
     @property
     def edge(self) -> int:
-        """-1 or 1 where the lowest loss is the first or the last, so that the optimum may lie outside; else 0."""
+        """-1 or 1 if the lowest loss is at the first or last value, so that the optimum may lie outside; else 0."""
         if not np.isfinite(self.losses).all():
             return 0
         place = int(self.losses.mean(1).argmin())
@@ -48,21 +51,21 @@ class LossGrid:
         return self.loss_at(self.optimum())
 
     def optimum(self) -> float:
-        """log2 of the best lr: the vertex of a parabola through the mean losses near the lowest."""
+        """log2 of the best value: the vertex of a parabola through the mean losses near the lowest."""
         a, b, _ = self._parabola(self.losses.mean(1))
         return min(max(-b / (2 * a), float(self.octaves[0])), float(self.octaves[-1]))
 
     def loss_at(self, octave: float) -> float:
-        """The loss at an lr, on the parabola through the three means that were measured nearest to it."""
+        """Return the loss at a value, on the parabola through the three nearest mean losses."""
         near = _around(int(np.abs(self.octaves - octave).argmin()), len(self.octaves))
         a, b, c = _through(self.octaves[near], self.losses.mean(1)[near])
         return a * octave**2 + b * octave + c
 
     def resampled(self, random: np.random.Generator) -> Array:
-        """The losses with seeds drawn anew, with replacement, for each lr by itself.
+        """Return a bootstrap sample: seeds drawn with replacement, independently for each value.
 
-        Drawn from n values, deviations from the mean are too small by sqrt((n - 1) / n), a third of the width of an
-        interval at two seeds: they are stretched by as much.
+        Deviations from the mean of n drawn values are too small by sqrt((n - 1) / n), about 30% at two seeds, and are
+        scaled up accordingly.
         """
         count, seeds = self.losses.shape
         drawn = np.take_along_axis(self.losses, random.integers(seeds, size=(count, seeds)), axis=1)
@@ -72,7 +75,7 @@ class LossGrid:
     def _parabola(self, means: Array) -> tuple[float, float, float]:
         near = _near(means)
         a, b, c = _through(self.octaves[near], means[near])
-        if a <= 0:  # no valley: the lowest point itself
+        if a <= 0:  # not convex: use the lowest point itself
             best = self.octaves[int(means.argmin())]
             return 1.0, -2 * float(best), 0.0
         return a, b, c
@@ -80,24 +83,18 @@ class LossGrid:
 
 @dataclass(frozen=True)
 class Shift:
-    """The move of the optimum in octaves and the regret of not moving in nats, each with its 95% interval over seeds.
+    """The shift of the optimum between two scales, with 95% intervals over seeds (of width 0 for one seed)."""
 
-    Losses between seeds say nothing of one seed: its intervals have no width.
-    """
-
-    octaves: float
+    octaves: float  # the shift
     low: float
     high: float
-    regret: float
+    regret: float  # nats; what the base's best value costs at the target
     regret_low: float
     regret_high: float
 
 
 def shift(base: LossGrid, target: LossGrid, draws: int = 1000) -> Shift:
-    """From the base's optimum to the target's, both lrs in the same coordinates.
-
-    ``regret`` is what the base's best lr costs at the target, against the target's own best.
-    """
+    """Return the shift from the base's optimum to the target's; both have values in the same coordinates."""
     random = np.random.default_rng(0)
     moved, regret = _moved(base, target)
     drawn = [
@@ -110,7 +107,7 @@ def shift(base: LossGrid, target: LossGrid, draws: int = 1000) -> Shift:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95% interval over seeds; one seed has none."""
+    """A number with its 95% interval over seeds, which is None for one seed."""
 
     value: float
     low: float | None
@@ -118,9 +115,8 @@ class Estimate:
 
 
 def exponent(valleys: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
-    """The power of a ratio by which the optimum moves: the least-squares slope of its log2 over log2 of the ratio."""
+    """Return the exponent of the optimum: the least-squares slope of its log2 over log2 of the ratio of scales."""
     ratios = np.log2(list(valleys))
-
     ratios -= ratios.mean()
 
     def fitted(found: Iterable[LossGrid]) -> float:
@@ -130,7 +126,7 @@ def exponent(valleys: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
 
 
 def estimate(of: Callable[[Sequence[LossGrid]], float], valleys: Sequence[LossGrid], draws: int = 1000) -> Estimate:
-    """A number read off some valleys, with its bootstrap interval over their seeds."""
+    """Return a function of some loss grids with its bootstrap interval over their seeds."""
     value = of(valleys)
     if any(valley.losses.shape[1] < 2 for valley in valleys):
         return Estimate(value, None, None)
@@ -141,13 +137,13 @@ def estimate(of: Callable[[Sequence[LossGrid]], float], valleys: Sequence[LossGr
 
 
 def _moved(base: LossGrid, target: LossGrid) -> tuple[float, float]:
-    """The move and the regret of these very losses."""
+    """Return the shift and the regret, without intervals."""
     best, own = base.optimum(), target.optimum()
     return own - best, max(target.loss_at(best) - target.loss_at(own), 0.0)
 
 
 def _through(x: Array, y: Array) -> tuple[float, float, float]:
-    """The coefficients of the parabola through three points, the highest power first."""
+    """Return the coefficients of the parabola through three points, highest power first."""
     (x0, x1, x2), (y0, y1, y2) = x.tolist(), y.tolist()
     slope = (y1 - y0) / (x1 - x0)
     a = ((y2 - y1) / (x2 - x1) - slope) / (x2 - x0)
@@ -160,6 +156,6 @@ def _near(means: Array) -> slice:
 
 
 def _around(place: int, available: int) -> slice:
-    """A place and its neighbours, as many on both sides as there are."""
+    """Return the slice of `POINTS` indices around an index, shifted where it would exceed the range."""
     first = min(max(place - POINTS // 2, 0), max(available - POINTS, 0))
     return slice(first, first + POINTS)

@@ -1,7 +1,7 @@
-"""Many whole training runs, each kept as it ends: what was run once is not run again.
+"""Run many training runs and save each result when it ends, so that no run is repeated.
 
-A run is known by what it computes, so one folder serves any checks and arms, and a check that was stopped or killed
-goes on with the runs that are missing.
+The key of a run is a hash of everything that determines its loss. Several checks can therefore share a folder, and a
+check that was stopped or killed resumes with the missing runs.
 """
 
 import json
@@ -26,7 +26,7 @@ VERDICT = "check.json"
 
 
 class CheckTrial(Protocol):
-    """A whole training run as plain data, which goes to a worker process and is known again by its key."""
+    """A training run as plain data, which is sent to a worker process and identified by its key."""
 
     @property
     def key(self) -> str:
@@ -35,33 +35,33 @@ class CheckTrial(Protocol):
 
     @property
     def cost(self) -> float:
-        """How long it takes against others, in no unit."""
+        """Its duration relative to other runs, without a unit."""
         ...
 
     def run(self) -> Outcome:
-        """One that diverged has a finite loss, worse than a uniform guess, so that its curve can be drawn."""
+        """Train. A run that diverged has a finite loss, worse than a uniform guess, so that it can be drawn."""
         ...
 
 
 class ChecksStopped(Exception):
-    """The runs were asked to stop before all had ended; those that had are kept."""
+    """Raised when the runs were stopped before all had finished. Finished runs are saved."""
 
 
 @dataclass(frozen=True)
 class RunStore:
-    """The folder of a check's runs, and how they are run: in ``workers`` processes of one thread."""
+    """Runs the trials of checks in worker processes of one thread, and saves their results in a folder."""
 
     folder: Path
     workers: int = 2
-    on_run: Callable[[int, int], None] = lambda done, total: None
-    stop: Callable[[], bool] = lambda: False
+    on_run: Callable[[int, int], None] = lambda done, total: None  # progress
+    stop: Callable[[], bool] = lambda: False  # whether to stop now
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
-        """Run each trial once, the longest first so that none runs alone at the end; outcomes are looked up after.
+        """Run each trial that has no result yet, the longest first, and return a function from trials to outcomes.
 
         Raises:
-            InputError: if the folder is in use or cannot be made, or the process of a run dies twice.
-            ChecksStopped: if ``stop`` said so.
+            InputError: if the folder is in use or cannot be created, or the process of a run dies twice.
+            ChecksStopped: if ``stop`` returned True.
         """
         wanted = {trial.key: trial for trial in trials}
         with held(self.folder, "--run"):
@@ -81,7 +81,9 @@ class RunStore:
                             ended[name] = future.result()
                         except BrokenProcessPool:
                             if name in died:
-                                raise InputError("the process of a run died twice; is there memory enough?") from None
+                                raise InputError(
+                                    "the process of a run died twice (out of memory?); give fewer --workers"
+                                ) from None
                             died.add(name)
                             queue.append(name)
                             continue
@@ -98,7 +100,7 @@ class RunStore:
 
 
 def _read(path: Path) -> dict[str, Outcome]:
-    """The outcomes in a file by the keys of their trials; a line that holds none is passed over."""
+    """Return the outcomes in a file by the keys of their trials; lines without one are ignored."""
     found: dict[str, Outcome] = {}
     for entry in storage.read_json_lines(path).documents:
         with suppress(KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""A family small enough for checks of a few steps, made of a recipe of any size.
+"""Derive small models from a recipe of any size, for checks of a few steps.
 
-Exponents are those of the rule, whatever the sizes that they are measured at, as long as these keep their
-proportions. So a check that is given no widths measures at 64 to 512. Where a recipe has no such widths, its head
-dimension is made smaller and its d_ff rounded; a vocabulary and sequences that only cost time are cut.
+The exponents of a rule do not depend on the sizes where they are measured, as long as proportions are kept. So a
+check without --widths measures at 64 to 512. If the recipe does not fit such widths, its head dimension is reduced
+and its d_ff rounded. The vocabulary and sequence length are reduced, since large ones only take more time.
 """
 
 from dataclasses import dataclass
@@ -14,29 +14,29 @@ from leaven.recipe.shape import ModelShape
 WIDTH, TIMES = 64, (1, 2, 4, 8)
 DEPTHS = (2, 4, 8, 16)
 VOCABULARY, SEQ_LEN = 4096, 256
-"""What a check keeps at most. Both are finite sides of their tensors: no rule moves anything with them."""
+"""Upper limits. No rule depends on either size."""
 
 LARGEST_GROUP = 8
-"""Heads per kv head: with heads of 8 features these make a width of 64."""
+"""Heads per kv head: with a head dimension of 8 this makes a width of 64."""
 
 
 @dataclass(frozen=True)
 class SmallFamily:
-    """``recipe`` has the smallest of the ``widths``; ``changed`` says what differs from the recipe it was made of."""
+    """Small models of a recipe."""
 
-    recipe: Recipe
+    recipe: Recipe  # with the smallest width
     widths: tuple[int, ...]
-    changed: tuple[str, ...]
+    changed: tuple[str, ...]  # what differs from the original recipe, one text each
 
 
 def small_family(recipe: Recipe) -> SmallFamily:
-    """The family of a recipe at the widths that a check takes by itself."""
+    """Return small models of a recipe at the default widths."""
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if recipe.data.tokenizer == "bpe":  # another tokenizer's vocabulary is its own
         sizes["vocab_size"] = min(shape.vocab_size, VOCABULARY)
     shape = shape.model_copy(update=sizes)
-    told = {
+    sizes_before_after = {
         "d_head": (recipe.model.d_head, shape.d_head),
         "d_ff / d_model": (recipe.model.d_ff / recipe.model.d_model, shape.d_ff / shape.d_model),
         "heads per kv head": (_group(recipe.model), _group(shape)),
@@ -44,7 +44,9 @@ def small_family(recipe: Recipe) -> SmallFamily:
         "seq_len": (recipe.model.seq_len, shape.seq_len),
     }
     changed = tuple(
-        f"{name} {before:,.5g} -> {after:,.5g}" for name, (before, after) in told.items() if before != after
+        f"{name} {before:,.5g} -> {after:,.5g}"
+        for name, (before, after) in sizes_before_after.items()
+        if before != after
     )
     sequences = max(recipe.batch.tokens // recipe.model.seq_len, 16)
     recipe = recipe.replace(
@@ -61,7 +63,7 @@ def small_family(recipe: Recipe) -> SmallFamily:
 
 
 def _fitted(shape: ModelShape) -> ModelShape:
-    """The shape at width 64, or where its own proportions allow no such width at one near it, with similar ones."""
+    """Return the shape at width 64, or at a nearby width with similar proportions if it does not fit 64."""
     try:
         return shape.scaled(WIDTH, DEPTHS[0])
     except ValueError:

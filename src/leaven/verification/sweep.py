@@ -1,18 +1,18 @@
-"""Sweeps: is the value that is best at one scale of a run best at others too?
+"""Sweeps: is the best value of a hyperparameter at one scale also the best at others?
 
-Transfer over width and depth, duration, batch, decay and init are the same check. Runs over a grid of values of one
-hyperparameter, with some seeds each, at two or more scales. Values are in base coordinates, so under a true rule the
-optima of all scales are the same. Three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486): how far the
-optimum moves in octaves with a bootstrap interval, what the base's best value costs the target in nats, and the noise
-between seeds. A flat valley moves easily at no cost, a steep one costs with little movement; so both are judged, by
-the ends of their intervals, for noise is no pass:
+The checks transfer (over width and depth), duration, batch, decay and init all work like this. They train models over
+a grid of values of one hyperparameter, with some seeds each, at two or more scales. Values are in base coordinates,
+so under a right rule the optima of all scales are equal. Three numbers (compare Kalra and Barkeshli 2026, arXiv
+2605.21486): how far the optimum moves in octaves with a bootstrap interval, what the base's best value costs the
+target in nats, and the noise between seeds. A flat optimum shifts easily at no cost, and in a steep one a small shift
+is expensive. So both are judged by the ends of their intervals, since noise must not pass:
 
 - passed: the regret is at most its limit even at the upper end; or the shift lies within its limit at both ends, and
   the regret is not above its limit at the lower one;
 - failed: the regret is above its limit at the lower end too, or both ends of the shift lie beyond its limit;
-- undecided, which is no pass: anything else.
+- undecided (does not pass): anything else.
 
-A grid whose optimum is at its edge is extended by a step at a time, at that scale alone, :data:`EXTENSIONS` times.
+A grid whose optimum is at its edge is extended by one step at that scale, up to :data:`EXTENSIONS` times.
 """
 
 import math
@@ -39,23 +39,22 @@ AXES: tuple[ScaleAxis, ...] = ("width", "depth", "batch", "tokens")
 
 @dataclass(frozen=True)
 class SweptValue:
-    """A hyperparameter that a check sweeps: its key, the option that gives its grid, the usual grid in octaves round
-    the family's own value, and the shift that is allowed, half a step of that grid."""
+    """A hyperparameter that a check sweeps."""
 
     key: Quantity
-    label: str
-    option: str
-    octaves: tuple[int, ...]
-    shift_limit: float
+    label: str  # in tables and messages
+    option: str  # of the command line, for the grid
+    octaves: tuple[int, ...]  # the default grid around the family's own value
+    shift_limit: float  # allowed shift in octaves: half a step of the default grid
 
     def grid(self, family: ModelFamily) -> list[float]:
-        """The usual grid."""
+        """Return the default grid."""
         return [family.value(self.key) * 2.0**octave for octave in self.octaves]
 
 
 SWEPT: Mapping[Quantity, SweptValue] = {
     "lr": SweptValue("lr", "lr", "--lrs", (-2, -1, 0, 1, 2), 0.5),
-    # A loss hardly depends on the decay: steps of a factor 4 show a valley where steps of 2 show noise.
+    # The loss hardly depends on the decay: steps of a factor 4 show a minimum where steps of 2 show noise.
     "weight_decay": SweptValue("weight_decay", "weight decay", "--decays", (-4, -2, 0, 2, 4), 1.0),
     "init_std": SweptValue("init_std", "init std", "--stds", (-2, -1, 0, 1, 2), 0.5),
 }
@@ -73,11 +72,11 @@ def sweep(
 ) -> tuple[Verdict, dict[RunScale, LossGrid]]:
     """Run a sweep, or resume it. The first scale is the base of the comparison; values are in the family's unit.
 
-    Returns the verdict, which is not kept yet, and the losses behind it.
+    Returns the verdict, which is not saved yet, and the losses behind it.
 
     Raises:
         InputError: if there are fewer than two scales or three values, a scale does not fit, or the folder is in use.
-        Stopped: if the store was asked to stop; finished runs are in its folder.
+        ChecksStopped: if the store was asked to stop; finished runs are in its folder.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     if len(scales) < 2 or len(set(grid)) < 3:
@@ -154,7 +153,7 @@ def init(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """What tells each scale from the others: ``64x4``, ``tokens x2``."""
+    """Return short names that distinguish the scales: ``64x4``, ``tokens x2``."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -169,7 +168,7 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _extended(
     family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, list[float]], store: RunStore, seeds: int
 ) -> dict[RunScale, LossGrid]:
-    """The losses of each scale, over a grid that holds its optimum if a few more steps can."""
+    """Return the losses at each scale, over grids that were extended until they contain the optimum."""
     for extension in range(EXTENSIONS + 1):
         valleys = losses_of(family, swept, grids, store, seeds)
         if extension == EXTENSIONS:
@@ -184,7 +183,7 @@ def _extended(
 def _wider(
     family: ModelFamily, swept: SweptValue, scale: RunScale, grid: list[float], grid_losses: LossGrid
 ) -> list[float]:
-    """The grid with a step more on the side where the optimum is, if a run can have that value."""
+    """Return the grid with one more step at the edge where the optimum is, if that value is valid."""
     if not grid_losses.edge:
         return grid
     value = grid[0] ** 2 / grid[1] if grid_losses.edge < 0 else grid[-1] ** 2 / grid[-2]
@@ -198,7 +197,7 @@ def _wider(
 def losses_of(
     family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, Sequence[float]], store: RunStore, seeds: int
 ) -> dict[RunScale, LossGrid]:
-    """The loss at each value of each scale's grid."""
+    """Train all runs and return the losses over each scale's grid."""
     runs = {
         (scale, value, seed): family.trial(setting(swept, scale, value, seed))
         for scale, grid in grids.items()
@@ -215,21 +214,21 @@ def losses_of(
 
 
 def setting(swept: SweptValue, scale: RunScale, value: float, seed: int, *, ruled: bool = True) -> RunSetting:
-    """The run of one value and seed at a scale."""
+    """Return the setting of one run."""
     return RunSetting(
         scale.width, scale.depth, value, seed, scale.batch, scale.tokens, ruled=ruled, quantity=swept.key
     )
 
 
 def along(valleys: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale, LossGrid]:
-    """The base, which is the first, and the scales that differ from it in this axis alone."""
+    """Return the base (the first) and the scales that differ from it in this axis only."""
     base = next(iter(valleys))
     others = [name for name in AXES if name != axis]
     return {s: v for s, v in valleys.items() if all(getattr(s, name) == getattr(base, name) for name in others)}
 
 
 def _exponents(family: ModelFamily, swept: SweptValue, valleys: Mapping[RunScale, LossGrid]) -> list[MeasuredValue]:
-    """The power by which the best value moves with each axis, the rule's own power included."""
+    """Return the measured exponent of the best value over each axis, including the rule's own exponent."""
     found = []
     for axis in AXES:
         on_axis = along(valleys, axis)
@@ -251,7 +250,7 @@ def _exponents(family: ModelFamily, swept: SweptValue, valleys: Mapping[RunScale
 def _curves(
     swept: SweptValue, valleys: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[CheckCurve]:
-    """The loss over the values, the optimum of each scale, and the best value over each axis."""
+    """Yield the loss over the values, the optimum of each scale, and the best value over each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid_losses in valleys.items():
         yield curve(names[scale], swept.key, "loss", (2**grid_losses.octaves).tolist(), grid_losses.losses.tolist())
@@ -270,13 +269,13 @@ def _curves(
 
 
 def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> CheckRow:
-    """The verdict on two scales by name, the base first."""
+    """Judge two scales, given by name; the first is the base."""
     module, axis, limit = f"best {swept.label}, octaves", " -> ".join(pair), swept.shift_limit
     small, big = pair.values()
     for name, grid_losses in pair.items():
         lost = 2 ** grid_losses.octaves[~np.isfinite(grid_losses.losses).all(1)]
         if lost.size:
-            note = f"a loss of {name} is no number, at {swept.label} {lost[0]:.3g}"
+            note = f"a loss of {name} is not finite, at {swept.label} {lost[0]:.3g}"
             return CheckRow(module, axis, None, limit, False, {}, note, math.inf)
     found = shift(small, big)
     parts = {
@@ -292,13 +291,11 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> CheckRo
     }
     edges = [name for name, grid_losses in pair.items() if grid_losses.edge]
     if edges:
-        note = (
-            f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the grid, extended as far "
-        )
-        note += f"as it goes: {swept.option} {_round_the_edge(pair[edges[0]])}"
+        note = f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the extended grid; "
+        note += f"give {swept.option} {_round_the_edge(pair[edges[0]])}"
         return CheckRow(module, axis, found.octaves, limit, False, parts, note, undecided=True)
     if seeds < 2:
-        note = "undecided: one seed has no interval: --seeds 3"
+        note = "undecided: one seed has no interval; give --seeds 3"
         return CheckRow(module, axis, found.octaves, limit, False, parts, note, undecided=True)
     costly, cheap = found.regret_low > REGRET_LIMIT, found.regret_high <= REGRET_LIMIT
     near = found.low >= -limit and found.high <= limit
@@ -307,15 +304,15 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> CheckRo
         return CheckRow(module, axis, found.octaves, limit, True, parts)
     beyond = max(abs(found.octaves) - limit, 0.0)
     if costly or far:
-        note = f"the best {swept.label} moves by a factor of {2**found.octaves:.2g}, "
-        note += f"the base's costs {found.regret:.2g} nats"
+        note = f"the best {swept.label} changes by a factor of {2**found.octaves:.2g}; "
+        note += f"the base's best value costs {found.regret:.2g} nats"
         return CheckRow(module, axis, found.octaves, limit, False, parts, note, beyond)
-    note = f"undecided: the noise between seeds hides it: --seeds {2 * seeds}"
+    note = f"undecided: the difference is within the noise between seeds; give --seeds {2 * seeds}"
     return CheckRow(module, axis, found.octaves, limit, False, parts, note, beyond, undecided=True)
 
 
 def _round_the_edge(grid_losses: LossGrid) -> str:
-    """A grid of five with the edge in its middle, as an option is written."""
+    """Return a grid of five values centred at the edge, as the text of an option."""
     values = (2**grid_losses.octaves).tolist()
     steps = [high / low for low, high in pairwise(values)]
     step, edge = (steps[0], values[0]) if grid_losses.edge < 0 else (steps[-1], values[-1])

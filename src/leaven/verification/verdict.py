@@ -1,4 +1,4 @@
-"""What every check returns: rows with a limit each, a verdict, and the points that the verdict was read from."""
+"""The result of a check: rows with limits, a verdict, and the measured points behind it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,68 +12,56 @@ Number = float | None
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One thing that was judged.
-
-    ``slope`` is the judged number that came closest to failing, or failed most: an exponent against ``axis``, or what
-    ``quantity`` of the verdict says. ``parts`` are all numbers of the row by column. ``passed`` is None for what was
-    measured and cannot be judged yet; ``note`` says why, or what may be wrong. ``beyond`` is how far ``slope`` lies
-    outside of what is allowed. ``undecided`` is a row that did not pass and, by what was measured, did not fail.
-    """
+    """One judged module, parameter or pair of scales."""
 
     module: str
     axis: str
-    slope: Number
+    slope: Number  # the judged number that came closest to failing, or failed most (see Verdict.quantity)
     limit: Number
-    passed: bool | None
-    parts: Mapping[str, Number] = field(default_factory=dict)
-    note: str = ""
-    beyond: float = 0.0
-    undecided: bool = False
+    passed: bool | None  # None: measured, but not judged
+    parts: Mapping[str, Number] = field(default_factory=dict)  # all numbers of the row by column
+    note: str = ""  # the usual cause of a failure, or why there is no verdict
+    beyond: float = 0.0  # how far slope lies outside its limit
+    undecided: bool = False  # neither passed nor, within the measured noise, failed
 
 
 @dataclass(frozen=True)
 class CheckCurve:
-    """Points behind a row, to draw: ``y`` over ``x`` (mean over seeds), ``low`` and ``high`` over seeds."""
+    """The points behind a row, for the chart."""
 
     module: str
     axis: str
     quantity: str
     x: tuple[float, ...]
-    y: tuple[Number, ...]
-    low: tuple[Number, ...] = ()
-    high: tuple[Number, ...] = ()
+    y: tuple[Number, ...]  # mean over seeds
+    low: tuple[Number, ...] = ()  # minimum over seeds
+    high: tuple[Number, ...] = ()  # maximum over seeds
 
 
 @dataclass(frozen=True)
 class MeasuredValue:
-    """A number that was measured beside what is judged, with its 95% interval (none with one seed).
-
-    ``expected`` is what the rule has, where it says something.
-    """
+    """A number that was measured and is not judged."""
 
     name: str
     value: Number
-    low: Number
+    low: Number  # end of the 95% interval; None for one seed
     high: Number
-    expected: Number = None
+    expected: Number = None  # by the rule, if it predicts this number
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A check's answer. ``fault`` names the module that failed most clearly, if any did.
+    """The result of a check."""
 
-    ``advice`` is a line that says what to type next.
-    """
-
-    check: str
-    subject: str
-    quantity: str
+    check: str  # its name on the command line
+    subject: str  # the recipe's name, or module:factory
+    quantity: str  # what the judged numbers are
     rows: tuple[CheckRow, ...]
     curves: tuple[CheckCurve, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     measured: tuple[MeasuredValue, ...] = ()
-    advice: str = ""
+    advice: str = ""  # the options to give for a clearer result
 
     @property
     def passed(self) -> bool:
@@ -86,22 +74,23 @@ class Verdict:
 
     @property
     def fault(self) -> str | None:
+        """The module that failed most clearly, or None."""
         return max(self.failed, key=lambda row: (not row.undecided, row.beyond)).module if self.failed else None
 
     def document(self) -> dict[str, Any]:
-        """Plain data, as ``--json`` prints and the report draws it."""
+        """Return the fields of a :class:`leaven.documents.checks.CheckDocument`."""
         return {"passed": self.passed, "fault": self.fault} | asdict(self)
 
 
 def conclusive(row: CheckRow, sizes: Sequence[float], seeds: int) -> CheckRow:
-    """The row, or an undecided one where it failed by a slope of two sizes and one seed: that may be noise."""
+    """Return the row, marked undecided if it failed with only two sizes and one seed, which may be noise."""
     if row.passed is not False or seeds > 1 or len(sizes) > 2 or not math.isfinite(row.beyond):
         return row
     return replace(row, undecided=True, note=f"inconclusive: two sizes and one seed cannot tell ({row.note})")
 
 
 def more_sizes(widths: Sequence[int], depths: Sequence[int]) -> str:
-    """What to type for a verdict where two sizes and one seed were too few."""
+    """Return the options to give where two sizes and one seed were too few."""
     options = ["--seeds 3"]
     for option, sizes in (("--widths", sorted(set(widths))), ("--depths", sorted(set(depths)))):
         if len(sizes) == 2:
@@ -110,7 +99,7 @@ def more_sizes(widths: Sequence[int], depths: Sequence[int]) -> str:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> Number:
-    """The exponent b of the least-squares fit log2 y = a + b log2 x; None where y has no logarithm."""
+    """Return b of the least-squares fit log2 y = a + b log2 x; None if a y is not positive and finite."""
     values = np.asarray(y, dtype=float)
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None
@@ -118,7 +107,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> Number:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Over seeds; 0 if one of them is 0, not a number if one is not."""
+    """Return the geometric mean over seeds; 0 if a value is 0, NaN if a value is not finite."""
     array = np.asarray(values, dtype=float)
     if not np.isfinite(array).all():
         return math.nan
@@ -128,7 +117,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def curve(
     module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
 ) -> CheckCurve:
-    """A curve from values by scale and seed."""
+    """Make a curve from values by scale and seed."""
 
     def plain(values: Sequence[float]) -> tuple[Number, ...]:
         return tuple(value if math.isfinite(value) else None for value in values)
