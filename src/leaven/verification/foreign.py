@@ -102,7 +102,7 @@ class ForeignFamily:
         """Return a training run. Its key has a hash of the initial model, so a changed factory has new runs."""
         if setting.batch * self.sequences % 1:
             raise InputError(
-                f"{self.name}: a batch x {setting.batch:g} of {self.sequences} sequences is not a whole number of sequences; "
+                f"{self.name}: a batch x {setting.batch:g} of {self.sequences} sequences is not a whole number; "
                 "choose other batch ratios or a larger batch"
             )
         scale = setting.width, setting.depth, _ratios(setting)
