@@ -1,4 +1,4 @@
-"""Many short runs, one better recipe. ``search`` is for any Python function; it needs no torch."""
+"""Hyperparameter search. ``search`` minimises any Python function and does not need torch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __all__ = ["search"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports ``search`` on first use, so that `import leaven.tuning` does not wait for Optuna."""
+    """Import ``search`` on first use, because Optuna is slow to import."""
     if name != "search":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from leaven.tuning.service.objective import search

@@ -1,4 +1,4 @@
-"""What to lower where every run diverged, and so nothing tells the good values from the bad."""
+"""Advice for a search in which every run diverged."""
 
 from collections.abc import Sequence
 
@@ -10,19 +10,17 @@ from leaven.tuning.algorithm import divergence
 from leaven.tuning.algorithm.trust_region import DOWN, learning_rates
 from leaven.tuning.document import Dimension, StudyTrial
 
-ELSEWHERE = "lower the learning rate of the recipe, which this study leaves alone, to half or a quarter"
+ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
 
 def advice_when_all_diverged(
     trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], elsewhere: str = ELSEWHERE
 ) -> str:
-    """Which value to lower after trials that all diverged, in one line; ``elsewhere``, where no learning rate is
-    searched. A dimension around 0 is known by its multipliers alone.
+    """Returns one line that says which value to lower; ``elsewhere`` if no learning rate is searched.
 
-    Where nothing ends, nothing tells the bad values from the good but how long a run lasted: a divergence model of
-    the trials that lasted less than half as long as the longest blames what these have and the others have not. That
-    aside the learning rate is to blame, as it mostly is: by as much as the search has lowered it in vain, and an
-    octave more.
+    The learning rate is the usual cause: the advice is to lower it by one octave more than the search has. The only
+    other evidence is how long each run lasted: a divergence model of the trials that lasted less than half as
+    long as the longest shows which other value made runs diverge soonest.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

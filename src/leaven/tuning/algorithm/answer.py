@@ -1,12 +1,12 @@
-"""What a search found out: not only a best point, but how sure, how flat, what mattered and what did not.
+"""The answer of a search: the best point and its interval, how flat the loss is around it, and which values matter.
 
-A pure function of the finished trials. Points are compared by the surrogate of all of them, whose beliefs
-have standard deviations; runs with fresh seeds alone choose the best and make its interval. The noise floor is pooled
-over all points that were run with several seeds.
+The answer is a pure function of the trials. The surrogate of all trials compares points, with standard deviations;
+only runs with fresh seeds choose the best point and give its interval. The noise floor is pooled over all points that
+were run with several seeds.
 
-What is said to be equal is said conservatively: a point that was not run stays *within the noise* of another if its
-expected loss and one standard deviation of that (two, where many multipliers move) are above the other's by less than
-the noise floor; one that was, if both its runs and the surrogate have it so.
+Two points are called equal only with good evidence. A point that was not run is *within the noise* of another if its
+predicted loss plus one standard deviation (two if many multipliers move) is above the other's by less than the noise
+floor. For a point that was run, both its runs and the surrogate must say so.
 """
 
 import math
@@ -25,11 +25,11 @@ from leaven.tuning.document import Answer, Best, Coordinate, Dimension, Front, S
 
 Array = NDArray[np.float64]
 
-SURE = 1.0  # standard deviations by which what is called equal is to be equal
-TOGETHER = 2.0  # likewise, of many multipliers at once: what the surrogate has wrong, it has wrong of them all
-SLICE = 21  # points
-WIDE, FINE = 2.0, 1 / 32  # steps to either side of the best: how far a flat region is looked for, and how finely
-BEYOND = 0.5  # steps of a slice beyond what was tried
+SURE = 1.0  # standard deviations added to a predicted loss before points are called equal
+TOGETHER = 2.0  # the same where many multipliers move: errors of the surrogate add up
+SLICE = 21  # points of a slice
+WIDE, FINE = 2.0, 1 / 32  # steps: half the width in which the flat region is looked for, and its resolution
+BEYOND = 0.5  # steps by which a slice extends beyond the values that were tried
 
 
 def answer(
@@ -40,14 +40,17 @@ def answer(
     over: bool = False,
     optunas: Callable[[Array, Array], Array] = lambda points, losses: np.zeros(points.shape[1]),
 ) -> Answer:
-    """What the finished ones of ``trials`` say; ``noise`` if it is known, for otherwise they measure it.
+    """Returns the answer after ``trials``.
 
-    As long as nothing was run with fresh seeds there is no best, unless the search is ``over``.
+    Importance is the standard deviation of the predicted loss along the slice through the best point, over the values
+    that the trials tried, as a share of the sum over all values: first-order fANOVA on the surrogate instead of a
+    forest. Optuna's importance (PED-ANOVA) is given beside it; with as many values as trials it is hardly correlated
+    with the truth (docs/search.md).
 
-    Importance is the standard deviation of the loss along the slice through the best point, over the values that the
-    trials tried, as a share of all values': fANOVA's first order, on the surrogate in the place of a forest. Optuna's
-    own (PED-ANOVA), ``optunas`` of points (n, D) and losses (n,), is given beside it and not mixed in: with as many
-    values as trials it follows the truth hardly at all (docs/search.md).
+    Args:
+        noise: standard deviation of the loss between runs of one point; by default measured from the trials.
+        over: whether the search has ended. Before that, there is no best point until finalists have fresh runs.
+        optunas: returns Optuna's importances (D,) for points (n, D) and losses (n,).
     """
     seen = _look(trials, Axes.of(dimensions), noise)
     paths = [d.path for d in dimensions]
@@ -79,18 +82,18 @@ def answer(
 
 @dataclass(frozen=True)
 class _Seen:
-    """The trials with a result, in the order of their results."""
+    """The trials with a result, in the order of their results, and their trust region."""
 
     trials: tuple[StudyTrial, ...]
     points: Array  # (n, D), octaves
     losses: Array  # (n,), infinite for a divergence
     region: Region
-    noise: float | None
-    degrees: int
+    noise: float | None  # nats, between runs of one point; None if unknown
+    degrees: int  # degrees of freedom of the noise
 
     @property
     def floor(self) -> float:
-        """The noise; where no point was run again, what the surrogate cannot follow."""
+        """The noise, or the residual of the surrogate if no point was repeated."""
         return self.region.surrogate.noise if self.noise is None else self.noise
 
 
@@ -107,9 +110,9 @@ def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _See
 
 
 def _rerun(seen: _Seen) -> dict[Point, Losses]:
-    """Losses by seed of the points that were run with fresh seeds often enough, if none of these runs diverged.
+    """Returns losses by seed of the points with ``RERUNS`` or more fresh runs, none of which diverged.
 
-    All runs of the start are such: none of them chose it.
+    All runs of the start count as fresh, because none of them was used to choose it.
     """
     found: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -119,9 +122,9 @@ def _rerun(seen: _Seen) -> dict[Point, Losses]:
 
 
 def _fewest_measured(seen: _Seen, point: Point, best: Best) -> tuple[Best, Array]:
-    """Of the points that were run with fresh seeds and are equal to ``best`` within noise, that of fewest changes."""
+    """Returns the point with the fewest changes among those with fresh runs that equal ``best``."""
     rerun = _rerun(seen)
-    mine = rerun.get(point, {0: best.loss})  # the search's own run, where there is no other
+    mine = rerun.get(point, {0: best.loss})  # its run during the search, if it has no other
     equal = [
         x
         for x, losses in rerun.items()
@@ -158,7 +161,7 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array, thei
     found = []
     for i in np.argsort(-shares, kind="stable"):
         if levels := len(dimensions[i].levels):
-            # All levels, and none as good as the best but itself.
+            # A slice over all levels; only the best level counts as flat.
             every = np.tile(np.arange(SLICE) % levels, (len(best), 1)).astype(float)
             for curve, values in zip(
                 curves, (every, *seen.region.along(best, every), _risks(seen, best, every)), strict=True
@@ -192,14 +195,14 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array, thei
 
 
 def _end(dimension: Dimension, best: float) -> str:
-    """What the best of a value has come to, if it has moved to where the search may go no farther."""
+    """Returns the name of the bound that the best value has reached, or an empty string."""
     if best == 0 or min(best - dimension.low, dimension.high - best) >= FINE * dimension.scale:
         return ""
     return dimension.ends[best > 0]
 
 
 def _risks(seen: _Seen, best: Array, x: Array) -> Array:
-    """The chance of divergence where each multiplier alone is moved to each of ``x`` (D, m), (D, m)."""
+    """Returns the risk of divergence (D, m) when one multiplier at a time is set to each of its ``x`` (D, m)."""
     d = len(best)
     return np.array([seen.region.risk(np.where(np.arange(d) == i, x[i][:, None], best)) for i in range(d)])
 
@@ -207,13 +210,12 @@ def _risks(seen: _Seen, best: Array, x: Array) -> Array:
 def finalists(
     trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool = True
 ) -> list[dict[str, float]]:
-    """The points to be run again with fresh seeds, in octaves by path, the likeliest first; as many as one can pay.
+    """Returns the points to run again with fresh seeds, in octaves by path, the most promising first.
 
-    Of a trust region: the best trial; what the surrogate predicts to be best, with the fewest changes that are equal
-    to that within noise, and then with all: neither need have been run, and few trials predict too well; and the
-    other trials. What a trial is worth is what the surrogate holds of it, and the part of the rest that is no noise
-    of seeds.
-    Other methods (``by_surrogate`` false) have only the losses. Empty if everything diverged.
+    For a trust region: the best trial; the predicted best point reduced to its necessary changes; the predicted best
+    point itself (neither needs to have been run); then the other trials. Trials are ranked by the surrogate's
+    prediction plus the part of their residual that is not noise between seeds. Other methods (``by_surrogate`` false)
+    rank trials by their losses. Empty if every trial diverged.
     """
     seen = _look(trials, axes, noise)
     ended = np.isfinite(seen.losses)
@@ -229,7 +231,7 @@ def finalists(
         own = 1 - min((seen.noise or 0.0) / seen.region.surrogate.noise, 1.0) ** 2
         ranked = points[np.argsort(held + own * (rest - rest.mean()), kind="stable")]
         ranked = ranked[ranked.any(1)]  # the start has its runs already
-        # Last what the surrogate was not fitted to: it says nothing of that.
+        # Last the outliers, which the surrogate was not fitted to.
         points = np.vstack([ranked[:1], _fewest(seen, predicted), predicted, ranked[1:], far])
     else:
         points = points[np.argsort(seen.losses[ended], kind="stable")]
@@ -238,7 +240,7 @@ def finalists(
 
 
 def _fewest(seen: _Seen, best: Array) -> Array:
-    """``best`` with multipliers brought back to the start, the cheapest first, as long as it stays within noise."""
+    """Returns ``best`` with as many multipliers reset to the start as the noise allows, cheapest first."""
     paths = np.array(best)
     start = np.zeros((len(best), 1))
     costs, deviations = (part[:, 0] for part in seen.region.along(best, start))
@@ -256,17 +258,17 @@ def _within_noise(seen: _Seen, x: Array, best: Array) -> bool:
 
 
 def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
-    """The expected loss at ``x`` less that at ``best``, and its standard deviation."""
+    """Returns the predicted loss at ``x`` less that at ``best``, and its standard deviation."""
     here, there = seen.region.belief(np.array([x, best]))
     return float(here - there), float(seen.region.deviation(x[None], best)[0])
 
 
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
-    """Loss against cost: the points and durations at which nothing cheaper has a lower loss, the cheapest first.
+    """Returns the Pareto front of loss and FLOPs, the cheapest first.
 
-    A branch at ``tokens`` of a run costs its share of the run's FLOPs by tokens, as if it had been trained alone: a
-    run with branches repeats no trunk. Runs of one point (other seeds) count by their mean. Runs without a count of
-    FLOPs have no cost, and diverged and stopped ones no loss.
+    A branch that ends at ``tokens`` costs its share of the run's FLOPs by tokens, as if it had been trained alone.
+    Runs of one point with several seeds count by their mean. Runs without FLOPs, diverged and pruned runs are left
+    out.
     """
     runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:

@@ -1,4 +1,4 @@
-"""Points of methods that know no surrogate: the box that they sample, which grows, and those of a grid."""
+"""Points for methods without a surrogate: the box that random methods sample, and the points of a grid."""
 
 import itertools
 import math
@@ -8,16 +8,16 @@ import numpy as np
 from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.trust_region import Array, Axes
 
-BEST, EDGE = 4, 1 / 4  # where so many of the best trials lie in this part of the box at one end, it is extended
-LEAST = 3 * BEST  # trials, before which the best few say nothing
-FURTHER = 1 / 2  # of its first width, by which an end moves
+BEST, EDGE = 4, 1 / 4  # an end is extended when the best 4 trials all lie in the outer quarter of the box there
+LEAST = 3 * BEST  # trials before the first extension
+FURTHER = 1 / 2  # of the initial width: how far an end moves
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
-    """The part of the space that a method samples after trials at ``points`` (n, D), in the order of their results.
+    """Returns the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D).
 
-    It begins ``near`` the start. An end moves out where the ``BEST`` trials all lie in the outer part of the box
-    there: by chance one end in 256 has them. Returns the lowest and the highest octaves, (D,) each.
+    It begins as ``axes.box``. An end moves outwards when the best ``BEST`` trials all lie in the outer quarter there,
+    which happens by chance at one end in 256. Points and losses are in the order of their results.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -35,18 +35,18 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 
 
 def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
-    """The points of the finest grid that so many trials can do, nearest to the start first.
+    """Returns the points of the finest grid that has at most ``trials`` points, nearest to the start first.
 
     Raises:
-        InputError: if two points along each dimension are too many already.
+        InputError: if even two points along each dimension are more than ``trials``.
     """
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
     if 2**numbers * chosen > trials:
         least = f"2^{numbers}" if chosen == 1 else f"{2**numbers * chosen}"
         raise InputError(
-            f"a grid over {len(axes.start)} values has at least {least} points, and there are {trials} trials "
-            "for it; search fewer values, or with another method"
+            f"a grid over {len(axes.start)} values has at least {least} points, and the budget is {trials} trials; "
+            "search fewer values, give more trials, or use another method"
         )
     fine = max(k for k in range(2, trials + 1) if k**numbers * chosen <= trials) if numbers else 2
     low, high = axes.box

@@ -1,14 +1,14 @@
-"""Which point is the answer of a search.
+"""Confirmation runs: which point is the answer of a search.
 
-1. The best few are run with fresh seeds: the lowest of many noisy losses was lucky. The lowest mean of these runs is
-   chosen. A point that diverges with any seed is not chosen.
-2. It must be better than the start by more than the noise, compared by the seeds that both were run with. Otherwise
-   the start is the answer: nothing was found. What is not confirmed (3.) must be better by more than two and a half
-   times the noise: once the noise is about one standard deviation of what is compared there.
-3. The lowest of several means is lucky too, if less (of three equal ones, by 0.6 standard deviations of a run where
-   each is of two). So what was chosen among several is run again, with seeds that chose nothing, and so is the start.
-   These runs decide: by them, too, it must be better than the start by more than the noise, and they are
-   its loss and its gain. What was run with fresh seeds alone needs no more.
+1. The best few points are run again with fresh seeds, because the lowest of many noisy losses is partly luck. The
+   point with the lowest mean of these runs is chosen. A point that diverges with any seed cannot be chosen.
+2. The chosen point must be better than the start by more than the noise, over the seeds that both have. Otherwise the
+   start is the answer: the search found nothing. Without confirmation runs (3.) it must be better by 2.5 times the
+   noise, because there the noise is only about one standard deviation of the difference.
+3. The lowest of several means is partly luck, too: by 0.6 standard deviations of a run, for three equal points with
+   two runs each. So a point chosen among several is run again with new seeds, and so is the start. These confirmation
+   runs decide: over them, too, the point must be better than the start by more than the noise. They give the reported
+   loss and gain. If only one point was run with fresh seeds, it needs no confirmation.
 """
 
 import math
@@ -20,9 +20,9 @@ import numpy as np
 
 from leaven.tuning.document import StudyTrial
 
-RERUNS = 2  # that choose, of each of the best few
-CONFIRMATIONS = 2  # of the one that was chosen among several, and of the start
-ALONE = 2.5  # times the noise, by which what is not confirmed has to be better than the start
+RERUNS = 2  # runs with fresh seeds of each of the best few points
+CONFIRMATIONS = 2  # further runs of the chosen point, and of the start
+ALONE = 2.5  # times the noise: the least gain over the start of a point without confirmation runs
 
 Point = tuple[float, ...]  # octaves from the start
 Losses = Mapping[int, float]  # by seed
@@ -30,12 +30,12 @@ Losses = Mapping[int, float]  # by seed
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The point that is the answer, and the runs that its loss is known by."""
+    """The answer of a search, and the runs that measure its loss."""
 
     point: Point
-    losses: tuple[float, ...]  # those that its loss is the mean of
-    fresh: int  # how many of them had no part in choosing it: all or none
-    gain: float | None  # how far it is below the start, by such runs; None without any
+    losses: tuple[float, ...]  # nats; the reported loss is their mean
+    fresh: int  # how many of them were not used to choose the point: all or none
+    gain: float | None  # nats below the start over such runs; None without any
 
     @property
     def loss(self) -> float:
@@ -43,7 +43,7 @@ class Confirmation:
 
 
 def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Confirmation | None:
-    """The answer after ``trials``, in nats per token as ``noise`` is; None if none of them ended with a loss."""
+    """Returns the answer after ``trials``, or None if no trial finished. ``noise`` is in nats per token."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise)
     if chosen is None:
@@ -53,7 +53,7 @@ def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) ->
         if better is None or better > noise:
             return Confirmation(chosen, tuple(confirmed.values()), len(confirmed), better)
         chosen = runs.start
-    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):  # the next best is not believed unconfirmed
+    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):  # the next best point has no confirmation runs
         chosen = runs.start
     if chosen == runs.start:
         losses = runs.start_again
@@ -66,7 +66,7 @@ def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) ->
 
 
 def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Point | None:
-    """What was chosen among several, to be run again beside the start; None if that is the start, or nothing."""
+    """Returns the point that needs confirmation runs, or None if there is none or it is the start."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise)
     return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
@@ -74,14 +74,14 @@ def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float)
 
 @dataclass(frozen=True)
 class _Runs:
-    """What decides: losses by seed, infinite for a divergence."""
+    """Losses by seed that decide, by their purpose; infinite for a divergence."""
 
     start: Point
-    at_start: Losses  # before anything was chosen; none if a run diverged, unless there is nothing else
-    start_again: Losses  # with the runs beside what was to be confirmed
-    choosing: Mapping[Point, Losses]
-    confirming: Mapping[Point, Losses]
-    candidates: Mapping[Point, Losses]  # to choose from; none of their runs diverged
+    at_start: Losses  # runs of the start during the search; empty if one diverged and other points did not
+    start_again: Losses  # the same, and the runs of the start during confirmation
+    choosing: Mapping[Point, Losses]  # runs of the best few with fresh seeds
+    confirming: Mapping[Point, Losses]  # confirmation runs
+    candidates: Mapping[Point, Losses]  # points that can be chosen: none of their runs diverged
 
     @classmethod
     def of(cls, trials: Sequence[StudyTrial], paths: Sequence[str]) -> "_Runs":
@@ -112,11 +112,11 @@ class _Runs:
         return cls(start, at_start, again, choosing, confirming, found)
 
     def alone(self, chosen: Point) -> bool:
-        """Whether it was run with fresh seeds, and no other was."""
+        """Whether this is the only point that was run with fresh seeds."""
         return chosen in self.choosing and len(self.choosing) == 1
 
     def refuted(self, noise: float) -> set[Point]:
-        """What was run again beside the start, and proved no better: with a smaller budget, say."""
+        """Returns the points whose confirmation runs were not better than the start."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -125,7 +125,7 @@ class _Runs:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """By the runs that choose alone; what was refuted is out."""
+        """Returns the point with the lowest mean, without the refuted; the start if that is not better."""
         refuted = self.refuted(noise)
         means = {x: statistics.fmean(losses.values()) for x, losses in self.candidates.items() if x not in refuted}
         if not means:
@@ -134,17 +134,17 @@ class _Runs:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, chosen: Point, least: float) -> bool:
-        """Whether it is below the start by more than ``least``, or the start has no runs to compare it with."""
+        """Whether it is below the start by more than ``least``, or the start has no runs to compare with."""
         return chosen != self.start and (not self.at_start or gain(self.at_start, self.candidates[chosen]) > least)
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """How far a point is below the start: by the seeds that both were run with, or else by the means of both."""
+    """Returns nats below the start: over the seeds that both have, or else between the means."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())
 
 
 def changes(point: Point) -> tuple[int, float]:
-    """How much a point changes against the start: how many values, and by how many octaves in all."""
+    """Returns how many values a point changes, and by how many octaves in all."""
     return int(np.count_nonzero(point)), float(np.abs(point).sum())

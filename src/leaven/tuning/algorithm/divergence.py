@@ -1,13 +1,13 @@
-"""The divergence model: where runs diverge, as far as the finished trials say.
+"""The divergence model: a logistic regression that predicts where runs diverge.
 
-The threshold differs by orders of magnitude between modules, and modules push each other over it (Mlodozeniec et
-al. 2025, arXiv 2512.22382), so neither a box nor a single coordinate will do. The model is a logistic regression on
-how far each multiplier is from the start, up and down apart,
+The divergence threshold differs by orders of magnitude between modules, and depends on the other modules (Mlodozeniec
+et al. 2025, arXiv 2512.22382), so a box is not enough. The features are the squared distances of each multiplier from
+the start, upwards and downwards separately:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0,
 
-with an exponential prior that keeps at 0 whatever no divergence needs. It blames what the diverged trials have and
-the others have not.
+An exponential prior keeps a coefficient at 0 unless a divergence needs it. So the model attributes divergence to the
+changes that diverged trials have and finished trials do not.
 """
 
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-QUIET = -4.0  # prior of c: at the start one run in fifty diverges
+QUIET = -4.0  # prior mean of c: at the start one run in fifty diverges
 _SPARSE = 0.3  # rate of the exponential prior
 _STEPS = 60
 
 
 @dataclass(frozen=True)
 class DivergenceModel:
-    """The model above; ``fit`` makes it."""
+    """A fitted divergence model; made by ``fit``."""
 
     level: float  # c
     slopes: Array  # (2 D,), up then down, log odds per octave squared
 
     def risk(self, x: Array) -> Array:
-        """The chance that a run at points (..., D) diverges."""
+        """Returns the probability that a run at points (..., D) diverges."""
         return np.asarray(1 / (1 + np.exp(-self.level - _features(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """``x`` (D,) with the multipliers that raise its risk drawn to ``safe``, as far as ``most`` needs."""
+        """Returns ``x`` (D,) with risky multipliers moved towards ``safe`` until its risk is below ``most``."""
         d = len(x)
         parts = (_features(x) - _features(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0
@@ -46,7 +46,7 @@ class DivergenceModel:
 
 
 def fit(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """The model that trials at ``points`` (n, D) speak for: the mode of the posterior."""
+    """Returns the model for trials at ``points`` (n, D), by the mode of the posterior; ``diverged`` (n,)."""
     features = _features(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

@@ -1,4 +1,4 @@
-"""The noise floor: how far runs of one point lie apart, and what that leaves of a mean."""
+"""The noise floor: the standard deviation of the loss between runs of one point, and intervals of means."""
 
 import math
 import statistics
@@ -9,12 +9,12 @@ from leaven.tuning.document import StudyTrial
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 _Z95 = 1.959964
-WILD = 5.0  # times the median spread
-GIVEN = 10**6  # degrees of freedom of a noise that is known
+WILD = 5.0  # times the median spread: points above it are left out of the noise
+GIVEN = 10**6  # degrees of freedom of a noise that the user gives
 
 
 def t95(degrees: int) -> float:
-    """Student's quantile: a table, and beyond it its expansion in 1 / degrees (Abramowitz and Stegun 26.7.5)."""
+    """Returns the two-sided 95% quantile of Student's t (Abramowitz and Stegun 26.7.5)."""
     if degrees <= len(_T95):
         return _T95[degrees - 1]
     z, n = _Z95, degrees
@@ -23,7 +23,7 @@ def t95(degrees: int) -> float:
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
-    """The standard deviation within groups, and its degrees of freedom; None and 0 where no group has two."""
+    """Returns the pooled standard deviation within groups and its degrees of freedom; None, 0 without repeats."""
     repeats = [group for group in groups if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeats)
     if not degrees:
@@ -32,11 +32,11 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 
 
 def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
-    """The noise of runs (point, seed, loss), pooled over all points that were run again, and its degrees of freedom.
+    """Returns the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
 
-    What ended with the same loss at the same point from the same seed is the same run and counts once; divergences
-    count not at all. Runs of one seed share init and data, and with them a part of their noise that no number of
-    points makes better known: where several seeds were run, there are no more degrees of freedom than these have.
+    The same loss at the same point from the same seed is the same run and counts once; divergences do not count. Runs
+    of one seed share init and data order, and so a part of their noise, which more points do not average out: with
+    several seeds there are at most as many degrees of freedom as seeds less one.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in runs:
@@ -51,10 +51,10 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
 def between(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
-    """The noise of trials at points in ``paths``, unless it is given, and its degrees of freedom.
+    """Returns the noise of trials over ``paths`` and its degrees of freedom; ``given`` if the user has given it.
 
-    The search's own run of a point that was run again is left out: it was run again because it was low. Those of the
-    start are not. What was stopped has no loss of its own.
+    The first run of a finalist is left out: the point was run again because that loss was low. Runs of the start all
+    count. Pruned trials have no final loss and do not count.
     """
     if given is not None:
         return given, GIVEN
@@ -69,11 +69,11 @@ def between(
 
 
 def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, float]]]:
-    """The points without those whose runs lie much further apart than at others.
+    """Returns the points without those whose runs differ much more than at the others.
 
-    Those are at the divergence boundary, where it is not seeds that make the noise. Of one noise for all, one in 150
-    would be left out (of three points with two runs and one with three). The point with most runs, the start, stays:
-    it was run to know the noise, and where seeds make less of it at better points, that of few runs would be too low.
+    Such points are at the divergence boundary, and their spread is not noise between seeds. If all points had one
+    noise, one in 150 would be left out (three points with two runs and one with three). The point with most runs, the
+    start, always stays: it was repeated to measure the noise.
     """
     spreads = [statistics.stdev(loss for _, loss in ran) for ran in repeated]
     most = WILD * statistics.median(spreads) if len(spreads) > 2 else math.inf
@@ -86,6 +86,6 @@ def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, fl
 
 
 def interval(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:
-    """The 95% interval of the mean of ``values``, whose noise was found with so many degrees of freedom."""
+    """Returns the 95% interval of the mean of ``values``, given their noise and its degrees of freedom."""
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))
     return mean - margin, mean + margin

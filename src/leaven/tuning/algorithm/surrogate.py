@@ -1,15 +1,14 @@
-"""The surrogate: what all finished trials together say of the landscape, as a quadratic with a prior.
+"""The surrogate: a Bayesian quadratic regression of the loss on all finished trials.
 
-A trial is one number with noise, and there are as many unknown slopes as multipliers: a search that only asks
-whether a trial beat the best learns a bit a trial. A regression learns from the rejected trials as much as from the
-accepted ones. With x in octaves from the start,
+A search that only asks whether a trial beat the best learns one bit from each trial. A regression learns as much from
+a bad trial as from a good one. With x in octaves from the start,
 
     y = a + sum_i b_i x_i + sum_i h_i x_i^2 / 2 + noise,      b_i ~ N(0, (h t)^2),   h_i ~ N(h, h^2),
 
-where h is the typical curvature, and t = 1 says that an optimum is typically an octave from the start: the slope
-there is b = -h t. Where fewer trials than multipliers leave directions untried, the answer stays at the start. h and
-the noise are those that make the trials most likely (the evidence, with the constant a integrated out). In other
-words: a Gaussian process of a quadratic kernel with a mean; Rasmussen and Williams 2006, sections 2.7 and 5.4.1.
+where h is the typical curvature. t = 1 means that an optimum is typically one octave from the start, where the slope
+is then -h t. Along directions that no trial has moved, the minimum stays at the start. h and the noise maximise the
+evidence (the likelihood with a, b and h_i integrated out). This is a Gaussian process with a quadratic kernel and a
+mean function; Rasmussen and Williams 2006, sections 2.7 and 5.4.1.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 _FAR = 1.0  # t, octaves
-_FLATTEST = 0.5  # where a step is computed from a curvature, it is at least this part of h
+_FLATTEST = 0.5  # share of h: the least curvature that a minimum is computed with
 
 
 @dataclass(frozen=True)
@@ -30,36 +29,36 @@ class Quadratic:
 
     slope: Array  # b, (D,)
     bend: Array  # h, (D,)
-    least: float  # what a minimum is computed with, where the curvature is less
+    least: float  # the least curvature that a minimum is computed with
 
     @property
     def minimum(self) -> Array:
-        """Where it is lowest, (D,)."""
+        """The x where it is lowest, (D,)."""
         return np.asarray(-self.slope / np.maximum(self.bend, self.least))
 
     @property
     def at_one(self) -> Array:
-        """Its value where each x_i alone is 1, (D,): what a level of a choice costs."""
+        """Its value when one x_i at a time is 1, (D,): the effect of a level of a choice."""
         return self.slope + self.bend / 2
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The posterior of the trials that ended without divergence; ``fit`` makes it."""
+    """The posterior of the quadratic given the finished trials; made by ``fit``."""
 
     points: Array  # (n, D), octaves
     curvature: float  # h, loss per octave squared
-    noise: float  # of the loss: the seeds', and what no quadratic can follow
+    noise: float  # of the loss: between seeds, and deviations from a quadratic
     _weights: Array  # (n,), the inverse covariance times the residuals, with the constant projected out
     _inverse: Array  # (n, n), the inverse covariance, with the constant projected out
 
     def value(self, x: Array) -> Array:
-        """The posterior mean of the loss at points (m, D), up to the constant ``a``: (m,)."""
+        """Returns the posterior mean of the loss at points (m, D), up to the constant ``a``, (m,)."""
         slope, bend = self.mean.slope, self.mean.bend
         return np.asarray(x @ slope + x**2 @ bend / 2)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """The posterior standard deviation of the loss at points (m, D) less that at ``base`` (D,): (m,)."""
+        """Returns the posterior standard deviation (m,) of the loss at points (m, D) less that at ``base`` (D,)."""
         apart = np.hstack([x - base, (x**2 - base**2) / 2])
         prior = np.repeat([(self.curvature * _FAR) ** 2, self.curvature**2], len(base))
         shared = (apart * prior) @ np.hstack([self.points, self.points**2 / 2]).T  # (m, n)
@@ -67,10 +66,8 @@ class Surrogate:
         return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """The loss with each multiplier alone moved to each of ``x`` (D, m), less that at ``base`` (D,).
-
-        The mean and the standard deviation, (D, m) each: what ``value`` and ``deviation`` say, for many points.
-        """
+        """Returns the mean and standard deviation, (D, m) each, of the change in loss from ``base`` (D,) when one
+        multiplier at a time is set to each of its ``x`` (D, m)."""
         mean, (slopes, both, bends) = self.mean, self._covariance
         u, w = x - base[:, None], (x**2 - base[:, None] ** 2) / 2
         change = mean.slope[:, None] * u + mean.bend[:, None] * w
@@ -112,20 +109,23 @@ class Surrogate:
 
 
 def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
-    """The surrogate of trials at ``points`` (n, D) with finite ``losses`` (n,); seeds alone make ``noise``."""
+    """Returns the surrogate of trials at ``points`` (n, D) with finite ``losses`` (n,).
+
+    ``noise``: the standard deviation between seeds, the least noise that is assumed.
+    """
     n, d = points.shape
     squares = points**2
     spread = float(np.std(losses)) or noise or 1.0
     least = max(noise, 1e-3 * spread)
     noises = least * 2.0 ** np.arange(0, np.log2(max(spread / least, 1)) + 0.5, 0.5)
-    # Steps of an octave around the start spread the loss by about h sqrt(D).
+    # Steps of one octave change the loss by about h sqrt(D).
     curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)[:, None]
     centred, half = losses - losses.mean(), squares.sum(1) / 2 - squares.sum() / 2 / n
     # Without noise the prior covariance of trials is curvature^2 times the product of these features with themselves:
     # at most 2 D directions of it are more than noise, however many trials there are.
     features = np.hstack([_FAR * points, squares / 2])
     vectors, roots, _ = np.linalg.svd(features - features.mean(0), full_matrices=False)
-    rest = centred - curvatures * half  # (curvatures, n): what slopes and bends are to explain
+    rest = centred - curvatures * half  # (curvatures, n): left for slopes and bends to explain
     along = rest @ vectors
     beyond = rest - along @ vectors.T
     scales = ((curvatures * roots) ** 2)[:, None] + noises[:, None] ** 2  # (curvatures, noises, at most 2 D)
@@ -135,6 +135,6 @@ def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
     i, k = np.unravel_index(np.argmax(evidence), evidence.shape)
     found = float(noises[k])
     weights = beyond[i] / found**2 + vectors @ (along[i] / scales[i, k])
-    less = 1 / scales[i, k] - 1 / found**2  # than noise alone would leave
+    less = 1 / scales[i, k] - 1 / found**2  # difference from the precision of noise alone
     inverse = np.eye(n) / found**2 + (vectors * less) @ vectors.T - 1 / (n * found**2)
     return Surrogate(points, float(curvatures[i, 0]), found, weights, inverse)

@@ -1,32 +1,33 @@
-"""Trust-region search: steps in octaves around the best point so far, as far as the trials can be trusted.
+"""Trust-region search: steps in octaves around the best point so far.
 
-Per-module landscapes are nearly convex but end where runs diverge, on which random search over a box and
-Gaussian processes fail and neighbours of the incumbent do not (Mlodozeniec et al. 2025, arXiv 2512.22382).
-Comparing one noisy trial with the best of many soon accepts nothing, and a radius that shrinks with every failure
-ends at its floor. So:
+Loss over per-module multipliers is nearly convex inside a region that ends where runs diverge. Random search over a
+box and Gaussian processes fail there; points near the best one work (Mlodozeniec et al. 2025, arXiv 2512.22382). Two
+simple methods also fail: if each noisy trial must beat the best of many, soon none is accepted; and if the radius
+shrinks with every failure, it ends at its minimum. So:
 
-1. All trials that ended are fitted by a quadratic surrogate (``surrogate.py``), those that diverged by a model of the
-   divergence boundary (``divergence.py``).
-2. The incumbent is the first trial, and then whichever the surrogate holds to be better by more than the noise.
-3. A proposal is the minimum of the surrogate, at most ``TRUST`` octaves from the incumbent along each multiplier, and
-   a step along a random half of the multipliers. The step is the radius times what the surrogate does not know: the
-   way from its minimum to that of one drawn from the posterior. So what is settled is left alone, what hardly matters
-   moves far, and proposals made at once differ. A choice that is among that half takes a level that was never run, if
-   there is one, and else the best by the drawn surrogate; the others are at their best by the mean.
-4. Multipliers that bring the proposal over the divergence boundary are shortened, and choices that do are undone.
-5. The radius grows when a trial is the best yet by the surrogate and shrinks when not: it stands still at one in
-   four.
-6. Until a trial ends without divergence there is no surrogate, and no boundary is known.
-   Each divergence brings the learning rates a quarter of an octave down and the proposals closer together; without
-   learning rates it looks ever farther. The first trial that ends takes the place of the start.
+1. A quadratic surrogate is fitted to all finished trials (``surrogate.py``). A model of the divergence boundary is
+   fitted to all trials, finished and diverged (``divergence.py``).
+2. The incumbent is the first trial, until the surrogate predicts another one to be better by more than the noise.
+3. A proposal starts at the surrogate's minimum, at most ``TRUST`` octaves from the incumbent along each multiplier,
+   and adds a step along a random half of the multipliers. The step is the radius times the uncertainty of the
+   minimum: the difference between the minimum of a surrogate drawn from the posterior and that of the mean. So
+   multipliers with a known optimum stay, multipliers with little effect move far, and simultaneous proposals differ.
+   A choice among the random half takes a level that has never run, if there is one, or else the best level of the
+   drawn surrogate; the other choices take the best level of the mean.
+4. If the proposal is likely to diverge, the multipliers that cause this move less, and such choices are undone.
+5. The radius grows when the surrogate rates a trial the best so far, and shrinks otherwise. It is constant if one
+   trial in four is the best so far.
+6. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
+   rates by a quarter of an octave and brings the proposals closer together; if no learning rate is searched,
+   proposals spread further out instead. The first trial that finishes replaces the start.
 
-All this is in steps, of as many octaves as the scale of a multiplier; a region takes and gives octaves. Proposals
-stay within a box around the start (``near``), which reaches at least a step beyond the incumbent: so it is extended
-while the best lies at its end, up to the bounds of the space, and is a function of the trials as all else.
+Distances are in steps: one step is ``scale`` octaves of its multiplier. ``Region`` takes and returns octaves.
+Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, so
+it is extended while the best point lies at its edge, up to the bounds of the space.
 
-Trials of a search share one seed, and with it init and data, so differences between them are less noisy than runs of
-other seeds are (``noise``, the floor). But what is better with one seed only is no answer, so the floor remains the
-least noise that the surrogate assumes, and the least gain that moves the incumbent. It costs next to nothing
+All trials of a search share a seed, and with it the init and the data order, so they differ by less than the noise
+between seeds (``noise``). But an improvement that holds for one seed only is useless. So the noise between seeds is
+the least noise that the surrogate assumes, and the least gain that replaces the incumbent; the cost of that is small
 (docs/search.md).
 """
 
@@ -46,34 +47,38 @@ from leaven.tuning.document import Dimension
 Array = NDArray[np.float64]
 
 TRUST = 1.0  # octaves
-START, WIDEST, NARROWEST = 0.5, 1.2, 0.4  # the radius, as a part of what is not known
-GROW, SHRINK = 1.1, 0.97  # still where one in four succeeds: 1.1 * 0.97^3 = 1
-CHANGED = 0.5  # chance of each multiplier to move at all
-FARTHEST = 1.5  # octaves, of one multiplier in one step: draws have long tails
-RISK = 0.1  # the chance of divergence that a proposal may have
-OUTLIER = 10.0  # times the way from the median down to the lowest loss: what is that far above it diverged
-DOWN = 0.25  # octaves of learning rate for each divergence, as long as there is nothing else
-CLOSER, CLOSEST = 0.9, 0.05  # times the radius, likewise, and its least
-ROUNDS = 3  # without a gain beyond the noise, and it stops
+START, WIDEST, NARROWEST = 0.5, 1.2, 0.4  # the radius, as a share of the uncertainty
+GROW, SHRINK = 1.1, 0.97  # constant if one trial in four succeeds: 1.1 * 0.97^3 = 1
+CHANGED = 0.5  # probability that a multiplier moves in a proposal
+FARTHEST = 1.5  # octaves, the longest move of a multiplier: draws have long tails
+RISK = 0.1  # the highest accepted probability that a proposal diverges
+OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
+DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
+CLOSER, CLOSEST = 0.9, 0.05  # factor of the radius for each such divergence, and the least radius
+ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched values by name: how far each may go, in which steps, and where the search starts.
+    """The searched hyperparameters: bounds, scales and the start of each, by name.
 
-    Stores and objectives have log2 multipliers, and the numbers of levels where a value is a choice (``values``). The
-    models have what these are away from the start (``octaves``, an array (D,) in the order of the names); of a choice
-    the start's level is 0 and the others follow in a circle.
+    Stores and objectives use ``values``: log2 multipliers, and for a choice the number of its level. The models use
+    ``octaves``: the difference from the start, an array (D,) in the order of the names; for a choice the number of levels
+    from the start's, modulo how many there are.
     """
 
-    limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2 multiplier, or the levels of a choice
-    scales: Mapping[str, float] = field(default_factory=dict)  # octaves to a typical optimum; 1 where not given
-    near: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # octaves: the box to begin in
-    start: Mapping[str, float] = field(default_factory=dict)  # of all names, in the order of ``limits``
+    limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2; range(n) for a choice
+    scales: Mapping[str, float] = field(
+        default_factory=dict
+    )  # octaves from the start to a typical optimum; default 1
+    near: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # octaves from the start: the initial box
+    start: Mapping[str, float] = field(
+        default_factory=dict
+    )  # log2 multipliers or levels, for all names in the order of ``limits``
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension]) -> "Axes":
-        """Of a space around a recipe, which has its start at 0."""
+        """Returns the axes of a search space around a recipe; the start is 0 along each."""
         return cls(
             {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in dimensions},
             {d.path: d.scale for d in dimensions},
@@ -85,7 +90,7 @@ class Axes:
 
     @property
     def ends(self) -> tuple[Array, Array]:
-        """How far the values may go: the lowest and the highest octaves from the start, (D,) each."""
+        """The bounds: lowest and highest octaves from the start, (D,) each."""
         both = [
             (0.0, len(limits) - 1.0) if isinstance(limits, range) else (limits[0] - at, limits[1] - at)
             for limits, at in zip(self.limits.values(), self.start.values(), strict=True)
@@ -95,7 +100,7 @@ class Axes:
 
     @property
     def box(self) -> tuple[Array, Array]:
-        """Where a search begins: the lowest and the highest octaves, (D,) each."""
+        """The initial box: lowest and highest octaves from the start, (D,) each."""
         low, high = self.ends
         given = [self.near.get(name, ends) for name, *ends in zip(self.start, low, high, strict=True)]
         near_low, near_high = np.array(given, float).reshape(-1, 2).T
@@ -103,7 +108,7 @@ class Axes:
 
     @property
     def levels(self) -> NDArray[np.int_]:
-        """How many levels a choice has, (D,); 0 of a number."""
+        """The number of levels of each choice, (D,); 0 for a number."""
         return np.array([len(limits) if isinstance(limits, range) else 0 for limits in self.limits.values()])
 
     @property
@@ -124,7 +129,7 @@ class Axes:
     def region(
         self, points: Array, losses: Array, noise: float | None = None, seeds: NDArray[np.int64] | None = None
     ) -> "Region":
-        """The trust region after trials; see :func:`region`."""
+        """Returns the trust region after these trials; see :func:`region`."""
         low, high = self.ends
         return region(
             points,
@@ -142,33 +147,33 @@ class Axes:
 
 @dataclass(frozen=True)
 class Features:
-    """What the models see of a point: a column for each number, and one for each level of a choice but the first.
+    """The columns of the models: one for each number, and one for each level of a choice except the start's.
 
-    A number is in steps of its ``scale`` from the ``origin``; the column of a level is 1 at the level, else 0.
+    A number is in steps of ``scale`` from ``origin``; a level is one-hot.
     """
 
     origin: Array  # (D,), octaves
     scale: Array  # (D,), octaves of a step
-    levels: NDArray[np.int_]  # (D,), 0 of a number
+    levels: NDArray[np.int_]  # (D,), the number of levels; 0 for a number
 
     @property
     def owner(self) -> NDArray[np.int_]:
-        """Whose column it is, (F,)."""
+        """The axis that each column belongs to, (F,)."""
         return np.repeat(np.arange(len(self.levels)), np.where(self.levels > 0, self.levels - 1, 1))
 
     @property
     def level(self) -> NDArray[np.int_]:
-        """Of which level, (F,); 0 of a number."""
+        """The level that each column stands for, (F,); 0 for a number."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
-        """Of points (..., D): (..., F)."""
+        """Returns the columns (..., F) of points (..., D)."""
         owner, level = self.owner, self.level
         steps = (x[..., owner] - self.origin[owner]) / self.scale[owner]
         return np.where(level > 0, x[..., owner] == level, steps)
 
     def point(self, columns: Array) -> Array:
-        """The point (D,) with these columns (F,)."""
+        """Returns the point (D,) that has these columns (F,)."""
         owner, level = self.owner, self.level
         x = np.zeros(len(self.levels))
         number = level == 0
@@ -180,57 +185,55 @@ class Features:
 
 @dataclass(frozen=True)
 class Region:
-    """Where to look next, in octaves from the start."""
+    """A trust region, in octaves from the start: proposes points and predicts losses."""
 
     incumbent: Array  # (D,)
     radius: float
-    surrogate: Surrogate  # of features, as the divergence model
-    divergence: DivergenceModel
-    since: int  # trials since the incumbent became it
-    low: Array  # (D,), of the box
-    high: Array
-    features: Features  # around the start, or what takes its place
+    surrogate: Surrogate  # over ``features``
+    divergence: DivergenceModel  # over ``features``
+    since: int  # trials after the incumbent
+    low: Array  # (D,), the lower ends of the box
+    high: Array  # (D,), the upper ends
+    features: Features  # around the start, or the first trial that finished if the start diverged
     never: NDArray[np.bool_]  # (F,), columns that are 0 in all trials
 
     @property
     def predicted(self) -> Array:
-        """The point that the surrogate holds to be best, of those to be trusted, (D,)."""
+        """The point with the lowest predicted loss in the trust region, (D,)."""
         still = np.zeros(len(self.features.owner))
         return self._within(still, self._lowest(self.surrogate.mean.at_one))
 
     def proposal(self, rng: np.random.Generator) -> Array:
-        """The point to try next, (D,)."""
+        """Returns a point to try next, (D,)."""
         drawn, d = self.surrogate.draw(rng), len(self.incumbent)
         steps = np.clip(self.radius * (drawn.minimum - self.surrogate.mean.minimum), -FARTHEST, FARTHEST)
         moves = rng.random(d) < CHANGED
         moves[rng.integers(d)] = True
-        first = 2 * np.abs(drawn.at_one).max() + 1  # so much in favour of a level that was never run
+        first = 2 * np.abs(drawn.at_one).max() + 1  # outweighs every effect, for levels that have never run
         explored = self._lowest(drawn.at_one - first * self.never)
         levels = np.where(moves, explored, self._lowest(self.surrogate.mean.at_one))
         return self._within(moves[self.features.owner] * steps, levels)
 
     def stalled(self) -> bool:
-        """Whether ``ROUNDS`` rounds gained less than the noise, and the surrogate predicts no more.
+        """Whether ``ROUNDS`` rounds gained less than the noise, and no larger gain is predicted.
 
-        A round is half as many trials as multipliers, which is what it takes to look along them all.
+        A round has half as many trials as there are multipliers, so that each multiplier moves about once.
         """
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
 
     def belief(self, x: Array) -> Array:
-        """The loss that all trials together hold of points (m, D), up to a constant: (m,)."""
+        """Returns the predicted loss at points (m, D), up to a constant, (m,)."""
         return self.surrogate.value(self.features.of(x))
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """The standard deviation of that, less that of ``base`` (D,)."""
+        """Returns the standard deviation (m,) of the predicted loss at points (m, D) less that at ``base`` (D,)."""
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """The loss where each value alone moves from ``base`` (D,) to each of ``x`` (D, m), less ``base``'s.
-
-        The mean and the standard deviation, (D, m) each.
-        """
+        """Returns the mean and standard deviation, (D, m) each, of the change in loss from ``base`` (D,) when one
+        value at a time is set to each of its ``x`` (D, m)."""
         owner, number = self.features.owner, self.features.level == 0
         here = self.features.of(base)
         columns = np.where(number[:, None], self.features.of(x.T).T, here[:, None])
@@ -245,11 +248,11 @@ class Region:
         return mean, deviation
 
     def risk(self, x: Array) -> Array:
-        """The chance that a run at points (..., D) diverges."""
+        """Returns the probability that a run at points (..., D) diverges."""
         return self.divergence.risk(self.features.of(x))
 
     def _lowest(self, effects: Array) -> Array:
-        """The level of each choice with the lowest of the ``effects`` (F,), and of 0 at the start's: (D,)."""
+        """Returns the level (D,) of each choice with the lowest effect; that of the start's level is 0."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         for owner, level, effect in zip(self.features.owner, self.features.level, effects, strict=True):
             if level and effect < lowest[owner]:
@@ -257,13 +260,14 @@ class Region:
         return found
 
     def _within(self, step: Array, levels: Array) -> Array:
-        """A step (F,) from the surrogate's minimum, with the choices at ``levels`` (D,), as far as it is safe."""
+        """Returns the minimum in the trust region plus ``step`` (F,), with choices at ``levels`` (D,), as far as
+        it is safe."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
         trusted = here + np.clip(self.surrogate.mean.minimum - here, -TRUST, TRUST)
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(trusted + step, low, high), self.features.of(levels))
         safe = self.divergence.shorten(wanted, here, RISK)
-        # Part of the way to another level is no level: the choice stays.
+        # A level cannot be reached in part: the choice keeps the incumbent's.
         refused = ~number & (safe != wanted)
         keeps = np.isin(self.features.owner, self.features.owner[refused])
         found = self.features.point(np.where(keeps, here, safe))
@@ -283,15 +287,18 @@ def region(
     near: tuple[Array, Array] | None = None,
     rates: NDArray[np.bool_] | None = None,
 ) -> Region:
-    """The region after trials at ``points`` (n, D), in their order, with ``losses`` (n,) infinite for divergence.
+    """Returns the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order of their results.
 
     Args:
-        noise: between seeds; without it, that of points that were run again, and what the surrogate cannot follow.
-        seeds: (n,), of the trials; without, all have the same.
-        scale: (D,), octaves of a step; 1 without.
-        levels: (D,), how many a choice has, and 0 of a number; without, all are numbers.
-        near: (D,) each, the box in which the search begins; the whole space without.
-        rates: (D,), which multipliers to lower as long as everything diverges.
+        losses: nats; infinite where a trial diverged.
+        low: (D,), the lower bounds in octaves from the start.
+        high: (D,), the upper bounds.
+        noise: standard deviation of the loss between seeds; by default estimated from repeated points.
+        seeds: (n,), the seed of each trial; by default all the same.
+        scale: (D,), octaves in a step; default 1.
+        levels: (D,), the number of levels of a choice, 0 for a number; by default all are numbers.
+        near: lower and upper ends (D,) of the initial box; by default the whole space.
+        rates: (D,), which multipliers to lower while every trial diverges.
     """
     d = len(low)
     scale = np.ones(d) if scale is None else scale
@@ -309,7 +316,7 @@ def region(
         noise = floor(zip(map(Array.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
     surrogate, divergence = fit_surrogate(seen[ended], losses[ended], noise), fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)
-    # A trial that survived beyond the divergence boundary is no incumbent: its neighbours diverge.
+    # A trial that finished beyond the divergence boundary cannot be the incumbent: its neighbours diverge.
     most = max(RISK, float(divergence.risk(seen[ended]).min()))
     believed = np.where(divergence.risk(seen) > most, np.inf, believed)
     incumbent, lowest, radius = int(np.argmax(np.isfinite(believed))), np.inf, START
@@ -328,7 +335,7 @@ def region(
 def _while_all_diverge(  # noqa: PLR0917 - the arguments of region
     tried: int, low: Array, high: Array, scale: Array, levels: NDArray[np.int_], rates: NDArray[np.bool_]
 ) -> Region:
-    """The region after so many trials, all of which diverged: point 6 above."""
+    """Returns the region after ``tried`` trials that all diverged (point 6 of the method)."""
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, scale, levels)
     nowhere = np.zeros((1, len(features.owner)))
@@ -338,7 +345,7 @@ def _while_all_diverge(  # noqa: PLR0917 - the arguments of region
 
 
 def without_outliers(losses: Array) -> Array:
-    """Infinite for what got away with a loss that no surrogate holds: squares of it would drown all others."""
+    """Returns the losses with outliers set to infinity: their squares would dominate the fit of the surrogate."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -347,7 +354,7 @@ def without_outliers(losses: Array) -> Array:
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Which names are the learning rate to lower: the global one, or else those of modules and of depth, (D,)."""
+    """Returns which names are learning rates to lower, (D,): the global one, or else those of modules and depth."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])
