@@ -63,8 +63,8 @@ class Axes:
     """The searched hyperparameters: bounds, scales and the start of each, by name.
 
     Stores and objectives use ``values``: log2 multipliers, and for a choice the number of its level. The models use
-    ``octaves``: the difference from the start, an array (D,) in the order of the names; for a choice the number of levels
-    from the start's, modulo how many there are.
+    ``octaves``: the difference from the start, an array (D,) in the order of the names; for a choice the
+    number of levels from the start's, modulo how many there are.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2; range(n) for a choice

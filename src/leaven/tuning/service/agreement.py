@@ -1,4 +1,4 @@
-"""What a stored study searches: written by the command that creates it, and the same for all that join it."""
+"""The settings of a stored study: written by the command that creates it, checked by every command that joins."""
 
 import time
 from collections.abc import Mapping
@@ -20,7 +20,11 @@ About = Mapping[str, Any]
 
 
 def check_name(name: str) -> None:
-    """Check a name that all stores have to take."""
+    """Check the name of a study.
+
+    Raises:
+        InputError: if some store cannot hold it.
+    """
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
         raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
 
@@ -28,14 +32,14 @@ def check_name(name: str) -> None:
 def begin(
     store: BaseStorage, name: str, sampler: BaseSampler, here: About, what: str
 ) -> tuple[optuna.Study, dict[str, Any]]:
-    """The study of that name, and its attributes; created with the attributes ``here`` if there is none.
+    """Returns the study with that name and its settings; creates it with the settings ``here`` if there is none.
 
-    It is looked up first, because in a journal even a failed attempt to create it adds a line. Of commands that start
-    at once one creates the study and writes its attributes. If that one dies between the two, another writes them;
-    all of them go by what is stored in the end.
+    It is looked up first, because in a journal even a failed attempt to create it adds a line. If several commands
+    start at once, one creates the study and writes its settings. If that one dies between the two, another writes
+    them; all use what is stored in the end.
 
     Raises:
-        InputError: if the study was created by something else.
+        InputError: if the study was created by another program.
     """
     one: dict[str, Any] = {"study_name": name, "storage": store, "sampler": sampler}
     try:
@@ -49,7 +53,7 @@ def begin(
         time.sleep(LOOK)
     if ABOUT not in study.user_attrs:
         if _begun(study):
-            raise InputError(f"{what} was begun by an older version, or by another program; begin another")
+            raise InputError(f"{what} was created by an older version or another program; use another name or folder")
         study.set_user_attr(ABOUT, dict(here))
     return study, dict(study.user_attrs[ABOUT])
 
@@ -59,16 +63,16 @@ def _begun(study: optuna.Study) -> bool:
 
 
 def agree(there: About, here: About, what: str, instead: str) -> None:
-    """Check that a stored study searches the same.
+    """Check that the settings of a stored study equal those of this command.
 
     Raises:
-        InputError: if not; it says how they differ.
+        InputError: if not; the message says how they differ.
     """
     for key, value in here.items():
         if key not in there:
             raise InputError(f"{what} was created by another program: it has no {key}; {instead}")
         if there[key] != value:
-            raise InputError(f"{what} is of another {key}: {_difference(there[key], value)}; {instead}")
+            raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
 
 
 def _difference(there: Any, here: Any) -> str:

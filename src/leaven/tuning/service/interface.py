@@ -1,4 +1,4 @@
-"""What a search exchanges with its caller: proposals go out, outcomes come back, and in the end what was found."""
+"""Types that a search exchanges with its caller: proposals, exceptions of objectives, and results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ from leaven.training.outcome import Baseline
 
 
 class Proposal(dict[str, float]):
-    """Log2 multipliers by name: to an objective it is a dict like any other.
+    """The argument of an objective: a dict of log2 multipliers by name, with attributes.
 
-    ``seed`` is 0 throughout the search, so that trials are compared with one init and one data order, and 1, 2 and so
-    on in the runs that measure the noise or confirm the best few. ``origin`` is the trial that a retry repeats (its
-    own ``number`` otherwise): the name under which to look for a checkpoint. ``baseline`` is the best trial so far
-    that has a curve, for an objective that prunes hopeless runs; None in runs that must end. ``worker`` says which
-    thread of this command calls, from 0: no two do so at once with the same one.
+    - ``number``: of the trial.
+    - ``seed``: 0 during the search, so that all trials share init and data order; 1, 2, ... in runs that measure the
+      noise or confirm the best points.
+    - ``origin``: the trial that this one retries, or its own number: the name under which to look for a checkpoint.
+    - ``baseline``: the best finished trial with a curve, for an objective that prunes; None in runs that must finish.
+    - ``worker``: the calling thread, from 0. No two concurrent calls have the same.
     """
 
     def __init__(
@@ -34,20 +35,20 @@ class Proposal(dict[str, float]):
 
     @property
     def rival(self) -> Baseline | None:
-        """The baseline by its former name, for objectives written then."""
+        """The former name of ``baseline``, for older objectives."""
         return self.baseline
 
 
 class WorkerDied(Exception):
-    """Raised by an objective whose process died: the run is retried once."""
+    """Raised by an objective whose process died. The run is retried once."""
 
 
 class TrialReleased(Exception):
-    """Raised by an objective that was made to stop: the run is left for the next command."""
+    """Raised by an objective that was asked to stop. The run is left for the next command."""
 
 
 class NothingFound(InputError):
-    """No run ended with a loss."""
+    """Raised if no run finished with a finite loss."""
 
 
 class SearchObserver(Protocol):
@@ -59,24 +60,24 @@ class SearchObserver(Protocol):
 
 @dataclass(frozen=True)
 class SearchTrial:
-    """A trial that has a result."""
+    """A trial with a result."""
 
     number: int
     params: dict[str, float]  # log2 multipliers
-    loss: float  # infinite where it diverged; where it was stopped, the expected loss
-    finalist: int | None = None  # which of the best few it is a rerun of
+    loss: float  # infinite if it diverged; the predicted loss if it was pruned
+    finalist: int | None = None  # index of the finalist that it reruns
     purpose: str = "search"  # search | noise | rerun
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search returns."""
+    """The result of a search."""
 
     params: dict[str, float]  # log2 multipliers
-    loss: float  # the mean of runs that had no part in choosing it, where there are any
-    interval: tuple[float, float]  # of 95%, by the noise of all repeated points; infinite without such runs
-    fresh: int  # how many these runs are
+    loss: float  # mean of the runs that were not used to choose it, if there are any
+    interval: tuple[float, float]  # 95%, from the noise of all repeated points; infinite without fresh runs
+    fresh: int  # number of runs that were not used to choose it
     noise: float | None  # standard deviation between runs of one point
-    stalled: bool  # it stopped before its budget was used, having gained less than the noise for some rounds
+    stalled: bool  # whether it stopped early, because some rounds gained less than the noise
     trials: tuple[SearchTrial, ...]  # in the order of their results

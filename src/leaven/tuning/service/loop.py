@@ -1,4 +1,4 @@
-"""The loop of a search: it begins what the plan says is next, in threads, and tells the study how it ended."""
+"""The loop of a search: runs what the plan asks for in threads, and writes the results to the store."""
 
 import math
 import time
@@ -25,13 +25,13 @@ from leaven.tuning.service.trial_log import EXPECTED, Evaluation, TrialRequest, 
 
 Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
 
-HUGE = 1e50  # of a loss, and of its noise: the surrogate squares variances, so their fourth powers have to be numbers
-NEVER_ENDED = 1e6  # what a divergence scores before there is any finite loss
-LOOK = 0.5  # seconds between looks at what other commands do
+HUGE = 1e50  # the largest loss and noise: their fourth powers must be finite in the surrogate
+NEVER_ENDED = 1e6  # the score of a divergence before there is any finite loss
+LOOK = 0.5  # seconds between reads of the store for trials of other commands
 
 
 class SearchLoop:
-    """Begins what the plan says is next, in threads, and tells the study how it ended."""
+    """Runs what the plan asks for in threads, and writes the results to the store."""
 
     def __init__(  # noqa: PLR0917 - one of each
         self,
@@ -47,12 +47,12 @@ class SearchLoop:
         self._objective, self._stop, self._watch = objective, stop, watch
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
         self._pending: dict[Future[float | Outcome], Proposal] = {}
-        self._error: Exception | None = None  # of the objective
-        self._ended: list[int] = []  # trials that the watch has not heard of yet
-        self._begun = 0  # jobs, here and elsewhere, at the last look
+        self._error: Exception | None = None  # raised by the objective
+        self._ended: list[int] = []  # trials that have ended since the last call of ``watch.ended``
+        self._begun = 0  # jobs of all commands, at the last read of the store
 
     def run(self) -> list[Evaluation]:
-        """Run until nothing is left to do, here or elsewhere, or until ``stop``. Returns all runs."""
+        """Run until the plan has no more runs and no command is running one, or until ``stop``. Returns all runs."""
         try:
             while True:
                 runs = self._look()
@@ -60,7 +60,7 @@ class SearchLoop:
                 job = self._plan.next(runs, time.time()) if self._free and not stopping else None
                 if job is not None:
                     self._begin(job, runs)
-                elif self._ended:  # once all workers are busy again, for the watch may take its time
+                elif self._ended:  # after all workers have work again, because the callback may be slow
                     if self._watch is not None:
                         self._watch.ended(self._ended)
                     self._ended = []
@@ -83,7 +83,7 @@ class SearchLoop:
         return runs
 
     def _look(self) -> list[Evaluation]:
-        """All runs, after closing the trials of dead processes."""
+        """Returns all runs, after closing the trials of dead processes."""
         trials = self._study.get_trials(deepcopy=False)
         running = {t.number: t.user_attrs.get(trial_log.OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -108,19 +108,19 @@ class SearchLoop:
             self._watch.asked(proposal)
 
     def _created(self, job: TrialRequest) -> tuple[int, dict[str, float]] | None:
-        """A trial for the job, its number and its point; None if another command does the job, or is to."""
+        """Create the trial of a job. Returns its number and point, or None if another command has the job."""
         about = {
             trial_log.OWNER: self._leases.node,
             trial_log.PURPOSE: job.purpose,
             trial_log.SEED: job.seed,
             trial_log.BEGAN: time.time(),
-            # Of two commands that have seen the same, one begins what is next.
+            # Two commands that have read the same trials choose the same name, and only one of them runs the job.
             trial_log.JOB: job.name or f"search:{self._begun}",
             **dict(job.attributes),
         }
         limits = self._plan.axes.limits
         drawn = job.point or {}
-        # All of it at once: a job is known by its name from the moment that it has a number.
+        # In one call, so that a trial never exists without the name of its job.
         template = create_trial(
             state=TrialState.RUNNING,
             params=drawn,
@@ -135,11 +135,11 @@ class SearchLoop:
             return None
         if job.point is not None:
             return number, job.point
-        # A study of its own: what Optuna's methods know of the trials is read once for each.
+        # A new Study object, because Optuna caches the trials in it.
         asked = optuna.Trial(optuna.Study(name, self._store, sampler=self._study.sampler), trial_id)
         try:
             return number, {name: float(_suggested(asked, name, both)) for name, both in limits.items()}
-        except UpdateFinishedTrialError:  # taken for dead in the middle of it
+        except UpdateFinishedTrialError:  # another command took this process for dead and closed the trial
             return None
 
     def _end(self, proposal: Proposal, future: "Future[float | Outcome]") -> None:
@@ -157,7 +157,7 @@ class SearchLoop:
             self._give_back(proposal)
             raise
         else:
-            with suppress(UpdateFinishedTrialError):  # it was taken for dead: the run is another's by now
+            with suppress(UpdateFinishedTrialError):  # another command took this process for dead and retries the run
                 self._tell(proposal.number, outcome)
 
     def _tell(self, number: int, outcome: Outcome) -> None:
@@ -172,14 +172,14 @@ class SearchLoop:
         self._store.set_trial_user_attr(trial_id, trial_log.ENDED, time.time())
         loss, state = outcome.loss, TrialState.COMPLETE
         if outcome.diverged:
-            # Optuna's methods want a number: the worst that did not diverge, so as not to drown the others.
+            # Optuna's samplers need a finite number: the worst finite loss, so that it does not dominate the others.
             losses = [loss_of(other) for other in finished(self._study)]
             loss = max(filter(math.isfinite, losses), default=NEVER_ENDED)
         if outcome.stopped:
-            # Optuna's methods look at what a pruned trial reported last, and at how many reports it was.
+            # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
             self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
             state = TrialState.PRUNED
-        # Not Optuna's tell, which looks first whether the trial is running: another may end it in between.
+        # Not Optuna's tell, which first checks that the trial is running: another command may close it in between.
         self._store.set_trial_state_values(trial_id, state, [loss])
         self._ended.append(number)
 
@@ -188,7 +188,7 @@ class SearchLoop:
         return self._store.get_trial_id_from_study_id_trial_number(study, number)
 
     def _close(self, number: int) -> None:
-        """End a trial without a result; another may have done so."""
+        """Set a trial to failed, unless another command has ended it."""
         with suppress(UpdateFinishedTrialError):
             self._store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
 
@@ -205,10 +205,10 @@ def _suggested(asked: optuna.Trial, name: str, limits: tuple[float, float] | ran
 
 
 def _outcome(result: object) -> Outcome:
-    """What an objective gave. With a loss that is huge nothing can be worked out: it counts as a divergence.
+    """Returns the result of an objective as an Outcome; a loss beyond ``HUGE`` counts as a divergence.
 
     Raises:
-        InputError: if it is no loss.
+        InputError: if it is not a number.
     """
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     try:
@@ -219,6 +219,6 @@ def _outcome(result: object) -> Outcome:
         loss = math.inf
     except (TypeError, ValueError, RuntimeError):
         raise InputError(
-            f"the objective gave {outcome.loss!r:.60}; it gives a loss, which is a number, or an Outcome"
+            f"the objective returned {outcome.loss!r:.60}; return a loss (a number) or an Outcome"
         ) from None
     return replace(outcome, loss=loss if abs(loss) <= HUGE else math.inf)

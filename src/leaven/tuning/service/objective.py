@@ -1,9 +1,9 @@
 """A search over any Python function: `from leaven.tuning import search`. Needs no torch.
 
-All runs are trials of one Optuna study: those that measure the noise, the search, and those that confirm the best
-few. What to do next follows from the trials in the store (``plan.py``), each run is counted once (``trial_log.py``),
-and what a dead command left is taken over (``leases.py``). So any number of commands on any machines work on one
-study, and to resume is the same as to start.
+All runs are trials of one Optuna study: those that measure the noise, those of the search, and those that confirm the
+best points. The next run follows from the trials in the store (``plan.py``), each run counts once (``trial_log.py``),
+and other commands retry the trials of a dead one (``leases.py``). So any number of commands on any machines can share
+a study, and to resume is the same as to start.
 """
 
 import math
@@ -29,7 +29,7 @@ from leaven.tuning.service.samplers import check_method, sampler
 from leaven.tuning.service.stores import open_store
 
 
-def search(  # noqa: PLR0917 - in the order in which one thinks of them
+def search(  # noqa: PLR0917 - the first ones are natural by position
     objective: Objective,
     space: Mapping[str, tuple[float, float] | range],
     start: Mapping[str, float] | None = None,
@@ -51,42 +51,42 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
     watch: SearchObserver | None = None,
     lease_seconds: float = 60.0,
 ) -> Found:
-    """Search for the lowest value of ``objective`` in ``trials`` runs of it, reruns included.
+    """Minimise ``objective`` with at most ``trials`` calls.
 
         found = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         found.params["lr"], found.interval
 
-    The first runs are at the start, three of them to measure the noise where it is not given. The last are reruns
-    of the best few, which alone decide between them. Optuna's dashboard sees an ordinary study.
+    The first three runs are at the start and measure the noise, unless it is given. The last ones run the best points
+    again with fresh seeds, and only these decide which is best. Optuna's dashboard shows it as an ordinary study.
 
     Args:
-        objective: takes log2 multipliers by name (a :class:`leaven.tuning.service.interface.Proposal`) and gives a
-            loss, or an :class:`leaven.training.outcome.Outcome`; infinite, nan or beyond +-1e50 is a divergence. With
-            ``workers`` it is called from so many threads.
-        space: the lowest and the highest log2 multiplier by name, within -1000 and 1000; ``range(n)`` for a choice of
-            n levels, which the objective gets by its number. As long as every run diverges, those that are called
-            ``lr``, or end in ``.lr``, are lowered.
-        start: the log2 multipliers to start from; 0 for those that are not given.
-        trials: None where ``flops`` or ``hours`` are the budget, of which, as of ``run_flops``, see
-            :class:`leaven.tuning.service.budget.Budget`.
+        objective: takes log2 multipliers by name (a :class:`leaven.tuning.service.interface.Proposal`) and returns a
+            loss or an :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a
+            divergence. It is called from ``workers`` threads.
+        space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
+            levels, which the objective gets as a number. While every run diverges, values named ``lr`` or ``*.lr``
+            are lowered.
+        start: log2 multipliers to start from; default 0.
+        trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
+            :class:`leaven.tuning.service.budget.Budget` for these and ``run_flops``.
         method: one of ``leaven.tuning.service.samplers.METHODS``.
-        scales: octaves from the start to a typical optimum; 1 for those that are not given.
-        near: the box in which a search begins, in octaves from the start; the whole space for those that are not
-            given. All methods but ``grid`` extend it while the best lie at its end.
-        noise: the standard deviation of the loss between runs of one point, if it is known.
+        scales: octaves from the start to a typical optimum; default 1.
+        near: the initial box, in octaves from the start; default the whole space. All methods except ``grid`` extend
+            it while the best points lie at its edge.
+        noise: standard deviation of the loss between runs of one point, if known.
         stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
-        storage: an Optuna storage, its URL, or the file of a journal; in memory without. The same call resumes
-            what is there, also while other commands work on it.
+        storage: an Optuna storage, its URL, or the file of a journal; default in memory. The same call resumes a
+            stored study, also while other commands work on it.
         name: of the study in its storage.
-        stop: polled; once it is true no run is begun, and the answer is of those that have ended.
-        watch: is called when this call begins and ends runs, from its own thread.
-        lease_seconds: for how long another machine's process may be silent before its runs are taken over.
+        stop: polled; once it returns true no run starts, and the answer is based on the finished ones.
+        watch: called when a run of this call starts or ends, from the calling thread.
+        lease_seconds: how long a process of another machine may be silent before its runs are retried here.
 
     Raises:
-        InputError: if an argument is not what it should be, or the stored study is of another space, method, seed or
-            noise; or if the objective gives no loss.
-        NothingFound: if every run diverged, or none ended.
-        StoreGone: if the storage went away and did not come back.
+        InputError: if an argument is invalid, the stored study has another space, method, seed or noise, or the
+            objective does not return a loss.
+        NothingFound: if every run diverged, or none finished.
+        StoreGone: if the storage became unreachable and did not come back.
     """
     check_method(method)
     check_name(name)
@@ -107,7 +107,7 @@ def search(  # noqa: PLR0917 - in the order in which one thinks of them
 
 
 def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
-    """What a search is of, for all commands to agree on."""
+    """Returns the settings of a search that all commands on a study must share."""
 
     space = {
         name: ["choice", len(limits), axes.start[name]] if isinstance(limits, range) else [*limits, axes.start[name]]
@@ -124,8 +124,8 @@ def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, 
     }
 
 
-OCTAVES = 1000  # to either side: 2 to the power of 1024 is no number any more
-FINEST = 1e-9  # octaves of a step, of which there are then 2e12 at most
+OCTAVES = 1000  # the largest log2 multiplier: 2**1024 overflows
+FINEST = 1e-9  # octaves, the smallest scale
 
 
 class _Wanted(NamedTuple):
@@ -167,7 +167,7 @@ OPTIONAL = {"start", "scales", "near", "trials", "flops", "hours", "run_flops", 
 
 
 def check(**given: object) -> None:
-    """Refuse arguments that are not what ``ARGUMENTS`` says.
+    """Check arguments against ``ARGUMENTS``.
 
     Raises:
         InputError: ``trials = '8': give a whole number, at least 1``.
@@ -185,10 +185,10 @@ def _check(what: str, value: object, wanted: _Wanted) -> None:
 def _axes(
     space: Mapping[str, Any], start: Mapping[str, Any], scales: Mapping[str, Any], near: Mapping[str, Any]
 ) -> Axes:
-    """The axes of a search.
+    """Returns the axes of a search.
 
     Raises:
-        InputError: if limits, a start or a scale are wrong, or of a name that is not in the space.
+        InputError: if limits, a start, a scale or a box are invalid, or their name is not in the space.
     """
     limits = {name: _limits(name, both) for name, both in space.items()}
     for what, named in (("start", start), ("scale", scales), ("near", near)):
@@ -197,7 +197,7 @@ def _axes(
                 raise InputError(f"{what} of {name}: it is not in the space, which has {', '.join(limits)}")
     for name in near:
         if isinstance(limits[name], range):
-            raise InputError(f"near of {name}: a choice has no box; leave it out")
+            raise InputError(f"near of {name}: it is a choice, which has no box; remove it from near")
     begin = {name: start.get(name, 0.0) for name in limits}
     for name, at in begin.items():
         both = limits[name]
@@ -218,14 +218,14 @@ def _level(levels: range) -> _Wanted:
 
 def _limits(name: object, both: Any, what: str = "space") -> Any:
     if not isinstance(name, str):
-        raise InputError(f"space of {name!r}: its name is text")
+        raise InputError(f"space of {name!r}: give a name that is a string")
     if isinstance(both, range):
         if both.start or both.step != 1 or len(both) < 2:
             raise InputError(f"{what} of {name} = {both}: give range(n) with at least 2 levels")
         return both
     try:
         low, high = both
-    except (TypeError, ValueError):  # not two of anything
+    except (TypeError, ValueError):  # not a pair
         low = high = math.nan
     if not (all(isinstance(end, Real) for end in (low, high)) and -OCTAVES <= low < high <= OCTAVES):
         raise InputError(f"{what} of {name} = {both!r:.60}: give {_LIMITS}, as in (-3, 3), or {_CHOICE}")

@@ -1,12 +1,12 @@
-"""What a search does next: a function of the runs so far.
+"""The next run of a search, as a function of the runs so far.
 
 1. Runs whose process died are retried.
-2. The noise is measured by runs of the start with other seeds. The points of a grid follow, if it is one.
-3. The search continues until only the reserved part of the budget is left, or until some rounds gained less than the
-   noise.
-4. When nothing is running any more, the best few are run with seeds that they have not had. The first of these runs
-   has the list of them, which all commands follow.
-5. What is best by these is run again, and so is the start (confirmation.py).
+2. Runs of the start with several seeds measure the noise. A grid search then runs its points.
+3. The search proposes points until only the reserved part of the budget is left, or until some rounds gained less
+   than the noise.
+4. When no run is left, the best few points (the finalists) are run again with fresh seeds. The first of these trials
+   stores the list of finalists, which all commands follow.
+5. The best finalist and the start get confirmation runs (confirmation.py).
 """
 
 import itertools
@@ -45,24 +45,24 @@ from leaven.tuning.service.trial_log import (
     seed_of,
 )
 
-REPEATS = 3  # runs of the start, where the noise is not given
-SURE = 2  # degrees of freedom of the noise from which on runs are pruned
-DEATHS, DIVERGENCES = 8, 100  # after so many and nothing else it ends, whatever is left of the budget
+REPEATS = 3  # runs of the start, unless the noise is given
+SURE = 2  # least degrees of freedom of the noise before runs are pruned
+DEATHS, DIVERGENCES = 8, 100  # the search ends after so many without a finished run
 
 Point = dict[str, float]
 
 
 def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """The runs whose points are known beforehand.
+    """Returns the runs whose points are known before the search: those of the start, and of a grid.
 
     Raises:
-        InputError: if they are a grid, which is finer than there are trials for, or there is no number of trials.
+        InputError: if the grid has more points than the budget has trials, or no number of trials is given.
     """
     repeats = REPEATS if noise is None else 1
     jobs = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
     if method == "grid":
         if budget.trials is None:
-            raise InputError("method grid: how fine it is follows from the number of trials; give it")
+            raise InputError("method grid: the number of trials sets how fine the grid is; give a number of trials")
         points = grid(axes, budget.trials - budget.kept() - repeats)
         jobs += [TrialRequest("search", f"grid:{list(x.values())}", 0, x) for x in points if x != axes.start]
     return jobs
@@ -70,20 +70,20 @@ def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search is of, and what follows from that and from the runs so far. It has no state of its own."""
+    """Decides the next run of a search from the runs so far. It has no state of its own."""
 
     study: optuna.Study
     axes: Axes
     method: str
     budget: Budget
-    noise: float | None  # if it is given
-    stop_at_noise: bool
+    noise: float | None  # nats between runs of one point, if the user has given it
+    stop_at_noise: bool  # whether to stop when some rounds gained less than the noise
 
     def next(self, runs: Sequence[Evaluation], now: float) -> TrialRequest | None:
-        """What to do after ``runs``; None if that is nothing, as long as some are running or for good.
+        """Returns the next run, or None if there is none until a running one ends, or at all.
 
         Raises:
-            NothingFound: if all that ended diverged, or everything died.
+            NothingFound: if every run has diverged or died.
         """
         for run in runs:
             if run.lost:
@@ -111,16 +111,16 @@ class Plan:
         return job
 
     def stalled(self) -> bool:
-        """Whether the search stops of itself."""
+        """Whether the search stops before its budget is used."""
         sampler = self.study.sampler
         return self.stop_at_noise and isinstance(sampler, TrustRegionSampler) and sampler.region(self.study).stalled()
 
     def is_rerun(self, run: Evaluation) -> bool:
-        """Whether a run is one of those that decide between the best few of this budget."""
+        """Whether a run is a rerun or confirmation of a finalist of this budget."""
         return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
 
     def chosen(self, runs: Sequence[Evaluation]) -> list[Point] | None:
-        """The best few, once they are chosen."""
+        """Returns the finalists, or None before they are chosen."""
         lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self.is_rerun(run))
         return next((points for points in lists if points is not None), None)
 
@@ -134,7 +134,7 @@ class Plan:
                 yield TrialRequest("rerun", f"rerun:{self.budget.label}:{which}:{k}", other, point, attributes)
 
     def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
-        """The chosen point and the start in turn, with the same seeds."""
+        """Yields confirmation runs of the chosen point and of the start, with the same seeds."""
         point = to_confirm(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
         if point is None or self.budget.left(runs, now) < 1:
             return
@@ -147,11 +147,11 @@ class Plan:
                 yield TrialRequest("rerun", f"confirm:start:{other}", other, start, attributes)
 
     def confirmation(self, runs: Sequence[Evaluation]) -> Confirmation | None:
-        """The answer so far."""
+        """Returns the answer so far."""
         return confirm(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
 
     def between(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
-        """The noise between runs of one point, and its degrees of freedom."""
+        """Returns the noise between runs of one point, and its degrees of freedom."""
         return noise.between(self._records(runs), self._paths, self.noise)
 
     def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
@@ -162,7 +162,7 @@ class Plan:
         return list(self.axes.start)
 
     def params(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Point:
-        """The log2 multipliers of a point in octaves, as they were run."""
+        """Returns the log2 multipliers with which a point, given in octaves, was run."""
         return next(
             dict(run.last.params)
             for run in runs
@@ -170,9 +170,9 @@ class Plan:
         )
 
     def _best(self, runs: Sequence[Evaluation]) -> list[Point]:
-        """Points to choose the answer from, the likeliest first.
+        """Returns the finalists in log2 multipliers, the most promising first.
 
-        Stopped trials are left out, and the start, which has runs with other seeds already.
+        Pruned trials are left out, and so is the start, which has been run with several seeds already.
         """
         trials, by_surrogate = self._records(runs), self.method == "trust-region"
         none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
@@ -182,10 +182,10 @@ class Plan:
         return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
 
     def found(self, runs: Sequence[Evaluation], now: float, stopped: bool) -> Found:
-        """What the runs come to.
+        """Returns the result of the search.
 
         Raises:
-            NothingFound: if no point ended with a loss.
+            NothingFound: if no run finished.
         """
         chosen = self.confirmation(runs)
         if chosen is None:
@@ -213,9 +213,9 @@ class Plan:
         )
 
     def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """The best run of the search, to prune a run at a point by; None until it is known how far seeds lie apart.
+        """Returns the best run so far, against which a run at ``point`` is pruned; None until the noise is measured.
 
-        Curves of other choices (of a schedule, say) have another shape, and say nothing of it.
+        Only runs with the same choices are compared: with another schedule, say, a loss curve has another shape.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         between, degrees = self.between(runs)
@@ -228,11 +228,11 @@ class Plan:
         return Baseline(curve_of(best.user_attrs["curve"]), loss_of(best), between)
 
     def nothing(self, runs: Sequence[Evaluation]) -> str:
-        """Why there is no answer."""
+        """Returns the reason why there is no answer."""
         trials = self._records(runs)
         if stopped := sum(trial.state == "stopped" for trial in trials):
             diverged = sum(trial.state == "diverged" for trial in trials)
-            return f"no run came to its end: {stopped} were stopped, {diverged} diverged"
+            return f"no run finished: {stopped} were pruned, {diverged} diverged"
         if any(run.finished for run in runs):
             named = [
                 Dimension(name, 0.0, 0.0, 0.0, levels=("",) * n)
@@ -245,8 +245,7 @@ class Plan:
 
 
 def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
-    """The first seeds that a point has not had in other runs. The search saw seed 0 alone, also where it predicts a
-    point that was never run."""
+    """Returns the first ``count`` seeds, from 1, that a point has not been run with."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 
@@ -256,7 +255,7 @@ def _seeds(runs: Sequence[Evaluation], point: Point) -> set[int]:
 
 
 def record(run: Evaluation, axes: Axes) -> StudyTrial:
-    """A run as answers and reports take it; its values are the log2 multipliers."""
+    """Returns a run as a record of the study's document; ``values`` are still log2 multipliers."""
     last, ran = run.last, run.last.user_attrs
     state = "failed" if run.failed else "waiting" if run.lost else "running"
     if run.finished:

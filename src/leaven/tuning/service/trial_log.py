@@ -1,12 +1,11 @@
-"""The trial log: what the trials in a store amount to, each run counted once whatever was killed.
+"""The trial log: the runs of a study, computed from the trials in its store.
 
-A run begins with a trial that is created with all that is known of it: its owner, and its ``job``, a name for what
-it does. Nothing is ever queued: what is to be done next follows from the trials that are there, so no crash can lose
-it. Two commands may create the same job at once. The trial with the lowest number does it, and the other one is
-void: numbers are given out in order by every Optuna store.
+Each trial is created with its owner and its ``job``, a name for what it does. There is no queue: the next job
+follows from the existing trials, so a crash cannot lose it. Two commands may create a trial for the same job at once. Then the
+trial with the lowest number runs and the other one is void; every Optuna store numbers trials in order.
 
-A run whose process died is done once more, by a trial with the job ``retry:`` and the number of the one that was
-lost. If that is lost too, the run has failed. A trial that its owner gave back (Ctrl-C) is not held against the run.
+A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If that dies too, the run has
+failed. A trial that its owner released (Ctrl-C) does not count as a death.
 """
 
 import math
@@ -20,29 +19,29 @@ from optuna.trial import FrozenTrial, TrialState
 # User attributes of a trial, next to the fields of an Outcome.
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
 OWNER, JOB, FINALISTS, RELEASED, CONFIRMS = "owner", "job", "finalists", "released", "confirms"
-BEGAN, ENDED = "began", "ended"  # seconds since 1970, by the owner's clock
-EXPECTED = "expected"  # the loss expected of a trial that was stopped early (pruned, to Optuna)
-LIVES = 2  # attempts of a run that may die
+BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
+EXPECTED = "expected"  # the predicted final loss of a pruned trial
+LIVES = 2  # attempts of a run whose process dies
 
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """A run to be done, at a point in octaves; without one the sampler is asked."""
+    """A run to start."""
 
     purpose: str  # search | noise | rerun
-    name: str | None = None  # None where there are no two alike
+    name: str | None = None  # of the job; None for a proposal of the search
     seed: int = 0
-    point: dict[str, float] | None = None
-    attributes: tuple[tuple[str, Any], ...] = ()
+    point: dict[str, float] | None = None  # log2 multipliers; None to ask the sampler
+    attributes: tuple[tuple[str, Any], ...] = ()  # further user attributes of the trial
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A run, in one attempt or more."""
+    """A run, with its retry if there was one."""
 
-    origin: FrozenTrial
-    last: FrozenTrial  # the attempt that counts
-    deaths: int
+    origin: FrozenTrial  # the first attempt
+    last: FrozenTrial  # the last attempt, which counts
+    deaths: int  # attempts whose process died
 
     @property
     def running(self) -> bool:
@@ -50,22 +49,22 @@ class Evaluation:
 
     @property
     def finished(self) -> bool:
-        """With a result, be it a divergence."""
+        """Whether it has a result: a loss, a divergence, or pruned."""
         return self.last.state in {TrialState.COMPLETE, TrialState.PRUNED}
 
     @property
     def complete(self) -> bool:
-        """With a loss of its own: neither diverged nor stopped."""
+        """Whether it has a final loss: neither diverged nor pruned."""
         return self.last.state is TrialState.COMPLETE and not self.last.user_attrs.get(DIVERGED)
 
     @property
     def failed(self) -> bool:
-        """Its process died, and so did that of its retry."""
+        """Whether both its process and that of its retry died."""
         return self.last.state is TrialState.FAIL and self.deaths >= LIVES
 
     @property
     def lost(self) -> bool:
-        """To be retried."""
+        """Whether its process died and it should be retried."""
         return self.last.state is TrialState.FAIL and self.deaths < LIVES
 
     @property
@@ -90,15 +89,16 @@ def seed_of(trial: FrozenTrial) -> int:
 
 
 def turn(trial: FrozenTrial) -> int:
-    """Which proposal of the search a trial is: a number that no void trial and no retry before it changes."""
+    """Returns the index of a proposal in the search, not counting void trials and retries."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
 
 def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
-    """The runs that trials of a space of so many ``dimensions`` amount to, in the order of their first numbers.
+    """Returns the runs, in the order of the numbers of their first trials.
 
-    A trial that lost its process before all its values were drawn is left out, as is one without an owner.
+    ``dimensions``: of the space. Trials whose process died before all values were drawn, and trials without an owner,
+    are left out.
     """
     jobs = _jobs(trials)
     found = []
@@ -112,13 +112,13 @@ def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
 
 
 def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
-    """Whether another trial does what the one of this number was created for."""
+    """Whether another trial with a lower number has the same job."""
     job = trials[number].user_attrs.get(JOB)
     return job is not None and _jobs(trials)[job].number != number
 
 
 def begun(trials: Sequence[FrozenTrial]) -> int:
-    """How many jobs there are, retries left out: a number that no void trial and no retry changes."""
+    """Returns the number of distinct jobs without retries."""
     return sum(not job.startswith("retry:") for job in _jobs(trials))
 
 
@@ -143,11 +143,10 @@ def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Evaluation:
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """The trials with a result, in the order of their results; those that were stopped have an expected one.
+    """Returns the trials with a result, in the order of their results; pruned trials have a predicted loss.
 
-    In a study that commands work on, what others put there (their own ask and tell) counts for nothing, as in
-    ``runs``: it has no owner. The order is by the clocks of the machines, in seconds since 1970; Optuna's own are in
-    the local time of each.
+    If any trial has an owner, trials without one (added by another program) are left out, as in ``runs``. The order
+    is by Unix time, because Optuna's own times are local to each machine.
     """
     trials = study.get_trials(deepcopy=False)
     if any(OWNER in trial.user_attrs for trial in trials):
@@ -163,7 +162,7 @@ def _ended(trial: FrozenTrial) -> float:
 
 
 def loss_of(trial: FrozenTrial) -> float:
-    """What a trial with a result came to: infinite if it diverged, whatever it was scored."""
+    """Returns the loss of a trial with a result: infinite if it diverged, predicted if it was pruned."""
     if trial.user_attrs.get(DIVERGED):
         return math.inf
     loss = trial.value if trial.state is TrialState.COMPLETE else trial.user_attrs[EXPECTED]
