@@ -232,7 +232,7 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"objective": 3}, "objective = 3: give a function, which takes log2 multipliers by name"),
         ({"space": {}}, "space = {}: give names, each with the lowest and the highest log2 multiplier, within -1000"),
         ({"space": ["a"]}, "space = ['a']: give names, each with the lowest and the highest log2 multiplier"),
-        ({"space": {1: (-1, 1)}}, "space of 1: its name is text"),
+        ({"space": {1: (-1, 1)}}, "space of 1: give a name that is a string"),
         ({"space": {"a": (1, -1)}}, "space of a = (1, -1): give the lowest and the highest log2 multiplier, within"),
         ({"space": {"a": (-math.inf, 1)}}, "space of a = (-inf, 1): give"),
         ({"space": {"a": (math.nan, 1)}}, "space of a = (nan, 1): give"),
@@ -252,12 +252,12 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"trials": 2.5}, "trials = 2.5: give a whole number, at least 1"),
         ({"trials": "8"}, "trials = '8': give a whole number, at least 1"),
         ({"trials": 10**400}, "give a whole number, at least 1"),
-        ({"trials": None}, "a search without end: give it trials, flops or hours"),
-        ({"hours": "a"}, "hours = 'a': give a number above 0, and finite"),
-        ({"hours": math.inf}, "hours = inf: give a number above 0, and finite"),
-        ({"flops": "a"}, "flops = 'a': give a number above 0, and finite"),
-        ({"flops": 0}, "flops = 0: give a number above 0, and finite"),
-        ({"run_flops": -1}, "run_flops = -1: give a number above 0, and finite"),
+        ({"trials": None}, "the search has no budget; give trials, flops or hours"),
+        ({"hours": "a"}, "hours = 'a': give a finite number above 0"),
+        ({"hours": math.inf}, "hours = inf: give a finite number above 0"),
+        ({"flops": "a"}, "flops = 'a': give a finite number above 0"),
+        ({"flops": 0}, "flops = 0: give a finite number above 0"),
+        ({"run_flops": -1}, "run_flops = -1: give a finite number above 0"),
         ({"workers": 0}, "workers = 0: give a whole number, at least 1"),
         ({"workers": "2"}, "workers = '2': give a whole number, at least 1"),
         ({"seed": -1}, "seed = -1: give a whole number, at least 0"),
@@ -271,14 +271,14 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"noise": "a"}, "noise = 'a': give 0, or from 1e-50"),
         ({"space": {"a": range(1)}}, "space of a = range(0, 1): give range(n) with at least 2 levels"),
         ({"space": {"a": range(3)}, "start": {"a": 3}}, "start of a = 3: give one of its levels, 0 to 2"),
-        ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near of a: a choice has no box"),
+        ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near of a: it is a choice, which has no box"),
         ({"near": {"c": (-1, 1)}}, "near of c: it is not in the space, which has a, b"),
         ({"near": {"a": 1}}, "near of a = 1: give the lowest and the highest log2 multiplier"),
         ({"scales": {"a": 0.0}}, "scale of a = 0.0: give a number from 1e-09 to 1000"),
         ({"scales": {"a": "x"}}, "scale of a = 'x': give a number from 1e-09 to 1000"),
         ({"scales": 2.0}, "scales = 2.0: give a number by name"),
         ({"scales": {"c": 1.0}}, "scale of c: it is not in the space, which has a, b"),
-        ({"lease_seconds": 0}, "lease_seconds = 0: give a number above 0"),
+        ({"lease_seconds": 0}, "lease_seconds = 0: give a finite number above 0"),
         ({"name": "n" * 513}, "the study's name is 'nnn"),
         ({"name": ""}, "the study's name is ''; give it a text of 1 to 512 characters"),
         ({"name": 5}, "the study's name is 5; give it a text of 1 to 512 characters"),
@@ -450,9 +450,9 @@ def test_a_budget_of_flops_keeps_back_what_judges() -> None:
     found = search(runs, SPACE, trials=None, flops=64.0, method="random")
     assert len(found.trials) == 32
     assert Counter(t.purpose for t in found.trials)["rerun"] == 8
-    with pytest.raises(InputError, match="the objective says nothing of FLOPs"):
+    with pytest.raises(InputError, match="the budget is in FLOPs, but the objective does not return any"):
         search(bowl, SPACE, trials=None, flops=60.0)
-    with pytest.raises(InputError, match="a search without end: give it trials, flops or hours"):
+    with pytest.raises(InputError, match="the search has no budget; give trials, flops or hours"):
         search(bowl, SPACE, trials=None)
 
 
@@ -544,7 +544,7 @@ def test_a_trial_that_another_closes_as_it_is_told_is_done_again() -> None:
 @pytest.mark.parametrize("given", [None, "2.5", [1.0, 2.0], Outcome(None)])  # type: ignore[arg-type]
 def test_what_is_no_loss_is_refused_and_its_trial_given_back(given: Any) -> None:
     store = InMemoryStorage()
-    with pytest.raises(InputError, match="the objective gave .*; it gives a loss, which is a number"):
+    with pytest.raises(InputError, match="the objective returned .*; return a loss"):
         search(lambda x: given, SPACE, trials=4, storage=store)
     assert [(t.state, t.user_attrs["released"]) for t in trials_in(store)] == [(TrialState.FAIL, True)]
 
@@ -564,7 +564,7 @@ def test_a_study_that_others_began_is_refused() -> None:
     store = InMemoryStorage()
     study = optuna.create_study(storage=store, study_name="leaven")
     study.add_trial(create_trial(state=TrialState.COMPLETE, value=1.0))
-    with pytest.raises(InputError, match="the stored study leaven was begun by an older version, or by another"):
+    with pytest.raises(InputError, match="the stored study leaven was created by an older version or another"):
         search(bowl, SPACE, trials=4, storage=store)
     assert len(trials_in(store)) == 1
 
@@ -614,7 +614,7 @@ def test_results_are_in_the_order_of_their_ends_wherever_they_ended() -> None:
 
 
 def test_where_everything_was_stopped_it_is_not_said_to_have_diverged() -> None:
-    with pytest.raises(NothingFound, match="no run came to its end: 8 were stopped, 0 diverged"):
+    with pytest.raises(NothingFound, match="no run finished: 8 were pruned, 0 diverged"):
         search(lambda x: Outcome(2.0, stopped=True), {"lr": (-2, 2), "b": (-2, 2)}, trials=8)
 
 

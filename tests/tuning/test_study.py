@@ -411,10 +411,10 @@ def test_a_store_that_stays_away_is_75_and_one_line(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--hours", "0"], "hours = 0.0: above 0, and finite"),
+        (["--hours", "0"], "hours = 0.0: give a finite number above 0"),
         (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
         (["--flops", "1e3"], r"--flops 1000: one trial takes \S+ FLOPs"),
-        (["--method", "grid", "--flops", "1e12"], "method grid: how fine it is follows from the number of trials"),
+        (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials sets how fine the grid is"),
         (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),
         (["--durations", "1k,2k"], "durations: a cosine run does not contain shorter ones"),
     ],
@@ -450,7 +450,7 @@ def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: Token
     other = short.replace({LR: 0.02})
     with (
         pytest.raises(
-            InputError, match=r"sqlite:///.* is of another recipe: hyperparameters.lr 0.01 there, 0.02 here"
+            InputError, match=r"sqlite:///.* has another recipe: hyperparameters.lr 0.01 there, 0.02 here"
         ),
         Study(tmp_path / "elsewhere", other, space(other, LR), "random", tokens, url),
     ):

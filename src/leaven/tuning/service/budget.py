@@ -58,7 +58,7 @@ class Budget:
         return max(cost for cost in costs if cost <= affordable)
 
     def room(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Whether the budget allows one more run of the search. Nothing is kept while every run diverges."""
+        """Whether the budget allows one more run of the search. Nothing is kept while all runs diverge."""
         nothing = any(run.finished for run in runs) and not any(run.complete for run in runs)
         kept = 0 if nothing else self.kept(runs, now)
         return self.left(runs, now) >= 1 + kept

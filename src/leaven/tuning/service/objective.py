@@ -143,7 +143,7 @@ def _number(low: float, high: float) -> _Wanted:
 
 
 # An int may be beyond all floats, and is not infinite.
-_ABOVE_0 = _Wanted(Real, lambda x: 0 < x <= sys.float_info.max, "give a number above 0, and finite")
+_ABOVE_0 = _Wanted(Real, lambda x: 0 < x <= sys.float_info.max, "give a finite number above 0")
 _BY_NAME = _Wanted(Mapping, lambda given: True, "give a number by name, as in {'lr': 0.5}")
 _LIMITS = f"the lowest and the highest log2 multiplier, within {-OCTAVES} and {OCTAVES}"
 _CHOICE = "a range(n) for a choice of n"

@@ -120,7 +120,7 @@ class Study:
 
     def _same(self, there: Recipe, what: str) -> None:
         if changes := differences(there, self.recipe):
-            raise InputError(f"{what} is of another recipe: {listed(changes)}; use another --study")
+            raise InputError(f"{what} has another recipe: {listed(changes)}; use another --study")
 
     def __enter__(self) -> "Study":
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -1,8 +1,8 @@
 """The trial log: the runs of a study, computed from the trials in its store.
 
 Each trial is created with its owner and its ``job``, a name for what it does. There is no queue: the next job
-follows from the existing trials, so a crash cannot lose it. Two commands may create a trial for the same job at once. Then the
-trial with the lowest number runs and the other one is void; every Optuna store numbers trials in order.
+follows from the existing trials, so a crash cannot lose it. Two commands may create a trial for the same job at once.
+Then the trial with the lowest number runs and the other one is void; every Optuna store numbers trials in order.
 
 A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If that dies too, the run has
 failed. A trial that its owner released (Ctrl-C) does not count as a death.
