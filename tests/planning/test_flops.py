@@ -19,6 +19,13 @@ def test_narayanan_2021_parameters(n_layers: int, h: int, a: int) -> None:
     assert shape.params == pytest.approx(closed + 2 * h, rel=1e-12)  # equation 2 leaves out the final norm
 
 
+@pytest.mark.parametrize(("n_layers", "h", "a"), MEGATRON)
+def test_narayanan_2021_flops_with_full_recomputation(n_layers: int, h: int, a: int) -> None:
+    shape, s, v = gpt(n_layers, h, a), 2048, 51_200
+    equation_3 = 96 * n_layers * h**2 * (1 + s / (6 * h) + v / (16 * n_layers * h))
+    assert hardware_flops_per_token(shape, "full") == pytest.approx(equation_3, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "seconds", "mfu"),
     [

@@ -8,6 +8,7 @@ from tests.planning.shapes import (
     LLAMA_8B,
     MEGATRON,
     MEGATRON_2021,
+    MEGATRON_BF16,
     MEGATRON_FP16,
     NANOTRON,
     SMALL,
@@ -210,6 +211,57 @@ def test_bloom_tp4_pp12_dp8_mbs2_zero_1_took_44_gb_and_is_predicted_6_percent_hi
 def test_bloom_layouts_are_predicted_within_7_percent(layout: Layout, micro_batch: int, gb: float) -> None:
     how = Arrangement(layout, micro_batch, 2016 // layout.dp // micro_batch)
     assert worst_stage(bloom(), how, MEGATRON_FP16).total / 1e9 == pytest.approx(gb, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=48, tp=8, zero=1, recompute="full"), Layout(dp=32, tp=2, pp=6, zero=1, recompute="full")],
+    ids=["L793", "L807"],
+)
+def test_bloom_layouts_that_ran_out_of_memory_do_not_fit(layout: Layout) -> None:
+    assert worst_stage(bloom(), Arrangement(layout, 1, 42), MEGATRON_FP16).total / GIB > 80
+
+
+@pytest.mark.xfail(strict=True, reason="predicted 63 GiB, as much as 203B in the same layout, which ran")
+def test_bloom_206b_ran_out_of_memory_too() -> None:
+    # line 957: 82 layers, bf16 with fp32 gradient accumulation
+    how = Arrangement(Layout(dp=8, tp=4, pp=12, zero=1, recompute="full"), 2, 128)
+    assert worst_stage(bloom(82, 128), how, MEGATRON_BF16).total / GIB > 80
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch", "gas", "gb"),
+    [
+        (Layout(dp=128, tp=4), 2, 1, 57.76),
+        (Layout(dp=32, pp=2, zero=1), 1, 8, 59.09),
+        (Layout(dp=16, pp=2, zero=1), 1, 16, 61.1),
+        (Layout(dp=4, tp=4, zero=1), 4, 16, 58.34),
+    ],
+)
+def test_playbook_8b_rows_are_predicted_within_8_percent(
+    layout: Layout, micro_batch: int, gas: int, gb: float
+) -> None:
+    shape = LLAMA_8B.model_copy(update={"n_kv_heads": 32, "vocab_size": 131_072, "seq_len": 4096})
+    predicted = worst_stage(shape, Arrangement(layout, micro_batch, gas), NANOTRON).total / GIB
+    assert predicted == pytest.approx(gb, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "seq_len", "lbs", "recompute", "gib"),
+    [
+        (8, 1, 8192, 2, "selective", 77.0),
+        (128, 1, 8192, 2, "selective", 62.0),
+        (8, 1, 32_768, 1, "full", 83.9),
+        (1, 8, 262_144, 1, "full", 84.5),
+    ],
+)
+def test_torchtitan_8b_rows_are_predicted_within_6_percent(
+    dp: int, cp: int, seq_len: int, lbs: int, recompute: Recompute, gib: float
+) -> None:
+    # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412: compiled, FSDP; selective is every second product
+    shape = LLAMA_8B.model_copy(update={"seq_len": seq_len})
+    how = Arrangement(Layout(dp=dp, cp=cp, zero=3, recompute=recompute), lbs, 1)
+    assert worst_stage(shape, how, TORCHTITAN).total / GIB == pytest.approx(gib, rel=0.06)
 
 
 def test_playbook_1b_on_two_stages_is_measured_on_the_first_which_has_eleven_of_sixteen_blocks() -> None:

@@ -120,6 +120,15 @@ def test_no_pass_begins_before_what_it_needs_and_a_rank_does_one_at_a_time(sched
         assert worked == pytest.approx(m * sum((*forward[rank::p], *backward[rank::p])))
 
 
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """1F1B by hand: the last of three stages takes twice as long, so the step is its work after one forward each of
+    the others, and the way back: 1 + 1 + 5 x 6 + 2 + 2."""
+    step = simulate(Layout(pp=3), 5, [1, 1, 2], [2, 2, 4])
+    assert step.end == 36
+    last = step.ranks[-1]
+    assert all(before.end == after.start for before, after in itertools.pairwise(last))
+
+
 def test_of_the_first_stage_the_whole_backward_pass_is_put_off_under_zero_bubble() -> None:
     step = even(Layout(pp=2, schedule="zero-bubble"), 2)
     takes = {(each.kind, each.stage): each.end - each.start for passes in step.ranks for each in passes}
