@@ -156,10 +156,10 @@ class Headless(Home):
 def test_what_cannot_be_folded_is_refused_by_name() -> None:
     model = Odd(64, 2)
     leaven.parametrize(model, base=Odd(32, 2), hyperparameters={"lr": 0.01}, rule="completep")
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InputError, match="OnePlus carries the multiplier of the logits, and its output is not prop"):
+    before = copy.deepcopy(dict(model.named_parameters()))
+    with pytest.raises(InputError, match="OnePlus has the multiplier of the logits, and its output is not prop"):
         leaven.fold(model)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(torch.equal(before[key], value) for key, value in model.named_parameters())
     untied = Headless(64, 2)
     leaven.parametrize(untied, base=Headless(32, 2), hyperparameters=TUNED, rule="completep")
     wanted = outputs(untied)

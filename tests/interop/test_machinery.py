@@ -130,7 +130,7 @@ def test_sharded_by_fsdp2(build: Any, one_rank: Any) -> None:
     plain, before, after = (build(64, 4) for _ in range(3))
     reference = leaven.parametrize(plain, **options)
     wanted, expected = values(reference), stepped(plain, reference)
-    # The hooks first and the shards after: the parameters are new, so the groups are asked for anew.
+    # The hooks first and the shards after: the parameters are new, so the groups are built again.
     leaven.parametrize(before, **options)
     sharded(before)
     # The shards first, and their initial values drawn in place.
@@ -182,10 +182,10 @@ def change_of_logits(rule: str, width: int, seed: int) -> float:
         loss_of(model, batch).backward()
         optimiser.step()
         optimiser.zero_grad()
-    return float(logits(model, batch).square().mean().sqrt())
+    return logits(model, batch).square().mean().sqrt().item()
 
 
-def test_the_logits_move_alike_at_every_width_only_under_the_rule() -> None:
+def test_logits_change_equally_at_every_width_only_under_the_rule() -> None:
     """Measured: -0.13 and +0.62."""
 
     def slope(rule: str) -> float:

@@ -168,15 +168,15 @@ def refused(build: Callable[..., nn.Module], *, base: nn.Module | None = None, *
 def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
     text = refused(lambda width, depth: decoder(width, depth, scalar=True))
     assert text == (
-        "model.layers.0.mlp.gain (64, 32 in the base): a parameter of LlamaMLP is no embedding, matrix, gain or "
-        "bias; say what it is, as in roles={'model.layers.0.mlp.gain': 'hidden_norm'} or 'hidden_bias'"
+        "model.layers.0.mlp.gain (64, 32 in the base): a parameter of LlamaMLP is not an embedding, matrix, gain or "
+        "bias; classify it, e.g. roles={'model.layers.0.mlp.gain': 'hidden_norm'} or 'hidden_bias'"
     )
 
 
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda n, d: decoder(n, d, names=("gate_2",)), "mlp.gate_2.weight .* its name does not say what it is"),
+        (lambda n, d: decoder(n, d, names=("gate_2",)), "mlp.gate_2.weight .* its name does not show which matrix"),
         (lambda n, d: decoder(n, d, names=("gate",)), "mlp.gate.weight .* not the fan in of .*down_proj.*: a router"),
         (lambda n, d: decoder(n, d, names=("out",)), "one matrix that ends it and has .*down_proj.*out.weight"),
         (lambda n, d: decoder(n, d, neck=True), "^neck.weight .* outside the blocks"),
@@ -193,13 +193,13 @@ def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),
         (stacked(lambda n, d: [SmallBlock(n)] * d), "^blocks repeats a block"),
-        (stacked(shared), r"^blocks.0.mlp.down.weight and blocks.1.mlp.down.weight are one parameter"),
+        (stacked(shared), r"^blocks.0.mlp.down.weight and blocks.1.mlp.down.weight are the same parameter"),
         (stacked(lambda n, d: [NormBlock(n, PreNormMLP) for _ in range(d)]), r"^blocks.0.mlp.w1 \(256 x 64"),
         (
             stacked(
                 lambda n, d: [NormBlock(n, lambda n: nn.ModuleDict({"norm1": nn.LayerNorm(n)})) for _ in range(d)]
             ),
-            "^blocks.0.mlp.norm1.weight: its block has no matrix that ends a branch",
+            "^blocks.0.mlp.norm1.weight: its block has no matrix at the end of a branch",
         ),
     ],
 )
@@ -234,14 +234,14 @@ def test_what_ends_a_branch_writes_to_the_residual_stream() -> None:
         ({"ratios": {"tokens": 2}}, r"ratios is {'tokens': 2}; give leaven.Ratios"),
         ({"head_ratio": 0}, "head_ratio is 0; .* above 0"),
         ({"hyperparameters": None}, "hyperparameters is None; give a dict"),
-        ({"base": 3}, "base is 3; it has to be an nn.Module"),
+        ({"base": 3}, "base is 3; give an nn.Module"),
         ({"hyperparameters": TUNED | {"optimizer": "adam"}}, "optimizer is adam, and the groups are for AdamW"),
         ({"hyperparameters": TUNED | {"grad_clip": 0.5}}, "grad_clip.*torch.nn.utils.clip_grad_norm_"),
-        ({"roles": {"*.no_proj.weight": "hidden_weight"}}, r"no parameter is named '\*.no_proj.weight'"),
-        ({"roles": {"lm_head.weight": "readout"}}, "no role 'readout'; there are embedding"),
+        ({"roles": {"*.no_proj.weight": "hidden_weight"}}, r"no parameter matches '\*.no_proj.weight'"),
+        ({"roles": {"lm_head.weight": "readout"}}, "unknown role 'readout'; the roles are embedding"),
         ({"modules": {"model.norm.weight": "mlp.out"}}, "model.norm.weight is a final_norm"),
-        ({"base": gpt2(32, 2)}, "transformer.wte.weight is in the base and not in the model"),
-        ({"base": llama(32, 2, tied=True)}, "lm_head.weight is in the model and not in the base.*tied"),
+        ({"base": gpt2(32, 2)}, "transformer.wte.weight is only in the base"),
+        ({"base": llama(32, 2, tied=True)}, "lm_head.weight is only in the model.*tied"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
@@ -251,14 +251,16 @@ def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
 def test_head_dimensions_that_are_not_kept_have_to_be_said() -> None:
     build = stacked(lambda n, d: [NanoBlock(n) for _ in range(d)])
     assert re.search(r"^blocks.0.attn.c_attn.weight is of an attention .* pass head_ratio", refused(build))
-    assert "0 of 3 blocks keep their logit scale" in refused(build, head_ratio=2.0)
+    assert "0 of 3 blocks have a logit scale" in refused(build, head_ratio=2.0)
     leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
 
 
 def test_what_no_table_has_is_refused_whatever_is_said() -> None:
     build = stacked(lambda n, d: [convolution(n) for _ in range(d)])
     text = refused(build, roles={"*.more.weight": "hidden_weight"})
-    assert re.search("^blocks.0.mlp.more.weight .*a hidden_weight is a matrix.* 3 dimensions; there is no rule", text)
+    assert re.search(
+        "^blocks.0.mlp.more.weight .*a hidden_weight must be a matrix.* 3 dimensions; there is no rule", text
+    )
 
 
 def test_the_rule_is_not_applied_twice() -> None:

@@ -1,10 +1,10 @@
-"""Forward multipliers on a foreign model: put on as hooks, or folded into the weights.
+"""Forward multipliers of a user's model: install them as hooks, or fold them into the weights.
 
-As forward hooks they change no name in the state dict. torch.compile traces hooks that are there at the first
-forward, and FSDP2 runs them as they are. No state dict holds them, so a model that is saved for others is folded: a
-branch's multiplier goes into the matrix that ends it (and its bias), that of the logits into gain and bias of the
-final norm, or into the readout where there is no final norm, and a moved scale of the attention logits into the
-queries: into their norm's gain, if they have one, for it would undo a change of the matrix.
+Forward hooks do not change the names in the state dict. torch.compile traces hooks that exist at the first forward,
+and FSDP2 runs them unchanged. The state dict does not contain them, so a model has to be folded before it is saved
+for others. The multiplier of a branch is folded into the matrix (and bias) at its end; the multiplier of the logits
+into the final norm, or into the readout if there is no final norm; a changed scale of the attention logits into the
+query norm's gain, or into the query matrix if there is no such norm.
 """
 
 import copy
@@ -27,19 +27,19 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import ParameterRow
 
-ROWS = "leaven_rows"  # on a parametrized model: what each of its parameters gets
-LOGIT_SCALES = "leaven_logit_scales"  # and where attention scales were moved: (module's name, attribute, before)
+ROWS = "leaven_rows"  # attribute of a parametrized model: its parameter table
+LOGIT_SCALES = "leaven_logit_scales"  # attribute: changed attention scales, (module's name, attribute, old value)
 
 Factors = dict[nn.Parameter, float | Tensor]
 LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute, the value to set
 
 
-# Putting them on --------------------------------------------------------------------------------------------------
+# Install --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ScaleOutput:
-    """A forward hook. A class, not a closure, so that the model can still be pickled."""
+    """A forward hook that scales a module's output. A class, not a closure, so that the model can be pickled."""
 
     factor: float
 
@@ -49,7 +49,7 @@ class ScaleOutput:
 
 @dataclass(frozen=True)
 class ScaleInput:
-    """A forward pre-hook: scales what a readout reads, hence its logits, but not its bias."""
+    """A forward pre-hook that scales the input of a readout, and so its logits but not its bias."""
 
     factor: float
 
@@ -61,10 +61,10 @@ Hook = tuple[nn.Module, ScaleOutput | ScaleInput]
 
 
 def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[ParameterRow]) -> list[Hook]:
-    """The hooks for all multipliers of the rows that are not 1; nothing is installed yet.
+    """Return the hooks for all multipliers other than 1, without installing them.
 
     Raises:
-        InputError: naming the parameter whose module's forward is never called, so that no hook can act.
+        InputError: if the forward of a parameter's module is never called, so that a hook has no effect.
     """
     sites = {site.name: site for site in structure.sites}
     attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
@@ -88,39 +88,42 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
 def _logits(
     site: ParameterSite, row: ParameterRow, sites: dict[str, ParameterSite], rows: Sequence[ParameterRow]
 ) -> Hook:
-    """On the final norm's output, which every way to the logits reads: losses that never form them (and leaven's own
-    model) take the readout's weight without calling its module. Without a final norm, on what that module reads."""
+    """Return the hook for the logits' multiplier: on the output of the final norm, or else on the readout's input.
+
+    The norm is preferred because fused losses (and leaven's own model) use the readout's weight without calling its
+    module.
+    """
     final = [other for other in rows if other.role is Role.FINAL_NORM]
     if len(final) == 1:
         return (sites[final[0].name].owner, ScaleOutput(row.multiplier))
     linear = next((owner for owner in site.owners if is_linear(owner)), None)
     if linear is None:
         raise InputError(
-            f"{row.name} makes the logits without a module, and there is no one final norm ahead of it to carry "
-            f"their multiplier {row.multiplier:g}; make the logits with an nn.Linear that shares the weight"
+            f"{row.name} computes the logits without a module, and there is no single final norm for "
+            f"their multiplier {row.multiplier:g}; compute the logits with an nn.Linear that shares the weight"
         )
     return (linear, ScaleInput(row.multiplier))
 
 
 def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
-    """The new value of each attention module's scale of query . key: module, attribute, value.
+    """Return the new scale of query . key for each attention module: (module, attribute, value).
 
     Raises:
-        InputError: if the rule moves the scale and the modules keep no number for it.
+        InputError: if the rule changes the scale and the modules have no attribute for it.
     """
     if factor == 1.0:
         return []
     found, blocks = logit_scales(model), sum(structure.stacks.values())
     if len(found) != blocks:
         raise InputError(
-            f"the head dimension grows, and {len(found)} of {blocks} blocks keep their logit scale as `scaling` or "
+            f"the head dimension grows, and {len(found)} of {blocks} blocks have a logit scale `scaling` or "
             f"`scale`; multiply it by {factor:g} yourself and pass head_ratio=1.0"
         )
     return [(module, name, getattr(module, name) * factor) for module, name in found]
 
 
 class WarnOfMultipliers:
-    """A state-dict hook: warns once that a model which loads the state dict needs the multipliers too."""
+    """A state-dict hook that warns once that the state dict does not contain the multipliers."""
 
     def __init__(self, multipliers: int) -> None:
         self.multipliers = multipliers
@@ -131,14 +134,14 @@ class WarnOfMultipliers:
             self.warned = True
             warnings.warn(
                 f"this state dict lacks the {self.multipliers} multipliers that leaven.parametrize put on the "
-                f"{type(module).__name__}: loaded into a model without them it computes something else; "
-                "leaven.save_folded(model, FOLDER) writes one that from_pretrained reads as it is",
+                f"{type(module).__name__}: a model that loads it without them computes other outputs; "
+                "leaven.save_folded(model, FOLDER) saves a model that from_pretrained loads correctly",
                 stacklevel=2,
             )
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Put hooks and attention scales on a model, which warns from then on when its state dict is first taken."""
+    """Install hooks and attention scales, and a warning for the first state dict."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -151,32 +154,32 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
     if count := len(hooks) + len(scales):
         model.register_state_dict_post_hook(WarnOfMultipliers(count))  # type: ignore[no-untyped-call]
         if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # what was compiled has no hooks and does not look for new ones
+            torch.compiler.reset()  # compiled graphs do not contain the new hooks
 
 
-# Folding them into the weights --------------------------------------------------------------------------------------
+# Fold into the weights --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and remove them.
 
-    The outputs stay the same up to rounding. What the rule gave each parameter (lr, eps, decay) is no longer right
-    for these weights, so the model forgets its groups: fold when the training is over, or a copy.
+    The outputs stay the same up to rounding. The rule's lr, eps and decay do not fit the folded weights, so the
+    optimiser groups are discarded: fold a copy, or fold after training.
 
     Returns:
         The model.
 
     Raises:
-        InputError: if the model is not parametrized, or a multiplier has no weight to go to. The model is unchanged.
+        InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
     """
     target = unwrapped(model, "fold")
     for module in target.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward it may hold whole parameters, which are thrown away
+            module.reshard()  # after a forward it may have temporary full parameters
     for parameter, factor in _factors(target).items():
         if isinstance(factor, Tensor):
-            piece = piece_of("", parameter)  # all of it, or what this process holds
+            piece = piece_of("", parameter)  # the whole parameter, or this process's shard
             piece.local.mul_(cut(factor.expand(parameter.shape), piece.offset, piece.local.shape))
         else:
             parameter.mul_(factor)
@@ -191,7 +194,7 @@ def fold(model: nn.Module) -> nn.Module:
     for mark in (ROWS, LOGIT_SCALES):
         delattr(target, mark)
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # what was compiled has the hooks
+        torch.compiler.reset()  # compiled graphs contain the hooks
     return model
 
 
@@ -199,8 +202,8 @@ def fold(model: nn.Module) -> nn.Module:
 def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    The model itself does not change; only the tensors that a multiplier goes into are copied. ``options`` are those
-    of ``save_pretrained``.
+    The model itself does not change; only tensors with a multiplier are copied. ``options`` are passed to
+    ``save_pretrained``.
 
     Raises:
         InputError: as :func:`fold`, and if the model has no ``save_pretrained`` or is sharded over processes.
@@ -218,7 +221,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     factors = _factors(target)
     guards = {hook: hook.warned for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
     for hook in guards:
-        hook.warned = True  # of this state dict, which gets them
+        hook.warned = True  # not needed here: this state dict is folded
     state = target.state_dict()
     for hook, warned in guards.items():
         hook.warned = warned
@@ -229,7 +232,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 
 def _factors(target: nn.Module) -> Factors:
-    """The factor of each parameter that changes."""
+    """Return the factor of each parameter that folding changes."""
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
@@ -265,7 +268,7 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module) -> None:
-    """That twice the parameters of a norm make twice its output. Not so where it multiplies by 1 + gain."""
+    """Raise InputError unless a module's output is proportional to its parameters (a norm with 1 + gain is not)."""
     parameters = list(module.parameters(recurse=False))
     if is_linear(module) or any(isinstance(each, DTensor) or each.is_meta for each in parameters):
         return
@@ -277,7 +280,7 @@ def _require_scalable(module: nn.Module) -> None:
         parameter.mul_(2)
     if not torch.allclose(probe(x), 2 * once):
         raise InputError(
-            f"a {type(module).__name__} carries the multiplier of the logits, and its output is not proportional to "
+            f"a {type(module).__name__} has the multiplier of the logits, and its output is not proportional to "
             "its parameters (a gain of 1 + weight?); fold it into the readout by hand"
         )
 
@@ -285,7 +288,7 @@ def _require_scalable(module: nn.Module) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Where a factor on the attention logits goes: module, parameter, and what to multiply it by."""
+    """Yield the parameters that take a factor on the attention logits: (module, parameter, its factor)."""
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():
         for parameter in module.parameters(recurse=False):
@@ -302,8 +305,8 @@ def _queries(
         heads = cast(int, fused.out_features) // (3 * cast(int, attention.head_size))
     else:
         raise InputError(
-            f"{path}: the scale of its logits was moved for larger heads, and where the queries are in the fused "
-            f"matrix of a {type(attention).__name__} is not known; parametrize with head_ratio=1.0"
+            f"{path}: the scale of its logits was changed for larger heads, and the place of the queries in the "
+            f"fused matrix of a {type(attention).__name__} is unknown; parametrize with head_ratio=1.0"
         )
     for parameter in fused.parameters(recurse=False):
         column = parameter.ndim == 2 and not is_a(fused, "Conv1D")

@@ -1,8 +1,8 @@
-"""The role and module of each parameter of a foreign model.
+"""Classify each parameter of a user's model: its role and its module.
 
-They follow from the shapes in a smaller model of the same family (which dimensions grow), the type of the module and
-its place. Where these leave a doubt, or the name does not tell which branch a matrix belongs to, the parameter is
-refused by name, and the user classifies it with ``roles`` or ``modules``.
+The classification follows from the shapes in a smaller model of the same family (which dimensions grow), the type of
+the module and its place. If it is ambiguous, or the name does not show which branch a matrix belongs to, an error
+names the parameter, and the user classifies it with ``roles`` or ``modules``.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ _BRANCHES = {
 }
 _NAMES_OF_BRANCHES = {"attention": ("attention", "attn"), "mlp": ("mlp", "ffn", "feed_forward")}
 _OVER_HEADS = _NAMES["norm.query"] | _NAMES["norm.key"]
-# On a branch's output, where a norm would undo the branch's multiplier.
+# Names of norms on a branch's output, which would undo the branch's multiplier.
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
 _NO_RULE = "there is no rule for mixtures of experts and convolutions"
-# The modules of the roles that have one only.
+# The module of each role that has only one.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
     Role.EMBEDDING_NORM: "norm.embedding",
@@ -40,17 +40,17 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class Classification:
-    """How a rule sees a parameter."""
+    """The role and module of a parameter."""
 
     role: Role
-    module: str  # the name it is tuned by
+    module: str  # the name under which it is tuned
 
 
 class Classifier:
     """Classifies each parameter of ``model`` by its place, its counterpart in ``base`` and the user's options.
 
     Raises:
-        InputError: naming the parameter that cannot be classified, and the option that would do it.
+        InputError: if a parameter cannot be classified; the message names the option to give.
     """
 
     def __init__(
@@ -66,26 +66,26 @@ class Classifier:
         for option, given in (("roles", roles), ("modules", modules)):
             for pattern in given:
                 if not any(fnmatchcase(name, pattern) for name in names):
-                    raise InputError(f"{option}: no parameter is named {pattern!r}; the first is {names[0]}")
+                    raise InputError(f"{option}: no parameter matches {pattern!r}; the first parameter is {names[0]}")
         for pattern, role in roles.items():
             if role not in list(Role):
-                raise InputError(f"roles[{pattern!r}]: no role {role!r}; there are {', '.join(Role)}")
+                raise InputError(f"roles[{pattern!r}]: unknown role {role!r}; the roles are {', '.join(Role)}")
         self.roles, self.modules = roles, modules
 
     def classify(self) -> dict[str, Classification]:
-        """Every parameter by name."""
+        """Return the classification of each parameter by name."""
         classified = {}
-        # Tensors that no rule has come first: the message is about a mixture's experts, not about its router.
+        # Tensors with most dimensions first, so that an error names the experts of a mixture and not its router.
         for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
             role = self._given(self.roles, site)
             role = self._role(site) if role is None else Role(role)
             if role.is_matrix and site.parameter.ndim != 2:
-                self._refuse(site, f"a {role} is a matrix, and this has {site.parameter.ndim} dimensions")
+                self._refuse(site, f"a {role} must be a matrix, but this has {site.parameter.ndim} dimensions")
             classified[site.name] = Classification(role, self._module(site, role))
         self._check_branches(classified)
         return classified
 
-    # Roles: type and place first, then the shapes have to agree.
+    # Roles: from type and place; then shapes are checked.
 
     def _role(self, site: ParameterSite) -> Role:
         if is_norm(site):
@@ -99,12 +99,12 @@ class Classifier:
             return Role.TIED_EMBEDDING if any(map(is_linear, site.owners)) else Role.EMBEDDING
         if is_linear(site.owner) and site.parameter.ndim == 2:
             return self._matrix_role(site)
-        self._refuse(site, f"a parameter of {type(site.owner).__name__} is no embedding, matrix, gain or bias")
+        self._refuse(site, f"a parameter of {type(site.owner).__name__} is not an embedding, matrix, gain or bias")
 
     def _matrix_role(self, site: ParameterSite) -> Role:
         if site.layer is None:
             if not self._is_readout(site):
-                self._refuse(site, "a matrix outside the blocks that does not end in the vocabulary")
+                self._refuse(site, "a matrix outside the blocks whose fan out is not the vocabulary")
             self._needs(site, "fan in", self._moves_as_width(site, -1))
             return Role.UNEMBEDDING
         like = self.counterpart_of[site.name]
@@ -115,10 +115,10 @@ class Classifier:
 
     def _norm_role(self, site: ParameterSite) -> Role:
         if site.layer is None:
-            # By name first: the order of registration says little of a norm that is no block's.
+            # By name first: for norms outside the blocks the order of registration is unreliable.
             at_embedding = site.path[-1] in _NAMES["norm.embedding"]
             if not at_embedding and not site.after_blocks:
-                self._refuse(site, "a norm outside the blocks and ahead of them")
+                self._refuse(site, "a norm outside the blocks and before them")
             self._needs(site, "size", self._moves_as_width(site, -1))
             if at_embedding:
                 return Role.EMBEDDING_BIAS if site.is_bias else Role.EMBEDDING_NORM
@@ -128,12 +128,12 @@ class Classifier:
         if site.path[-1] not in _OVER_HEADS:
             self._needs(site, "size", self._moves_as_width(site, -1))
             return Role.HIDDEN_NORM
-        # One gain for all heads, or one for each: by the head dimension, else by what grows.
+        # Decide whether heads share the gain: by the head dimension if known, else by whether it grows.
         shared = site.shape[-1] in self.model.head_dims if self.model.head_dims else self._ratio(site, -1) == 1
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """A linear after the blocks whose outputs are as many as a table of embeddings has rows, in both models."""
+        """Return whether this is a linear after the blocks whose fan out is a vocabulary size in both models."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -148,9 +148,9 @@ class Classifier:
 
     def _needs(self, site: ParameterSite, what: str, holds: bool) -> None:
         if not holds:
-            self._refuse(site, f"its {what} does not grow as the width, {self.base.width} -> {self.model.width}")
+            self._refuse(site, f"its {what} does not grow like the width, {self.base.width} -> {self.model.width}")
 
-    # Modules: the name a person tunes by.
+    # Modules: the names under which parameters are tuned.
 
     def _module(self, site: ParameterSite, role: Role) -> str:
         given = self._given(self.modules, site)
@@ -178,7 +178,7 @@ class Classifier:
         for module in ("norm.query", "norm.key", "norm.attention", "norm.mlp"):
             if leaf in _NAMES[module]:
                 return module
-        self._refuse(site, "its name does not say which branch the norm precedes", "norm.attention", "norm.mlp")
+        self._refuse(site, "its name does not show which branch the norm precedes", "norm.attention", "norm.mlp")
 
     def _matrix_module(self, site: ParameterSite) -> str:
         inside = " ".join(site.path[:-1]).lower()
@@ -186,13 +186,13 @@ class Classifier:
         possible = {module: names for branch in named or _BRANCHES for module, names in _BRANCHES[branch].items()}
         found = [module for module, names in possible.items() if site.path[-1] in names]
         if len(found) != 1:
-            self._refuse(site, "its name does not say what it is in its branch", *possible)
+            self._refuse(site, "its name does not show which matrix of its branch it is", *possible)
         return found[0]
 
-    # Branches: a multiplier left out is a fault that nothing else would show.
+    # Branches: a missing multiplier would not be noticed elsewhere.
 
     def _check_branches(self, classified: Mapping[str, Classification]) -> None:
-        """Each block has a branch, and each branch with matrices one end, which writes to the residual stream."""
+        """Check that each block has a branch, and each branch one matrix that writes to the residual stream."""
         branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
@@ -205,7 +205,7 @@ class Classifier:
         for site in self.model.sites:
             if site.layer is not None and (site.stack, site.layer) not in ended:
                 raise InputError(
-                    f"{site.name}: its block has no matrix that ends a branch, where its multiplier could act; "
+                    f"{site.name}: its block has no matrix at the end of a branch, which the multiplier needs; "
                     "leaven.parametrize is for blocks of attention and MLP"
                 )
 
@@ -232,10 +232,10 @@ class Classifier:
         return next((value for pattern, value in given.items() if fnmatchcase(site.name, pattern)), None)
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise with what the user may say: one of ``modules``, else a role that its place and dimensions allow."""
+        """Raise InputError with what the user can give: one of ``modules``, or a role that fits the parameter."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
-        hint = f"say what it is, as in {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE
+        hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE
         shapes = f"{_text(site.shape)}, {_text(self.counterpart_of[site.name].shape)} in the base"
         raise InputError(f"{site.name} ({shapes}): {why}; {hint}")
 
@@ -260,7 +260,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """A gain or bias of a module whose type or path says norm; or gains per head, of the queries or keys."""
+    """Return whether this is a gain or bias of a norm, by type or path; also gains per head of queries or keys."""
     if is_linear(site.owner):
         return False
     in_path = any("norm" in part.lower() or part.lower().startswith("ln") for part in site.path[-2:])

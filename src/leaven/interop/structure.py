@@ -1,4 +1,4 @@
-"""The structure of a torch model: its parameters with modules and blocks, and their counterparts in a smaller one."""
+"""Inspect a torch model: its parameters, their modules and blocks, and the matching parameters of a smaller model."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from torch import nn
 
 from leaven.recipe.errors import InputError
 
-# What torch.compile and activation checkpointing put into the names of what they wrap.
+# Name parts that torch.compile and activation checkpointing add to the modules they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size")
 _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
@@ -20,10 +20,10 @@ class ParameterSite:
     """A parameter and where it is in its model."""
 
     name: str
-    label: str  # the name with a star for the number of its block
-    layer: int | None  # the number of its block, None outside of the blocks
+    label: str  # the name with "*" for the block's number
+    layer: int | None  # the block's number; None outside the blocks
     parameter: nn.Parameter
-    owners: tuple[nn.Module, ...]  # the modules that hold it, more than one where it is tied
+    owners: tuple[nn.Module, ...]  # the modules that have it; several if it is tied
     after_blocks: bool  # whether it is registered after all blocks
 
     @property
@@ -32,7 +32,7 @@ class ParameterSite:
 
     @property
     def stack(self) -> str:
-        """The path of the list that its block is in."""
+        """The path of the list that contains its block."""
         return self.label.partition(".*.")[0]
 
     @property
@@ -46,40 +46,43 @@ class ParameterSite:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(fan out, fan in) for a matrix, whichever way its module stores it."""
+        """The shape; (fan out, fan in) for a matrix, even if the module stores its transpose."""
         shape = tuple(self.parameter.shape)
         return shape[::-1] if is_a(self.owner, "Conv1D") else shape
 
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """What the rules need to know of a model."""
+    """The structure of a model that the rules depend on."""
 
     sites: tuple[ParameterSite, ...]
     stacks: Mapping[str, int]  # lists of blocks: the number of blocks by path
     width: int
-    vocabularies: frozenset[int]  # rows of the embeddings
-    head_dims: frozenset[int]  # of the attention modules that keep theirs
+    vocabularies: frozenset[int]  # numbers of rows of the embeddings
+    head_dims: frozenset[int]  # head dimensions, as far as attention modules have them as an attribute
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """By name, for classes of libraries that need not be installed; FSDP2 puts a class of its own before them."""
+    """Return whether a module's class or a base class has this name.
+
+    By name, since the library may not be installed. Base classes count because FSDP2 inserts a class of its own.
+    """
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """The model inside what torch.compile returns; ``argument`` names it in the error."""
+    """Return the model inside a result of torch.compile. ``argument`` is its name in the error message."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
-        raise InputError(f"{argument} is {inner!r:.60}; it has to be an nn.Module")
+        raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
     return inner
 
 
 def inspect_model(model: nn.Module) -> ModelStructure:
-    """The structure of a model, in one walk over its modules.
+    """Return the structure of a model.
 
     Raises:
-        InputError: if blocks share weights, or no ``nn.Embedding`` is outside them to read the width from.
+        InputError: if blocks share weights, or there is no ``nn.Embedding`` outside the blocks, which has the width.
     """
     stacks = _stacks(model)
     found: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
@@ -93,14 +96,14 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         for other, _, _ in places:
             if _block(other, stacks) != _block(name, stacks):
                 raise InputError(
-                    f"{name} and {other} are one parameter, and the rules take each block to have its own: "
-                    "what moves with depth is counted in blocks; give every block its own weights"
+                    f"{name} and {other} are the same parameter, but the rules assume that blocks do not share "
+                    "weights (depth is the number of blocks); give every block its own weights"
                 )
         after = layer is None and any(site.layer is not None for site in sites)
         sites.append(ParameterSite(name, label, layer, parameter, tuple(owner for _, owner, _ in places), after))
     embeddings = [s.owner for s in sites if s.layer is None and isinstance(s.owner, nn.Embedding)]
     if not embeddings:
-        raise InputError(f"{type(model).__name__} has no nn.Embedding outside its blocks to read the width from")
+        raise InputError(f"{type(model).__name__} has no nn.Embedding outside its blocks, so its width is unknown")
     heads = (_first(module, _HEAD_DIM, int) for module in model.modules())
     return ModelStructure(
         sites=tuple(sites),
@@ -112,10 +115,10 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, ParameterSite]:
-    """The counterpart of each parameter in the base: the same label, in the block nearest in relative depth.
+    """Return the matching parameter in the base: same label, in the block at the nearest relative depth.
 
     Raises:
-        InputError: naming the parameter that only one of the two has.
+        InputError: if a parameter is in only one of the models.
     """
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
@@ -124,13 +127,13 @@ def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, Param
     for site in base.sites:
         if site.label not in known:
             raise InputError(
-                f"{site.name} is in the base and not in the model; give a base of the same family (tied weights tied)"
+                f"{site.name} is only in the base; give a base of the same family with the same tied weights"
             )
     counterpart_of = {}
     for site in model.sites:
         if site.label not in by_label:
             raise InputError(
-                f"{site.name} is in the model and not in the base; give a base of the same family (tied weights tied)"
+                f"{site.name} is only in the model; give a base of the same family with the same tied weights"
             )
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:
@@ -140,16 +143,18 @@ def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, Param
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
-    """Blocks over blocks of the base; 1 if neither model has any."""
+    """Return the ratio of the numbers of blocks, model over base; 1 without blocks."""
     found = {path: size / base.stacks[path] for path, size in model.stacks.items() if path in base.stacks}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{path} x{ratio:g}" for path, ratio in found.items())
-        raise InputError(f"the stacks of blocks do not deepen together: {listed}; give a base where they do")
+        raise InputError(
+            f"the stacks of blocks have different depth ratios: {listed}; give a base where they are equal"
+        )
     return next(iter(found.values()), 1.0)
 
 
 def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The attention modules that keep the scale of query . key as a number, with the number's name."""
+    """Return the attention modules that have the scale of query . key as an attribute, with its name."""
     attention = (module for module in model.modules() if _first(module, _HEAD_DIM, int))
     return [scale for module in attention if (scale := _first(module, _LOGIT_SCALE, float))]
 
@@ -163,18 +168,20 @@ def _plain(name: str) -> str:
 
 
 def _stacks(model: nn.Module) -> dict[str, tuple[int, list[str]]]:
-    """The outermost lists whose members are made of modules themselves: size and keys by path."""
+    """Return the outermost lists of composite modules, which are the blocks: size and keys by path."""
     stacks: dict[str, tuple[int, list[str]]] = {}
     for path, module in model.named_modules():
         plain = _plain(path)
-        members = list(module.children())  # each once
+        members = list(module.children())  # without repetitions
         listed = isinstance(module, nn.ModuleList) or (
             isinstance(module, nn.Sequential) and len({type(member) for member in members}) == 1
         )
         nested = any(plain.startswith(f"{outer}.") for outer in stacks)
         if plain and members and listed and not nested and all(any(member.children()) for member in members):
             if len(members) < len(cast(nn.ModuleList | nn.Sequential, module)):
-                raise InputError(f"{plain} repeats a block, and the rules count a block that runs twice as one")
+                raise InputError(
+                    f"{plain} repeats a block, but the rules count it once; give every position its own block"
+                )
             stacks[plain] = (len(members), [key for key, _ in module.named_children()])
     return stacks
 

@@ -1,15 +1,15 @@
 """Transfer: change the shape, the batch or the tokens of a recipe, and nothing else.
 
-The hyperparameters stay as written, in base coordinates; what every parameter gets follows from the ratios. What is
-counted in tokens moves with the run it is part of: warm-up and ramp keep their share of the run, and a ramp its
-start and increment as shares of the batch.
+The hyperparameters stay as written, in base coordinates; the values of each parameter follow from the ratios. Token
+counts scale with the run: warm-up and ramp keep their share of the run, and a ramp keeps its start and increment as
+shares of the batch.
 
-A batch is whole sequences, so a ramp (and a stage) is rounded to them; one that is rounded twice may differ from one
-that is rounded once by some sequences, and a batch of one sequence has no ramp to hand on: transfer from the base and
-not from a scale between. What parameters get is the same either way.
+A batch has a whole number of sequences, so ramps and stages are rounded. A recipe that is transferred twice may
+therefore differ by some sequences from one that is transferred once, and a batch of one sequence loses its ramp:
+transfer from the base, not from a scale in between. The values of parameters are the same either way.
 
-:func:`transfer_like` goes to the scale of another recipe, whose data, layout and everything else that is not tuned
-it keeps.
+:func:`transfer_like` transfers to the scale of another recipe and keeps that recipe's data, layout and everything
+else that is not tuned.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 from leaven.scaling.table import resolve
 
-# Stretches of a run, in tokens.
+# Intervals of a run, in tokens.
 _INTERVALS = (
     "stability.checkpoint_every_tokens",
     "stability.keep_every_tokens",
@@ -31,18 +31,18 @@ _INTERVALS = (
     "evaluation.every_tokens",
 )
 
-NO_RAMP = "dropped: a batch of one sequence has nothing smaller to start from"
+NO_RAMP = "dropped: a batch of one sequence cannot start smaller"
 
-# Far beyond what anybody has published: from there on a number is a typing error.
+# Far beyond published runs; larger numbers are typing errors.
 _LARGEST = {
     "width": (200_000, "the widest published model has 20,480 (MT-NLG 530B)"),
     "depth": (2_000, "the deepest published model has 1,000 layers (DeepNet)"),
     "batch-tokens": (1_000_000_000, "the largest published batches have about 100 M tokens"),
     "tokens": (400_000_000_000_000, "the longest published runs have about 40 T tokens"),
 }
-_LEAST_BETA = 0.01  # below it a moment of Adam remembers nothing of the step before
+_LEAST_BETA = 0.01  # below it Adam's moment is just the last gradient
 
-# Fields in which models of one family may differ: sizes, and what no value in base coordinates depends on.
+# Fields in which models of one family may differ: sizes, and fields that no hyperparameter depends on.
 _FREE_FIELDS = {
     "n_layers",
     "d_model",
@@ -70,16 +70,16 @@ def transfer(
     n_kv_heads: int | None = None,
     name: str | None = None,
 ) -> Recipe:
-    """The recipe at another scale. What is not given stays, or keeps its proportion to the width; the base is pinned
-    where it was.
+    """Return the recipe at another scale, with the same base. Sizes that are not given keep their proportion to the
+    width, or their value.
 
     Raises:
-        InputError: if the width does not fit the head dimension, the batch is no whole number of sequences, a size is
-            absurd, or so short a run leaves Adam without moments.
+        InputError: if the width does not fit the head dimension, the batch is not a whole number of sequences, a size
+            is absurd, or the run is too short for Adam's moments.
     """
-    asked = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
-    asked |= {"d-ff": d_ff, "d-head": d_head, "kv-heads": n_kv_heads}
-    for option, count in asked.items():
+    given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
+    given |= {"d-ff": d_ff, "d-head": d_head, "kv-heads": n_kv_heads}
+    for option, count in given.items():
         if count is not None and count < 1:
             raise InputError(f"--{option} {count}: give 1 or more, or leave it out to keep the recipe's")
         largest, reason = _LARGEST.get(option, (count, ""))
@@ -93,8 +93,8 @@ def transfer(
         seq_len = recipe.model.seq_len
         lower = max(target_batch // seq_len, 1) * seq_len
         raise InputError(
-            f"--batch-tokens {target_batch:,} is no whole number of sequences of {seq_len:,}; "
-            f"{lower:,} or {lower + seq_len:,} is"
+            f"--batch-tokens {target_batch:,} is not a multiple of the sequence length {seq_len:,}; "
+            f"give {lower:,} or {lower + seq_len:,}"
         )
     try:
         shape = recipe.model.scaled(
@@ -119,7 +119,7 @@ def transfer(
         "start": recipe.start.model_dump() if shape == recipe.model else {},
         "data.tokens": target_tokens,
         "batch": moved_batch(recipe, target_batch, longer),
-        # An inverse square root is counted from the end of the warm-up: one that there was never vanishes.
+        # Keep at least one token: an inverse square root schedule counts from the end of the warm-up.
         "schedule.warmup_tokens": max(
             round(recipe.schedule.warmup_tokens * longer), min(recipe.schedule.warmup_tokens, 1)
         ),
@@ -139,21 +139,21 @@ def transfer(
 
 
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
-    """``target`` with the hyperparameters and the scaling rule of ``tuned``.
+    """Return ``target`` with the hyperparameters and the scaling rule of ``tuned``.
 
-    Shape, batch, tokens, data, layout, stability, evaluation and precision stay the target's. What a study searched
-    outside ``[hyperparameters]`` comes along, as far as a scale allows: the warm-up as the same share of the run,
-    batch and tokens as the same multiples of the base's, other values as they are.
+    Shape, batch, tokens, data, layout, stability, evaluation and precision stay the target's. Values outside
+    ``[hyperparameters]`` that a study searched are transferred too: the warm-up as the same share of the run, batch
+    and tokens as the same multiples of the base's, other values unchanged.
 
     Raises:
-        InputError: if the two models are not of one family, or so short a run leaves Adam without moments.
+        InputError: if the two models belong to different families, or the run is too short for Adam's moments.
     """
     for field in type(target.model).model_fields:
         mine, theirs = getattr(tuned.model, field), getattr(target.model, field)
         if field not in _FREE_FIELDS and mine != theirs:
             raise InputError(
-                f"--like: the two recipes are not one family: model.{field} is {mine} in {tuned.name}, {theirs} in "
-                f"{target.name}; tune a proxy with the target's {field}"
+                f"--like: the recipes are of different families: model.{field} is {mine} in {tuned.name}, {theirs} "
+                f"in {target.name}; tune a proxy with the target's {field}"
             )
     if target.data.tokens < target.batch.tokens:
         raise InputError(
@@ -183,14 +183,17 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     _require_moments(moved)
     values = ("hyperparameters", "scaling.")
     kept = {path: why for path, why in target.why.items() if not path.startswith(values) and path not in searched}
-    came = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
+    transferred = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
-    return moved.replace({"why": kept | came | reasons})
+    return moved.replace({"why": kept | transferred | reasons})
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """The batch, in tokens, that a search began with: the base's; of a proxy at another scale than its base, the one
-    that makes as many steps as the target, as ``leaven new`` writes it."""
+    """Return the batch, in tokens, with which a search began.
+
+    That is the base's; for a proxy at another scale than its base, the batch that gives as many steps as the target,
+    as ``leaven new`` writes it.
+    """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
     sequences = max(round(target.batch.tokens * tuned.data.tokens / target.data.tokens / tuned.model.seq_len), 1)
@@ -198,12 +201,12 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
-    """The paths whose value a study has chosen: ``leaven tune`` gives "study NAME, ..." as their reason."""
+    """Return the keys whose value a study chose: their reason begins with "study NAME"."""
     return {path for path, why in recipe.why.items() if why.startswith("study ")}
 
 
 def _require_moments(recipe: Recipe) -> None:
-    """Refuse a run with so few steps, compared with its base, that a beta of Adam would be near 0."""
+    """Raise InputError if the run has so few steps, compared with its base, that a beta of Adam is near 0."""
     base = recipe.hyperparameters
     for row in resolve(recipe).rows:
         for name in ("beta1", "beta2"):
@@ -212,13 +215,13 @@ def _require_moments(recipe: Recipe) -> None:
                 base_steps = recipe.base.tokens / recipe.base.batch_tokens
                 raise InputError(
                     f"{name} {getattr(base, name):g} of the base becomes {getattr(row, name):.2g}: the run has "
-                    f"{steps:,.0f} steps and the base {base_steps:,.0f}, too few for a moment; give more --tokens or "
-                    "a smaller --batch-tokens"
+                    f"{steps:,.0f} steps and the base {base_steps:,.0f}, too few for Adam's moments; give more "
+                    "--tokens or a smaller --batch-tokens"
                 )
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """The recipe's base, with the proportions in which the target differs."""
+    """Return the recipe's base, with the proportions in which the target differs."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
@@ -231,7 +234,7 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
-    """``[batch]`` with batches of so many tokens, in a run so much longer; ramp and stages move along."""
+    """Return ``[batch]`` for batches of ``tokens`` in a run ``longer`` times as long, with scaled ramp and stages."""
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
     moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch, "stages_rule": batch.stages_rule}
@@ -244,7 +247,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
             for stage in batch.stages
         ]
     if batch.ramp is not None:
-        # The same number of increments; what rounding to whole sequences leaves over goes to the start.
+        # Keep the number of increments; the remainder of rounding to whole sequences goes to the start.
         increments = (batch.tokens - batch.ramp.start_tokens) // batch.ramp.increment_tokens
         increment = max(int(batch.ramp.increment_tokens * larger / seq_len), 1) * seq_len
         room = (tokens - seq_len) // increment
@@ -260,46 +263,44 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Why each value that transfer has set is what it is."""
+    """Return the reason for each value that the transfer set."""
     base = after.base
     where = (
         f"width {base.width}, depth {base.depth}, batch {format_quantity(base.batch_tokens)}, "
         f"{format_quantity(base.tokens)} tokens"
     )
     share = f"the same share of the run as before, {before.schedule.warmup_tokens / before.data.tokens:.2%}"
-    told = {
+    reasons = {
         "data.tokens": f"transfer from {format_quantity(before.data.tokens)} tokens",
         "batch.tokens": f"transfer from {format_quantity(before.batch.tokens)} tokens a step",
         "batch.ramp": "the same share of the run, start and increment the same shares of the batch"
         if after.batch.ramp
         else NO_RAMP,
         "batch.stages": "the same shares of the run and of the batch",
-        "start.weights": "left out: those weights are of another shape",
+        "start.weights": "left out: these weights have another shape",
         "schedule.warmup_tokens": f"{share} (time in a run is tokens / horizon)",
         **dict.fromkeys(_INTERVALS, "the same share of the run as before"),
         **_shape_reasons(before.model, after.model),
     }
     return {
-        "hyperparameters": f"unchanged, in base coordinates ({where}); {after.scaling.rule} moves what each "
-        "parameter gets (leaven show)",
-        "hyperparameters.grad_clip": "unchanged, and moved by no rule: gradient norms grow with the width and fall "
-        "with the batch; watch grad_norm",
-        "scaling.base": f"{where}: the scale that the hyperparameters are written for; transfer leaves it there",
-    } | {path: reason for path, reason in told.items() if _at(before, path) != _at(after, path)}
+        "hyperparameters": f"unchanged, in base coordinates ({where}); {after.scaling.rule} scales the values of "
+        "each parameter (leaven show)",
+        "hyperparameters.grad_clip": "unchanged, since no rule scales it: gradient norms grow with the width and "
+        "fall with the batch; watch grad_norm",
+        "scaling.base": f"{where}: the scale the hyperparameters are written for; a transfer does not change it",
+    } | {path: reason for path, reason in reasons.items() if _at(before, path) != _at(after, path)}
 
 
 def _shape_reasons(before: ModelShape, after: ModelShape) -> dict[str, str]:
     def kept(what: str, ratio_before: float, ratio_after: float) -> str:
         if ratio_before == ratio_after:
             return f"{what} kept at {ratio_after:g}"
-        return (
-            f"asked for: {what} {ratio_before:g} -> {ratio_after:g}; the rule takes each tensor's own fan in and out"
-        )
+        return f"as requested: {what} {ratio_before:g} -> {ratio_after:g}; the rule uses each tensor's own fans"
 
     return {
         "model.d_model": f"transfer from width {before.d_model}",
         "model.n_layers": f"transfer from depth {before.n_layers}",
-        "model.d_head": f"asked for: head dimension {before.d_head} -> {after.d_head}",
+        "model.d_head": f"as requested: head dimension {before.d_head} -> {after.d_head}",
         "model.n_heads": f"{'d_attention' if after.d_attention else 'd_model'} / d_head, with d_head {after.d_head}",
         "model.n_kv_heads": kept(
             "heads per kv head", before.n_heads / before.n_kv_heads, after.n_heads / after.n_kv_heads
