@@ -10,6 +10,26 @@ from leaven.scaling.transfer import transfer
 from leaven.training.optimiser import Optimiser, parameter_groups
 
 
+def test_every_parameter_is_in_one_group_with_its_rows_values(tiny: Recipe) -> None:
+    big = transfer(tiny, width=32, depth=4, tokens=40_960)
+    table = resolve(big)
+    groups = parameter_groups(dict(build_model(big.model, table, 0).named_parameters()), table.rows)
+    names = [name for group in groups for name in group["param_names"]]
+    assert sorted(names) == sorted(row.name for row in table.rows)
+    for group in groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            row = table[name]
+            assert tuple(parameter.shape) == row.shape
+            assert (group["lr"], group["weight_decay"], *group["betas"], group["eps"], group["module"]) == (
+                row.lr,
+                row.weight_decay,
+                row.beta1,
+                row.beta2,
+                row.eps,
+                row.module,
+            )
+
+
 def test_a_missing_or_doubled_parameter_is_an_error(tiny: Recipe) -> None:
     table = resolve(tiny)
     model = build_model(tiny.model, table, 0)

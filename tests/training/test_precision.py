@@ -156,3 +156,14 @@ def test_a_compiled_model_has_the_same_losses(tiny: Recipe, tokens: TokenSet) ->
     assert a == pytest.approx(b, abs=1e-4)
     assert plain.evaluate() == pytest.approx(compiled.evaluate(), abs=1e-4)
     assert list(plain.checkpoint().model) == list(compiled.checkpoint().model)
+
+
+def test_a_micro_batch_that_does_not_divide_the_batch(tiny: Recipe, tokens: TokenSet) -> None:
+    """Eight sequences in micro-batches of three, against eight at once."""
+    whole = Training(tiny.replace({"batch.micro_batch": 8}), tokens)
+    parts = Training(tiny.replace({"batch.micro_batch": 3}), tokens)
+    for _ in range(3):
+        a, b = whole.step(), parts.step()
+        assert a.loss == pytest.approx(b.loss, rel=1e-6)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+    assert whole.evaluate() == pytest.approx(parts.evaluate(), rel=1e-6)
