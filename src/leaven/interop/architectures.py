@@ -32,12 +32,12 @@ _PARTIAL = "config.json: partial rotary positions: leaven rotates whole heads (r
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of theirs: ``parts`` of ours, one below the other, or so within each of ``heads`` heads."""
+    """A tensor in a Hugging Face checkpoint: one or more of leaven's tensors, stacked along the first dimension."""
 
     name: str
-    parts: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    heads: int = 1
+    parts: tuple[str, ...]  # names of leaven's tensors
+    shapes: tuple[tuple[int, ...], ...]  # of the parts
+    heads: int = 1  # the parts are stacked within each of so many heads
     transposed: bool = False
 
     @property
@@ -69,12 +69,12 @@ class Architecture:
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # ends of names that older versions saved besides weights
 
     def whole_name(self, name: str) -> str:
-        """A tensor's name, given that in a whole model or, in checkpoints of older versions, in the bare one."""
+        """Return a tensor's name in the full model; older checkpoints use names of the model without its head."""
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """The keys of a shape that this architecture does not hold, with a value that it does."""
+        """Return the keys of a shape that this architecture cannot represent, each with a value that it can."""
         heads, width = shape.n_heads, shape.d_model
         implied = {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
         found = {}
@@ -94,7 +94,7 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self._rope(shape) | self.says
 
     def _rope(self, shape: ModelShape) -> dict[str, Any]:
-        """Rotary positions as transformers 5 spells them; their old keys are among ours and for 4."""
+        """Return the rotary keys of transformers 5; those of version 4 are written as well."""
         if shape.positions != "rope":
             return {}
         parameters = {"rope_type": "default", "rope_theta": shape.rope_theta}
@@ -103,10 +103,10 @@ class Architecture:
         return {"rotary_pct": 1.0, "rope_parameters": parameters | {"partial_rotary_factor": 1.0}}
 
     def given(self, config: Config) -> Config:
-        """What a config.json says and, where it says nothing, what that means: each known key of the right type.
+        """Return the known keys of a config.json, with defaults for missing ones, after a check of their types.
 
         Raises:
-            InputError: naming the first key that is not.
+            InputError: naming the first key with a wrong type.
         """
         given = self.defaults | {key: value for key, value in config.items() if value is not None}
         for key in (theirs for ours in _IMPLIED for theirs in self.keys.get(ours, ())):
@@ -120,10 +120,10 @@ class Architecture:
         return given
 
     def shape(self, config: Config) -> ModelShape:
-        """The shape that a config.json describes.
+        """Return the shape that a config.json describes.
 
         Raises:
-            InputError: naming what of it leaven's transformer does not do.
+            InputError: if leaven's transformer does not support a key's value.
         """
         given = self.given(config)
         for key, expected in self.says.items():
@@ -152,7 +152,7 @@ class Architecture:
         try:
             return ModelShape.model_validate(values)
         except ValidationError as error:
-            raise InputError(f"config.json: no shape of leaven's: {explain(error)}") from None
+            raise InputError(f"config.json: not a shape that leaven supports: {explain(error)}") from None
 
     def _activation(self, theirs: str) -> str:
         for ours, words in self.words.items():
@@ -183,7 +183,7 @@ class Architecture:
         return {"rope_theta": float(theta)}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
-        """What a checkpoint of this architecture holds; biases that it always has whatever the shape says."""
+        """Return the tensors of a checkpoint, including biases that this architecture always has."""
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -202,7 +202,7 @@ class Architecture:
 
 
 def _require(key: str, value: Any, kind: Any) -> None:
-    """What is of another type would fail later, without its name."""
+    """Raise InputError for a value of the wrong type, which would otherwise fail later without its name."""
     wanted, fits = _KINDS.get(kind, _KINDS[str])  # what is chosen from is a word
     if not fits(value):
         raise InputError(f"config.json: {key} = {value!r}: has to be {wanted}")
@@ -214,7 +214,7 @@ LLAMA, QWEN3, GPT2, GPT_NEOX, BLOOM = ARCHITECTURES
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """The last part of the names that modules go by, by what they are; "attention.query_key_value" is all three."""
+    """Return, for each of leaven's modules, the names that architectures use for it (last part of the path)."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -224,10 +224,10 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def holding(shape: ModelShape) -> Architecture:
-    """The architecture that holds a shape.
+    """Return the architecture that can represent a shape.
 
     Raises:
-        InputError: naming the keys that stand in the way of the nearest.
+        InputError: if none can; the message names the keys to change for the nearest one.
     """
     misfits = {architecture.name: architecture.misfits(shape) for architecture in ARCHITECTURES}
     name, wanted = min(misfits.items(), key=lambda item: len(item[1]))
@@ -241,10 +241,10 @@ def holding(shape: ModelShape) -> Architecture:
 
 
 def named(config: Config) -> Architecture:
-    """The architecture that a config.json names.
+    """Return the architecture that a config.json names.
 
     Raises:
-        InputError: if it is none of those that leaven reads.
+        InputError: if leaven cannot read it.
     """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -1,7 +1,7 @@
-"""Weights to and from Hugging Face's format: a folder that ``transformers`` loads, written and read without it.
+"""Write and read weights in Hugging Face's format, without ``transformers``.
 
-Multipliers are folded into what is written and divided out of what is read (:mod:`leaven.scaling.folding`), so both
-sides compute the same function.
+Multipliers are folded into the written weights and divided out of the ones read (:mod:`leaven.scaling.folding`), so
+both models compute the same function.
 """
 
 import json
@@ -31,20 +31,21 @@ from leaven.storage import new_folder
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 _FREE = {"seq_len", "dropout", "rope_theta"}
-"""Keys of a shape in which a recipe may differ from the weights it starts from: no tensor depends on them."""
+"""Keys of a shape that may differ between a recipe and its start weights, since no tensor depends on them."""
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A model as others have it: the architecture, its config.json, and the shape that this is in leaven's terms."""
+    """A model in a Hugging Face folder."""
 
     folder: Path
     architecture: Architecture
-    config: dict[str, Any]
+    config: dict[str, Any]  # of config.json
     shape: ModelShape
 
 
-# Out ---------------------------------------------------------------------------------------------------------------
+# Write
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def write_huggingface(
@@ -58,17 +59,17 @@ def write_huggingface(
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
 ) -> Architecture:
-    """Write a model into a new folder, which is there whole or not at all.
+    """Write a model into a new folder, atomically.
 
     ``weights`` are leaven's by name, ``tokenizer`` is the text of a tokenizer.json, ``end_of_text`` the token that
-    ends a document and its id. Weights above ``shard_bytes`` go to several files.
+    ends a document and its id. Weights above ``shard_bytes`` are split into several files.
 
     Raises:
-        InputError: if no architecture holds the shape, the folder is not empty, or it cannot be written.
+        InputError: if no architecture can represent the shape, the folder is not empty, or it cannot be written.
     """
     architecture = holding(shape)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder}: there is something already; give a new or an empty folder")
+        raise InputError(f"{folder} exists already and is not empty; give a new or an empty folder")
     folder = folder.absolute()
     make_folder(folder.parent)
     documents = _documents(architecture, shape, end_of_text, dtype)
@@ -92,15 +93,14 @@ def write_huggingface(
                 (temporary / file).chmod(mode)
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise InputError(f"{folder}: cannot be written: {reason}; nothing is left of it") from None
+        raise InputError(f"{folder}: cannot be written: {reason}; nothing was written") from None
     return architecture
 
 
 def _documents(
     architecture: Architecture, shape: ModelShape, end_of_text: tuple[str, int], dtype: str
 ) -> dict[str, dict[str, Any]]:
-    """The JSON files beside weights and tokenizer. A document begins after the end of another, so both are one token,
-    as in GPT-2."""
+    """Return the JSON files besides weights and tokenizer. As in GPT-2, the same token begins and ends a document."""
     token, id = end_of_text
     ends = {"bos_token_id": id, "eos_token_id": id}
     return {
@@ -118,7 +118,7 @@ def _documents(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Tensors by the file they go to: at most ``limit`` numbers in one, but for a tensor that is larger alone."""
+    """Return the tensors of each file, with at most ``limit`` numbers in a file unless one tensor is larger."""
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -133,7 +133,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str, float]) -> Tensor:
-    """One of theirs from ours. A bias that only they have is zero."""
+    """Return a Hugging Face tensor from leaven's weights. Biases that leaven does not have are zero."""
     parts = [
         weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
         for name, shape in zip(stored.parts, stored.shapes, strict=True)
@@ -142,28 +142,29 @@ def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str,
 
 
 def _join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
-    """One of theirs from its parts."""
+    """Join the parts of a Hugging Face tensor."""
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
     return joined.T if stored.transposed else joined
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """The parts of one of theirs."""
+    """Split a Hugging Face tensor into its parts."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.shapes]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
     return [part.flatten(0, 1) for part in by_head]
 
 
-# In ----------------------------------------------------------------------------------------------------------------
+# Read
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def read_huggingface(folder: Path) -> HuggingFaceModel:
-    """What model a folder holds; its weights are looked at, not read.
+    """Return the model in a folder. Checks the names and shapes of its weights without reading them.
 
     Raises:
-        InputError: if it is not all there, or nothing that leaven's transformer is.
+        InputError: if files are missing or damaged, or leaven's transformer does not support the model.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
@@ -179,20 +180,22 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
         found = shapes.pop(stored.name, None)
         if found != stored.shape:
             what = "is missing" if found is None else f"is {found}, not the {stored.shape} of config.json"
-            raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged, or of another model")
+            raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged, or from another model")
     if plain.shape.tied_embeddings:  # some save the same matrix twice
         shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
     spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]
     if spare:
-        raise InputError(f"{folder}: holds {spare[0]}, which a {architecture.name} of its config.json has not")
+        raise InputError(
+            f"{folder}: contains {spare[0]}, which the {architecture.name} of its config.json does not have"
+        )
     return plain
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """The model in a folder, if a run of this shape can start from it.
+    """Return the model in a folder, if a run of this shape can start from it.
 
     Raises:
-        InputError: if it is not all there, or of another shape.
+        InputError: as :func:`read_huggingface`, or if the shape differs.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
@@ -201,18 +204,18 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
         key = next(key for key in here if here[key] != there[key])
         raise InputError(
             f"[start] weights: {folder} has {key} {there[key]}, [model] says {here[key]}; "
-            "make [model] that of the weights, or leave [start] out"
+            "set [model] to the shape of the weights, or leave [start] out"
         )
     return plain
 
 
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
-    """The recipe that starts from a model's weights, with a reason for every value that is not a default.
+    """Return a recipe that starts from a model's weights, with a reason for every value that is not a default.
 
-    It is its own base: no multiplier is anything but 1, whatever the rule, until it is transferred.
+    The recipe is its own base, so all multipliers are 1 until it is transferred.
 
     Raises:
-        InputError: if the model has no tokenizer.json that fits it, without which its weights are of no use.
+        InputError: if the model has no tokenizer.json that fits it.
     """
     tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
     if not tokenizer.is_file():
@@ -243,10 +246,10 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Give what is held of a model's parameters the weights in a folder, so that it computes what they did there.
+    """Load the weights of a folder into this process's parameters, with multipliers divided out.
 
     Raises:
-        InputError: as :func:`require_start`, or if they cannot be read.
+        InputError: as :func:`require_start`, or if the weights cannot be read.
     """
     plain = require_start(shape, folder)
     pieces, factors = {piece.name: piece for piece in held}, folding(shape, table)
@@ -266,7 +269,7 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor in a file that is open."""
+    """A tensor in an open safetensors file."""
 
     file: Any
     name: str
@@ -282,7 +285,7 @@ class _Tensor:
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, _Tensor]]:
-    """The tensors of a folder by the name they have in a whole model, while its files are open."""
+    """Open the files of a folder and yield its tensors by their name in the full model."""
     index = plain.folder / "model.safetensors.index.json"
     files = _files(index) if index.exists() else ["model.safetensors"]
     tensors = {}
@@ -302,10 +305,10 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, _Tensor]]:
 
 
 def _files(index: Path) -> list[str]:
-    """The files that an index names."""
+    """Return the files named in an index."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise InputError(f"{index}: weight_map has to map tensors to files; save the model again")
+        raise InputError(f"{index}: weight_map must map tensors to files; save the model again")
     return sorted(set(places.values()))
 
 
@@ -317,5 +320,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
     if not isinstance(document, dict):
-        raise InputError(f"{path}: no JSON object")
+        raise InputError(f"{path}: not a JSON object")
     return document

@@ -19,11 +19,11 @@ BLOCK = 128
 
 
 def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:
-    """softmax(scale x query . key, over the keys up to the query's own) . value, (B, H, T, E).
+    """Return causal attention, softmax(scale x query . key) . value, (B, H, T, E).
 
-    Scores are computed again in the backward pass, so that nothing quadratic in T is kept. Products are in the dtype
-    of the arguments, the softmax and the sums over blocks in fp32 or wider. A torch function mode sees the call, as
-    it would see one of torch's own.
+    Scores are computed again in the backward pass, so that no memory quadratic in T is kept. Products are in the
+    dtype of the arguments, the softmax and the sums over blocks in fp32 or wider. Torch function modes intercept the
+    call, like one of torch's own functions.
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
         arguments = q_BHTE, k_BKTE, v_BKTE

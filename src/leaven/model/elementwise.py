@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) x gain over the last dimension, computed in the gain's dtype, as ``dtype``."""
+    """Return x / sqrt(mean(x^2) + eps) x gain over the last dimension, computed in the gain's dtype, as ``dtype``."""
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 

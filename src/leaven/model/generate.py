@@ -1,4 +1,4 @@
-"""Text from a model, a token at a time."""
+"""Generate text from a model, one token at a time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,20 @@ from leaven.recipe.errors import InputError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: from the ``top_k`` likeliest (0: all), of these from the fewest that hold
-    ``top_p`` of the probability (Holtzman et al. 2020, arXiv 1904.09751), both after the logits are divided by
-    ``temperature``. At temperature 0 it is the likeliest, and the likeliest is always among them.
+    """How the next token is drawn (Holtzman et al. 2020, arXiv 1904.09751).
+
+    The logits are divided by ``temperature`` first. The most likely token is always kept.
 
     Raises:
-        InputError: if one of them is out of range.
+        InputError: if a value is out of range.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = 1.0  # at 0, the most likely token is chosen
+    top_k: int = 0  # keep only so many tokens; 0 keeps all
+    top_p: float = 1.0  # then keep the fewest tokens with this total probability
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:  # nor what is no number
+        if not 0 <= self.temperature < math.inf:  # also refuses NaN
             raise InputError(f"temperature {self.temperature:g}: give a number from 0 on")
         if self.top_k < 0:
             raise InputError(f"top-k {self.top_k}: give a count, or 0 for all tokens")
@@ -34,18 +34,18 @@ class Sampling:
             raise InputError(f"top-p {self.top_p:g}: give a share from 0 to 1")
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """(V) -> (V), in float64."""
+        """Return the probabilities of all tokens, (V) -> (V), in float64."""
         logits_V = logits_V.double()
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits_V.argmax(), len(logits_V)).double()
-        # Below the largest, which is 0: what is divided by next to nothing is -inf, and no difference of infinities.
+        # Subtract the maximum first, so that a tiny temperature gives -inf and not NaN.
         below_V = (logits_V - logits_V.max()) / self.temperature
         ordered_V, places_V = torch.sort(below_V, descending=True, stable=True)
         if self.top_k:
             ordered_V[self.top_k :] = -torch.inf
         likely_V = ordered_V.softmax(0)
         before_V = likely_V.cumsum(0) - likely_V
-        before_V[0] = -1.0  # it stays, also where top_p is 0
+        before_V[0] = -1.0  # keep the most likely token even if top_p is 0
         likely_V = torch.where(before_V < self.top_p, likely_V, 0.0)
         return torch.zeros_like(likely_V).scatter(0, places_V, likely_V / likely_V.sum())
 
@@ -61,10 +61,10 @@ def generate(
     end: int,
     max_tokens: int,
 ) -> Iterator[int]:
-    """The tokens that follow ``tokens``, until ``end`` (which is not given) or ``max_tokens`` of them.
+    """Yield the tokens that follow ``tokens``, until ``end`` (not included) or ``max_tokens``.
 
-    Tokens from ``vocabulary`` on have no text and are not drawn. The model sees the last ``seq_len`` tokens, all of
-    them anew for each token: nothing is cached, so a token costs a forward pass over its context.
+    Token ids of ``vocabulary`` or more have no text and are never drawn. The model sees the last ``seq_len`` tokens.
+    There is no cache, so each token costs a forward pass over its context.
     """
     device, context = model.embedding.weight.device, list(tokens)
     for _ in range(max_tokens):

@@ -21,7 +21,7 @@ BLOCK_ROWS = 256
 def build_model(
     shape: ModelShape, table: ParameterTable, seed: int, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """The model of a shape with the multipliers and initial values of its parameter table, in fp32."""
+    """Build a model with the multipliers and initial values of its parameter table, in fp32."""
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
         model = Transformer(shape, multipliers, table.attention_scale)
@@ -32,7 +32,7 @@ def build_model(
 
 @torch.no_grad()
 def initialise(model: Transformer, table: ParameterTable, seed: int) -> None:
-    """Give every parameter the value its row says, exactly once."""
+    """Initialise every parameter as in its row of the table."""
     parameters = dict(model.named_parameters())
     for row in table.rows:
         fill(parameters.pop(row.name), row.name, row.init_mean, row.init_std, seed)
@@ -49,8 +49,9 @@ def fill(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> None:
-    """Give a parameter, or of one of ``shape`` the block from ``offset`` on, its initial values: ``mean`` plus a
-    normal of ``std``, drawn in fp32 whatever the parameter's dtype, so that dtypes agree too."""
+    """Initialise a parameter, or the block at ``offset`` of a parameter of ``shape``, from a normal distribution.
+
+    Values are drawn in fp32 for every dtype, so that models of different dtypes agree."""
     if std == 0:
         piece.fill_(mean)
         return
@@ -68,6 +69,6 @@ def fill(
 
 
 def name_seed(seed: int, *path: str | int) -> int:
-    """63 bits from a seed and what they are for."""
+    """Return a 63-bit seed derived from a seed and the names of its use."""
     text = ":".join(map(str, (seed, *path)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, (tensors,)."""
+    """Return the 2-norm of each tensor, (tensors,)."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply all by one factor (), or each by its own (tensors,)."""
+    """Multiply all tensors in place by one factor (), or each by its own (tensors,)."""
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:
@@ -27,11 +27,11 @@ def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Let the next step of a fused Adam do nothing, its step count included, where ``skip`` is true on the device."""
+    """Make the next step of a fused Adam a no-op (also for its step count) if ``skip`` is true on the device."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
 def softmax_backward(grad: Tensor, softmax: Tensor) -> Tensor:
-    """The gradient of what a softmax over the last dimension was taken of, in one pass."""
+    """Return the gradient with respect to the input of a softmax over the last dimension, in one pass."""
     ds: Tensor = torch.ops.aten._softmax_backward_data(grad, softmax, -1, softmax.dtype)
     return ds

@@ -29,12 +29,12 @@ def cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """``factor`` x the sum over tokens of -log softmax(multiplier x hidden . weight)[target], in nats, ().
+    """Return ``factor`` x the sum over tokens of -log softmax(multiplier x hidden . weight)[target], in nats, ().
 
-    Products are computed in ``compute`` (the dtype of hidden, if none), so logits are rounded to it once
-    (docs/choices.md has what that costs); everything else is in fp32 or wider. ``factor`` is applied before gradients
-    are rounded to ``compute``, as a loss scale must be. A ``repeatable`` backward pass may run twice, as one that
-    gives the gradients of inputs and of weights apart does; it needs memory for another gradient of the weight.
+    Products are computed in ``compute`` (default: the dtype of ``hidden``), so logits are rounded to it once
+    (docs/choices.md has the effect); everything else is in fp32 or wider. ``factor`` is applied before gradients are
+    rounded to ``compute``, as a loss scale must be. With ``repeatable`` the backward pass may run twice, e.g. to
+    compute the gradients of inputs and weights separately; it needs memory for another gradient of the weight.
     """
     if not torch.is_grad_enabled():
         # A parameter wants its gradient here too, and would get one that nobody reads: most of the work.

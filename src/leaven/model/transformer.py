@@ -17,9 +17,9 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computed in the dtype of its gain (fp32), whatever the dtype of the input; torch mixes the two slowly.
+    """RMSNorm computed in the dtype of its gain (fp32) for any input dtype; torch's own is slow for mixed dtypes.
 
-    Under autocast the result has its dtype, so that it is cast once, not by every product that reads it.
+    Under autocast the result has the autocast dtype, so that it is cast once and not by every product that reads it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PerHeadNorm(nn.Module):
-    """A norm over each head by itself, with a gain for every entry of every head."""
+    """A norm over each head separately, with a gain for every entry of every head."""
 
     def __init__(self, shape: ModelShape, heads: int) -> None:
         super().__init__()
@@ -135,9 +135,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Tokens to logits.
 
-    ``multipliers`` are the forward multipliers of the parameter table by parameter name; what is absent is 1.
-    ``attention_scale`` multiplies query . key; it is 1 / sqrt(d_head) if none is given. The parameters are whatever
-    torch made of them: :func:`leaven.model.initialise.initialise` gives them their values.
+    ``multipliers`` are the forward multipliers of the parameter table by parameter name; the default is 1.
+    ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). The parameters have torch's initial
+    values until :func:`leaven.model.initialise.initialise` sets them.
     """
 
     def __init__(
@@ -163,32 +163,31 @@ class Transformer(nn.Module):
         self.logit_multiplier = multipliers.get(readout, 1.0)
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) in fp32 (or wider, where the parameters are) for tokens (B, T); documents as in
-        :meth:`hidden`."""
+        """Return logits (B, T, V) in fp32 or wider for tokens (B, T); ``documents`` as in :meth:`hidden`."""
         logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier
 
     @property
     def readout(self) -> Tensor:
-        """The unembedding (V, D). Logits are ``logit_multiplier`` times its product with :meth:`hidden`."""
+        """The unembedding matrix (V, D). Logits are ``logit_multiplier`` times its product with :meth:`hidden`."""
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """What the unembedding reads, (B, T, D).
+        """Return the input of the unembedding, (B, T, D).
 
-        With the number of each token's document, which only grows along T, documents do not see each other and each
-        begins at position 0: it comes out as it does alone.
+        ``documents`` has the number of each token's document, not decreasing along T. Documents then do not attend to
+        each other and each begins at position 0, so the result is the same as for each document alone.
 
         Raises:
-            ValueError: if T is beyond the last of learned positions.
+            ValueError: if T exceeds the number of learned positions.
         """
         x_BTD = self.through_layers(self.embed(tokens_BT, documents_BT), tokens_BT.shape[1], documents_BT)
         hidden_BTD: Tensor = self.norm["final"](x_BTD)
         return hidden_BTD
 
     def embed(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """What the first block reads, (B, T, D)."""
+        """Return the input of the first block, (B, T, D)."""
         x_BTD: Tensor = self.embedding(tokens_BT)
         if "embedding" in self.norm:
             x_BTD = self.norm["embedding"](x_BTD)
@@ -202,7 +201,7 @@ class Transformer(nn.Module):
         return F.dropout(x_BTD, self.shape.dropout, self.training)
 
     def through_layers(self, x_BTD: Tensor, length: int, documents_BT: Tensor | None = None) -> Tensor:
-        """What the final norm reads, (B, T, D), of sequences of ``length`` tokens."""
+        """Return the input of the final norm, (B, T, D), for sequences of ``length`` tokens."""
         positions = Positions(self.shape, length, x_BTD, documents_BT)
         for block in self.layers.children():
             x_BTD = block(x_BTD, positions)
@@ -210,9 +209,9 @@ class Transformer(nn.Module):
 
 
 class Positions:
-    """How attention knows where a token is. Computed anew for every forward: nothing to store, nothing to load.
+    """Position information for attention, recomputed in every forward pass and not stored.
 
-    Between documents, cosines and sines are (B, T, E), and the bias is (B, H or 1, T, T).
+    With several documents, cosines and sines are (B, T, E), and the bias is (B, H or 1, T, T).
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
@@ -243,14 +242,14 @@ class Positions:
             self.bias_HTT = self.bias_HTT.masked_fill(apart_B1TT, -torch.inf)
 
     def rotate(self, x_BTHE: Tensor) -> Tensor:
-        """Queries or keys in the order (B, H, T, E), each turned by its place."""
+        """Return queries or keys, (B, H, T, E), rotated by their positions."""
         if self.cos_TE is None or self.sin_TE is None:
             return x_BTHE.transpose(1, 2)
         return rotate(x_BTHE, self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype))
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Where tokens stand in their sequence (T,), or in their document (B, T), from 0."""
+    """Return the positions of tokens in their sequence (T,), or in their document (B, T), from 0."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T
@@ -259,8 +258,10 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """2^(-8 i / n) for the i-th of n heads, n a power of two; other counts take every other slope of 2n for the rest
-    (Press et al. 2021, arXiv 2108.12409, and their released code)."""
+    """Return the ALiBi slopes: 2^(-8 i / n) for the i-th of n heads if n is a power of two.
+
+    Other counts take every other slope of the next power of two for the rest (Press et al. 2021, arXiv 2108.12409,
+    and their released code)."""
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-8 * i / (2 * power)) for i in range(1, 2 * (n_heads - power), 2)]

@@ -1,4 +1,4 @@
-"""Apply any rule to a tensor of any model."""
+"""Apply a rule to a tensor of any model."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from leaven.scaling.rules import Rule
 
 @dataclass(frozen=True)
 class Factors:
-    """What each value of a tensor is multiplied by on the way from base to target; all exactly 1.0 at the base."""
+    """Factors on the values of a tensor from base to target; all are exactly 1.0 at the base."""
 
     init_std: float
     lr: float
@@ -32,7 +32,7 @@ AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> Factors:
-    """The factors of a tensor of a role at the given ratios."""
+    """Return the factors for a tensor of a role at the given ratios."""
 
     def product(*cells: Cell) -> float:
         return math.prod(cell.factor(at, exponents) for cell in cells)
@@ -52,13 +52,13 @@ def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> F
 def tensor_ratios(
     role: Role, shape: tuple[int, ...], base_shape: tuple[int, ...], at: Ratios, head: float = 1.0
 ) -> TensorRatios:
-    """The ratios of a tensor from its shapes at target and base.
+    """Return the ratios of a tensor from its shapes at target and base.
 
-    Matrices are (fan out, fan in), as in ``nn.Linear``; both embeddings are (vocabulary or positions, width). What is
-    no matrix (a gain, a bias) is a diagonal map: fan in 1, fan out its size. ``head`` is that of d_head.
+    Matrices are (fan out, fan in), as in ``nn.Linear``; both embeddings are (vocabulary or positions, width). A gain
+    or bias counts as a diagonal map: fan in 1, fan out its size. ``head`` is the ratio of d_head.
 
     Raises:
-        ValueError: for a matrix that has not two dimensions: experts in one tensor, convolutions.
+        ValueError: for a matrix that does not have two dimensions: experts in one tensor, convolutions.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     if role.is_matrix and len(shape) != 2:

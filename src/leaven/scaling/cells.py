@@ -25,7 +25,7 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """A run's scale over its base's. All ones at the base."""
+    """The ratios of a run's scale to its base; all 1 at the base."""
 
     width: float = 1.0
     depth: float = 1.0
@@ -35,7 +35,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """What a rule sees of one tensor: target over base. A finite side (vocabulary, input of a gain) counts as 1."""
+    """The ratios of one tensor, target over base. Sides that do not grow (vocabulary, input of a gain) count as 1."""
 
     fan_in: float = 1.0  # the tensor's own, so that d_ff / d_model or heads per kv head may change
     fan_out: float = 1.0
@@ -71,7 +71,7 @@ class Cell:
     source: str
 
     def factor(self, at: TensorRatios, exponents: Exponents) -> float:
-        """The number this cell stands for; exactly 1.0 where all its ratios are 1."""
+        """Return the value of this cell; exactly 1.0 if all its ratios are 1."""
         if self.text == "1":
             return 1.0
         value = 1.0

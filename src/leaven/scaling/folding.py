@@ -8,10 +8,10 @@ from leaven.scaling.table import ParameterTable
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Factors on the weights with which a model without multipliers computes the same; a missing name means 1.
+    """Return the factors on weights that make a model without multipliers equivalent; missing names mean 1.
 
     A branch's multiplier goes into the matrix that ends it, the scale of the attention logits into the queries (into
-    their norm's gain where they have one, for it would undo a change of the matrix), the multiplier of the logits
+    their norm's gain if they have one, since a norm would undo a change of the matrix), the multiplier of the logits
     into the unembedding, or into the final norm where the unembedding is the embedding as well.
     """
     rows = {row.name: row.multiplier for row in table.rows}

@@ -32,7 +32,7 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True)
 class Rule:
-    """A table: a cell for each quantity and role, and what all roles share."""
+    """A scaling rule: a cell for each quantity and role, and cells shared by all roles."""
 
     name: str
     source: str
@@ -43,18 +43,18 @@ class Rule:
     columns: Mapping[str, Cell] = field(default_factory=dict)  # by quantity: for batch and tokens, on every row
 
     def of(self, quantity: str, role: Role) -> tuple[Cell, ...]:
-        """The cells whose product moves a quantity of a role."""
+        """Return the cells whose product scales a quantity of a role."""
         cell = self.cells[quantity][role]
         return (cell, self.columns[quantity]) if quantity in self.columns else (cell,)
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """What all roles share, by the name it is printed under."""
+        """The cells shared by all roles, by the name under which they are printed."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
 
     def document(self) -> dict[str, Any]:
-        """The table as plain data, each cell with its source."""
+        """Return the table for the document, each cell with its source."""
         return {
             "rule": self.name,
             "source": self.source,

@@ -14,16 +14,16 @@ from leaven.scaling.table import ParameterRow, ParameterTable
 
 @dataclass(frozen=True)
 class ModuleStart:
-    """The matrices of a module that start alike."""
+    """The matrices of a module with the same initial standard deviation."""
 
     module: str
     layers: str  # the blocks they are in; "" outside the blocks
-    std: float  # this recipe's, multipliers and rule included
-    published: dict[str, float]  # each init's own, by name
+    std: float  # of this recipe, after multipliers and rule
+    published: dict[str, float]  # std under each published init, by name
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """One entry a module; two, for its first and its last block, where blocks differ."""
+    """Return one entry for each module, or two (first and last block) if its blocks differ."""
     by_module: dict[str, list[ParameterRow]] = {}
     for row in matrices(table):
         by_module.setdefault(row.module, []).append(row)
@@ -47,14 +47,14 @@ def _start(recipe: Recipe, row: ParameterRow) -> ModuleStart:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a published init is from the recipe's."""
+    """The distance of a published init from the recipe's."""
 
     init: str
-    octaves: float  # mean over the modules that are not 0 in either
+    octaves: float  # mean over the modules where neither std is 0
 
 
 def distances(found: Sequence[ModuleStart]) -> list[Distance]:
-    """Distances of all published inits, the nearest first."""
+    """Return the distances of all published inits, nearest first."""
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]
@@ -64,17 +64,17 @@ def distances(found: Sequence[ModuleStart]) -> list[Distance]:
 
 
 def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
-    """The rows that start from random numbers; gains, biases and gains per head do not."""
+    """Yield the rows with random initial values: all but gains and biases."""
     return (row for row in table.rows if len(row.shape) == 2 and not row.init_mean)
 
 
 def usual_std(width: int) -> float:
-    """sqrt(1 / (3 d)): what MT-NLG 530B and BLOOM-176B started from, the measure of what is large."""
+    """Return sqrt(1 / (3 d)), the initial std of MT-NLG 530B and BLOOM-176B, as the reference for large values."""
     return math.sqrt(1 / (3 * width))
 
 
 def init_reason(recipe: Recipe) -> str:
-    """Which initialisation applies, and where it is from."""
+    """Return which initialisation applies, and its source."""
     tuned = recipe.hyperparameters
     if tuned.init == "rule":
         return f"rule: init_std {tuned.init_std:g} at the base, moved by {recipe.scaling.rule}"
@@ -82,7 +82,7 @@ def init_reason(recipe: Recipe) -> str:
 
 
 def describe_starts(recipe: Recipe, table: ParameterTable) -> dict[str, Any]:
-    """Plain data: which init applies, and all published ones, the nearest first."""
+    """Return the init that applies and all published ones, nearest first, for the document."""
     found = starts(recipe, table)
     return {
         "name": recipe.hyperparameters.init,

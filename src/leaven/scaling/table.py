@@ -17,34 +17,34 @@ from leaven.scaling.apply import AT_BASE, Factors, factors, tensor_ratios
 from leaven.scaling.cells import Exponents, Ratios, TensorRatios
 from leaven.scaling.rules import RULES, Rule
 
-# What a parameter starts from besides its random part.
+# Roles whose initial mean is 1.
 _GAINS = {Role.EMBEDDING_NORM, Role.HIDDEN_NORM, Role.QK_NORM, Role.FINAL_NORM}
 _LAYER = re.compile(r"layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter, resolved."""
+    """The values of one parameter: initial distribution, optimiser settings, forward multiplier."""
 
     name: str
     shape: tuple[int, ...]
     role: Role
     module: str
     layer: int | None
-    init_mean: float  # it starts as this plus a normal of ``init_std``
+    init_mean: float  # initial values are normal with this mean
     init_std: float
-    lr: float  # its own peak
+    lr: float  # at the peak of the schedule
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
-    multiplier: float  # in the forward pass: on the branch that this matrix ends, or on the logits it makes
-    ratios: TensorRatios = field(compare=False)  # what the rule saw, not what the parameter gets
+    multiplier: float  # forward multiplier, on the branch that this matrix ends or on the logits
+    ratios: TensorRatios = field(compare=False)  # the inputs of the rule
 
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """What every parameter of a recipe gets."""
+    """The values of all parameters of a recipe."""
 
     rule: Rule
     ratios: Ratios  # of the run, target over base
@@ -57,7 +57,7 @@ class ParameterTable:
 
 
 def ratios(recipe: Recipe) -> Ratios:
-    """Target over base, from the recipe's shape, batch and tokens and its ``[scaling].base``."""
+    """Return the ratios of a recipe's scale to its ``[scaling].base``."""
     base = recipe.base
     return Ratios(
         width=recipe.model.d_model / base.width,
@@ -72,7 +72,7 @@ def exponents(scaling: Scaling) -> Exponents:
 
 
 def resolve(recipe: Recipe) -> ParameterTable:
-    """The parameter table of a recipe, a row a parameter in the order of ``recipe.model.parameters()``."""
+    """Return the parameter table of a recipe, in the order of ``recipe.model.parameters()``."""
     rule, at, model = RULES[recipe.scaling.rule], ratios(recipe), recipe.model
     free = exponents(recipe.scaling)
     base_shapes = _shapes_by_label(recipe.base_shape)
@@ -103,12 +103,11 @@ def resolve(recipe: Recipe) -> ParameterTable:
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Factors of a scaled ramp at optimizer step ``step`` (from 0), on the values of the full batch.
+    """Return the factors of a scaled ramp at optimizer step ``step`` (from 0), relative to the full batch.
 
-    With them the half-life of the moments in steps, over that of the step before.
-
-    They are the rule's own factors from the full batch to that of the step, the same for every parameter: the powers
-    of the batch are in the columns that all rows share. All are exactly 1 where the ramp is fixed or over.
+    Also returns the half-life of the moments in steps, relative to the previous step. The factors are those of the
+    rule for the step's batch. They are the same for every parameter, since the exponents of the batch are in columns
+    that all rows share, and exactly 1 after the ramp or for a fixed one.
     """
 
     def at(step: int) -> Factors:
@@ -132,7 +131,7 @@ def resolve_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """The row of one parameter, of any model; ``base`` is in base coordinates."""
+    """Return the row of one parameter of any model; ``base`` is in base coordinates."""
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     moved = factors(rule, role, at, free)
@@ -169,8 +168,10 @@ def resolve_row(
 
 
 def _start(base: Hyperparameters, parameter: Parameter, n_layers: int, gated: bool) -> float:
-    """The standard deviation that multipliers and rule act on; by a named init only where the rule has nothing to
-    move (:func:`leaven.recipe.init_std.require_one_rule`)."""
+    """Return the standard deviation before multipliers and rule.
+
+    A named init is only allowed where the rule does not change it (:func:`leaven.recipe.init_std.require_one_rule`).
+    """
     if base.init != "rule":
         return INITS[base.init].std(parameter, n_layers, gated)
     assert base.init_std is not None  # Hyperparameters sees to it
@@ -178,7 +179,7 @@ def _start(base: Hyperparameters, parameter: Parameter, n_layers: int, gated: bo
 
 
 def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Optimiser groups but for the tensors: one for each module and set of values, every row in exactly one.
+    """Return optimiser groups without tensors: one for each module and set of values, each row in exactly one.
 
     Keys: module, param_names, peak_lr, lr, betas, eps, weight_decay.
     """
@@ -199,7 +200,7 @@ def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 
 
 def optimizer_reason(recipe: Recipe) -> str:
-    """How the optimizer decays weights (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
+    """Return how the optimizer decays weights (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
     if recipe.hyperparameters.optimizer == "adamw":
         return "adamw: decoupled decay: a step takes lr x decay of each weight, whatever its gradient"
     return (
@@ -209,10 +210,10 @@ def optimizer_reason(recipe: Recipe) -> str:
 
 
 def clip_reason(recipe: Recipe) -> str:
-    """What is clipped, and why no rule moves the limit.
+    """Return what is clipped, and why no rule scales the limit.
 
-    Measured on small models: the global norm grows as width^0.44 to width^0.48, for the unembedding's entries keep
-    their size and there are more of them; in the noise-dominated regime it falls as batch^-1/2.
+    Measured on small models: the global norm grows as width^0.44 to width^0.48, since the unembedding's entries keep
+    their size and become more; in the noise-dominated regime it falls as batch^-1/2.
     """
     clip = recipe.hyperparameters.grad_clip
     if not clip.limit:
@@ -237,7 +238,7 @@ def clip_reason(recipe: Recipe) -> str:
 
 
 def ramp_reason(recipe: Recipe) -> str | None:
-    """What a scaled ramp makes of the table's values at its first batch; None where they stay."""
+    """Return how a scaled ramp changes the table's values at its first batch; None if it does not."""
     first, _ = ramp_factors(recipe, 0)
     if first == AT_BASE:
         return None
@@ -249,7 +250,7 @@ def ramp_reason(recipe: Recipe) -> str | None:
 
 
 def _label(name: str) -> str:
-    """A parameter's name without its block."""
+    """Return a parameter's name without its block."""
     return _LAYER.sub("", name)
 
 

@@ -1,6 +1,6 @@
-"""Warnings where a transferred recipe leaves the range that its rule was tested on.
+"""Warnings about a transferred recipe that leaves the range in which its rule was tested.
 
-Not errors: nobody has tested a ratio of 100 in depth, and somebody will have to. Each says what to look at.
+They are not errors, since larger ratios have to be tried before they can be known. Each says what to watch.
 """
 
 import math
@@ -24,12 +24,12 @@ class Caution:
     about: str
     value: float
     limit: float
-    message: str  # of what, why it matters and what to do
+    message: str  # what it is, why it matters and what to do
 
 
 @dataclass(frozen=True)
 class Tested:
-    """Ratios target / base within which somebody has shown a rule to transfer; (1, 1) where it says nothing."""
+    """Ratios target / base for which a rule is known to transfer; (1, 1) if the rule does not cover the axis."""
 
     width: tuple[float, float]
     depth: tuple[float, float]
@@ -40,7 +40,7 @@ class Tested:
 
 _NOT = (1.0, 1.0)
 TESTED = {
-    "standard": Tested(_NOT, _NOT, _NOT, _NOT, "it moves nothing; the best values do move"),
+    "standard": Tested(_NOT, _NOT, _NOT, _NOT, "it scales nothing, but the best values change with scale"),
     "mup": Tested((1 / 16, 16), _NOT, _NOT, _NOT, "arXiv 2203.03466, section 7, from memory: width 256 to 4096"),
     "completep": Tested(
         (1 / 16, 16), (1 / 32, 32), _NOT, _NOT, "code of arXiv 2505.01618: width 256 to 4096, depth 2 to 64"
@@ -68,7 +68,7 @@ LARGE_LOGITS = 1.5
 
 
 def warnings(recipe: Recipe) -> list[Caution]:
-    """Warnings about a recipe's distance from its base."""
+    """Return warnings about a recipe's distance from its base."""
     table = resolve(recipe)
     return [
         *_ratios(recipe, table),
@@ -83,7 +83,7 @@ def warnings(recipe: Recipe) -> list[Caution]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[Caution]:
-    """Warnings about what a transfer dropped."""
+    """Return warnings about settings that a transfer dropped."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     sequences = after.batch.tokens / after.model.seq_len
@@ -91,10 +91,11 @@ def dropped(before: Recipe, after: Recipe) -> list[Caution]:
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Ratios beyond those that somebody has tested.
+    """Warn about ratios beyond the tested ones.
 
-    The batch was tested at one duration, where it changes the number of steps. A batch that grows with the tokens
-    keeps the steps, and the rule's columns for batch and tokens cancel: there the number of steps is judged.
+    The batch was tested at a fixed duration, where it changes the number of steps. If the batch grows with the
+    tokens, the number of steps stays and the rule's columns for batch and tokens cancel; then the number of steps is
+    judged.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -147,7 +148,7 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """An exponent of the duration outside of what ``leaven check duration`` measured, where it is used."""
+    """Warn about a token exponent outside the interval that ``leaven check duration`` measured."""
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
         return
@@ -203,11 +204,11 @@ def _betas(table: ParameterTable) -> Iterator[Caution]:
 
 
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Weight decay of Adam, with L2 in the loss: the rules for weight decay are AdamW's.
+    """Warn about weight decay with Adam (L2 in the loss): the rules for weight decay are for AdamW.
 
-    A check of activations does not show that the rule is wrong (microsoft/mup, PR 73). It is a warning and no error,
-    for the run itself is sound; only its decay is not the base's. Measured over width 64 to 512: the L2 term over the
-    gradient grows as width^1.5, for the rule multiplies the decay by the width and the gradient falls.
+    A check of activations does not find this (microsoft/mup, PR 73). It is a warning, not an error, since the run
+    itself is sound; only its decay does not match the base's. Measured over width 64 to 512: the L2 term over the
+    gradient grows as width^1.5, since the rule multiplies the decay by the width and the gradient falls.
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -227,7 +228,8 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Large initial values: a block's matrix far above sqrt(1 / (3 d)), its branch's multiplier included, or logits.
+    """Warn about large initial values: a block's matrix far above sqrt(1 / (3 d)), its branch's multiplier included,
+    or logits.
 
     The final norm gives a unit RMS, so that of the logits is the std of a row x sqrt(d) x the forward multiplier.
     """

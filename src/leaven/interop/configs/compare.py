@@ -1,9 +1,10 @@
-"""A recipe in the terms of another trainer, and what of its parameter table that trainer would change.
+"""Compare a recipe's parameter table with what another trainer would use.
 
-Each target states what it would give every parameter (:class:`ParameterSettings`); what differs from the recipe's
-table is a loss, so nobody keeps a list of losses by hand. Two forms of the same training are no difference: a matrix
-whose output is multiplied by c trains as one that is c times as large does, at c times the lr, eps / c and decay / c
-(the decay of ``adam``, which joins the gradient, by c squared). Both sides are compared with multipliers folded in.
+Each target computes the settings that it would give every parameter (:class:`ParameterSettings`). Differences from
+the recipe's table are losses, so the list of losses is never written by hand. Equivalent parametrizations do not
+count as different: a matrix whose output is multiplied by c trains like a matrix that is c times as large with c
+times the lr, eps / c and decay / c (decay / c^2 for ``adam``, where it is part of the gradient). Both sides are
+compared with multipliers folded in.
 """
 
 import json
@@ -21,15 +22,15 @@ from leaven.scaling.folding import folding
 from leaven.scaling.table import resolve
 
 SAME = 1e-6
-"""Relative difference up to which two numbers are one, as written in seven digits or computed in another order."""
+"""Relative difference up to which two numbers count as equal, e.g. written with seven digits."""
 SAME_START = 1e-3
-"""The same for standard deviations of initial values: recipes write factors such as 1 / sqrt(2 L) in four digits, and
-the values that a matrix of a million numbers is drawn as spread by 0.07% themselves."""
+"""The same for initial standard deviations: recipes write factors such as 1 / sqrt(2 L) with four digits, and the
+standard deviation of a million random numbers varies by 0.07%."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A value of the recipe that a target does not take over."""
+    """A value of the recipe that a target cannot represent."""
 
     key: str  # of the recipe, or "QUANTITY of MODULES"
     value: Any  # the recipe's
@@ -44,7 +45,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class ParameterSettings:
-    """What a parameter starts from and is trained with."""
+    """The initial distribution and optimiser settings of a parameter."""
 
     init_mean: float
     init_std: float
@@ -56,7 +57,7 @@ class ParameterSettings:
     multiplier: float = 1.0  # on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """The settings that train the same with ``factor`` in the parameter itself."""
+        """Return equivalent settings with ``factor`` folded into the parameter."""
         return replace(
             self,
             init_mean=self.init_mean * factor,
@@ -71,7 +72,7 @@ QUANTITIES = tuple(field.name for field in fields(ParameterSettings))
 
 
 class ResolvedRecipe:
-    """A recipe with its parameter table, in sequences, optimiser steps and micro-batches."""
+    """A recipe with its parameter table, and its sizes in sequences, optimiser steps and micro-batches."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -88,7 +89,7 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The table of a model without multipliers that trains the same, but for a clip of the gradients."""
+        """The table of an equivalent model without multipliers; only gradient clipping differs."""
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -96,7 +97,7 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """What most matrices inside the blocks get: the values for a target that has one of each."""
+        """The most common settings of matrices inside the blocks, for a target with a single value of each."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
@@ -105,7 +106,7 @@ class ResolvedRecipe:
 
     @property
     def cooldown_tokens(self) -> int:
-        """The last tokens of ``wsd``."""
+        """Tokens of the decay phase of ``wsd``."""
         recipe = self.recipe
         left = recipe.data.tokens - recipe.schedule.warmup_tokens
         return min(round(recipe.schedule.decay_ratio * recipe.data.tokens), left)
@@ -182,7 +183,7 @@ def compare(
 
 
 def distinct_texts(ours: Iterable[float], theirs: Iterable[float]) -> tuple[str, str]:
-    """Two ranges of values in as many digits, from four on, as it takes to see that they differ."""
+    """Format two ranges with as many digits (at least four) as needed to see the difference."""
     ours, theirs = list(ours), list(theirs)
     for digits in (4, 6, 8, 12, 17):
         texts = _range(ours, digits), _range(theirs, digits)
@@ -197,10 +198,10 @@ def _range(values: Sequence[float], digits: int) -> str:
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[Loss]]:
-    """The nearest shape that a target's model has, and what is lost on the way.
+    """Return the nearest shape that a target supports, and the losses.
 
-    ``holds`` lists the values that a key may have; the first replaces any other. "d_model" is the default of
-    ``d_attention``.
+    ``holds`` lists the values that each key may have; the first replaces any other value. For ``d_attention``,
+    "d_model" means the default.
     """
     losses, changes = [], {}
     for key, held in holds.items():

@@ -22,13 +22,13 @@ class Imported:
     """A recipe that was read from files."""
 
     recipe: Recipe
-    unknown: tuple[str, ...]  # what is not in the files, and the value taken instead
-    unread: tuple[str, ...]  # what is in them and no recipe holds
+    unknown: tuple[str, ...]  # values that are missing in the files, and what was assumed
+    unread: tuple[str, ...]  # keys of the files that no recipe can represent
 
 
 @dataclass
 class Draft:
-    """Values by dotted path, filled key by key."""
+    """A recipe under construction: values by dotted path."""
 
     origin: str  # the file or folder, for messages
     values: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Draft:
     def set_architecture(
         self, architecture: Architecture, config: dict[str, Any], shape: ModelShape, file: str
     ) -> None:
-        """The shape and std of a config.json, which ``file`` names in the reasons."""
+        """Set the shape and the initial std from a config.json; ``file`` is its name in the reasons."""
 
         def origin(*keys: str) -> str:
             there = [key for key in keys if config.get(key) is not None]
@@ -62,28 +62,28 @@ class Draft:
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
 
     def shape(self) -> ModelShape:
-        """The shape that the values of ``model`` make.
+        """Return the shape from the values under ``model``.
 
         Raises:
-            InputError: if they make none.
+            InputError: if they are not a valid shape.
         """
         values = {path.removeprefix("model."): value for path, value in self.values.items() if path[:6] == "model."}
         try:
             shape = ModelShape.model_validate(values)
         except ValidationError as error:
-            raise InputError(f"{self.origin}: no shape of leaven's: {explain(error)}") from None
+            raise InputError(f"{self.origin}: not a shape that leaven supports: {explain(error)}") from None
         return shape
 
     def guess(self, path: str, value: Any, why: str) -> None:
-        """Set a value that is not in the files and that a recipe needs."""
+        """Set a value that a recipe needs and that is missing in the files."""
         self.set(path, value, f"not in {self.origin}: {why}")
         self.unknown.append(f"{path}: {why}")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """The recipe; duration, batch and lr are guessed where they are not there.
+        """Return the recipe, with estimates for a missing duration, batch or lr.
 
         Raises:
-            InputError: if the values make no recipe.
+            InputError: if the values are not a valid recipe.
         """
         if "data.tokens" not in self.values:
             tokens = TOKENS_PER_PARAMETER * shape.params
@@ -94,15 +94,15 @@ class Draft:
         if "hyperparameters.lr" not in self.values:
             self.guess("hyperparameters.lr", *likely_lr(shape, tokens))
         self.unknown.append("data.source: any text of your own; the default is used")
-        # What a configuration writes in seven digits makes a plain model: no rule moves anything at its own scale.
+        # A configuration describes a model at its own scale, where no rule changes anything.
         self.values.setdefault("scaling.rule", "standard")
         return Imported(self.recipe(name), tuple(self.unknown), tuple(self.unread))
 
     def recipe(self, name: str) -> Recipe:
-        """The values as they are.
+        """Return the recipe with the values set so far.
 
         Raises:
-            InputError: if they make no recipe.
+            InputError: if they are not a valid recipe.
         """
         document: dict[str, Any] = {"name": name, "why": self.why}
         for path, value in self.values.items():
@@ -110,11 +110,11 @@ class Draft:
         try:
             return Recipe.model_validate(document)
         except ValidationError as error:
-            raise InputError(f"{self.origin}: no recipe of leaven's: {explain(error)}") from None
+            raise InputError(f"{self.origin}: not a valid recipe: {explain(error)}") from None
 
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """The batch in tokens, in whole sequences, by the step law; and the reason."""
+    """Return the batch in tokens by the step law, rounded to whole sequences, and the reason."""
     laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
@@ -125,7 +125,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """The peak of the published run that is nearest in size; and the reason."""
+    """Return the peak lr of the published run nearest in size, and the reason."""
     for neighbour, _ in nearest(shape.params, tokens, limit=99):
         if neighbour.peak_lr is not None:
             return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"

@@ -1,9 +1,9 @@
-"""Recipes as other trainers' configurations.
+"""Export recipes as configurations of other trainers.
 
-A target is a table and its templates: ``targets/NAME.toml`` says which shapes it holds, how it names schedules, what
-it loses besides parameters' settings and what else to know; losses and notes of all targets are in
-``targets/common.toml``. What a target would give each parameter is computed in :mod:`.per_parameter` and compared
-with the recipe's table. Templates are Jinja; what they print is written as the format writes numbers and strings.
+A target is a table and its templates. ``targets/NAME.toml`` has the shapes that it supports, its names for schedules,
+its losses besides parameter settings, and notes; losses and notes common to all targets are in
+``targets/common.toml``. :mod:`.per_parameter` computes the settings that a target would give each parameter, which
+are compared with the recipe's table. Templates are Jinja and format numbers and strings as the file type requires.
 """
 
 import json
@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Export:
-    """What is written for a target."""
+    """The result of an export."""
 
     files: Mapping[str, str]  # text by name, one under "" where the target takes a single file
     losses: tuple[Loss, ...]
@@ -60,10 +60,10 @@ class Export:
 
 @cache
 def target(name: str) -> Target:
-    """The table of a target.
+    """Read the table of a target.
 
     Raises:
-        InputError: naming the targets that there are.
+        InputError: if there is no such target.
     """
     if name not in TARGETS:
         raise InputError(f"--to {name}: there are {', '.join(TARGETS)}")
@@ -71,12 +71,12 @@ def target(name: str) -> Target:
 
 
 def default_path(name: str, recipe_name: str) -> str:
-    """The file or folder that a recipe of this name is written to."""
+    """Return the default file or folder for a recipe of this name."""
     return target(name).path.format(name=recipe_name, identifier=identifier(recipe_name))
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """A recipe as the configuration of a target, with what the target does not take over."""
+    """Export a recipe for a target, with the values that the target cannot represent."""
     to, run = target(name), ResolvedRecipe(recipe)
     if name == "transformers":
         architecture, shape, losses = nearest_architecture(recipe.model)
@@ -103,7 +103,7 @@ def export(name: str, recipe: Recipe) -> Export:
 
 
 def nearest_architecture(shape: ModelShape) -> tuple[Architecture, ModelShape, list[Loss]]:
-    """The architecture of transformers that loses least of a shape, and the shape that it makes of it.
+    """Return the architecture of transformers that changes a shape least, and the changed shape.
 
     Weights without biases can go into an architecture that has them, as zeros; a training would move them.
     """
@@ -122,10 +122,10 @@ def nearest_architecture(shape: ModelShape) -> tuple[Architecture, ModelShape, l
 
 
 def write(export: Export, path: Path) -> None:
-    """Write the file, or the folder, whole or not at all.
+    """Write the file or the folder atomically.
 
     Raises:
-        InputError: if there is something already, or it cannot be written.
+        InputError: if the path exists already or cannot be written.
     """
     require_free(path)
     make_folder(path.absolute().parent)
@@ -141,24 +141,24 @@ def write(export: Export, path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Refuse to overwrite.
+    """Check that nothing would be overwritten.
 
     Raises:
-        InputError: if there is something at the path.
+        InputError: if the path exists already.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path}: there is something already; give another name with -o")
+        raise InputError(f"{path} exists already; give another name with -o")
 
 
 # Templates --------------------------------------------------------------------------------------------------------
 
 
 class Verbatim(str):
-    """Text that a template prints as it is."""
+    """Text that a template prints without quotes."""
 
 
 def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candidate) -> dict[str, Any]:
-    """What templates and expressions may name."""
+    """Return the variables for templates and expressions."""
     recipe = run.recipe
     unlike = any(
         abs(row.multiplier / chosen.given[row.name].multiplier - 1) > SAME
@@ -213,7 +213,7 @@ def _loss(row: Mapping[str, str], known: Mapping[str, Any]) -> Loss:
 
 @cache
 def _environment(kind: str) -> Environment:
-    """Jinja for files that end so: what an expression prints is a number or string of that format."""
+    """Return a Jinja environment for a file suffix; expressions are printed as literals of that format."""
     scalars: Mapping[str, Callable[[Any], str]] = {".json": _json, ".yaml": _yaml, ".py": _python, ".sh": _shell}
     scalar = scalars.get(kind, str)
     environment = Environment(
@@ -230,7 +230,7 @@ def _environment(kind: str) -> Environment:
 
 
 def _digits(value: Any) -> Any:
-    """Floats to twelve digits, at any depth: 2.9999999999999997e-05 is written as it is meant."""
+    """Round floats to twelve digits, at any depth, so that 2.9999999999999997e-05 is written as 3e-05."""
     if isinstance(value, float):
         return float(f"{value:.12g}")
     if isinstance(value, Mapping):
@@ -243,7 +243,7 @@ def _json(value: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """JSON, which is YAML, but for numbers like 1e-08: for YAML 1.1 they are words without a dot."""
+    """Return a YAML literal: JSON, except that 1e-08 needs a dot, since YAML 1.1 reads it as a string."""
     text = _json(value)
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 

@@ -1,8 +1,8 @@
-"""A recipe from a Megatron-LM argument list.
+"""Import a recipe from a Megatron-LM argument list.
 
-``targets/megatron_flags.toml`` has the flags, their defaults and the keys of a recipe that say the same; the rest is
-here. Megatron gives every matrix one lr, one decay and one standard deviation but for the embedding and the ends of
-branches; the recipe has these as multipliers of modules, and no scaling rule.
+``targets/megatron_flags.toml`` has the flags, their defaults and the corresponding keys of a recipe. Megatron uses
+the same lr, decay and standard deviation for all matrices except the embedding and the ends of branches; the recipe
+has multipliers for these modules, and no scaling rule.
 """
 
 import math
@@ -27,7 +27,7 @@ SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 
 
 class MegatronFlags:
-    """The flags of an argument list that are known, as numbers, words and switches, with Megatron's defaults."""
+    """The known flags of an argument list, parsed, with Megatron's defaults."""
 
     def __init__(self, text: str, origin: str, draft: Draft) -> None:
         self.origin = origin
@@ -57,10 +57,10 @@ class MegatronFlags:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a flag, or Megatron's default.
+        """Return the value of a flag, or Megatron's default.
 
         Raises:
-            InputError: if it has neither, or is no whole number where one is needed.
+            InputError: if there is neither, or an integer flag has another value.
         """
         row = FLAGS[name]
         value = self.given.get(name, row.get("default"))
@@ -79,17 +79,17 @@ class MegatronFlags:
         return value
 
     def occurs(self, name: str) -> bool:
-        """Whether a flag is in the file, with its value or waiting for it."""
+        """Return whether a flag is in the file, even if its value is an unset variable."""
         return name in self.given or name in self.waiting
 
     def choice(self, name: str, known: dict[str, str]) -> str:
-        """Our word for the flag's."""
+        """Return leaven's name for the value of a flag."""
         if self[name] not in known:
             raise InputError(f"{self.origin}: --{name} {self[name]}: leaven reads {', '.join(known)}")
         return known[self[name]]
 
     def why(self, *names: str) -> str:
-        """Where a value is from."""
+        """Return the origin of a value, for the reasons."""
         there = [f"--{name}" for name in names if name in self.given]
         for name in names:
             if name in self.waiting:
@@ -108,10 +108,10 @@ def as_number(word: str, flag: str, origin: str) -> float:
 
 
 def read(text: str, origin: str, name: str, ranks: int | None = None) -> Imported:
-    """The recipe in an argument list; ``ranks`` is the number of processes that it is started with.
+    """Return the recipe of an argument list; ``ranks`` is the number of processes of the run.
 
     Raises:
-        InputError: naming the flag that is missing, malformed or of another kind of model.
+        InputError: naming a flag that is missing, malformed or for an unsupported kind of model.
     """
     draft = Draft(origin)
     given = MegatronFlags(text, origin, draft)
@@ -136,7 +136,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
 
 
 def _sizes(given: MegatronFlags, draft: Draft) -> None:
-    """Sizes that follow from several flags, or from one that is not there."""
+    """Set sizes that follow from several flags, or from a missing one."""
     origin, heads, width = given.origin, given["num-attention-heads"], given["hidden-size"]
     if width % heads and not given.occurs("kv-channels"):
         raise InputError(f"{origin}: --hidden-size {width} does not divide by --num-attention-heads {heads}")
@@ -171,7 +171,7 @@ def _sizes(given: MegatronFlags, draft: Draft) -> None:
 
 
 def _kind(given: MegatronFlags, draft: Draft) -> None:
-    """Activation, positions, biases, tied embeddings and dropout."""
+    """Set activation, positions, biases, tied embeddings and dropout."""
     origin = given.origin
     activations = {"swiglu": "swiglu", "squared-relu": "squared_relu"}
     found = {f"--{flag}": ours for flag, ours in activations.items() if flag in given}
@@ -198,7 +198,7 @@ def _kind(given: MegatronFlags, draft: Draft) -> None:
 
 
 def _modules(given: MegatronFlags, draft: Draft, n_layers: int, *, tied: bool, learned: bool) -> None:
-    """Relative values of modules, precision and documents."""
+    """Set multipliers of modules, precision and document handling."""
     for module in BRANCH_ENDS:
         path = f"hyperparameters.modules.{module}.init_std"
         draft.set(path, 1 / math.sqrt(2 * n_layers), "Megatron starts these at 1 / sqrt(2 L) of it")
@@ -279,7 +279,7 @@ def _schedule(given: MegatronFlags, length: int, draft: Draft) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Tokens, from --PREFIX-samples or --PREFIX-iters."""
+        """Return a number of tokens from --PREFIX-samples or --PREFIX-iters."""
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None

@@ -47,12 +47,12 @@ ASIDE = ("log", "save", "eval", "report", "push", "hub", "dataloader", "disable"
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
-    """The recipe in a folder, or in one of the two files; the one beside it is read too.
+    """Return the recipe from a folder, or from one of its two files together with the other.
 
-    ``ranks`` is the number of processes that the run was started with; a folder that leaven exported says it itself.
+    ``ranks`` is the number of processes of the run; a folder that leaven exported states it.
 
     Raises:
-        InputError: naming what cannot be read, or what no recipe holds.
+        InputError: if a file cannot be read, or a recipe cannot represent a value.
     """
     config_path, arguments_path = _files(path)
     draft = Draft(str(path))
@@ -83,7 +83,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _files(path: Path) -> tuple[Path, Path | None]:
-    """config.json and, where it is there, training_args.json."""
+    """Read config.json and, if it exists, training_args.json."""
     if not path.exists():
         raise InputError(f"{path}: no such file; give config.json of a model, or the folder that holds it")
     folder, config, arguments = (path if path.is_dir() else path.parent), None, None
@@ -105,12 +105,12 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(document, dict):
-        raise InputError(f"{path}: no JSON object")
+        raise InputError(f"{path}: not a JSON object")
     return document
 
 
 def _arguments(draft: Draft, seq_len: int, given: dict[str, Any], ranks: int) -> None:
-    """Fill in what TrainingArguments say, or their defaults."""
+    """Set the values of TrainingArguments, or their defaults."""
 
     def value(key: str) -> Any:
         return given[key] if given.get(key) is not None else DEFAULTS[key]

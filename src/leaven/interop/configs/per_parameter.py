@@ -16,7 +16,7 @@ from leaven.scaling.table import ParameterRow, optimiser_groups
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to configure a target; the one that loses least is written."""
+    """One way to configure a target. The export uses the one with the fewest losses."""
 
     given: Mapping[str, ParameterSettings]  # by the name of our parameter
     attention_scale: float | None = None  # the factor on query . key; None where it is folded into the weights
@@ -128,7 +128,7 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Model, initial values and groups are the client's."""
+    """DeepSpeed: the model, initial values and groups are set by the client's code."""
     yield Candidate({}, None, {"client_groups": len(optimiser_groups(run.table.rows))})
 
 
@@ -186,7 +186,7 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 
 
 def _pattern(places: Iterable[str], n_layers: int) -> str:
-    """A regular expression for these modules and no others."""
+    """Return a regular expression that matches exactly these modules."""
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:
@@ -204,7 +204,7 @@ def _pattern(places: Iterable[str], n_layers: int) -> str:
 
 
 def identifier(name: str) -> str:
-    """A Python name from a recipe's."""
+    """Return a recipe's name as a Python identifier."""
     word = "".join(each if each.isalnum() and each.isascii() else "_" for each in name)
     return word if word[0].isalpha() else f"recipe_{word}"
 

@@ -20,7 +20,7 @@ _ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
 
 @dataclass
 class ShellFlags:
-    """The flags and variables of a script."""
+    """The flags and variables of a shell script."""
 
     # the words after each flag, where it occurs last; a word with a $ is open
     values: dict[str, list[str]] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class ShellFlags:
 
 
 def parse(text: str, origin: str) -> ShellFlags:
-    """The flags in a text.
+    """Parse the flags in a shell script.
 
     Raises:
         InputError: if a quote is not closed, or there is no flag.
@@ -85,5 +85,5 @@ def _expand(word: str, variables: dict[str, str]) -> str:
 
 
 def open_variables(word: str) -> list[str]:
-    """The variables that a word still has."""
+    """Return the unset variables in a word."""
     return ["the output of a command" if name == _COMMAND[1:] else f"${name}" for name in _OPEN.findall(word)]
