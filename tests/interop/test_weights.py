@@ -242,7 +242,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"head_dim": 16}, "q_proj.weight is (48, 48), not the (96, 48) of config.json"),
         ("llama", {"tie_word_embeddings": True, "vocab_size": 321}, "embed_tokens.weight is (320, 48), not the (321"),
         ("llama", {"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
-        ("llama", {"num_hidden_layers": 2}, "holds model.layers.2."),
+        ("llama", {"num_hidden_layers": 2}, "contains model.layers.2."),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("gpt2", {"activation_function": "gelu"}, "gelu_new, gelu_pytorch_tanh, relu, relu2"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
@@ -390,7 +390,7 @@ def test_a_folder_is_whole_or_not_there(
     (tmp_path / "out").mkdir()
     export(tmp_path / "out", recipe, table, model, tokenizer_file)  # an empty folder will do
     before = sorted((tmp_path / "out").iterdir())
-    with pytest.raises(InputError, match=r"something already; give a new or an empty folder"):
+    with pytest.raises(InputError, match=r"exists already and is not empty; give a new or an empty folder"):
         export(tmp_path / "out", recipe, table, model, tokenizer_file)
     assert sorted((tmp_path / "out").iterdir()) == before
 
