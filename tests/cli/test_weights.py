@@ -61,7 +61,7 @@ def test_exported_weights_load_in_transformers_and_train_again(
     assert leaven("transfer", recipe, "--width", 32, "-o", moved)[0] == 0
     wide = read_recipe(moved)
     assert wide.start.weights is None
-    assert wide.why["start.weights"] == "left out: those weights are of another shape"
+    assert wide.why["start.weights"] == "left out: these weights have another shape"
 
 
 def test_export_and_new_print_what_they_wrote(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
