@@ -1,7 +1,7 @@
-"""The document of a study: what study.json holds, and what screens and reports are made of. No torch, no optuna.
+"""The document of a study: the content of study.json, from which screens and reports are made. Without torch.
 
-An :class:`Answer` is what the trials say; a :class:`StudyDocument` is that with the trials themselves. Losses and
-noise are in nats per token. Points of a search are numbers by path, 0 at the start, in the unit of their dimension.
+An :class:`Answer` is computed from the trials; a :class:`StudyDocument` adds the trials themselves. Losses and noise
+are in nats per token. Points are numbers by path, 0 at the start, in the unit of their dimension.
 """
 
 import math
@@ -20,10 +20,10 @@ UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
 
 @dataclass(frozen=True)
 class Dimension:
-    """One searched value: where the search starts, how far it may go, and in which unit.
+    """One searched value: its start, range and unit.
 
-    In the unit ``octave`` a value doubles from one whole number to the next, in ``tenth`` it grows by 0.1, and a
-    ``choice`` has the number of one of its ``levels``.
+    One ``octave`` doubles the value, one ``tenth`` adds 0.1, and for a ``choice`` the number is the index of one of
+    its ``levels``.
     """
 
     path: str  # of the recipe, dotted; a point of a depth profile is hyperparameters.depth.lr[2]
@@ -41,7 +41,7 @@ class Dimension:
         return self.near or (self.low, self.high)
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """What moving from ``origin`` to ``to`` does: ``x0.29``, ``+0.05``, or the level that it is then."""
+        """Returns the change from ``origin`` to ``to`` as text: ``x0.29``, ``+0.05``, or the new level."""
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":
@@ -74,7 +74,7 @@ class StudyTrial:
 
 @dataclass(frozen=True)
 class Best:
-    """A point that was measured: its mean loss with a 95% interval."""
+    """A point that was run: its mean loss with a 95% interval."""
 
     number: int  # of the first trial at this point
     loss: float
@@ -85,7 +85,7 @@ class Best:
 
 @dataclass(frozen=True)
 class SlicePoint:
-    """The surrogate along one value through the best point."""
+    """The surrogate's prediction at one point of a slice through the best point."""
 
     octaves: float
     loss: float  # difference from the best point
@@ -95,7 +95,7 @@ class SlicePoint:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """What a search found out about one value."""
+    """The answer for one value."""
 
     path: str
     best: float  # octaves from the start
@@ -112,7 +112,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Front:
-    """Loss against cost: a duration at which no cheaper trial has a lower loss."""
+    """A point of the Pareto front of loss and cost."""
 
     number: int  # of the trial
     tokens: int
@@ -121,7 +121,7 @@ class Front:
 
 
 class Answer(BaseModel):
-    """What the trials of a search say."""
+    """The answer of a search."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -142,7 +142,7 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes, if it was measured and is not the best itself."""
+        """The point with the fewest changes, if it was run and differs from the best."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def dimension(self, path: str) -> Dimension:
@@ -150,7 +150,7 @@ class Answer(BaseModel):
 
 
 class StudyDocument(Answer):
-    """A study as it stands. It has a ``best`` once a command has seen the search to its end."""
+    """A study. It has a ``best`` once a command has run the search to its end."""
 
     version: int = 1
     name: str
@@ -164,11 +164,11 @@ class StudyDocument(Answer):
 
     @property
     def ended(self) -> int:
-        """The trials that ``leaven tune --trials`` counts."""
+        """Trials that have ended, as ``leaven tune --trials`` counts them."""
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
     def summary(self, recipe: Path, following: Sequence[str] = ()) -> TuneDocument:
-        """What ``leaven tune --json`` prints; the best recipe is in the file ``recipe``."""
+        """Returns what ``leaven tune --json`` prints; ``recipe`` is the file of the best recipe."""
         best = self.best
         return TuneDocument(
             best=best and BestTrial(loss=best.loss, interval=list(best.interval), recipe=str(recipe)),

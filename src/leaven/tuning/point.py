@@ -1,10 +1,10 @@
-"""A point of a space as a recipe: how far each value is moved from where the recipe has it.
+"""Points of a search space as recipes: how far each value is moved from the recipe's.
 
-Distances: In the unit ``octave`` a value doubles from one whole number to the next, but for
+Distances: In the unit ``octave`` one unit doubles a value, except for
 
-- ``beta1`` and ``beta2``: ``beta ** 2^x``, half the half-life of the moment, so that beta stays within (0, 1); to
-  first order it doubles 1 - beta. The multipliers of modules and depth do the same to the rest of the table.
-- ``schedule.warmup_tokens`` and ``data.tokens``: whole tokens, one at least.
+- ``beta1`` and ``beta2``: ``beta ** 2^x``: one unit halves the half-life of the moment, and beta stays within (0, 1);
+  to first order 1 - beta doubles. The multipliers of modules and depth do the same to the rest of the table.
+- ``schedule.warmup_tokens`` and ``data.tokens``: whole tokens, at least one.
 - ``batch.tokens``: whole sequences; a ramp or stages keep their shares of the batch. Sequences and their order stay:
   they are cut into other batches, and a run has fewer steps the larger they are (it ends with the batch that reaches
   ``data.tokens``). A recipe without a base gets its own scale for one, so that the scaling rule moves lr, betas, eps
@@ -12,8 +12,8 @@ Distances: In the unit ``octave`` a value doubles from one whole number to the n
   found for another. With ``rule = "standard"`` nothing moves along. The same holds of ``data.tokens``.
 - ``hyperparameters.depth.lr[2]``, a point of a depth profile. A profile of one point stands for three equal ones.
 
-What may be 0 (``TENTHS``) moves by 0.1 from one whole number to the next. Of a choice (``CHOICES``) a whole number
-is a level: 0 is the recipe's own, and the others follow in their order.
+In the unit ``tenth``, for values that may be 0 (``TENTHS``), one unit adds 0.1. For a choice (``CHOICES``) the whole
+numbers are levels: 0 is the recipe's own, and the others follow in their order.
 """
 
 import math
@@ -45,7 +45,7 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """The paths of all values that have something to act on, in the order of quantities and of the forward pass."""
+    """Returns the paths of all values that affect the model, in the order of quantities and of the forward pass."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -55,7 +55,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """The points of a depth profile that some block feels: of one block only the first."""
+    """Returns the points of a depth profile that affect some block: only the first for one block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     felt = []
     for point in range(points):
@@ -71,18 +71,18 @@ def _profile(recipe: Recipe, quantity: str) -> tuple[float, ...]:
 
 
 def unit_of(path: str) -> str:
-    """``octave``, ``tenth`` or ``choice``."""
+    """Returns the unit of a path: ``octave``, ``tenth`` or ``choice``."""
     return "choice" if path in CHOICES else "tenth" if path in TENTHS else "octave"
 
 
 def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
-    """What a choice is between, the recipe's own first."""
+    """Returns the levels of a choice, the recipe's own first."""
     own = str(value_at(recipe, path))
     return (own, *(level for level in CHOICES[path] if level != own))
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """What the recipe has at a searchable path; None for an init_std that it has not."""
+    """Returns the recipe's value at a searchable path; None for an init_std that it does not set."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -96,7 +96,7 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 
 def distance(path: str, value: float, to: float) -> float:
-    """How far a value is moved to become another one: the x at which :func:`values` has it, whole numbers aside."""
+    """Returns how far a value must move to become another one: the inverse of :func:`values`, up to rounding."""
     if path in TENTHS:
         return 10 * (to - value)
     if path.rpartition(".")[2].partition("[")[0] in {"beta1", "beta2"}:
@@ -105,10 +105,10 @@ def distance(path: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """The recipe's values at a point, by path; 0 is the value itself, to the last bit.
+    """Returns the recipe's values at a point, by path. Distance 0 gives exactly the recipe's value.
 
     Raises:
-        ValueError: below one sequence a batch.
+        ValueError: if a batch would have less than one sequence.
     """
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
@@ -138,10 +138,10 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
 
 
 def moved(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """The recipe at a point, distances by path, and with another seed if one is given. At 0 it is the recipe itself.
+    """Returns the recipe at a point (distances by path), with another seed if one is given.
 
     Raises:
-        ValueError: if there is no recipe: lr x weight_decay above 1, a warm-up longer than the run.
+        ValueError: if the recipe would be invalid: lr x weight_decay above 1, a warm-up longer than the run.
     """
     changes: dict[str, Any] = {} if seed is None else {"data.seed": seed}
     for path, value in values(recipe, {path: x for path, x in octaves.items() if x != 0}).items():

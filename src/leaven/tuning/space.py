@@ -1,19 +1,19 @@
-"""What is searched: values of a recipe, from where the recipe has them as far as the bounds of ``REACH``.
+"""Search spaces: which values of a recipe are searched, and how far (``REACH``).
 
-``global`` has the values that hold for all modules, ``global-full`` also clipping, dropout, the schedule's end and
-the choices of decay and optimizer. ``per-module`` has by module what matters first of what Mlodozeniec et al. 2025
-(arXiv 2512.22382) tuned so, lr, init_std and residual; of the lr two points over depth, which brought less than
-module types, but something; and the rest of the optimiser globally: 25 to 35 values. ``per-module-full`` has every
-quantity by module and over depth, about 90. A lr of each layer and module apart brought them next to nothing.
+``global`` has the values that apply to all modules; ``global-full`` adds clipping, dropout, the end of the schedule
+and the choices of decay and optimizer. ``per-module`` has lr, init_std and residual by module, which mattered most
+among those that Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned; two points of lr over depth, which gained less; and
+the rest of the optimizer globally: 25 to 35 values. ``per-module-full`` has every quantity by module and over depth,
+about 90 values. A separate lr for each layer and module gained them next to nothing.
 
-Where some values times c and others over c are the same model, the loss has a valley without a lowest point: none of
-the values has an optimum or an importance of its own, and a search that follows each slope apart goes twice as far as
-it should. So of such values ``per-module`` searches one less than there are.
+If multiplying some values by c and dividing others by c gives the same model, the loss is a valley without minimum:
+none of these values has its own optimum or importance, and a search that moves each by its slope goes twice as far as
+it should. So ``per-module`` leaves out one value of each such group:
 
-- A global value beside its multipliers in all modules: the global one is not searched. All of them together move it,
-  and a search of them starts at the best global values.
-- A depth profile beside the multipliers of the blocks' modules, which set its mean: the middle point stays.
-- init_std beside lr and residual, see :func:`_scaled_by_others`.
+- The global value if its multipliers in all modules are searched. Together they move it; start such a search at the
+  best global values.
+- The middle point of a depth profile if the multipliers of the blocks' modules are searched, which set its mean.
+- init_std where lr and residual stand in for it, see :func:`_scaled_by_others`.
 """
 
 import math
@@ -56,9 +56,8 @@ _SEPARATE = 64.0  # bounds of a multiplier where there is no global value to mul
 
 
 class Reach(NamedTuple):
-    """How far a value is searched: to ``low`` and ``high``, in the value's own unit, wherever the recipe has it.
-
-    A multiplier goes as far as brings the value that it multiplies there.
+    """The bounds of a searched value, in its own unit. A multiplier is searched until the value that it multiplies
+    reaches them.
     """
 
     low: float
@@ -97,7 +96,7 @@ REACH = {
 
 @dataclass(frozen=True)
 class Space:
-    """``left_out`` are values that the space would have had: path and reason."""
+    """The dimensions of a search. ``left_out``: values that were left out, as path and reason."""
 
     recipe: Recipe
     dimensions: tuple[Dimension, ...]
@@ -113,7 +112,7 @@ class Space:
 
     @property
     def limits(self) -> Mapping[str, tuple[float, float] | range]:
-        """How far each value may go, or the numbers of its levels: what ``leaven.tuning.search`` takes."""
+        """The range of each value, or its levels: the argument ``space`` of ``leaven.tuning.search``."""
         return Axes.of(self.dimensions).limits
 
     @property
@@ -122,15 +121,15 @@ class Space:
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
-        """The box in which a search begins, which it extends while the best lies at an end."""
+        """The initial box of a search, which it extends while the best point lies at its edge."""
         return Axes.of(self.dimensions).near
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """The recipe's values at a point."""
+        """Returns the recipe's values at a point."""
         return point.values(self.recipe, octaves)
 
     def without(self, path: str, reason: str) -> "Space":
-        """The space with one value left out, if it has it."""
+        """Returns the space without one value."""
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -139,7 +138,7 @@ class Space:
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """The space with one value, if it has it, kept below a limit, as it is in the recipe."""
+        """Returns the space with one value kept below ``limit``, in the recipe's unit."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -151,7 +150,7 @@ class Space:
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
 
     def within_near(self) -> "Space":
-        """The space without what lies beyond ``near``: that of a grid, whose points are known beforehand."""
+        """Returns the space limited to the initial box, for a grid."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -160,14 +159,16 @@ class Space:
 
 
 def space(recipe: Recipe, which: str | None = None) -> Space:
-    """A space around the recipe. Values that it has not, or that do nothing, are left out; by name they are refused.
+    """Returns a search space around a recipe.
+
+    Values that the recipe does not have, or that have no effect, are left out of a set and refused by name.
 
     Args:
         which: with commas between: one of ``SETS``, paths, patterns of paths with ``*``. ``recipe`` is what its
             ``[tuning]`` says. Without, that, and ``global`` where there is none.
 
     Raises:
-        InputError: if a path is nothing to search, or there is no recipe as far away as ``[tuning]`` says.
+        InputError: if a path cannot be searched, or a bound in ``[tuning]`` gives an invalid recipe.
     """
     tuning = recipe.tuning
     if which is None:
@@ -203,7 +204,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
-    """What a name stands for: a set, a pattern, a path."""
+    """Returns the paths that a set, a pattern or a path stands for."""
     if not name:
         raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths with commas between")
 
@@ -234,12 +235,13 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
 
 
 def _scaled_by_others(model: ModelShape) -> set[str]:
-    """The modules whose init_std other searched values stand in for.
+    """Returns the modules whose init_std need not be searched, because other searched values have the same effect.
 
-    With Adam a matrix with init_std and lr times c stays the same matrix times c; only eps, clipping and decay see a
-    difference (``tests/tuning/test_valleys.py`` trains along these valleys). What follows undoes the factor: a norm
-    for queries and keys, and the branch's residual for its last matrix and for what goes into that linearly. What is
-    given up is to decay these modules apart from the others. Biases would have to be scaled along.
+    With Adam, a matrix whose init_std and lr are both multiplied by c stays c times the same matrix, except for eps,
+    clipping and decay (``tests/tuning/test_valleys.py`` trains along these valleys). A later operation undoes the
+    factor: the norm of queries and keys, or the residual multiplier of a branch for its last matrix and for matrices
+    that act linearly on it. The price is that the decay of these modules is not tuned separately. Models with biases
+    are excluded, because the biases would have to be scaled, too.
     """
     if model.bias:
         return set()
@@ -249,7 +251,7 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 
 
 def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
-    """Why a path is nothing to search in a recipe."""
+    """Returns why a path cannot be searched in a recipe."""
     keys = split_path(path)
     of_module = path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES
     if of_module and (reason := recipe.hyperparameters.refusal(recipe.model.roles, keys[2], keys[3])):
@@ -265,7 +267,7 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
 
 
 def _nothing(recipe: Recipe, path: str) -> str | None:
-    """Why a value is nothing to search."""
+    """Returns why a value cannot be searched, or None."""
     value, quantity, decay = point.value_at(recipe, path), _quantity(path), recipe.schedule.decay
     said = None
     if value is None:
@@ -289,16 +291,16 @@ def _nothing(recipe: Recipe, path: str) -> str | None:
 
 
 def _fixed(recipe: Recipe, path: str) -> str | None:
-    """Why a value cannot move within its bounds."""
+    """Returns why a value cannot move within its bounds, or None."""
     if path in CHOICES or any(_bound(recipe, path, side)[0] for side in (0, 1)):
         return None
     return f"at {point.value_at(recipe, path):g} its bounds leave it no room: {_reach(path).why}"
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """One searched value: as far as the recipe says, or to its bounds, if there is a recipe so far away.
+    """Returns a searched value with its range: that of the recipe's ``[tuning]``, or up to its bounds.
 
-    A value beyond a bound is searched towards it, and back to where the recipe has it.
+    If a value is outside its bounds, the range is from the value to the nearer bound.
     """
     value = point.value_at(recipe, path)
     if isinstance(value, str):
@@ -329,7 +331,7 @@ def _reach(path: str) -> Reach:
 
 
 def _bound(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """How far a value goes down (``side`` 0) or up (1), and what is there: empty where nothing can lie beyond."""
+    """Returns how far a value goes down (``side`` 0) or up (1), and what limits it; empty for a natural limit."""
     reach, run = _reach(path), recipe.data.tokens
     value = point.value_at(recipe, path)
     assert isinstance(value, float)
@@ -361,7 +363,7 @@ def _quantity(path: str) -> str:
 
 
 def _reached(recipe: Recipe, path: str, end: float) -> float:
-    """The end, or the farthest from 0 on the way to it, in whole eighths, at which there is a recipe."""
+    """Returns ``end``, or the farthest point towards it, in eighths, at which the recipe is valid."""
     if not _no_recipe(recipe, path, end):
         return end
     steps = math.floor(abs(end) / _FINEST)

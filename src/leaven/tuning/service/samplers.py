@@ -1,4 +1,4 @@
-"""The methods of a search as Optuna's samplers, so that any Optuna store and dashboard takes its studies."""
+"""The methods of a search as Optuna samplers, so that Optuna's stores and dashboard can be used."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 
 
 def check_method(method: str) -> None:
-    """Refuse a method that there is not."""
+    """Raise InputError if there is no such method."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -33,7 +33,7 @@ def check_method(method: str) -> None:
 
 
 def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> BaseSampler:
-    """The sampler of a method, Optuna's with what suits many dimensions and few trials.
+    """Returns the sampler of a method; Optuna's samplers are set up for many dimensions and few trials.
 
     CMA-ES is separable, since some hundreds of trials do not teach a covariance of 90 dimensions, and starts where
     the trust region does and as wide. The points of a grid are requests (``plan.py``); beyond them it is random.
@@ -65,7 +65,7 @@ def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> B
 
 
 def distributions(axes: Axes) -> Distributions:
-    """The space as Optuna has it."""
+    """Returns the space as Optuna distributions."""
     return {
         name: CategoricalDistribution([float(level) for level in limits])
         if isinstance(limits, range)
@@ -75,7 +75,7 @@ def distributions(axes: Axes) -> Distributions:
 
 
 def region_of(trials: Sequence[FrozenTrial], axes: Axes, noise: float | None = None) -> Region:
-    """The trust region after the finished trials of a study, in the order of their results."""
+    """Returns the trust region after the finished trials of a study."""
     return axes.region(*_seen(trials, axes), noise, np.array([seed_of(trial) for trial in trials], np.int64))
 
 
@@ -92,10 +92,10 @@ class TrustRegionSampler(BaseSampler):
         self._known: tuple[list[object], Region] | None = None
 
     def region(self, study: optuna.Study) -> Region:
-        """The region of a study as it stands.
+        """Returns the trust region of a study.
 
-        Kept for as long as no other trial ends: all workers that are free ask for it, and whether to stop. After
-        2,000 trials of 90 values it takes seconds.
+        It is cached until another trial ends, because every free worker needs it, and it takes seconds after 2,000
+        trials of 90 values.
         """
         trials = finished(study)
         results = [study.study_name, *(trial.number for trial in trials)]
@@ -117,12 +117,12 @@ class TrustRegionSampler(BaseSampler):
 
 
 class SeededSampler(BaseSampler):
-    """One of Optuna's samplers, seeded for each proposal by its place in the search, in a box that grows.
+    """An Optuna sampler that is seeded for each proposal by its index in the search and samples a growing box.
 
-    From one stream two commands with the same seed, or one that resumes, would propose the same. The store has the
-    whole space, and the sampler is given the box, a function of the trials that have ended. With ``everywhere`` it is
-    as wide as the whole space from the beginning, as many steps to every side, for a method (CMA-ES) that stays near
-    the start by itself. That one knows no choices: these are the best trial's in one of two proposals, else random.
+    With one random stream, two commands with the same seed, or one that resumes, would repeat proposals. The store
+    has the whole space; the sampler is given the box, which is a function of the finished trials. With ``everywhere`` the
+    box covers the whole space, symmetric around the start, for a method (CMA-ES) that stays near the start by itself.
+    CMA-ES does not support choices: half of its proposals take the best trial's choices, the others random ones.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, axes: Axes, *, everywhere: bool) -> None:
@@ -176,16 +176,17 @@ class SeededSampler(BaseSampler):
 
 
 def _farthest(axes: Axes) -> float:
-    """Steps from the start to the farthest end of the space."""
+    """Returns the steps from the start to the farthest bound of the space."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 
 
 def ped_anova(points: Array, losses: Array) -> Array:
-    """PED-ANOVA's shares for ``points`` (n, D) with ``losses`` (n,), infinite for divergence: (D,), of sum 1.
+    """Returns PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
 
-    It asks how differently the best tenth of the trials is spread along each value from all of them (Watanabe et al.
-    2023, arXiv 2304.10255). Optuna's other two need scikit-learn. All 0 where there are too few trials to tell.
+    They compare the distribution of the best tenth of the trials along each value with that of all trials
+    (Watanabe et al. 2023, arXiv 2304.10255); diverged trials have an infinite loss. Optuna's other two methods need
+    scikit-learn. All 0 if there are too few trials.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

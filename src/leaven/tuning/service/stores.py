@@ -1,8 +1,8 @@
-"""Where studies are kept: an Optuna storage, on a file or a server, that waits while either is away.
+"""Stores of studies: Optuna storages on a file or a server that retry each call while the store is unreachable.
 
-What was done before a connection broke is not done twice: a trial is created under a ticket, by which it is found,
-and one that has already ended in the wanted state is accepted. All other calls can be repeated, except for taking a
-trial off Optuna's queue, which leaven does not use.
+A call that succeeded just before a connection broke is not repeated in effect: a new trial carries a ticket, by which
+a retry finds it, and setting a trial to a state that it already has is accepted. All other calls can be repeated,
+except for taking a trial off Optuna's queue, which leaven does not use.
 """
 
 import json
@@ -45,7 +45,7 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """The store was unreachable for longer than the patience. The same command resumes from it later."""
+    """The store was unreachable for longer than ``patience_seconds``. Run the same command later to resume."""
 
 
 def _ignore(seconds: float) -> None:
@@ -57,17 +57,17 @@ def open_store(
     waited: Callable[[float], None] = _ignore,
     patience_seconds: float = 300,
 ) -> BaseStorage:
-    """The storage at ``where``, each call of which waits while it is away.
+    """Returns the storage at ``where``; each of its calls retries while the store is unreachable.
 
     Args:
         where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage (one
             of ours keeps its own patience), or None for one in memory.
-        waited: called after each failed attempt with the seconds for which the store has been away; what it raises
+        waited: called after each failed attempt with the seconds since the first; an exception that it raises
             ends the waiting.
-        patience_seconds: after so many, a call raises StoreGone.
+        patience_seconds: a call that has failed for longer raises StoreGone.
 
     Raises:
-        InputError: if there is nothing of the kind at ``where``.
+        InputError: if ``where`` is not such a store.
     """
     if where is None:
         return InMemoryStorage()
@@ -83,10 +83,10 @@ def open_store(
 
 
 def is_made(where: str | Path) -> bool:
-    """Whether there is a store at ``where``: a file, or Optuna's tables on a server. To open one is to make it.
+    """Whether a store exists at ``where``: a file, or Optuna's tables on a server. Opening a store creates it.
 
     Raises:
-        InputError: if the server is not there.
+        InputError: if the server cannot be reached.
     """
     if isinstance(where, Path) or "://" not in where:
         return Path(where).exists()
@@ -131,17 +131,17 @@ def _url(where: str) -> "URL":
 
 
 def _name(url: "URL") -> str:
-    """Without what may be secret."""
+    """Returns a URL without its user and password."""
     port = (url.port or 5432) if url.host else None
     plain = url.set(drivername=url.get_backend_name(), port=port, query={})
     return plain.render_as_string(hide_password=True)
 
 
 def _reached(url: "URL", call: "Callable[[URL], T]") -> T:
-    """What ``call`` makes of a database, also while others make its tables.
+    """Returns the result of ``call`` on a database; retries while another process creates its tables.
 
     Raises:
-        InputError: if it cannot be reached, or is no database.
+        InputError: if it cannot be reached or is not a database.
     """
     from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
@@ -167,7 +167,7 @@ def _database(url: "URL") -> BaseStorage:
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's, which itself tries up to five times to create a trial: here the second time finds the first."""
+        """Optuna's database storage. Optuna retries the creation of a trial itself; the retry finds the first one."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -209,7 +209,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _away(error: Exception) -> bool:
-    """Whether an error says that the store cannot be reached, and not that what was asked of it is wrong.
+    """Whether an error means that the store cannot be reached, rather than that the call was wrong.
 
     Found by stopping a PostgreSQL server under way (immediate, fast, one connection): Optuna raises
     StorageInternalError, from SQLAlchemy's OperationalError, or from PendingRollbackError in whose context that is.
@@ -223,14 +223,14 @@ def _away(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Its cause in a line."""
+    """Returns the cause of an error as one line."""
     cause = next((cause for cause in _causes(error) if hasattr(cause, "orig")), error)
     said = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
     return said.splitlines()[0]
 
 
 class _Waiting:
-    """What a storage that waits adds to another one: each call is repeated for as long as that is away."""
+    """A mixin for storages: each call is retried while the store is unreachable."""
 
     def __init__(
         self, store: BaseStorage, name: str, waited: Callable[[float], None], patience_seconds: float
@@ -242,7 +242,7 @@ class _Waiting:
         return self._until_done(lambda again: call(*args, **kwargs))
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """What ``call`` returns once the store is there; its argument says whether it has been tried before."""
+        """Returns the result of ``call`` once the store is reachable; its argument says whether this is a retry."""
         since, pause, again = None, FIRST_PAUSE, False
         while True:
             try:

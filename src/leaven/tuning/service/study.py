@@ -1,7 +1,7 @@
-"""A study: a search over short runs of a recipe, each in a process of its own, from which the best recipe is written.
+"""A study: a search over short runs of a recipe, each in its own process, that writes the best recipe.
 
-What is known is in the store (``objective.py``). The folder has what follows from it: study.json, best.toml,
-fewest.toml and centre.toml, replaced whenever a trial ends, and checkpoints of the trials that are running.
+The store has all trials (``objective.py``). The folder has files computed from them: study.json, best.toml,
+fewest.toml and centre.toml, rewritten when trials end, and checkpoints of running trials.
 """
 
 import json
@@ -54,7 +54,7 @@ class Screen(Protocol):
 
 
 class Study:
-    """A study in a folder, or in a store elsewhere with a folder for what comes of it. Use it in a ``with``.
+    """A study in a folder, or in a database with a folder for its results. Use it as a context manager.
 
     Args:
         out: the folder.
@@ -62,8 +62,9 @@ class Study:
         durations: in tokens, to be compared in each trial; its loss is that of the longest.
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens, or the folder is of something else or cannot be
-            made; on entering, if the store is of something else or is not there. Nothing has been written then.
+        InputError: if the recipe cannot be trained on the tokens, or the folder belongs to something else or
+            cannot be created; on entering, if the store belongs to something else or does not exist. Nothing has
+            been written then.
     """
 
     def __init__(  # noqa: PLR0917 - what it is of
@@ -148,7 +149,7 @@ class Study:
         return self
 
     def _check_results(self, stored: Callable[[], bool]) -> None:
-        """Check that results are not written over: those of a study whose store is missing or empty.
+        """Check that the folder has no results of a study whose store is missing or empty.
 
         Raises:
             InputError: if it is.
@@ -173,7 +174,7 @@ class Study:
         self._store.remove_session()
 
     def _waited(self, seconds: float) -> None:
-        """The store is away."""
+        """Called while the store is unreachable."""
         if self._stop():
             raise StoreGone("stopped while the store was away")
         if self._screen is not None and seconds > SAID_AFTER:
@@ -192,15 +193,15 @@ class Study:
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
-        """Run until the budget is used and the best few are confirmed, here and elsewhere, or until ``stop`` says so.
+        """Run until the budget of all commands is used and the best points are confirmed, or until ``stop``.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.budget.Budget`.
-            workers: processes of one thread each.
-            checkpoint_seconds: how often a trial writes its state.
+            workers: number of processes, of one thread each.
+            checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
-            StoreGone: if the store went away and did not come back.
+            StoreGone: if the store became unreachable and did not come back.
         """
         self._screen, self._stop = screen, stop
         here = Trainer(
@@ -275,7 +276,7 @@ class Study:
         self._rests_until = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """The study as it stands; it has a ``best`` once a command has run it to the end of some budget."""
+        """Returns the study's document; it has a ``best`` once a command has used up a budget."""
         found = self.answer
         trials = tuple(replace(each, values=self.space.values(each.octaves or {})) for each in self._trials)
         return StudyDocument(
@@ -292,12 +293,12 @@ class Study:
 
     @property
     def answer(self) -> Answer:
-        """What the trials say."""
+        """Returns the answer so far."""
         return answer(self._trials, self.space.dimensions, over=self._over, optunas=ped_anova)
 
     @property
     def _over(self) -> bool:
-        """Whether a command has run it to its end, be it with a smaller budget than now."""
+        """Whether a command has used up its budget, which may have been smaller than the present one."""
         return self._found is not None or bool(self._study.user_attrs.get(ANSWERED))
 
     @property
@@ -310,7 +311,7 @@ class Study:
 
     @property
     def _trials(self) -> list[StudyTrial]:
-        """All runs; their values are still log2 multipliers."""
+        """Returns all runs; their values are still log2 multipliers."""
         axes = self._axes
         return [record(run, axes) for run in self._runs]
 
@@ -321,7 +322,7 @@ class Study:
         return region_of(trials, self._axes).radius if trials else START
 
     def save(self) -> StudyDocument:
-        """Write study.json, and once there is a best, best.toml and, where that is another point, fewest.toml."""
+        """Write study.json; with a best point also best.toml, and fewest.toml if that is a different point."""
         state = self.state()
         write_text(self.out / "study.json", state.model_dump_json(indent=2) + "\n")
         if state.best is not None:
@@ -333,7 +334,7 @@ class Study:
         return state
 
     def _recipe_at(self, octaves: Mapping[str, float], state: StudyDocument, *, fewest: bool = False) -> Recipe:
-        """A point as a recipe, with its base pinned at this scale and a reason for every searched value."""
+        """Returns the recipe at a point, with its base at this scale and a reason for every searched value."""
         reasons = {path: why(path, state, self.space.values, fewest=fewest) for path in self.space.paths}
         base = self.recipe.base.model_dump()
         return moved(self.recipe, octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})
