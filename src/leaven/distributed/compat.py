@@ -22,14 +22,14 @@ stage_backward = _backward.stage_backward  # without the FSDP settings that Pipe
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the tensors (N, ...) of all ranks one after the other, (ranks x N, ...)."""
+    """Return the tensors (N, ...) of all ranks one after the other, (ranks x N, ...)."""
     everything = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
     _gather(everything, mine.contiguous(), group=group)
     return everything
 
 
 def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's part (N, ...) of the sum of all ranks' tensors (ranks x N, ...)."""
+    """Return this rank's part (N, ...) of the sum of all ranks' tensors (ranks x N, ...)."""
     mine = everything.new_empty((len(everything) // dist.get_world_size(group), *everything.shape[1:]))
     _scatter(mine, everything, group=group)
     return mine
@@ -42,7 +42,7 @@ def quiet_about_views() -> None:
 
 
 def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shape of this process's part of a tensor and its offset in the whole."""
+    """Return the shape of this process's part of a tensor and its offset in the whole."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 

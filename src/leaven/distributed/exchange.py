@@ -57,7 +57,7 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Returns the JSON value of the first process, on all of them, and ends the round.
+        """Return the JSON value of the first process, on all of them, and ends the round.
 
         Raises:
             NoReply: if it does not answer within twice the timeout: it waits for the others itself.
@@ -92,7 +92,7 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Returns ``work()``. The first process does it first, however long it takes; the others afterwards, when its
+    """Return ``work()``. The first process does it first, however long it takes; the others afterwards, when its
     files are there.
 
     Raises:

@@ -73,7 +73,7 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Returns the infos that have a receive buffer: inputs of the first stage have none."""
+    """Return the infos that have a receive buffer: inputs of the first stage have none."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

@@ -27,7 +27,7 @@ def sharded_cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """Returns ``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden .
+    """Return ``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden .
     weight)[target], in nats, (), the same on every rank. ``hidden_BtD`` has this rank's positions, ``targets_BT`` all
     positions."""
     if not torch.is_grad_enabled():

@@ -35,7 +35,7 @@ def build_stage(
     device: torch.device,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
-    """Returns the layers from the first number up to the second, laid out over the ranks, without values."""
+    """Return the layers from the first number up to the second, laid out over the ranks, without values."""
     first, last = layers
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
@@ -97,13 +97,13 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:
-    """Returns the modules that FSDP gathers and shards as one."""
+    """Return the modules that FSDP gathers and shards as one."""
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
 @torch.no_grad()
 def pieces(stage: Stage) -> list[Piece]:
-    """Returns this process's pieces of the stage's parameters. A tied embedding is on the first and the last stage;
+    """Return this process's pieces of the stage's parameters. A tied embedding is on the first and the last stage;
     the first one owns it."""
     return [
         piece_of(name, parameter, owned=stage.begins or name != "embedding.weight")

@@ -42,7 +42,7 @@ class Piece:
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Returns this process's piece of a tensor. Of replicas, the first on each axis of the mesh owns it."""
+    """Return this process's piece of a tensor. Of replicas, the first on each axis of the mesh owns it."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -54,12 +54,12 @@ def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
 
 
 def whole(model: nn.Module) -> list[Piece]:
-    """Returns this process's pieces of a model's parameters."""
+    """Return this process's pieces of a model's parameters."""
     return [piece_of(name, parameter) for name, parameter in model.named_parameters()]
 
 
 def cut(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Returns a view of the block of ``shape`` at ``offset``."""
+    """Return a view of the block of ``shape`` at ``offset``."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, start, length) if length else tensor.narrow(dim, 0, 0)
     return tensor

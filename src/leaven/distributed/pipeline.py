@@ -31,7 +31,7 @@ MicroBatch = tuple[Tensor, Tensor, Tensor | None]
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
-    """Returns the stages of a pipeline rank: r, r + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    """Return the stages of a pipeline rank: r, r + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
     return [rank + layout.pp * turn for turn in range(layout.stages_per_rank)]
 
 
@@ -50,7 +50,7 @@ class Pipeline:
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
 
     def schedulable(self, micro_batches: int) -> int:
-        """Returns the smallest number of at least so many micro-batches that the schedule takes."""
+        """Return the smallest number of at least so many micro-batches that the schedule takes."""
         least = self.count if self.layout.schedule == "1f1b" else 1
         return max(scheduled(self.layout, micro_batches), least)
 
@@ -73,7 +73,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns what :meth:`forward_backward` does, without gradients. The schedules' own evaluation is not used:
+        """Return what :meth:`forward_backward` does, without gradients. The schedules' own evaluation is not used:
         it changes the state that they keep for training."""
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
@@ -93,7 +93,7 @@ class Pipeline:
         return total
 
     def _schedule_for(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Returns the schedule for so many micro-batches of a shape. There is one at a time: schedules keep state on
+        """Return the schedule for so many micro-batches of a shape. There is one at a time: schedules keep state on
         their stages, and two on the same stages lose gradients silently."""
         if self._built_for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")
@@ -124,7 +124,7 @@ class Pipeline:
         return self._schedule
 
     def _passed_on(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Returns the shape of activations between stages: (B, T of this tensor rank, D)."""
+        """Return the shape of activations between stages: (B, T of this tensor rank, D)."""
         return shape[0], shape[1] // self._tp, self.stages[0].model.shape.d_model
 
     def _nothing(self) -> Tensor:

@@ -42,11 +42,11 @@ class ProcessGroup:
         return self.rank == 0
 
     def rank_along(self, axis: str) -> int:
-        """Returns the rank of this process along an axis of the mesh."""
+        """Return the rank of this process along an axis of the mesh."""
         return self.mesh.get_local_rank(axis) if self.mesh is not None else 0
 
     def degree(self, axis: str) -> int:
-        """Returns the number of processes along an axis of the mesh."""
+        """Return the number of processes along an axis of the mesh."""
         return self.mesh.size(AXES.index(axis)) if self.mesh is not None else 1
 
     @property
@@ -65,26 +65,26 @@ class ProcessGroup:
         return self.rank_along("pp") == 0 and self.rank_along("tp") == 0
 
     def all_reduce_(self, values: Tensor) -> Tensor:
-        """Returns ``values`` summed in place over all processes, with the same bits on each."""
+        """Return ``values`` summed in place over all processes, with the same bits on each."""
         if self.mesh is not None:
             dist.all_reduce(values)
         return values
 
     def all_gather(self, values: list[float]) -> list[list[float]]:
-        """Returns the values of all processes, by rank."""
+        """Return the values of all processes, by rank."""
         own = torch.zeros(self.size, len(values), dtype=torch.float64)
         own[self.rank] = torch.tensor(values, dtype=torch.float64)
         found: list[list[float]] = self.all_reduce_(own).tolist()
         return found
 
     def any(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any process."""
+        """Return whether the flag is set on any process."""
         if self.mesh is None:
             return flag
         return bool(self.all_reduce_(torch.tensor(float(flag))))
 
     def broadcast(self, value: T) -> T:
-        """Returns the value of the first process."""
+        """Return the value of the first process."""
         if self.mesh is None:
             return value
         values = [value]
@@ -144,7 +144,7 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 
 
 def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Returns the device mesh of a layout. ZeRO 0 replicates everything; ZeRO 1 to 3 shard over
+    """Return the device mesh of a layout. ZeRO 0 replicates everything; ZeRO 1 to 3 shard over
     ``dp // dp_replicate`` ranks."""
     replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
     sizes = (layout.pp, replicas, layout.dp // replicas, layout.tp)
@@ -152,17 +152,17 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def world_size() -> int:
-    """Returns the number of processes that torchrun started; 1 without torchrun."""
+    """Return the number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Returns the rank that torchrun gave this process; 0 without torchrun."""
+    """Return the rank that torchrun gave this process; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
-    """Returns whether an error, or one of its causes, comes from the connections between processes."""
+    """Return whether an error, or one of its causes, comes from the connections between processes."""
     if error is None:
         return False
     connection = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
@@ -170,7 +170,7 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
-    """Returns what this process was waiting for, and which process has the oldest heartbeat."""
+    """Return what this process was waiting for, and which process has the oldest heartbeat."""
     collective = next(
         (frame.name for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.name in _COLLECTIVES),
         "a collective",

@@ -17,7 +17,7 @@ _PAUSE = 0.02  # s between two polls of the store
 
 
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Returns a store with a prefix that is shared only by the ``size`` processes that call this now.
+    """Return a store with a prefix that is shared only by the ``size`` processes that call this now.
 
     Each process writes a new random word. The first one proposes all the words that it sees, each other process
     agrees if its own word is among them, and the first one confirms once all have agreed. A proposal with the word of

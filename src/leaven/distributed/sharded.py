@@ -97,7 +97,7 @@ class ShardedModel:
         return [held.piece for held in self.held]
 
     def schedulable(self, micro_batches: int) -> int:
-        """Returns the smallest number of at least so many micro-batches that the pipeline's schedule takes."""
+        """Return the smallest number of at least so many micro-batches that the pipeline's schedule takes."""
         return self._pipeline.schedulable(micro_batches) if self._pipeline else micro_batches
 
     def train(self, mode: bool) -> None:
@@ -133,7 +133,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def forward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Returns the sum of the losses of this process without gradients, in nats, ()."""
+        """Return the sum of the losses of this process without gradients, in nats, ()."""
         self.train(False)
         for stage in self.stages:
             stage.factor = 1.0
@@ -146,7 +146,7 @@ class ShardedModel:
         return loss
 
     def total(self, loss: Tensor) -> Tensor:
-        """Returns the sum over all processes of the losses of their own samples, ()."""
+        """Return the sum over all processes of the losses of their own samples, ()."""
         return (
             loss
             if self.group is SINGLE_PROCESS
@@ -164,7 +164,7 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Returns the 2-norms of the current gradients by row of the table, once they have been exchanged."""
+        """Return the 2-norms of the current gradients by row of the table, once they have been exchanged."""
         gradients = [held.parameter.grad for held in self.held]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
@@ -206,7 +206,7 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Returns the group of this process and the one at the other end of its pipeline; None between the ends."""
+    """Return the group of this process and the one at the other end of its pipeline; None between the ends."""
     assert group.mesh is not None
     ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)

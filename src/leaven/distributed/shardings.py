@@ -104,7 +104,7 @@ class LocalNorm(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Returns the style of a module that gathers its first argument over the sequence."""
+    """Return the style of a module that gathers its first argument over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),

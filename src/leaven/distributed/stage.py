@@ -62,7 +62,7 @@ class Stage(nn.Module):
         return list(self.model.layers.children())
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Returns the activations for the next stage, (B, T, D), or on the last stage the loss in nats, summed over
+        """Return the activations for the next stage, (B, T, D), or on the last stage the loss in nats, summed over
         the targets that count and multiplied by ``factor``, (1,). ``x`` has tokens (B, T) on the first stage, else
         the activations of the stage before."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}

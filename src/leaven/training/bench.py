@@ -52,7 +52,7 @@ class Bench:
     unfinished: int | None = None  # the global batch at which it ended; its fastest micro-batch may be missing
 
     def best(self, global_batch: int) -> BenchMeasurement:
-        """Returns the fastest micro-batch of a global batch."""
+        """Return the fastest micro-batch of a global batch."""
         return max(
             (row for row in self.rows if row.global_batch == global_batch), key=lambda row: row.tokens_per_second
         )
@@ -63,7 +63,7 @@ class Bench:
         return list(dict.fromkeys(row.global_batch for row in self.rows))
 
     def choose(self, share: float) -> dict[str, Any] | None:
-        """Returns the fastest micro-batch at the largest batch, and the smallest batch with this share of its speed;
+        """Return the fastest micro-batch at the largest batch, and the smallest batch with this share of its speed;
         None if no batch was measured with all micro-batches."""
         fastest = [self.best(size) for size in self.global_batches if size != self.unfinished]
         if not fastest:
@@ -82,18 +82,18 @@ class Bench:
         }
 
     def utilisation(self, row: BenchMeasurement) -> Utilisation:
-        """Returns the utilisation of a measurement under all conventions."""
+        """Return the utilisation of a measurement under all conventions."""
         return utilisation(self.recipe, row.mfu)
 
 
 def batches_of(recipe: Recipe, most: int = 7) -> list[int]:
-    """Returns the global batches to measure, in sequences: the recipe's, halved (rounded up) up to six times."""
+    """Return the global batches to measure, in sequences: the recipe's, halved (rounded up) up to six times."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(most)})
 
 
 def micro_batches_of(recipe: Recipe) -> list[int]:
-    """Returns the micro-batches to measure: powers of two up to the recipe's batch, and that."""
+    """Return the micro-batches to measure: powers of two up to the recipe's batch, and that."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({min(2**n, sequences) for n in range(sequences.bit_length() + 1)})
 
@@ -108,7 +108,7 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Bench:
-    """Returns the speed of a few real steps at every micro-batch up to every global batch. Writes nothing.
+    """Return the speed of a few real steps at every micro-batch up to every global batch. Writes nothing.
 
     Raises:
         InputError: if not even the smallest micro-batch fits.
@@ -141,7 +141,7 @@ def bench(
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchMeasurement | None:
-    """Returns the fastest of a few steps from the start of the data, or None if they run out of memory."""
+    """Return the fastest of a few steps from the start of the data, or None if they run out of memory."""
     training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
     training.micro_batch = micro_batch
     training.progress = Progress()

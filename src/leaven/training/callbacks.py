@@ -43,7 +43,7 @@ class Announcements(RunCallback):
         self._on_step(step)
 
     def batch(self) -> dict[str, int]:
-        """Returns the batch in tokens and the sequences of each forward."""
+        """Return the batch in tokens and the sequences of each forward."""
         size, _ = self.training.forwards(self.batch_tokens // self.training.recipe.model.seq_len)
         return {"batch_tokens": self.batch_tokens, "micro_batch": size}
 
@@ -102,7 +102,7 @@ class Validation(RunCallback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Returns the loss in nats per token and in bits per byte."""
+        """Return the loss in nats per token and in bits per byte."""
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True

@@ -55,7 +55,7 @@ class Checkpoint:
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def copied(self) -> "Checkpoint":
-        """Returns a copy in host memory, which later steps do not change."""
+        """Return a copy in host memory, which later steps do not change."""
         model, optimizer = (
             {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
             for tensors in (self.model, self.optimizer)
@@ -137,7 +137,7 @@ def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> di
 
 
 def _all_well(parts: Sequence[Any]) -> Sequence[dict[str, Any]]:
-    """Returns the parts of all processes. Raises OSError if one could not write or did not answer."""
+    """Return the parts of all processes. Raises OSError if one could not write or did not answer."""
     errors = [
         (f"rank {rank}: " if len(parts) > 1 else "") + ("does not answer" if part is None else part["error"])
         for rank, part in enumerate(parts)
@@ -187,7 +187,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 def read_checkpoint(
     folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, group: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[SavedCheckpoint | None, list[Path]]:
-    """Returns the newest whole checkpoint, or None, and newer damaged ones; with ``tokens``, only those at that many
+    """Return the newest whole checkpoint, or None, and newer damaged ones; with ``tokens``, only those at that many
     tokens.
 
     Checkpoints that the run's ``rewinds`` have undone are ignored. All processes of a group call this with the same
@@ -218,12 +218,12 @@ def read_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a folder, damaged ones too, the oldest first."""
+    """Return the checkpoints of a folder, damaged ones too, the oldest first."""
     return sorted(folder.glob(_NAME))
 
 
 def tokens_of(path: Path) -> int:
-    """Returns the tokens trained at a checkpoint, from its name."""
+    """Return the tokens trained at a checkpoint, from its name."""
     return int(path.name.rpartition("-")[2])
 
 

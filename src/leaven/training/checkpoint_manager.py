@@ -67,7 +67,7 @@ class CheckpointManager:
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Returns the result of the last save, once, or None if there is none yet. With ``wait`` all processes get it
+        """Return the result of the last save, once, or None if there is none yet. With ``wait`` all processes get it
         at the same call; otherwise some may get it earlier than others.
 
         Raises:

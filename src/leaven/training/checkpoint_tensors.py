@@ -48,7 +48,7 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Returns whole tensors from the parts that the processes have written.
+    """Return whole tensors from the parts that the processes have written.
 
     Raises:
         ValueError: if an element of a tensor is in no file or in two, or its blocks differ in dtype or whole shape.
@@ -74,7 +74,7 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Returns why blocks do not make a whole tensor, or None."""
+    """Return why blocks do not make a whole tensor, or None."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
@@ -85,7 +85,7 @@ def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str 
 
 
 def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
-    """Returns the set of numbers of blocks that contain an element."""
+    """Return the set of numbers of blocks that contain an element."""
     if not shape:
         return {len(blocks)}
     edges = sorted({0, shape[0], *(edge for block in blocks for edge in block[0])})
@@ -107,7 +107,7 @@ class Tensors(Mapping[str, Tensor]):
 
     @classmethod
     def of_file(cls, path: Path) -> "Tensors":
-        """Returns all tensors of a file, each whole."""
+        """Return all tensors of a file, each whole."""
         saved: dict[str, SavedTensor] = {}
         tensors = cls(path.parent, saved)
         file = tensors._opened(path.name)
@@ -131,11 +131,11 @@ class Tensors(Mapping[str, Tensor]):
         return name in self._saved  # Mapping's own would read the tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a whole tensor."""
+        """Return the shape of a whole tensor."""
         return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Returns the block of ``shape`` at ``offset``, without reading the rest."""
+        """Return the block of ``shape`` at ``offset``, without reading the rest."""
         saved, wanted = self._saved[name], _spans(offset, shape)
         assert len(wanted) == len(saved.shape), f"{name} is {saved.shape}, not {tuple(shape)}"
         assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, saved.shape, strict=True))
@@ -166,7 +166,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Returns the block of a tensor that belongs to a piece of a parameter; a number, (), belongs to all pieces."""
+    """Return the block of a tensor that belongs to a piece of a parameter; a number, (), belongs to all pieces."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]
@@ -183,7 +183,7 @@ def _spans(offset: Sequence[int], shape: Sequence[int]) -> tuple[Span, ...]:
 
 
 def _common(one: Sequence[Span], other: Sequence[Span]) -> tuple[Span, ...]:
-    """Returns the intersection of two blocks; its size is 0 if they do not overlap."""
+    """Return the intersection of two blocks; its size is 0 if they do not overlap."""
     both = zip(one, other, strict=True)
     return tuple((max(a, b), max(a, b, min(c, d))) for (a, c), (b, d) in both)
 

@@ -26,7 +26,7 @@ class RunningNorm:
     state: Tensor  # mean square and steps, (2,) in float64 on the gradients' device
 
     def value(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Returns the norm, (); infinite before the first gradient that is not 0, so that nothing is clipped."""
+        """Return the norm, (); infinite before the first gradient that is not 0, so that nothing is clipped."""
         mean_square, steps = self.state.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 

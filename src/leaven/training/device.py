@@ -46,7 +46,7 @@ class Peak:
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
-    """Returns the dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
+    """Return the dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
 
     None for fp32, which may run as TF32 or not, and for CPUs: a wrong peak is worse than none. A trainer that took
     unknown devices for an A100 printed an MFU three times too high."""
@@ -56,7 +56,7 @@ def peak_flops(device_name: str, compute: str) -> float | None:
 
 
 def mfu_convention(peak: Peak) -> str:
-    """Returns the definition of the MFU, in one line."""
+    """Return the definition of the MFU, in one line."""
     return (
         "model FLOPs a token 6 N (unembedding counted, embedding not) + 12 L d s (causal: half of that) over "
         f"{peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
@@ -64,29 +64,29 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Returns the peak of a device from its data sheet, or None if that is not known."""
+    """Return the peak of a device from its data sheet, or None if that is not known."""
     name = device_name(device)
     flops = peak_flops(name, compute)
     return Peak(flops, f"data sheet of {name}") if flops else None
 
 
 def default_device() -> torch.device:
-    """Returns the CUDA device if there is one, else the CPU."""
+    """Return the CUDA device if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name that the driver gives a device; the kind of a processor."""
+    """Return the name that the driver gives a device; the kind of a processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Returns the entry of a device in the planner's table, or None."""
+    """Return the entry of a device in the planner's table, or None."""
     return known_device(device_name(device)) if device.type == "cuda" else parse_cluster("cpu").accelerator
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Returns the peak of a device from its data sheet, or else measured, once per process.
+    """Return the peak of a device from its data sheet, or else measured, once per process.
 
     A dtype that the device only emulates has at least the peak of fp32. Without that bound a CPU without fp16 showed
     MFUs of up to 227%: its fp16 product of two matrices takes eight times as long if neither is transposed.
@@ -103,7 +103,7 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Returns the FLOP/s of the fastest square matmul with this many threads, measured in about half a second."""
+    """Return the FLOP/s of the fastest square matmul with this many threads, measured in about half a second."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -121,7 +121,7 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Returns the seconds of a matmul that is the same on all devices, to find the slowest of several."""
+    """Return the seconds of a matmul that is the same on all devices, to find the slowest of several."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -148,7 +148,7 @@ class Utilisation:
 
 
 def utilisation(recipe: Recipe, mfu: float) -> Utilisation:
-    """Returns the MFU with full attention under all conventions."""
+    """Return the MFU with full attention under all conventions."""
     full = flops_per_token(recipe.model)
     return Utilisation(
         mfu,
@@ -160,7 +160,7 @@ def utilisation(recipe: Recipe, mfu: float) -> Utilisation:
 def unless_out_of_memory(
     work: Callable[[], T], device: torch.device, cleanup: Callable[[], None] = lambda: None
 ) -> T | None:
-    """Returns ``work()``, or None if it runs out of memory; calls ``cleanup`` in both cases."""
+    """Return ``work()``, or None if it runs out of memory; calls ``cleanup`` in both cases."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -174,7 +174,7 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the most bytes held so far: allocated on an accelerator; on a CPU by the whole process."""
+    """Return the most bytes held so far: allocated on an accelerator; on a CPU by the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows
@@ -183,7 +183,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Returns the bytes held now, as :func:`peak_memory` counts them; on a CPU only on Linux."""
+    """Return the bytes held now, as :func:`peak_memory` counts them; on a CPU only on Linux."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with suppress(OSError):
@@ -201,7 +201,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the bytes that a run can still allocate on this device; on a CPU within the limit of its container."""
+    """Return the bytes that a run can still allocate on this device; on a CPU within the limit of its container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -218,7 +218,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Returns the bytes left in a control group; its page cache can be reclaimed."""
+    """Return the bytes left in a control group; its page cache can be reclaimed."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -228,7 +228,7 @@ def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """Returns processor, cores, memory in GiB and versions, without anything that identifies this machine."""
+    """Return processor, cores, memory in GiB and versions, without anything that identifies this machine."""
     return {
         "processor": processor(),
         "cores": cores(),
@@ -241,7 +241,7 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -26,7 +26,7 @@ LEARNT = 0.01
 
 
 def divergence_limit(vocab_size: int) -> float:
-    """Returns the loss that counts as divergence, in nats: one more than a uniform guess."""
+    """Return the loss that counts as divergence, in nats: one more than a uniform guess."""
     return math.log(vocab_size) + 1.0
 
 
@@ -115,7 +115,7 @@ CATCHES_UP = 1.5
 
 
 def out_of_reach(curve: Curve, baseline: Baseline) -> bool:
-    """Returns whether a trial with this curve so far cannot reach the baseline."""
+    """Return whether a trial with this curve so far cannot reach the baseline."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False
@@ -123,7 +123,7 @@ def out_of_reach(curve: Curve, baseline: Baseline) -> bool:
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """Returns the validation loss that a pruned trial would have reached.
+    """Return the validation loss that a pruned trial would have reached.
 
     It closes part of its gap while the baseline's loss still falls: the larger the gap, the smaller that part.
     """
@@ -132,22 +132,22 @@ def expected(curve: Curve, baseline: Baseline) -> float:
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Returns how far behind the baseline the last points of a trial are, in nats per token at equal tokens."""
+    """Return how far behind the baseline the last points of a trial are, in nats per token at equal tokens."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Returns how much the baseline's loss still fell from where the curve ends."""
+    """Return how much the baseline's loss still fell from where the curve ends."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 
 def comparable(baseline: Baseline, tokens: int) -> bool:
-    """Returns whether the baseline is a run of so many tokens, up to its last batch."""
+    """Return whether the baseline is a run of so many tokens, up to its last batch."""
     return bool(baseline.curve) and math.isclose(baseline.curve[-1][0], tokens, rel_tol=0.02)
 
 
 def _mean(curve: Curve, at: Curve) -> float:
-    """Returns the mean of a curve at the tokens of another."""
+    """Return the mean of a curve at the tokens of another."""
     tokens, losses = zip(*curve, strict=True)
     return float(np.interp([there for there, _ in at], tokens, losses).mean())

@@ -200,7 +200,7 @@ class Training:
             self.optimiser.recount(longer)
 
     def _noise_measurement(self, batch: TrainingBatch, before: int) -> NoiseMeasurement | None:
-        """Returns the measurement of the noise scale in this step, or None if it is not due."""
+        """Return the measurement of the noise scale in this step, or None if it is not due."""
         if self.noise is None or not self.noise.due(before, before + batch.tokens):
             return None
         first = next(batch.micro_batches)
@@ -216,7 +216,7 @@ class Training:
         return step
 
     def evaluate(self) -> float:
-        """Returns the mean validation loss in nats per token, over the same windows at every call."""
+        """Return the mean validation loss in nats per token, over the same windows at every call."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._slice(len(windows))
@@ -226,12 +226,12 @@ class Training:
         return float(loss) / batch.targets
 
     def validation_targets(self) -> NDArray[np.int64]:
-        """Returns the target tokens of the validation loss, (targets,)."""
+        """Return the target tokens of the validation loss, (targets,)."""
         targets, inputs = self.validation[:, 1:], self.validation[:, :-1]
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
     def _counted(self, windows: Tensor, sequences: int) -> int:
-        """Returns how many targets of a batch count in the loss; ``windows`` are this process's part of it. The first
+        """Return how many targets of a batch count in the loss; ``windows`` are this process's part of it. The first
         token of an isolated document does not count."""
         if self._end_of_text is None:
             return sequences * self.recipe.model.seq_len
@@ -243,7 +243,7 @@ class Training:
         )
 
     def _batch_at(self, tokens: int) -> TrainingBatch:
-        """Returns the batch of the step after so many tokens. A process reads its own samples only."""
+        """Return the batch of the step after so many tokens. A process reads its own samples only."""
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
         start, count = self._slice(sequences)
@@ -251,14 +251,14 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Returns a batch of so many sequences, of which this process has the first ``count`` windows."""
+        """Return a batch of so many sequences, of which this process has the first ``count`` windows."""
         targets = self._counted(windows[:count], sequences)
         return TrainingBatch(
             sequences * self.recipe.model.seq_len, targets, self._micro_batches(windows, count, sequences)
         )
 
     def _slice(self, sequences: int) -> tuple[int, int]:
-        """Returns the first of this process's sequences in a batch, and their number. The last processes may have
+        """Return the first of this process's sequences in a batch, and their number. The last processes may have
         fewer, or none."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
@@ -274,7 +274,7 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Returns windows (sequences, seq_len + 1) on the device; only the targets of the first ``count`` count."""
+        """Return windows (sequences, seq_len + 1) on the device; only the targets of the first ``count`` count."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)
@@ -283,7 +283,7 @@ class Training:
         return self._on_device(inputs), self._on_device(targets), documents
 
     def forwards(self, sequences: int) -> tuple[int, int]:
-        """Returns the sequences of each forward and the number of forwards of a batch. A compiled model gets one size
+        """Return the sequences of each forward and the number of forwards of a batch. A compiled model gets one size
         wherever possible: compiling for a new one costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
@@ -295,7 +295,7 @@ class Training:
         return tokens
 
     def checkpoint(self) -> Checkpoint:
-        """Returns the state of the run that this process owns. The process with the first element of a parameter owns
+        """Return the state of the run that this process owns. The process with the first element of a parameter owns
         its step count; the first process owns what belongs to no parameter."""
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}

@@ -56,7 +56,7 @@ class LoadedRun:
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
-    """Returns model and tokenizer of a run's newest whole checkpoint, or of the one at ``tokens`` tokens.
+    """Return model and tokenizer of a run's newest whole checkpoint, or of the one at ``tokens`` tokens.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
     time, vocabulary). Warns of newer checkpoints that are damaged.
@@ -71,7 +71,7 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
 
 
 def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
-    """Returns a run at a checkpoint, chosen as in :func:`load`."""
+    """Return a run at a checkpoint, chosen as in :func:`load`."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         said = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"

@@ -68,7 +68,7 @@ class Callback(Generic[S_contra]):
         """Called after each step, once its result has been read."""
 
     def is_due(self, before: int, after: int) -> bool:
-        """Returns whether to call :meth:`on_due` after a step from ``before`` to ``after`` tokens, unless it was the
+        """Return whether to call :meth:`on_due` after a step from ``before`` to ``after`` tokens, unless it was the
         last one."""
         return False
 
@@ -76,7 +76,7 @@ class Callback(Generic[S_contra]):
         """Called between two steps, once the results of all started steps have been read."""
 
     def state(self) -> dict[str, Any]:
-        """Returns this callback's keys of the JSON document in a checkpoint, which all callbacks share."""
+        """Return this callback's keys of the JSON document in a checkpoint, which all callbacks share."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ class ManualRewind:
     skip_tokens: int = 0  # of the data to skip from there, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Returns whether this was the last manual rewind: doing it again would compute the same bits."""
+        """Return whether this was the last manual rewind: doing it again would compute the same bits."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 

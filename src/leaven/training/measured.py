@@ -126,7 +126,7 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Returns the recipe for one device with a batch of one or two forwards, and its arrangement."""
+    """Return the recipe for one device with a batch of one or two forwards, and its arrangement."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)
@@ -149,19 +149,19 @@ def _cut(recipe: Recipe, n_layers: int) -> Recipe:
 
 
 def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
-    """Returns the estimated seconds of a step."""
+    """Return the estimated seconds of a step."""
     return sequences * recipe.model.seq_len * flops_per_token(recipe.model) / (USUAL_SHARE * flops)
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Returns whether a step fits into memory and takes a short time; two layers may take longer."""
+    """Return whether a step fits into memory and takes a short time; two layers may take longer."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
 
 
 def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> StepCost:
-    """Returns the cost at full depth from those at two depths, on a straight line."""
+    """Return the cost at full depth from those at two depths, on a straight line."""
 
     def line(low: float, high: float) -> float:
         return high + (full - depths[1]) * max(high - low, 0.0) / (depths[1] - depths[0])
@@ -174,7 +174,7 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 def _measure_steps(
     recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[int], None]
 ) -> StepCost | None:
-    """Returns the cost of a few steps on random tokens, or None if they run out of memory.
+    """Return the cost of a few steps on random tokens, or None if they run out of memory.
 
     Raises:
         StopRequested: if ``stop()`` becomes true.
@@ -202,7 +202,7 @@ def _measure_steps(
 
 
 def _random_tokens(recipe: Recipe) -> TokenSet:
-    """Returns random tokens for one batch: step times do not depend on the text."""
+    """Return random tokens for one batch: step times do not depend on the text."""
     model = recipe.model
     count = recipe.batch.tokens + 1
     ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=count, dtype=np.uint32)])

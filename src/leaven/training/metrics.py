@@ -77,7 +77,7 @@ class Tracker:
 
 
 def writers(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the writers of ``--log-to``; without it, TensorBoard if it is installed.
+    """Return the writers of ``--log-to``; without it, TensorBoard if it is installed.
 
     Raises:
         InputError: if a name is unknown or its package not installed.

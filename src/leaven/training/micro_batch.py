@@ -71,7 +71,7 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Returns the sequences of each forward of a batch: as many forwards as a micro-batch needs, all of one size.
+    """Return the sequences of each forward of a batch: as many forwards as a micro-batch needs, all of one size.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -81,7 +81,7 @@ def even(sequences: int, micro_batch: int) -> int:
 
 
 def sizes(sequences: int) -> list[int]:
-    """Returns the micro-batches to consider for a batch: powers of two, evened out, and the whole batch.
+    """Return the micro-batches to consider for a batch: powers of two, evened out, and the whole batch.
 
     >>> sizes(12)
     [1, 2, 4, 6, 12]
@@ -90,7 +90,7 @@ def sizes(sequences: int) -> list[int]:
 
 
 def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
-    """Returns the recipe's micro-batch, or a rule of thumb that does not look at the device."""
+    """Return the recipe's micro-batch, or a rule of thumb that does not look at the device."""
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
@@ -98,7 +98,7 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _most(recipe: Recipe) -> int:
-    """Returns the largest micro-batch with which a rank has a micro-batch for every pipeline stage, and two where the
+    """Return the largest micro-batch with which a rank has a micro-batch for every pipeline stage, and two where the
     noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # also at the smallest batch
@@ -109,7 +109,7 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_begun(recipe: Recipe, folder: Path) -> Recipe:
-    """Returns the recipe with the micro-batch of the run in this folder, if there is one and the recipe says "auto".
+    """Return the recipe with the micro-batch of the run in this folder, if there is one and the recipe says "auto".
 
     A run keeps it wherever it is resumed, since the order of a sum decides its last bits.
     """
@@ -124,7 +124,7 @@ def as_begun(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
-    """Returns the recipe with the micro-batch of the run in this folder, or else by the rule of thumb."""
+    """Return the recipe with the micro-batch of the run in this folder, or else by the rule of thumb."""
     recipe = as_begun(recipe, folder) if folder is not None else recipe
     if recipe.batch.micro_batch != "auto":
         return recipe
@@ -134,7 +134,7 @@ def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Returns the bytes that training takes beside the weights, by the planner's closed form."""
+    """Return the bytes that training takes beside the weights, by the planner's closed form."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16,
@@ -173,7 +173,7 @@ def _require(needed: float, device: torch.device) -> None:
 
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list[int]:
-    """Returns the candidates that fit by the closed form, once the weights are allocated.
+    """Return the candidates that fit by the closed form, once the weights are allocated.
 
     Raises:
         InputError: if not even the smallest fits.
@@ -202,7 +202,7 @@ def settle(training: "Training") -> Choice:
 
 
 def choose(training: "Training") -> Choice:
-    """Returns the micro-batch for :func:`settle`: by timing, or by rule of thumb for a short run."""
+    """Return the micro-batch for :func:`settle`: by timing, or by rule of thumb for a short run."""
     began = time.perf_counter()
     recipe, sequences = training.recipe, training.recipe.batch.tokens // training.recipe.model.seq_len
     everything = [size for size in sizes(sequences) if size <= _most(recipe)]
@@ -216,7 +216,7 @@ def choose(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice:
-    """Returns the micro-batch of the rule of thumb, halved until it fits."""
+    """Return the micro-batch of the rule of thumb, halved until it fits."""
     thumb = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while trial_step(training, thumb) is None:
@@ -232,7 +232,7 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice:
 
 
 def _fastest(training: "Training", candidates: list[int], sequences: int) -> Choice:
-    """Returns the smallest micro-batch that is about as fast as the fastest. Candidates are timed from small to large
+    """Return the smallest micro-batch that is about as fast as the fastest. Candidates are timed from small to large
     until memory or time runs out."""
     began = time.perf_counter()
     timings: list[Timing] = []
@@ -266,7 +266,7 @@ def _fastest(training: "Training", candidates: list[int], sequences: int) -> Cho
 
 
 def trial_step(training: "Training", size: int) -> float | None:
-    """Returns the seconds of a forward and backward pass over a micro-batch of the run's data, or None if it runs out
+    """Return the seconds of a forward and backward pass over a micro-batch of the run's data, or None if it runs out
     of memory.
 
     Memory is allocated as in a step, with gradients of earlier forwards where a batch takes several. The state of the

@@ -33,7 +33,7 @@ class NoiseScale:
         return None if every is None else cls(every, torch.zeros(2, dtype=torch.float64, device=device))
 
     def due(self, before: int, after: int) -> bool:
-        """Returns whether to measure a step from ``before`` to ``after`` tokens."""
+        """Return whether to measure a step from ``before`` to ``after`` tokens."""
         return after // self.every > before // self.every
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class NoiseMeasurement:
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def result(self, grad_norm: Tensor) -> Tensor:
-        """Returns the noise scale in tokens, (); ``grad_norm`` is the norm of the mean gradient of the batch."""
+        """Return the noise scale in tokens, (); ``grad_norm`` is the norm of the mean gradient of the batch."""
         assert self.first_norm is not None
         share = (1 if self.loss_scale is None else self.loss_scale) / self.targets
         mean_norm = self.first_norm / (share * self.first_targets)

@@ -18,7 +18,7 @@ Moments = Mapping[tuple[str, str], Tensor]
 
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
-    """Returns groups for ``torch.optim``: module, param_names, params, peak_lr, lr, betas, eps, weight_decay.
+    """Return groups for ``torch.optim``: module, param_names, params, peak_lr, lr, betas, eps, weight_decay.
 
     Raises:
         ValueError: naming parameters without a row, or rows without a parameter.
@@ -48,7 +48,7 @@ class Optimiser:
 
     @classmethod
     def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], kind: str) -> "Optimiser":
-        """Returns an optimizer: ``adamw`` has decoupled weight decay, ``adam`` adds it to the gradient (L2)."""
+        """Return an optimizer: ``adamw`` has decoupled weight decay, ``adam`` adds it to the gradient (L2)."""
         algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
         return cls(algorithm(parameter_groups(parameters, rows), fused=True))
 
@@ -76,7 +76,7 @@ class Optimiser:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Returns moments and step counts by kind and parameter name, independent of the order of the groups."""
+        """Return moments and step counts by kind and parameter name, independent of the order of the groups."""
         return {
             (kind, name): value
             for name, parameter in self._named()

@@ -10,7 +10,7 @@ Curve = tuple[tuple[int, float], ...]
 
 
 def curve_of(points: Iterable[Sequence[float]]) -> Curve:
-    """Returns a curve from lists, as JSON or a user's objective gives it."""
+    """Return a curve from lists, as JSON or a user's objective gives it."""
     return tuple((int(tokens), float(loss)) for tokens, loss in points)
 
 
@@ -29,7 +29,7 @@ class Outcome:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Outcome":
-        """Returns an outcome from its JSON document."""
+        """Return an outcome from its JSON document."""
         return cls(**{**document, **{key: curve_of(document.get(key, ())) for key in ("curve", "branches")}})
 
     @property

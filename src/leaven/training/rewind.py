@@ -29,7 +29,7 @@ class Rewind:
 def rollback(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
-    """Returns the rewind for an anomaly, given the rewinds before.
+    """Return the rewind for an anomaly, given the rewinds before.
 
     A first attempt goes back to the first suspicious step and skips the data of the anomaly and as much again after
     it. Each further attempt for the same anomaly skips four times as much after it, and as much more before it:
@@ -58,7 +58,7 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Returns the tokens trained at the oldest checkpoint that the schedule keeps when an anomaly is found.
+    """Return the tokens trained at the oldest checkpoint that the schedule keeps when an anomaly is found.
     Checkpoints that a stop added or damage removed must not change the decision, so the disk is not looked at."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
@@ -80,7 +80,7 @@ def oldest_checkpoint(
 
 
 def staying(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Returns the checkpoints to keep, in tokens: the newest, the last good one, and those kept for ever."""
+    """Return the checkpoints to keep, in tokens: the newest, the last good one, and those kept for ever."""
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
         stay |= {*firsts(due, keep_every_tokens, 0)}
@@ -88,7 +88,7 @@ def staying(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: 
 
 
 def firsts(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
-    """Returns the first count in each interval of ``every_tokens`` after interval number ``last``."""
+    """Return the first count in each interval of ``every_tokens`` after interval number ``last``."""
     found = []
     for tokens in there:
         if tokens // every_tokens > last:
@@ -98,7 +98,7 @@ def firsts(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
 
 
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
-    """Returns the skipped intervals of the stream in tokens, disjoint and in order."""
+    """Return the skipped intervals of the stream in tokens, disjoint and in order."""
     stretches: list[tuple[int, int]] = []
     for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in rewinds):
         if stretches and start <= stretches[-1][1]:
@@ -109,7 +109,7 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Returns the position in the stream, in tokens, of the step that starts after ``tokens`` trained."""
+    """Return the position in the stream, in tokens, of the step that starts after ``tokens`` trained."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start
@@ -117,7 +117,7 @@ def position(rewinds: Sequence[Rewind], tokens: int) -> int:
 
 
 def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
-    """Returns the factor on the schedule's lr once ``tokens`` are trained."""
+    """Return the factor on the schedule's lr once ``tokens`` are trained."""
     factor = 1.0
     for rewind in rewinds:
         since = tokens - rewind.to_tokens
@@ -127,5 +127,5 @@ def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
 
 
 def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
-    """Returns whether a state at ``tokens`` trained, reached after ``known`` rewinds, has been undone since."""
+    """Return whether a state at ``tokens`` trained, reached after ``known`` rewinds, has been undone since."""
     return any(tokens > rewind.to_tokens for rewind in rewinds[known:])

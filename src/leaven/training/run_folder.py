@@ -63,7 +63,7 @@ class RunFolder:
         self._waiting: deque[tuple[Path, dict[str, Any]]] = deque()
 
     def recipe(self) -> Recipe:
-        """Returns the current recipe, also if the process was killed between a manual rewind and writing the file."""
+        """Return the current recipe, also if the process was killed between a manual rewind and writing the file."""
         changed = [event["recipe"] for event in self.events() if "recipe" in event]
         return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
 
@@ -146,7 +146,7 @@ class RunFolder:
         os.truncate(self._metrics, kept)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns the lines of metrics.jsonl by step; for a step that was done again, the later line."""
+        """Return the lines of metrics.jsonl by step; for a step that was done again, the later line."""
         lines: list[dict[str, Any]] = []
         for line in _documents(self._metrics, "step"):
             while lines and lines[-1]["step"] >= line["step"]:
@@ -155,17 +155,17 @@ class RunFolder:
         return lines
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the lines of events.jsonl."""
+        """Return the lines of events.jsonl."""
         return _documents(self._events, "event")
 
     def rewinds(self) -> tuple[Rewind, ...]:
-        """Returns the rewinds of the run in order, rollbacks and manual ones."""
+        """Return the rewinds of the run in order, rollbacks and manual ones."""
         keys = [field.name for field in fields(Rewind)]
         returns = [event for event in self.events() if event["event"] in RETURNS]
         return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
 
     def rollbacks(self) -> list[dict[str, Any]]:
-        """Returns the rollback events since the last manual rewind."""
+        """Return the rollback events since the last manual rewind."""
         found: list[dict[str, Any]] = []
         for event in self.events():
             if event["event"] == "rewind":
@@ -175,7 +175,7 @@ class RunFolder:
         return found
 
     def finish(self) -> dict[str, Any] | None:
-        """Returns the event with which the run finished, unless it was rewound since."""
+        """Return the event with which the run finished, unless it was rewound since."""
         for event in reversed(self.events()):
             if event["event"] == "finish":
                 return dict(event)
@@ -227,13 +227,13 @@ class RunFolder:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Returns the differences that keep a run from being resumed; layout and micro-batch do not."""
+    """Return the differences that keep a run from being resumed; layout and micro-batch do not."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
 
 def changeable(path: str) -> bool:
-    """Returns whether --rewind-to can change the value at a path."""
+    """Return whether --rewind-to can change the value at a path."""
     section, *keys = path.split(".")
     if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
         return keys[-1] in HYPERPARAMETERS
@@ -241,12 +241,12 @@ def changeable(path: str) -> bool:
 
 
 def listed(changes: list[Difference]) -> str:
-    """Returns differences of recipes as a sentence."""
+    """Return differences of recipes as a sentence."""
     return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    """Returns the JSON objects in the lines of a file that have this key."""
+    """Return the JSON objects in the lines of a file that have this key."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:

@@ -86,7 +86,7 @@ class RunProfile(Callback[Step]):
             write_text(self._run.plan_file, json.dumps(document, indent=1))
 
     def _records(self) -> list[CalibrationRecord]:
-        """Returns the records of the batch sizes so far, and of the next one."""
+        """Return the records of the batch sizes so far, and of the next one."""
         training = self._training
         following = training.recipe.batches.batch_at(training.progress.tokens)
         return [self._record(size) for size in dict.fromkeys((*self._seen, following))]
@@ -102,7 +102,7 @@ class RunProfile(Callback[Step]):
 
 
 def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arrangement) -> CalibrationRecord:
-    """Returns the record of a step without its measurement."""
+    """Return the record of a step without its measurement."""
     name, accelerator = device_name(device), accelerator_of(device)
     return CalibrationRecord(
         by="run",
@@ -125,7 +125,7 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Returns what has to be equal for two starts to measure the same."""
+    """Return what has to be equal for two starts to measure the same."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
@@ -141,7 +141,7 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Returns the records of earlier starts; none if the file is damaged."""
+    """Return the records of earlier starts; none if the file is damaged."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))

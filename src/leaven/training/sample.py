@@ -29,7 +29,7 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Sample:
-    """Returns sample ``number`` of a seed, which does not depend on other samples.
+    """Return sample ``number`` of a seed, which does not depend on other samples.
 
     The prompt is the beginning of a document. ``on_text`` is called with each new piece of text, in whole characters.
     """

@@ -72,7 +72,7 @@ class QuantityMonitor:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """Returns the value to expect next, and its robust standard deviation."""
+        """Return the value to expect next, and its robust standard deviation."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
@@ -156,7 +156,7 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Returns the limits of a step. They are fixed two steps ahead, so that they do not depend on whether the
+        """Return the limits of a step. They are fixed two steps ahead, so that they do not depend on whether the
         loop reads results one step late."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
@@ -167,7 +167,7 @@ class SpikeDetector:
             self._limits = [*self._limits[-2:], (step + 2, Limits(tops[0], math.exp(tops[1])))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as JSON values."""
+        """Return the state as JSON values."""
         return {
             "watches": {name: asdict(watch) for name, watch in self.watches.items()},
             "left_out": self._left_out,
@@ -181,6 +181,6 @@ class SpikeDetector:
 
 
 def left_out(step: "Step") -> bool:
-    """Returns whether a step was skipped because it was not finite or above the limits, not for its loss scale
+    """Return whether a step was skipped because it was not finite or above the limits, not for its loss scale
     alone."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))

@@ -108,7 +108,7 @@ class Telemetry:
         return PendingStep(step, tokens, batch_tokens, lr, seconds, values, self._started, ready, read)
 
     def read(self, pending: PendingStep, peak: Peak | None, has_loss_scale: bool) -> tuple[Step, float]:
-        """Returns the metrics of a finished step, and its seconds on the device."""
+        """Return the metrics of a finished step, and its seconds on the device."""
         seconds = pending.seconds
         if pending.started is not None and pending.ready is not None:
             seconds = pending.started.elapsed_time(pending.ready) / 1000
@@ -136,11 +136,11 @@ class Telemetry:
         return step, seconds
 
     def _per_module(self, sizes: Tensor) -> Tensor:
-        """Returns 2-norms by module from those by parameter."""
+        """Return 2-norms by module from those by parameter."""
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Returns a copy that is complete once the event has passed. A plain read would wait for later steps too."""
+        """Return a copy that is complete once the event has passed. A plain read would wait for later steps too."""
         if not values.is_cuda:
             return values, None
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -148,7 +148,7 @@ class Telemetry:
         return host, self._mark()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Returns a timing event in the queue of the device."""
+        """Return a timing event in the queue of the device."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -249,7 +249,7 @@ class RunTrainer:
                 self._on_event("unwritten", values | {"why": self._unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Returns the newest whole checkpoint that these rewinds have not undone, or None; ``damaged`` are the newer
+        """Return the newest whole checkpoint that these rewinds have not undone, or None; ``damaged`` are the newer
         ones.
 
         Raises:
@@ -309,7 +309,7 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, back: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Returns the run of a folder, the recipe as it will be trained there, and the rewind if it is still to be done.
+    """Return the run of a folder, the recipe as it will be trained there, and the rewind if it is still to be done.
 
     Raises:
         InputError: if the folder cannot hold this run, or the rewind is not possible.

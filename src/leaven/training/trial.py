@@ -89,7 +89,7 @@ def train_trial(
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Returns the recipe at each of the durations, in tokens, the shortest first.
+    """Return the recipe at each of the durations, in tokens, the shortest first.
 
     Raises:
         InputError: if the others are not branches of the longest.
@@ -120,13 +120,13 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
 
 
 def _values(recipe: Recipe) -> tuple[Any, ...]:
-    """Returns the values of a recipe under its rule."""
+    """Return the values of a recipe under its rule."""
     table = resolve(recipe)
     return table.rows, table.attention_scale, table.beta2
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Returns the tokens at which a wsd run starts its cooldown: the lr decays from the first step that ends
+    """Return the tokens at which a wsd run starts its cooldown: the lr decays from the first step that ends
     beyond."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
@@ -199,6 +199,6 @@ class TrialCheckpoint(Callback[StepResult]):
 
 
 def _key(recipes: Sequence[Recipe], tokens: TokenSet) -> str:
-    """Returns a digest of everything that a trial computes from."""
+    """Return a digest of everything that a trial computes from."""
     inputs = [recipe.model_dump(mode="json", exclude={"name", "why"}) for recipe in recipes]
     return blake2b(json.dumps([inputs, tokens.fingerprint], sort_keys=True).encode(), digest_size=12).hexdigest()

@@ -41,7 +41,7 @@ class Dimension:
         return self.near or (self.low, self.high)
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Returns the change from ``origin`` to ``to`` as text: ``x0.29``, ``+0.05``, or the new level."""
+        """Return the change from ``origin`` to ``to`` as text: ``x0.29``, ``+0.05``, or the new level."""
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":
@@ -168,7 +168,7 @@ class StudyDocument(Answer):
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
     def summary(self, recipe: Path, following: Sequence[str] = ()) -> TuneDocument:
-        """Returns what ``leaven tune --json`` prints; ``recipe`` is the file of the best recipe."""
+        """Return what ``leaven tune --json`` prints; ``recipe`` is the file of the best recipe."""
         best = self.best
         return TuneDocument(
             best=best and BestTrial(loss=best.loss, interval=list(best.interval), recipe=str(recipe)),

@@ -45,7 +45,7 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Returns the paths of all values that affect the model, in the order of quantities and of the forward pass."""
+    """Return the paths of all values that affect the model, in the order of quantities and of the forward pass."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -55,7 +55,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Returns the points of a depth profile that affect some block: only the first for one block."""
+    """Return the points of a depth profile that affect some block: only the first for one block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     felt = []
     for point in range(points):
@@ -71,18 +71,18 @@ def _profile(recipe: Recipe, quantity: str) -> tuple[float, ...]:
 
 
 def unit_of(path: str) -> str:
-    """Returns the unit of a path: ``octave``, ``tenth`` or ``choice``."""
+    """Return the unit of a path: ``octave``, ``tenth`` or ``choice``."""
     return "choice" if path in CHOICES else "tenth" if path in TENTHS else "octave"
 
 
 def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
-    """Returns the levels of a choice, the recipe's own first."""
+    """Return the levels of a choice, the recipe's own first."""
     own = str(value_at(recipe, path))
     return (own, *(level for level in CHOICES[path] if level != own))
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Returns the recipe's value at a searchable path; None for an init_std that it does not set."""
+    """Return the recipe's value at a searchable path; None for an init_std that it does not set."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -96,7 +96,7 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 
 def distance(path: str, value: float, to: float) -> float:
-    """Returns how far a value must move to become another one: the inverse of :func:`values`, up to rounding."""
+    """Return how far a value must move to become another one: the inverse of :func:`values`, up to rounding."""
     if path in TENTHS:
         return 10 * (to - value)
     if path.rpartition(".")[2].partition("[")[0] in {"beta1", "beta2"}:
@@ -105,7 +105,7 @@ def distance(path: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Returns the recipe's values at a point, by path. Distance 0 gives exactly the recipe's value.
+    """Return the recipe's values at a point, by path. Distance 0 gives exactly the recipe's value.
 
     Raises:
         ValueError: if a batch would have less than one sequence.
@@ -138,7 +138,7 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
 
 
 def moved(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """Returns the recipe at a point (distances by path), with another seed if one is given.
+    """Return the recipe at a point (distances by path), with another seed if one is given.
 
     Raises:
         ValueError: if the recipe would be invalid: lr x weight_decay above 1, a warm-up longer than the run.

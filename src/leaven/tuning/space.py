@@ -125,11 +125,11 @@ class Space:
         return Axes.of(self.dimensions).near
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Returns the recipe's values at a point."""
+        """Return the recipe's values at a point."""
         return point.values(self.recipe, octaves)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Returns the space without one value."""
+        """Return the space without one value."""
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -138,7 +138,7 @@ class Space:
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Returns the space with one value kept below ``limit``, in the recipe's unit."""
+        """Return the space with one value kept below ``limit``, in the recipe's unit."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -150,7 +150,7 @@ class Space:
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
 
     def within_near(self) -> "Space":
-        """Returns the space limited to the initial box, for a grid."""
+        """Return the space limited to the initial box, for a grid."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -159,7 +159,7 @@ class Space:
 
 
 def space(recipe: Recipe, which: str | None = None) -> Space:
-    """Returns a search space around a recipe.
+    """Return a search space around a recipe.
 
     Values that the recipe does not have, or that have no effect, are left out of a set and refused by name.
 
@@ -204,7 +204,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
-    """Returns the paths that a set, a pattern or a path stands for."""
+    """Return the paths that a set, a pattern or a path stands for."""
     if not name:
         raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths with commas between")
 
@@ -235,7 +235,7 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
 
 
 def _scaled_by_others(model: ModelShape) -> set[str]:
-    """Returns the modules whose init_std need not be searched, because other searched values have the same effect.
+    """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
     With Adam, a matrix whose init_std and lr are both multiplied by c stays c times the same matrix, except for eps,
     clipping and decay (``tests/tuning/test_valleys.py`` trains along these valleys). A later operation undoes the
@@ -251,7 +251,7 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 
 
 def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
-    """Returns why a path cannot be searched in a recipe."""
+    """Return why a path cannot be searched in a recipe."""
     keys = split_path(path)
     of_module = path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES
     if of_module and (reason := recipe.hyperparameters.refusal(recipe.model.roles, keys[2], keys[3])):
@@ -267,7 +267,7 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
 
 
 def _nothing(recipe: Recipe, path: str) -> str | None:
-    """Returns why a value cannot be searched, or None."""
+    """Return why a value cannot be searched, or None."""
     value, quantity, decay = point.value_at(recipe, path), _quantity(path), recipe.schedule.decay
     said = None
     if value is None:
@@ -291,14 +291,14 @@ def _nothing(recipe: Recipe, path: str) -> str | None:
 
 
 def _fixed(recipe: Recipe, path: str) -> str | None:
-    """Returns why a value cannot move within its bounds, or None."""
+    """Return why a value cannot move within its bounds, or None."""
     if path in CHOICES or any(_bound(recipe, path, side)[0] for side in (0, 1)):
         return None
     return f"at {point.value_at(recipe, path):g} its bounds leave it no room: {_reach(path).why}"
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Returns a searched value with its range: that of the recipe's ``[tuning]``, or up to its bounds.
+    """Return a searched value with its range: that of the recipe's ``[tuning]``, or up to its bounds.
 
     If a value is outside its bounds, the range is from the value to the nearer bound.
     """
@@ -331,7 +331,7 @@ def _reach(path: str) -> Reach:
 
 
 def _bound(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Returns how far a value goes down (``side`` 0) or up (1), and what limits it; empty for a natural limit."""
+    """Return how far a value goes down (``side`` 0) or up (1), and what limits it; empty for a natural limit."""
     reach, run = _reach(path), recipe.data.tokens
     value = point.value_at(recipe, path)
     assert isinstance(value, float)
@@ -363,7 +363,7 @@ def _quantity(path: str) -> str:
 
 
 def _reached(recipe: Recipe, path: str, end: float) -> float:
-    """Returns ``end``, or the farthest point towards it, in eighths, at which the recipe is valid."""
+    """Return ``end``, or the farthest point towards it, in eighths, at which the recipe is valid."""
     if not _no_recipe(recipe, path, end):
         return end
     steps = math.floor(abs(end) / _FINEST)

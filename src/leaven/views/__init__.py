@@ -1,1 +1,1 @@
-"""What a person looks at: tables in the terminal, one self-contained page."""
+"""Views of documents: terminal screens and self-contained HTML pages."""

@@ -1,4 +1,4 @@
-"""The parts that every chart is made of: the plotly template, axes, lines, dots and labels, as plain dictionaries.
+"""Parts of charts: the plotly template, axes, lines, dots and labels, as plain dictionaries.
 
 A colour is named ``var(--ink)``; the page's script puts in what the theme has, and again when it changes. So one
 figure is right in light, in dark and on paper.
@@ -66,7 +66,7 @@ TEMPLATE: Figure = {
 
 
 def text(written: str) -> str:
-    """A person's words inside a figure, where plotly would take a tag for mark-up and %{...} for a value."""
+    """Escape a user's text for plotly, which would interpret tags as mark-up and %{...} as a value."""
     return escape(written, quote=False).replace("%{", "%&#123;")
 
 
@@ -93,7 +93,7 @@ def figure(
 
 
 def scatter(x: Iterable[float | None], y: Iterable[float | None], mode: str, **style: Any) -> Figure:
-    """Points or lines; without ``hovertext`` they say nothing when pointed at."""
+    """Points or lines; without ``hovertext`` they have no tooltip."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
     return {"type": "scatter", "x": list(map(short, x)), "y": list(map(short, y)), "mode": mode, **style}
@@ -106,7 +106,7 @@ def line(x: Iterable[float | None], y: Iterable[float | None], colour: str, widt
 
 
 def short(value: float | None) -> float | None:
-    """Six digits are more than a screen shows."""
+    """Round to six digits, more than a screen shows, so that pages are smaller."""
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
@@ -163,7 +163,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
     """A straight line fitted round every point, over ``share`` of the points before it on both sides.
 
     The window grows with the distance from the start because a loss is drawn over the logarithm of tokens. A local
-    line, unlike a moving mean, is not late where the curve falls nor wrong at its end.
+    line, unlike a moving mean, does not lag where the curve falls and is correct at its end.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)

@@ -1,4 +1,4 @@
-"""What the folder of a run, a study, a check or a demo holds, as view models. Errors name the file and what to do."""
+"""View models of the folders of runs, studies, checks and demos. Errors name the file and say what to do."""
 
 import json
 import math
@@ -29,7 +29,7 @@ Number = Annotated[float | None, BeforeValidator(_finite)]
 
 
 class StoredEntry(BaseModel):
-    """Newer writers may add keys; a reader of old pages ignores them."""
+    """An entry of a file. Unknown keys, from newer versions, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -74,8 +74,8 @@ class DemoMachine(StoredEntry):
 
 
 class RunReturn(StoredEntry):
-    """A return of a run to an earlier point: found at ``tokens``, back to ``to_tokens``, from where on ``skip_from``
-    to ``skip_to`` of the stream is left out (tokens). ``event`` is ``rollback``, or ``rewind`` for one by hand."""
+    """A rollback or manual rewind (``event``) of a run, in tokens: from ``tokens`` back to ``to_tokens``. The
+    stream from ``skip_from`` to ``skip_to`` is skipped afterwards."""
 
     event: str
     tokens: int
@@ -89,7 +89,7 @@ class RunReturn(StoredEntry):
 class RunView:
     """A training run. ``loss`` is the last validation loss, ``validation`` all of them as (tokens, loss).
 
-    ``stopped`` says why a run that did not finish ended, if it could say it.
+    ``stopped`` is the reason why an unfinished run ended, if it is known.
     """
 
     title: str
@@ -113,13 +113,13 @@ class RunView:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The median over the steps: the first ones and a pause on the machine do not count."""
+        """The median over the steps, so that slow first steps and pauses do not matter."""
         speeds = sorted(step.tokens_per_second for step in self.steps if step.tokens_per_second)
         return speeds[len(speeds) // 2] if speeds else None
 
 
 class StudyView(StudyDocument):
-    """A search, with the recipe it began from and the best one."""
+    """A study, with the recipe it started from and the best one."""
 
     centre: Recipe
     best_recipe: Recipe | None
@@ -137,7 +137,7 @@ class StudyView(StudyDocument):
 
     @property
     def moved(self) -> bool:
-        """Whether the best is another point than the start."""
+        """Whether the best point differs from the start."""
         return any(coordinate.best for coordinate in self.coordinates)
 
     @property
@@ -146,7 +146,7 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best; None where it says nothing, or only the run that chose it was there."""
+        """The 95% interval of the best loss; None if it is infinite or without fresh runs."""
         if self.best is None or not self.best.fresh:
             return None
         low, high = self.best.interval
@@ -154,17 +154,17 @@ class StudyView(StudyDocument):
 
     @property
     def unjudged(self) -> bool:
-        """Whether the loss of the best is that of the one run which chose it."""
+        """Whether the best point has no fresh runs: its loss is that of the run by which it was chosen."""
         return self.best is not None and not self.best.fresh and self.best.runs == 1
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The octaves, by path, of the point with the fewest changes; None where that is the best point itself."""
+        """The point with the fewest changes, in octaves by path; None if that is the best point."""
         return None if self.best_trial and self.fewest_octaves == self.best_trial.octaves else self.fewest_octaves
 
     @property
     def start_loss(self) -> float | None:
-        """Of the recipe that the search began from, over all its seeds; of the first trial where it was not run."""
+        """The mean loss of the start over its seeds, or the loss of the first trial if the start was not run."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         at_start = [trial for trial in done if trial.octaves is not None and not any(trial.octaves.values())]
         losses = [trial.loss for trial in at_start or done[:1] if trial.loss is not None]
@@ -173,7 +173,7 @@ class StudyView(StudyDocument):
 
 @dataclass(frozen=True)
 class ArmView:
-    """One of the runs that a demo compares. ``run`` is None where it never wrote a step."""
+    """One of the runs that a demo compares. ``run`` is None before its first step."""
 
     key: str
     title: str
@@ -250,7 +250,7 @@ class _MeasuredValue(StoredEntry):
 
 
 class CheckFile(StoredEntry):
-    """What a check of whole runs keeps beside them, as far as it is drawn: what ``leaven check --json`` prints."""
+    """The part of a check's document that is drawn; ``leaven check --json`` prints the document."""
 
     check: Literal["transfer", "duration", "batch", "decay", "init", "equivalence"]
     subject: str
@@ -266,10 +266,10 @@ FolderView = DemoView | StudyView | RunView | CheckFile
 
 
 def read_folder(folder: Path) -> FolderView:
-    """What the folder holds.
+    """Return the view model of a folder.
 
     Raises:
-        InputError: if it is no run, study, check or demo folder, holds nothing yet, or one of its files is broken.
+        InputError: if it is not the folder of a run, study, check or demo, has no data yet, or a file is broken.
     """
     if not folder.exists():
         store = re.match(r"[a-z+]+:/", str(folder))
@@ -300,7 +300,7 @@ def read_folder(folder: Path) -> FolderView:
 
 
 def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunView:
-    """The run in a folder, with its recipe's name for a title if none is given."""
+    """Return the run in a folder; its title is by default the recipe's name."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
     steps = [_valid(StepMetrics.model_validate, line, folder / "metrics.jsonl") for line in written.metrics()]
     if not steps:
@@ -344,7 +344,7 @@ class _Event(StoredEntry):
 
 
 def _elapsed(events: list[_Event]) -> float | None:
-    """Seconds between first and last event of each start or resume, added up: a pause between them is no cost."""
+    """Return the sum of the seconds between the first and the last event of each start or resume, without pauses."""
     total, begun = 0.0, None
     last: float | None = None
     for event in events:

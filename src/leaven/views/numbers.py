@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, and the ticks of an axis made of them."""
+"""Numbers as text, and the ticks of axes."""
 
 import math
 from collections.abc import Callable

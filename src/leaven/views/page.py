@@ -45,7 +45,7 @@ def run_page(run: RunView) -> str:
 
 
 def demo_page(demo: DemoView) -> str:
-    """A demo as far as it has come: its runs, its study, the recipe that was trained, the cost."""
+    """The page of a demo, finished or not: its runs, its study, the trained recipe, the cost."""
     runs, mine = [arm.run for arm in demo.arms if arm.run], demo.transferred
     drawn, searched = search_view(demo.study) if demo.study else ({}, {})
     target = demo.target or (mine.run.recipe if mine and mine.run else None)
@@ -65,7 +65,7 @@ def demo_page(demo: DemoView) -> str:
 
 
 def _demo_commands(demo: DemoView) -> list[str]:
-    """What ``leaven demo`` does, by hand, in the demo's folder."""
+    """The commands that do the same as ``leaven demo``, typed in its folder."""
     lines = [demo.command, ""]
     study, target = demo.study, demo.target
     if study and target:

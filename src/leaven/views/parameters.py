@@ -1,4 +1,4 @@
-"""The parameter table for people: equal rows over layers as one, base beside target, and the reason of each value."""
+"""The parameter table for screens: equal layers in one row, base beside target, and the reason for each value."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Points of a search as a person reads them: how far from the start, what changed most."""
+"""Points of a search as text: how far from the start, and what changed most."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ UNMOVED = 0.005  # octaves: what is read as x1.00
 
 
 def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
-    """What a recipe has at ``to``: of a beta, whose exponent octaves double, 1 - beta doubles; a batch is of whole
-    sequences, and a warm-up of whole tokens."""
+    """The value of a recipe at the distance ``to``, rounded as in a recipe: whole sequences for a batch, whole tokens
+    for a warm-up."""
     centre = dimension.centre
     if isinstance(centre, str):
         return dimension.levels[round(to)]
@@ -28,12 +28,12 @@ def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """What moving there from the start does: ``2×``, ``1/4×``, ``+0.05``, or the level of a choice."""
+    """The change from the start as text: ``2×``, ``1/4×``, ``+0.05``, or the level of a choice."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """What a point changes, largest first, as many as there is room for: ``embedding.lr x1.41, …``."""
+    """The changes of a point, largest first, as many as fit: ``embedding.lr x1.41, …``."""
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
         f"{short_path(d.path)} {d.change(to, origin)}"
@@ -48,7 +48,7 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def told(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """What a trial is, in one line: what it changes against ``best`` or the start, or which point it runs again."""
+    """A trial in one line: its changes against ``best`` or the start, or which point it runs again."""
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
         return cut(f"the start again{seed}", room)
@@ -65,7 +65,7 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Where a trial broke off: ``at 18%`` of a whole run, or nothing while no run has been whole."""
+    """Where a trial stopped: ``at 18%`` of a whole run; empty before any run has finished."""
     whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
 

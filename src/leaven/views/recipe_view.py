@@ -1,4 +1,4 @@
-"""What pages show of a recipe: the network in colours, the parameter table, where each value comes from."""
+"""A recipe on a page: the network in colours, the parameter table, and the reason for each value."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
 
 
 def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-    """A band a module, a cell a layer, coloured by learning rate against the global one."""
+    """A band for each module with a cell for each layer, coloured by its learning rate relative to the global one."""
     base, n_layers = recipe.hyperparameters.lr, recipe.model.n_layers
     by_label: dict[str, list[ParameterRow]] = {}
     for row in rows:
@@ -93,13 +93,13 @@ def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """How many octaves from 1 the colours reach: whole ones, and what lies a little beyond has the full colour."""
+    """The range of the colours in whole octaves; values slightly beyond have the full colour."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Below 1 towards one colour, above it towards the other, in octaves; at it neither."""
+    """The colour of a factor: one hue below 1, another above it, by octaves."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -116,7 +116,7 @@ def chips(reach: int, most: int) -> list[tuple[str, float]]:
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Every value of a recipe as (keys, value), by the reason it was chosen for; None for those without one."""
+    """All values of a recipe as (keys, value), grouped by their reason; None for those without."""
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
     for path, setting in flatten(document).items():
@@ -156,7 +156,7 @@ def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
 
 
 def acts(recipe: Recipe, module: str, kind: str) -> bool:
-    """Whether a module has anything that such a multiplier multiplies."""
+    """Whether a kind of multiplier has an effect on a module."""
     return recipe.hyperparameters.refusal(recipe.model.roles, module, kind) is None
 
 
@@ -174,7 +174,7 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """What each module got: a row a module, a column a kind, a band of layers in each; None without multipliers.
+    """The multipliers found: a row for each module, a column for each kind; None without multipliers.
 
     A band has its cells as (colour, factor) and ``number``, the module's own multiplier without that of the depth.
     """
@@ -218,7 +218,7 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
 
 
 def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
-    """The multipliers over depth, a line a kind, a dot a layer; None where there is no profile."""
+    """The multipliers over depth, a line for each kind and a dot for each layer; None without a profile."""
     found = {kind: getattr(recipe.hyperparameters.depth, kind) for kind in multiplier_kinds(recipe, space)}
     found = {kind: points for kind, points in found.items() if len(points) > 1}
     if not found:

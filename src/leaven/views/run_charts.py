@@ -49,7 +49,7 @@ def _loss(runs: Sequence[RunView]) -> Figure:
 
 
 def _second_half(runs: Sequence[RunView]) -> Figure:
-    """There the losses differ by hundredths."""
+    """The loss over the second half of the run, where runs differ by hundredths."""
     end = max(run.tokens for run in runs)
     traces, seen = [], []
     for run in runs:
@@ -65,7 +65,7 @@ def _second_half(runs: Sequence[RunView]) -> Figure:
 def _over_tokens(
     runs: Sequence[RunView], quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
 ) -> Figure:
-    """What is set by the schedule, from 0 on both axes."""
+    """A chart of a scheduled quantity over tokens, from 0 on both axes."""
     lines = [_line(run, keep(_points(run, quantity)), **style) for run in runs]
     x = charts.linear_axis(0, max(run.tokens for run in runs), numbers.tick)
     return charts.figure("tokens consumed", title, lines, x=x, y={"rangemode": "tozero"} | y)
@@ -96,7 +96,7 @@ def _gradient(runs: Sequence[RunView]) -> Figure | None:
 
 
 def _noise_scale(runs: Sequence[RunView]) -> Figure | None:
-    """As it was measured, and the batch, dotted."""
+    """The measured noise scale, with the batch size as a dotted line."""
     traces, seen = [], []
     for run in runs:
         scales = _log_spaced([(x, y) for x, y in _points(run, "noise_scale") if y > 0])

@@ -1,4 +1,4 @@
-"""The charts of a study: its trials in order, their curves, slices through the best point, cost, and who ran what."""
+"""The charts of a study: trials in order, loss curves, slices through the best point, cost, timeline of workers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ class TrialMark:
     opacity: float = 1.0
 
     def on(self, x: Sequence[float], y: Sequence[float], hover: Sequence[str]) -> Figure:
-        """The trace of points with this mark."""
+        """The trace of the points with one mark."""
         edge = {"color": self.colour if self.line else PAPER, "width": self.line or 1.0}
         looks = {"symbol": self.symbol, "color": self.colour, "size": self.size, "opacity": self.opacity}
         return charts.scatter(x, y, "markers", marker=looks | {"line": edge}, cliponaxis=False, hovertext=list(hover))
@@ -47,7 +47,7 @@ SAME = 1.02  # costs that differ by no more are the same
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Trials by their mark, in the order in which they are drawn; those that still run have none."""
+    """Trials by their mark, in drawing order, without those that are running."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     _, _, top = window(study)
     for trial in study.trials:
@@ -67,8 +67,8 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float, float]:
-    """The losses a chart shows, from low to high: the start's, and all but the far outliers; and the edge above them
-    where those and diverged trials are drawn."""
+    """The range of losses that a chart shows (the start's and all but far outliers), and the height of the edge where
+    outliers and diverged trials are drawn."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     if not losses:
         return 0.0, 1.0, 1.1
@@ -85,7 +85,7 @@ def window(study: StudyView) -> tuple[float, float, float]:
 
 
 def hover(trial: StudyTrial, study: StudyView) -> str:
-    """A trial's loss and what it changes."""
+    """A trial's loss and its changes."""
     lines = [f"<b>trial {trial.number}</b>"]
     if trial.loss is not None:
         lines.append(f"{numbers.loss(trial.loss)} nats per token{' expected' if trial.state == 'stopped' else ''}")
@@ -95,7 +95,7 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 
 
 def search(study: StudyView) -> Figure:
-    """Trials in the order they were started, the lowest so far as a line, the noise as a band round the answer.
+    """Trials in the order of their start, the lowest loss so far as a line, the noise as a band around the answer.
 
     The answer, a mean over fresh seeds, stands with its interval behind the last trial.
     """
@@ -153,10 +153,10 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def slice_frame(study: StudyView) -> tuple[float, float]:
-    """Down to where and up to where slices are drawn, in nats above the best.
+    """The range of the y axis of slices, in nats above the best.
 
-    The best was run, and need not be the minimum of the surrogate: downwards it is as far as any slice goes below the
-    best, but no farther than upwards.
+    The best point need not be the minimum of the surrogate, so slices may go below it: the axis follows them, at
+    most as far down as up.
     """
     gains = [abs(coordinate.gain) for coordinate in study.coordinates if math.isfinite(coordinate.gain)]
     losses = [
@@ -243,7 +243,7 @@ Curves = dict[int, list[tuple[float, float]]]  # (tokens, loss) by the trial's n
 
 
 def known_curves(study: StudyView) -> Curves:
-    """The curves with something to draw."""
+    """The curves that have points."""
     curves = {
         trial.number: [(float(tokens), loss) for tokens, loss in trial.curve if tokens > 0 and math.isfinite(loss)]
         for trial in study.trials
@@ -252,7 +252,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView) -> Curves:
-    """The curves less that of the best trial at the same tokens; nothing where that has none."""
+    """The curves minus that of the best trial at the same tokens."""
     known = known_curves(study)
     best = known.get(study.best.number) if study.best else None
     if best is None:
@@ -268,7 +268,7 @@ def against_best(study: StudyView) -> Curves:
 
 
 def curves(study: StudyView, known: Curves, title: str) -> Figure:
-    """Curves of every trial over tokens, the best strong, stopped and diverged ones to where they came."""
+    """Loss curves of all trials over tokens; the best is highlighted, pruned and diverged ones end early."""
     most = 60 if len(known) <= 150 else 30
     best = study.best.number if study.best else None
     traces = []
@@ -302,9 +302,9 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Loss against cost: every end of a trial as a dot, and those with no cheaper and better one as steps.
+    """Loss against cost: a dot for each trial and duration, and the Pareto front as steps.
 
-    None where all cost the same: of one duration, up to whole batches, there is nothing to choose from.
+    None if all trials have one duration, up to whole batches.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):
@@ -338,7 +338,7 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """A row a worker, a bar a trial, from when to when it ran; None where the trials do not say."""
+    """A row for each worker and a bar for each trial, from its start to its end; None if the trials have no times."""
     ran = {
         trial.number: (trial.ended - trial.seconds, trial.ended)
         for trial in study.trials

@@ -1,4 +1,4 @@
-"""The page of a study: what came out, the search, what mattered, the network it found, every trial, the cost."""
+"""The page of a study: the answer, the search, which values matter, the multipliers found, all trials, the cost."""
 
 import math
 import shlex
@@ -51,7 +51,7 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Charts, and the context of the macro in ``search.html.j2``; nothing while no trial has ended with a loss."""
+    """Charts, and the context of the macro in ``search.html.j2``; nothing before a trial has finished."""
     if study.start_loss is None:
         return {}, {}
     kinds = study_charts.by_kind(study)
@@ -73,8 +73,8 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
 
 
 def word(coordinate: Coordinate, study: StudyView) -> str:
-    """What mattered by itself, what may go back to the start together, and the rest, which may have gained much or
-    nothing; of what stayed at the start nothing is known."""
+    """The verdict on a value: it matters by itself, it can be reset to the start together with others, or its effect is
+    unclear. Nothing is known about a value that stayed at the start."""
     if coordinate.worth or coordinate.path in study.idle:
         return MATTERED if coordinate.worth else IDLE
     return UNSURE if coordinate.best else ""
@@ -99,7 +99,7 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
-    """A picture one line high, in percent of its width: where most runs diverge, what is flat, start and best."""
+    """A one-line picture of a value, in percent of its width: where runs diverge, the flat region, start and best."""
     low, high = dimension.box
     places = [coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
     low, high = max(min(low, *places), dimension.low), min(max(high, *places), dimension.high)
@@ -125,7 +125,7 @@ def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """The best point beside the one with the fewest changes; None where there is no best or it changes nothing."""
+    """The best point beside the one with the fewest changes; None if there is no best point or it is the start."""
     best, fewest = study.best_trial, study.fewer
     if best is None or best.octaves is None:
         return None
@@ -155,7 +155,7 @@ def _shown(value: float | str | None) -> str:
 
 
 def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
-    """(tokens, trial, loss) of the lowest loss at the end of each duration; none where there is but one."""
+    """(tokens, trial, loss) of the lowest loss at each duration; empty for a single duration."""
     ends = [
         (tokens, trial.number, loss)
         for trial in study.trials
@@ -169,7 +169,7 @@ def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Every trial, the lowest loss first, those without one last."""
+    """All trials, the lowest loss first, those without a loss last."""
     names, best = points.workers(study), study.best_trial
     lowest = min((t.loss for t in study.trials if t.state == "complete" and t.loss is not None), default=None)
     lowest = best.loss if best else lowest
@@ -190,7 +190,7 @@ def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
 
 
 def _cost(study: StudyView) -> Mapping[str, Any]:
-    """What the search took: time, tokens, FLOPs, machines."""
+    """The cost of the search: time, tokens, FLOPs, machines."""
     ran = [trial for trial in study.trials if trial.seconds]
     workers = {trial.worker for trial in ran if trial.worker}
     speeds = [trial.tokens_per_second for trial in ran if trial.tokens_per_second and trial.state == "complete"]
@@ -211,7 +211,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """What made a study: with another space, method or more trials it would be another, or go on."""
+    """The command that made a study, with its space, method and number of trials."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
     if study.durations:
@@ -220,7 +220,7 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView) -> str:
-    """What was searched as ``--space`` takes it: a quantity of all modules that have it as one pattern."""
+    """The searched values as an argument of ``--space``; a quantity of all modules is one pattern."""
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
     for path in study.space:

@@ -16,7 +16,7 @@ ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or
 def advice_when_all_diverged(
     trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], elsewhere: str = ELSEWHERE
 ) -> str:
-    """Returns one line that says which value to lower; ``elsewhere`` if no learning rate is searched.
+    """Return one line that says which value to lower; ``elsewhere`` if no learning rate is searched.
 
     The learning rate is the usual cause: the advice is to lower it by one octave more than the search has. The only
     other evidence is how long each run lasted: a divergence model of the trials that lasted less than half as

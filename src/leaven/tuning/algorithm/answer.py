@@ -40,7 +40,7 @@ def answer(
     over: bool = False,
     optunas: Callable[[Array, Array], Array] = lambda points, losses: np.zeros(points.shape[1]),
 ) -> Answer:
-    """Returns the answer after ``trials``.
+    """Return the answer after ``trials``.
 
     Importance is the standard deviation of the predicted loss along the slice through the best point, over the values
     that the trials tried, as a share of the sum over all values: first-order fANOVA on the surrogate instead of a
@@ -110,7 +110,7 @@ def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _See
 
 
 def _rerun(seen: _Seen) -> dict[Point, Losses]:
-    """Returns losses by seed of the points with ``RERUNS`` or more fresh runs, none of which diverged.
+    """Return losses by seed of the points with ``RERUNS`` or more fresh runs, none of which diverged.
 
     All runs of the start count as fresh, because none of them was used to choose it.
     """
@@ -122,7 +122,7 @@ def _rerun(seen: _Seen) -> dict[Point, Losses]:
 
 
 def _fewest_measured(seen: _Seen, point: Point, best: Best) -> tuple[Best, Array]:
-    """Returns the point with the fewest changes among those with fresh runs that equal ``best``."""
+    """Return the point with the fewest changes among those with fresh runs that equal ``best``."""
     rerun = _rerun(seen)
     mine = rerun.get(point, {0: best.loss})  # its run during the search, if it has no other
     equal = [
@@ -195,14 +195,14 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array, thei
 
 
 def _end(dimension: Dimension, best: float) -> str:
-    """Returns the name of the bound that the best value has reached, or an empty string."""
+    """Return the name of the bound that the best value has reached, or an empty string."""
     if best == 0 or min(best - dimension.low, dimension.high - best) >= FINE * dimension.scale:
         return ""
     return dimension.ends[best > 0]
 
 
 def _risks(seen: _Seen, best: Array, x: Array) -> Array:
-    """Returns the risk of divergence (D, m) when one multiplier at a time is set to each of its ``x`` (D, m)."""
+    """Return the risk of divergence (D, m) when one multiplier at a time is set to each of its ``x`` (D, m)."""
     d = len(best)
     return np.array([seen.region.risk(np.where(np.arange(d) == i, x[i][:, None], best)) for i in range(d)])
 
@@ -210,7 +210,7 @@ def _risks(seen: _Seen, best: Array, x: Array) -> Array:
 def finalists(
     trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool = True
 ) -> list[dict[str, float]]:
-    """Returns the points to run again with fresh seeds, in octaves by path, the most promising first.
+    """Return the points to run again with fresh seeds, in octaves by path, the most promising first.
 
     For a trust region: the best trial; the predicted best point reduced to its necessary changes; the predicted best
     point itself (neither needs to have been run); then the other trials. Trials are ranked by the surrogate's
@@ -240,7 +240,7 @@ def finalists(
 
 
 def _fewest(seen: _Seen, best: Array) -> Array:
-    """Returns ``best`` with as many multipliers reset to the start as the noise allows, cheapest first."""
+    """Return ``best`` with as many multipliers reset to the start as the noise allows, cheapest first."""
     paths = np.array(best)
     start = np.zeros((len(best), 1))
     costs, deviations = (part[:, 0] for part in seen.region.along(best, start))
@@ -258,13 +258,13 @@ def _within_noise(seen: _Seen, x: Array, best: Array) -> bool:
 
 
 def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
-    """Returns the predicted loss at ``x`` less that at ``best``, and its standard deviation."""
+    """Return the predicted loss at ``x`` less that at ``best``, and its standard deviation."""
     here, there = seen.region.belief(np.array([x, best]))
     return float(here - there), float(seen.region.deviation(x[None], best)[0])
 
 
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
-    """Returns the Pareto front of loss and FLOPs, the cheapest first.
+    """Return the Pareto front of loss and FLOPs, the cheapest first.
 
     A branch that ends at ``tokens`` costs its share of the run's FLOPs by tokens, as if it had been trained alone.
     Runs of one point with several seeds count by their mean. Runs without FLOPs, diverged and pruned runs are left

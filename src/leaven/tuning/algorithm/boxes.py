@@ -14,7 +14,7 @@ FURTHER = 1 / 2  # of the initial width: how far an end moves
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
-    """Returns the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D).
+    """Return the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D).
 
     It begins as ``axes.box``. An end moves outwards when the best ``BEST`` trials all lie in the outer quarter there,
     which happens by chance at one end in 256. Points and losses are in the order of their results.
@@ -35,7 +35,7 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 
 
 def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
-    """Returns the points of the finest grid that has at most ``trials`` points, nearest to the start first.
+    """Return the points of the finest grid that has at most ``trials`` points, nearest to the start first.
 
     Raises:
         InputError: if even two points along each dimension are more than ``trials``.

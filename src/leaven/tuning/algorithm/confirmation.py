@@ -43,7 +43,7 @@ class Confirmation:
 
 
 def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Confirmation | None:
-    """Returns the answer after ``trials``, or None if no trial finished. ``noise`` is in nats per token."""
+    """Return the answer after ``trials``, or None if no trial finished. ``noise`` is in nats per token."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise)
     if chosen is None:
@@ -66,7 +66,7 @@ def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) ->
 
 
 def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Point | None:
-    """Returns the point that needs confirmation runs, or None if there is none or it is the start."""
+    """Return the point that needs confirmation runs, or None if there is none or it is the start."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise)
     return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
@@ -116,7 +116,7 @@ class _Runs:
         return chosen in self.choosing and len(self.choosing) == 1
 
     def refuted(self, noise: float) -> set[Point]:
-        """Returns the points whose confirmation runs were not better than the start."""
+        """Return the points whose confirmation runs were not better than the start."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -125,7 +125,7 @@ class _Runs:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """Returns the point with the lowest mean, without the refuted; the start if that is not better."""
+        """Return the point with the lowest mean, without the refuted; the start if that is not better."""
         refuted = self.refuted(noise)
         means = {x: statistics.fmean(losses.values()) for x, losses in self.candidates.items() if x not in refuted}
         if not means:
@@ -139,12 +139,12 @@ class _Runs:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Returns nats below the start: over the seeds that both have, or else between the means."""
+    """Return nats below the start: over the seeds that both have, or else between the means."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())
 
 
 def changes(point: Point) -> tuple[int, float]:
-    """Returns how many values a point changes, and by how many octaves in all."""
+    """Return how many values a point changes, and by how many octaves in all."""
     return int(np.count_nonzero(point)), float(np.abs(point).sum())

@@ -30,11 +30,11 @@ class DivergenceModel:
     slopes: Array  # (2 D,), up then down, log odds per octave squared
 
     def risk(self, x: Array) -> Array:
-        """Returns the probability that a run at points (..., D) diverges."""
+        """Return the probability that a run at points (..., D) diverges."""
         return np.asarray(1 / (1 + np.exp(-self.level - _features(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Returns ``x`` (D,) with risky multipliers moved towards ``safe`` until its risk is below ``most``."""
+        """Return ``x`` (D,) with risky multipliers moved towards ``safe`` until its risk is below ``most``."""
         d = len(x)
         parts = (_features(x) - _features(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0
@@ -46,7 +46,7 @@ class DivergenceModel:
 
 
 def fit(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """Returns the model for trials at ``points`` (n, D), by the mode of the posterior; ``diverged`` (n,)."""
+    """Return the model for trials at ``points`` (n, D), by the mode of the posterior; ``diverged`` (n,)."""
     features = _features(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

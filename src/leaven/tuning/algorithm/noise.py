@@ -14,7 +14,7 @@ GIVEN = 10**6  # degrees of freedom of a noise that the user gives
 
 
 def t95(degrees: int) -> float:
-    """Returns the two-sided 95% quantile of Student's t (Abramowitz and Stegun 26.7.5)."""
+    """Return the two-sided 95% quantile of Student's t (Abramowitz and Stegun 26.7.5)."""
     if degrees <= len(_T95):
         return _T95[degrees - 1]
     z, n = _Z95, degrees
@@ -23,7 +23,7 @@ def t95(degrees: int) -> float:
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
-    """Returns the pooled standard deviation within groups and its degrees of freedom; None, 0 without repeats."""
+    """Return the pooled standard deviation within groups and its degrees of freedom; None, 0 without repeats."""
     repeats = [group for group in groups if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeats)
     if not degrees:
@@ -32,7 +32,7 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 
 
 def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
-    """Returns the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
+    """Return the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
 
     The same loss at the same point from the same seed is the same run and counts once; divergences do not count. Runs
     of one seed share init and data order, and so a part of their noise, which more points do not average out: with
@@ -51,7 +51,7 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
 def between(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
-    """Returns the noise of trials over ``paths`` and its degrees of freedom; ``given`` if the user has given it.
+    """Return the noise of trials over ``paths`` and its degrees of freedom; ``given`` if the user has given it.
 
     The first run of a finalist is left out: the point was run again because that loss was low. Runs of the start all
     count. Pruned trials have no final loss and do not count.
@@ -69,7 +69,7 @@ def between(
 
 
 def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, float]]]:
-    """Returns the points without those whose runs differ much more than at the others.
+    """Return the points without those whose runs differ much more than at the others.
 
     Such points are at the divergence boundary, and their spread is not noise between seeds. If all points had one
     noise, one in 150 would be left out (three points with two runs and one with three). The point with most runs, the
@@ -86,6 +86,6 @@ def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, fl
 
 
 def interval(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:
-    """Returns the 95% interval of the mean of ``values``, given their noise and its degrees of freedom."""
+    """Return the 95% interval of the mean of ``values``, given their noise and its degrees of freedom."""
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))
     return mean - margin, mean + margin

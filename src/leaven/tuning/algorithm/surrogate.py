@@ -53,12 +53,12 @@ class Surrogate:
     _inverse: Array  # (n, n), the inverse covariance, with the constant projected out
 
     def value(self, x: Array) -> Array:
-        """Returns the posterior mean of the loss at points (m, D), up to the constant ``a``, (m,)."""
+        """Return the posterior mean of the loss at points (m, D), up to the constant ``a``, (m,)."""
         slope, bend = self.mean.slope, self.mean.bend
         return np.asarray(x @ slope + x**2 @ bend / 2)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Returns the posterior standard deviation (m,) of the loss at points (m, D) less that at ``base`` (D,)."""
+        """Return the posterior standard deviation (m,) of the loss at points (m, D) less that at ``base`` (D,)."""
         apart = np.hstack([x - base, (x**2 - base**2) / 2])
         prior = np.repeat([(self.curvature * _FAR) ** 2, self.curvature**2], len(base))
         shared = (apart * prior) @ np.hstack([self.points, self.points**2 / 2]).T  # (m, n)
@@ -66,7 +66,7 @@ class Surrogate:
         return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Returns the mean and standard deviation, (D, m) each, of the change in loss from ``base`` (D,) when one
+        """Return the mean and standard deviation, (D, m) each, of the change in loss from ``base`` (D,) when one
         multiplier at a time is set to each of its ``x`` (D, m)."""
         mean, (slopes, both, bends) = self.mean, self._covariance
         u, w = x - base[:, None], (x**2 - base[:, None] ** 2) / 2
@@ -109,7 +109,7 @@ class Surrogate:
 
 
 def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
-    """Returns the surrogate of trials at ``points`` (n, D) with finite ``losses`` (n,).
+    """Return the surrogate of trials at ``points`` (n, D) with finite ``losses`` (n,).
 
     ``noise``: the standard deviation between seeds, the least noise that is assumed.
     """

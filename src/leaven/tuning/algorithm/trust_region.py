@@ -78,7 +78,7 @@ class Axes:
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension]) -> "Axes":
-        """Returns the axes of a search space around a recipe; the start is 0 along each."""
+        """Return the axes of a search space around a recipe; the start is 0 along each."""
         return cls(
             {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in dimensions},
             {d.path: d.scale for d in dimensions},
@@ -129,7 +129,7 @@ class Axes:
     def region(
         self, points: Array, losses: Array, noise: float | None = None, seeds: NDArray[np.int64] | None = None
     ) -> "Region":
-        """Returns the trust region after these trials; see :func:`region`."""
+        """Return the trust region after these trials; see :func:`region`."""
         low, high = self.ends
         return region(
             points,
@@ -167,13 +167,13 @@ class Features:
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
-        """Returns the columns (..., F) of points (..., D)."""
+        """Return the columns (..., F) of points (..., D)."""
         owner, level = self.owner, self.level
         steps = (x[..., owner] - self.origin[owner]) / self.scale[owner]
         return np.where(level > 0, x[..., owner] == level, steps)
 
     def point(self, columns: Array) -> Array:
-        """Returns the point (D,) that has these columns (F,)."""
+        """Return the point (D,) that has these columns (F,)."""
         owner, level = self.owner, self.level
         x = np.zeros(len(self.levels))
         number = level == 0
@@ -204,7 +204,7 @@ class Region:
         return self._within(still, self._lowest(self.surrogate.mean.at_one))
 
     def proposal(self, rng: np.random.Generator) -> Array:
-        """Returns a point to try next, (D,)."""
+        """Return a point to try next, (D,)."""
         drawn, d = self.surrogate.draw(rng), len(self.incumbent)
         steps = np.clip(self.radius * (drawn.minimum - self.surrogate.mean.minimum), -FARTHEST, FARTHEST)
         moves = rng.random(d) < CHANGED
@@ -224,15 +224,15 @@ class Region:
         return bool(quiet and here - there < self.surrogate.noise)
 
     def belief(self, x: Array) -> Array:
-        """Returns the predicted loss at points (m, D), up to a constant, (m,)."""
+        """Return the predicted loss at points (m, D), up to a constant, (m,)."""
         return self.surrogate.value(self.features.of(x))
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Returns the standard deviation (m,) of the predicted loss at points (m, D) less that at ``base`` (D,)."""
+        """Return the standard deviation (m,) of the predicted loss at points (m, D) less that at ``base`` (D,)."""
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Returns the mean and standard deviation, (D, m) each, of the change in loss from ``base`` (D,) when one
+        """Return the mean and standard deviation, (D, m) each, of the change in loss from ``base`` (D,) when one
         value at a time is set to each of its ``x`` (D, m)."""
         owner, number = self.features.owner, self.features.level == 0
         here = self.features.of(base)
@@ -248,11 +248,11 @@ class Region:
         return mean, deviation
 
     def risk(self, x: Array) -> Array:
-        """Returns the probability that a run at points (..., D) diverges."""
+        """Return the probability that a run at points (..., D) diverges."""
         return self.divergence.risk(self.features.of(x))
 
     def _lowest(self, effects: Array) -> Array:
-        """Returns the level (D,) of each choice with the lowest effect; that of the start's level is 0."""
+        """Return the level (D,) of each choice with the lowest effect; that of the start's level is 0."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         for owner, level, effect in zip(self.features.owner, self.features.level, effects, strict=True):
             if level and effect < lowest[owner]:
@@ -260,7 +260,7 @@ class Region:
         return found
 
     def _within(self, step: Array, levels: Array) -> Array:
-        """Returns the minimum in the trust region plus ``step`` (F,), with choices at ``levels`` (D,), as far as
+        """Return the minimum in the trust region plus ``step`` (F,), with choices at ``levels`` (D,), as far as
         it is safe."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
         trusted = here + np.clip(self.surrogate.mean.minimum - here, -TRUST, TRUST)
@@ -287,7 +287,7 @@ def region(
     near: tuple[Array, Array] | None = None,
     rates: NDArray[np.bool_] | None = None,
 ) -> Region:
-    """Returns the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order of their results.
+    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order of their results.
 
     Args:
         losses: nats; infinite where a trial diverged.
@@ -335,7 +335,7 @@ def region(
 def _while_all_diverge(  # noqa: PLR0917 - the arguments of region
     tried: int, low: Array, high: Array, scale: Array, levels: NDArray[np.int_], rates: NDArray[np.bool_]
 ) -> Region:
-    """Returns the region after ``tried`` trials that all diverged (point 6 of the method)."""
+    """Return the region after ``tried`` trials that all diverged (point 6 of the method)."""
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, scale, levels)
     nowhere = np.zeros((1, len(features.owner)))
@@ -345,7 +345,7 @@ def _while_all_diverge(  # noqa: PLR0917 - the arguments of region
 
 
 def without_outliers(losses: Array) -> Array:
-    """Returns the losses with outliers set to infinity: their squares would dominate the fit of the surrogate."""
+    """Return the losses with outliers set to infinity: their squares would dominate the fit of the surrogate."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -354,7 +354,7 @@ def without_outliers(losses: Array) -> Array:
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Returns which names are learning rates to lower, (D,): the global one, or else those of modules and depth."""
+    """Return which names are learning rates to lower, (D,): the global one, or else those of modules and depth."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

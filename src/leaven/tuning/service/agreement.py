@@ -32,7 +32,7 @@ def check_name(name: str) -> None:
 def begin(
     store: BaseStorage, name: str, sampler: BaseSampler, here: About, what: str
 ) -> tuple[optuna.Study, dict[str, Any]]:
-    """Returns the study with that name and its settings; creates it with the settings ``here`` if there is none.
+    """Return the study with that name and its settings; creates it with the settings ``here`` if there is none.
 
     It is looked up first, because in a journal even a failed attempt to create it adds a line. If several commands
     start at once, one creates the study and writes its settings. If that one dies between the two, another writes

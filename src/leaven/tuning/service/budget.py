@@ -45,12 +45,12 @@ class Budget:
         return ", ".join(f"{limit:g} {name}" for name, limit in given.items() if limit is not None)
 
     def finalists(self, runs: Sequence[Evaluation], now: float) -> int:
-        """Returns how many finalists the reserved and the remaining budget can pay for."""
+        """Return how many finalists the reserved and the remaining budget can pay for."""
         affordable = min(min(KEPT * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(few for few in range(FINALISTS + 1) if runs_to_confirm(few) <= affordable or few == 0)
 
     def kept(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
-        """Returns how many runs are reserved for confirmation."""
+        """Return how many runs are reserved for confirmation."""
         affordable = min(KEPT * limit / cost for limit, _, cost in self._limits(runs, now))
         costs = {runs_to_confirm(few) for few in range(FINALISTS + 1)}
         if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
@@ -64,7 +64,7 @@ class Budget:
         return self.left(runs, now) >= 1 + kept
 
     def left(self, runs: Sequence[Evaluation], now: float) -> float:
-        """Returns how many more runs the budget allows."""
+        """Return how many more runs the budget allows."""
         return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
 
     def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
@@ -87,17 +87,17 @@ class Budget:
 
 
 def runs_to_confirm(few: int) -> int:
-    """Returns how many runs it takes to confirm ``few`` points."""
+    """Return how many runs it takes to confirm ``few`` points."""
     return few * RERUNS + (2 * CONFIRMATIONS if few > 1 else 0)  # of the chosen point and of the start
 
 
 def busy(runs: Sequence[Evaluation], now: float) -> float:
-    """Returns the seconds in which at least one run was active."""
+    """Return the seconds in which at least one run was active."""
     return covered((run.last.user_attrs[BEGAN], _end(run, now)) for run in runs if BEGAN in run.last.user_attrs)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns the length of the union of time spans (begin, end)."""
+    """Return the length of the union of time spans (begin, end)."""
     total, until = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(ended - max(began, until), 0.0)
@@ -106,7 +106,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _end(run: Evaluation, now: float) -> float:
-    """Returns when the last attempt of a run ended, or ``now`` if it is running."""
+    """Return when the last attempt of a run ended, or ``now`` if it is running."""
     ended, died = run.last.user_attrs.get(ENDED), run.last.datetime_complete
     if ended is None:
         ended = now if run.running or died is None else died.timestamp()

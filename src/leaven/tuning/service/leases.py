@@ -28,7 +28,7 @@ _here: set[str] = set()  # ids of running searches of this process
 
 
 def node(pid: int, number: int = 0) -> str:
-    """Returns the id of a command in a process of this machine."""
+    """Return the id of a command in a process of this machine."""
     return f"{socket.gethostname()}:{process(pid)}:{number}"
 
 
@@ -66,7 +66,7 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Returns the owners that are dead. Call it regularly: it measures the time between calls."""
+        """Return the owners that are dead. Call it regularly: it measures the time between calls."""
         # Capped, so that a pause of this process or of the store does not count against the others.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
@@ -92,7 +92,7 @@ class Leases:
 
 
 def process(pid: int) -> str:
-    """Returns a globally unique name of a process, ``boot/namespace:pid:start``.
+    """Return a globally unique name of a process, ``boot/namespace:pid:start``.
 
     Without /proc only the pid is known, and whether the process lives cannot be told.
     """
@@ -114,7 +114,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """Returns the start of a process in ticks since the boot, because pids are reused; empty if it has ended."""
+    """Return the start of a process in ticks since the boot, because pids are reused; empty if it has ended."""
     try:
         # Fields 3 and 22 of stat (man 5 proc), after the name, which may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -83,7 +83,7 @@ class SearchLoop:
         return runs
 
     def _look(self) -> list[Evaluation]:
-        """Returns all runs, after closing the trials of dead processes."""
+        """Return all runs, after closing the trials of dead processes."""
         trials = self._study.get_trials(deepcopy=False)
         running = {t.number: t.user_attrs.get(trial_log.OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -205,7 +205,7 @@ def _suggested(asked: optuna.Trial, name: str, limits: tuple[float, float] | ran
 
 
 def _outcome(result: object) -> Outcome:
-    """Returns the result of an objective as an Outcome; a loss beyond ``HUGE`` counts as a divergence.
+    """Return the result of an objective as an Outcome; a loss beyond ``HUGE`` counts as a divergence.
 
     Raises:
         InputError: if it is not a number.

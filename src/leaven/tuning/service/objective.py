@@ -107,7 +107,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
 
 
 def about(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
-    """Returns the settings of a search that all commands on a study must share."""
+    """Return the settings of a search that all commands on a study must share."""
 
     space = {
         name: ["choice", len(limits), axes.start[name]] if isinstance(limits, range) else [*limits, axes.start[name]]
@@ -185,7 +185,7 @@ def _check(what: str, value: object, wanted: _Wanted) -> None:
 def _axes(
     space: Mapping[str, Any], start: Mapping[str, Any], scales: Mapping[str, Any], near: Mapping[str, Any]
 ) -> Axes:
-    """Returns the axes of a search.
+    """Return the axes of a search.
 
     Raises:
         InputError: if limits, a start, a scale or a box are invalid, or their name is not in the space.

@@ -53,7 +53,7 @@ Point = dict[str, float]
 
 
 def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Returns the runs whose points are known before the search: those of the start, and of a grid.
+    """Return the runs whose points are known before the search: those of the start, and of a grid.
 
     Raises:
         InputError: if the grid has more points than the budget has trials, or no number of trials is given.
@@ -80,7 +80,7 @@ class Plan:
     stop_at_noise: bool  # whether to stop when some rounds gained less than the noise
 
     def next(self, runs: Sequence[Evaluation], now: float) -> TrialRequest | None:
-        """Returns the next run, or None if there is none until a running one ends, or at all.
+        """Return the next run, or None if there is none until a running one ends, or at all.
 
         Raises:
             NothingFound: if every run has diverged or died.
@@ -120,7 +120,7 @@ class Plan:
         return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
 
     def chosen(self, runs: Sequence[Evaluation]) -> list[Point] | None:
-        """Returns the finalists, or None before they are chosen."""
+        """Return the finalists, or None before they are chosen."""
         lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self.is_rerun(run))
         return next((points for points in lists if points is not None), None)
 
@@ -147,11 +147,11 @@ class Plan:
                 yield TrialRequest("rerun", f"confirm:start:{other}", other, start, attributes)
 
     def confirmation(self, runs: Sequence[Evaluation]) -> Confirmation | None:
-        """Returns the answer so far."""
+        """Return the answer so far."""
         return confirm(self._records(runs), self._paths, self.between(runs)[0] or 0.0)
 
     def between(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
-        """Returns the noise between runs of one point, and its degrees of freedom."""
+        """Return the noise between runs of one point, and its degrees of freedom."""
         return noise.between(self._records(runs), self._paths, self.noise)
 
     def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
@@ -162,7 +162,7 @@ class Plan:
         return list(self.axes.start)
 
     def params(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Point:
-        """Returns the log2 multipliers with which a point, given in octaves, was run."""
+        """Return the log2 multipliers with which a point, given in octaves, was run."""
         return next(
             dict(run.last.params)
             for run in runs
@@ -170,7 +170,7 @@ class Plan:
         )
 
     def _best(self, runs: Sequence[Evaluation]) -> list[Point]:
-        """Returns the finalists in log2 multipliers, the most promising first.
+        """Return the finalists in log2 multipliers, the most promising first.
 
         Pruned trials are left out, and so is the start, which has been run with several seeds already.
         """
@@ -182,7 +182,7 @@ class Plan:
         return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
 
     def found(self, runs: Sequence[Evaluation], now: float, stopped: bool) -> Found:
-        """Returns the result of the search.
+        """Return the result of the search.
 
         Raises:
             NothingFound: if no run finished.
@@ -213,7 +213,7 @@ class Plan:
         )
 
     def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """Returns the best run so far, against which a run at ``point`` is pruned; None until the noise is measured.
+        """Return the best run so far, against which a run at ``point`` is pruned; None until the noise is measured.
 
         Only runs with the same choices are compared: with another schedule, say, a loss curve has another shape.
         """
@@ -228,7 +228,7 @@ class Plan:
         return Baseline(curve_of(best.user_attrs["curve"]), loss_of(best), between)
 
     def nothing(self, runs: Sequence[Evaluation]) -> str:
-        """Returns the reason why there is no answer."""
+        """Return the reason why there is no answer."""
         trials = self._records(runs)
         if stopped := sum(trial.state == "stopped" for trial in trials):
             diverged = sum(trial.state == "diverged" for trial in trials)
@@ -245,7 +245,7 @@ class Plan:
 
 
 def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
-    """Returns the first ``count`` seeds, from 1, that a point has not been run with."""
+    """Return the first ``count`` seeds, from 1, that a point has not been run with."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 
@@ -255,7 +255,7 @@ def _seeds(runs: Sequence[Evaluation], point: Point) -> set[int]:
 
 
 def record(run: Evaluation, axes: Axes) -> StudyTrial:
-    """Returns a run as a record of the study's document; ``values`` are still log2 multipliers."""
+    """Return a run as a record of the study's document; ``values`` are still log2 multipliers."""
     last, ran = run.last, run.last.user_attrs
     state = "failed" if run.failed else "waiting" if run.lost else "running"
     if run.finished:

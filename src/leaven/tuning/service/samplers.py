@@ -33,7 +33,7 @@ def check_method(method: str) -> None:
 
 
 def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> BaseSampler:
-    """Returns the sampler of a method; Optuna's samplers are set up for many dimensions and few trials.
+    """Return the sampler of a method; Optuna's samplers are set up for many dimensions and few trials.
 
     CMA-ES is separable, since some hundreds of trials do not teach a covariance of 90 dimensions, and starts where
     the trust region does and as wide. The points of a grid are requests (``plan.py``); beyond them it is random.
@@ -65,7 +65,7 @@ def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> B
 
 
 def distributions(axes: Axes) -> Distributions:
-    """Returns the space as Optuna distributions."""
+    """Return the space as Optuna distributions."""
     return {
         name: CategoricalDistribution([float(level) for level in limits])
         if isinstance(limits, range)
@@ -75,7 +75,7 @@ def distributions(axes: Axes) -> Distributions:
 
 
 def region_of(trials: Sequence[FrozenTrial], axes: Axes, noise: float | None = None) -> Region:
-    """Returns the trust region after the finished trials of a study."""
+    """Return the trust region after the finished trials of a study."""
     return axes.region(*_seen(trials, axes), noise, np.array([seed_of(trial) for trial in trials], np.int64))
 
 
@@ -92,7 +92,7 @@ class TrustRegionSampler(BaseSampler):
         self._known: tuple[list[object], Region] | None = None
 
     def region(self, study: optuna.Study) -> Region:
-        """Returns the trust region of a study.
+        """Return the trust region of a study.
 
         It is cached until another trial ends, because every free worker needs it, and it takes seconds after 2,000
         trials of 90 values.
@@ -120,9 +120,10 @@ class SeededSampler(BaseSampler):
     """An Optuna sampler that is seeded for each proposal by its index in the search and samples a growing box.
 
     With one random stream, two commands with the same seed, or one that resumes, would repeat proposals. The store
-    has the whole space; the sampler is given the box, which is a function of the finished trials. With ``everywhere`` the
-    box covers the whole space, symmetric around the start, for a method (CMA-ES) that stays near the start by itself.
-    CMA-ES does not support choices: half of its proposals take the best trial's choices, the others random ones.
+    has the whole space; the sampler is given the box, which is a function of the finished trials. With ``everywhere``
+    the box covers the whole space, symmetric around the start, for a method (CMA-ES) that stays near the start by
+    itself. CMA-ES does not support choices: half of its proposals take the best trial's choices, the others random
+    ones.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, axes: Axes, *, everywhere: bool) -> None:
@@ -176,13 +177,13 @@ class SeededSampler(BaseSampler):
 
 
 def _farthest(axes: Axes) -> float:
-    """Returns the steps from the start to the farthest bound of the space."""
+    """Return the steps from the start to the farthest bound of the space."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 
 
 def ped_anova(points: Array, losses: Array) -> Array:
-    """Returns PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
+    """Return PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
 
     They compare the distribution of the best tenth of the trials along each value with that of all trials
     (Watanabe et al. 2023, arXiv 2304.10255); diverged trials have an infinite loss. Optuna's other two methods need

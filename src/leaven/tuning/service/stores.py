@@ -57,7 +57,7 @@ def open_store(
     waited: Callable[[float], None] = _ignore,
     patience_seconds: float = 300,
 ) -> BaseStorage:
-    """Returns the storage at ``where``; each of its calls retries while the store is unreachable.
+    """Return the storage at ``where``; each of its calls retries while the store is unreachable.
 
     Args:
         where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage (one
@@ -131,14 +131,14 @@ def _url(where: str) -> "URL":
 
 
 def _name(url: "URL") -> str:
-    """Returns a URL without its user and password."""
+    """Return a URL without its user and password."""
     port = (url.port or 5432) if url.host else None
     plain = url.set(drivername=url.get_backend_name(), port=port, query={})
     return plain.render_as_string(hide_password=True)
 
 
 def _reached(url: "URL", call: "Callable[[URL], T]") -> T:
-    """Returns the result of ``call`` on a database; retries while another process creates its tables.
+    """Return the result of ``call`` on a database; retries while another process creates its tables.
 
     Raises:
         InputError: if it cannot be reached or is not a database.
@@ -223,7 +223,7 @@ def _away(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the cause of an error as one line."""
+    """Return the cause of an error as one line."""
     cause = next((cause for cause in _causes(error) if hasattr(cause, "orig")), error)
     said = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
     return said.splitlines()[0]
@@ -242,7 +242,7 @@ class _Waiting:
         return self._until_done(lambda again: call(*args, **kwargs))
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Returns the result of ``call`` once the store is reachable; its argument says whether this is a retry."""
+        """Return the result of ``call`` once the store is reachable; its argument says whether this is a retry."""
         since, pause, again = None, FIRST_PAUSE, False
         while True:
             try:

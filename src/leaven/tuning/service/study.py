@@ -276,7 +276,7 @@ class Study:
         self._rests_until = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Returns the study's document; it has a ``best`` once a command has used up a budget."""
+        """Return the study's document; it has a ``best`` once a command has used up a budget."""
         found = self.answer
         trials = tuple(replace(each, values=self.space.values(each.octaves or {})) for each in self._trials)
         return StudyDocument(
@@ -293,7 +293,7 @@ class Study:
 
     @property
     def answer(self) -> Answer:
-        """Returns the answer so far."""
+        """Return the answer so far."""
         return answer(self._trials, self.space.dimensions, over=self._over, optunas=ped_anova)
 
     @property
@@ -311,7 +311,7 @@ class Study:
 
     @property
     def _trials(self) -> list[StudyTrial]:
-        """Returns all runs; their values are still log2 multipliers."""
+        """Return all runs; their values are still log2 multipliers."""
         axes = self._axes
         return [record(run, axes) for run in self._runs]
 
@@ -334,7 +334,7 @@ class Study:
         return state
 
     def _recipe_at(self, octaves: Mapping[str, float], state: StudyDocument, *, fewest: bool = False) -> Recipe:
-        """Returns the recipe at a point, with its base at this scale and a reason for every searched value."""
+        """Return the recipe at a point, with its base at this scale and a reason for every searched value."""
         reasons = {path: why(path, state, self.space.values, fewest=fewest) for path in self.space.paths}
         base = self.recipe.base.model_dump()
         return moved(self.recipe, octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})

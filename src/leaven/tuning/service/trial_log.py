@@ -89,13 +89,13 @@ def seed_of(trial: FrozenTrial) -> int:
 
 
 def turn(trial: FrozenTrial) -> int:
-    """Returns the index of a proposal in the search, not counting void trials and retries."""
+    """Return the index of a proposal in the search, not counting void trials and retries."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
 
 def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
-    """Returns the runs, in the order of the numbers of their first trials.
+    """Return the runs, in the order of the numbers of their first trials.
 
     ``dimensions``: of the space. Trials whose process died before all values were drawn, and trials without an owner,
     are left out.
@@ -118,7 +118,7 @@ def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
 
 
 def begun(trials: Sequence[FrozenTrial]) -> int:
-    """Returns the number of distinct jobs without retries."""
+    """Return the number of distinct jobs without retries."""
     return sum(not job.startswith("retry:") for job in _jobs(trials))
 
 
@@ -143,7 +143,7 @@ def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Evaluation:
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """Returns the trials with a result, in the order of their results; pruned trials have a predicted loss.
+    """Return the trials with a result, in the order of their results; pruned trials have a predicted loss.
 
     If any trial has an owner, trials without one (added by another program) are left out, as in ``runs``. The order
     is by Unix time, because Optuna's own times are local to each machine.
@@ -162,7 +162,7 @@ def _ended(trial: FrozenTrial) -> float:
 
 
 def loss_of(trial: FrozenTrial) -> float:
-    """Returns the loss of a trial with a result: infinite if it diverged, predicted if it was pruned."""
+    """Return the loss of a trial with a result: infinite if it diverged, predicted if it was pruned."""
     if trial.user_attrs.get(DIVERGED):
         return math.inf
     loss = trial.value if trial.state is TrialState.COMPLETE else trial.user_attrs[EXPECTED]

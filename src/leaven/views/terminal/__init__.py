@@ -1,1 +1,1 @@
-"""Documents as a person reads them in a terminal: tables, facts under labels, and one live screen."""
+"""Terminal screens of documents: tables, labelled facts, and one live screen."""

@@ -21,7 +21,7 @@ def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
 
 
 def tables(check: Check) -> Iterator[RenderableType]:
-    """Each table with its verdicts in a word, and what is noted of its rows once below it."""
+    """The tables with a verdict for each row, and each distinct note once below its table."""
     for table in check_tables(check):
         first, *heads = table.heads
         columns = [Column(first, align="left"), *(Column(head) for head in heads), Column("verdict", align="left")]

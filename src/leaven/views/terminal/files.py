@@ -1,4 +1,4 @@
-"""What was written, read or drawn from a run, in the terminal."""
+"""Screens of verbs that write files: ``leaven new``, ``export`` and ``demo``."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,7 +56,7 @@ def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """At most ten lines: what came out, what it cost, where to read on."""
+    """At most ten lines: the result, its cost, and where to read more."""
     yield demo.verdict
     mine = next((arm.loss for arm in demo.arms if arm.key == "transferred"), None)
     width = max([12, *(len(arm.title) for arm in demo.arms)])

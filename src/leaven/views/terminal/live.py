@@ -1,6 +1,6 @@
-"""What a person watches while a verb works: rows that stay, and on a terminal lines that change and bars below them.
+"""The live screen of a verb: rows that stay, and on a terminal changing lines and progress bars below them.
 
-Everything goes to standard error. Without a terminal the same rows are printed without the rest.
+Everything goes to standard error. Without a terminal only the rows are printed.
 """
 
 import time
@@ -63,7 +63,7 @@ class LiveScreen(Progress):
         return left
 
     def counts(self, what: str) -> Callable[[int, int], None]:
-        """Told (done, total) of things that are done one by one."""
+        """Return a callback (done, total) that shows a bar."""
         self.bar(what, 0, None, "")
 
         def update(done: int, total: int) -> None:
@@ -72,17 +72,17 @@ class LiveScreen(Progress):
         return update
 
     def text(self, stage: str, done: int, total: int) -> None:
-        """Reading and tokenising a text, in bytes."""
+        """Return a callback that shows the bytes of text read and tokenised."""
         self.bar(stage, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
     def notes(self, tokens: "TokenSet") -> None:
-        """What was skipped of a text, and what had to be made again."""
+        """Print what was skipped in a text, and which shards had to be tokenised again."""
         for note in tokens.notes:
             self.line(f"  {note}")
 
 
 def _time_left(done: float, total: float, already: float, spent: float) -> str:
-    """At the pace since ``already`` was done."""
+    """Return the time left at the pace since ``already`` was done."""
     if done >= total:
         return "done"
     if done <= already or spent < 1:

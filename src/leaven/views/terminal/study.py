@@ -1,4 +1,4 @@
-"""What a person watches while a study searches, and its answer."""
+"""The live screen of a study, and its answer."""
 
 import statistics
 import textwrap
@@ -36,10 +36,9 @@ class _Running:
 
 
 class TuneScreen(LiveScreen):
-    """A row a trial, those of other commands on the same study too; below them, on a terminal, who does what.
+    """A row for each trial of the study, also those of other commands; below, on a terminal, what each worker does.
 
-    It may be told from several threads. ``trials``, ``flops`` and ``hours`` are the budget; ``workers`` work at
-    once.
+    Methods may be called from several threads. ``trials``, ``flops`` and ``hours`` are the budget.
     """
 
     def __init__(
@@ -68,12 +67,12 @@ class TuneScreen(LiveScreen):
             self.line(f"  {self._done()} trials are done")
 
     def asked(self, number: int, worker: str) -> None:
-        """A worker of this command has begun a trial."""
+        """A worker of this command has started a trial."""
         with self._lock_rows:
             self._running[number] = _Running(self._name(worker), time.monotonic())
 
     def ended(self, state: StudyDocument) -> None:
-        """Trials have ended; ``state`` is the study with them, and with what other commands have done meanwhile."""
+        """Trials have ended; ``state`` is the study's document with them and with trials of other commands."""
         with self._lock_rows:
             unknown, self._state = _noise(self._state) is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
@@ -109,7 +108,7 @@ class TuneScreen(LiveScreen):
             self._best = trial
 
     def _judged(self, trial: StudyTrial) -> tuple[Cell, Cell]:
-        """Its loss, and the difference from the best; of one that broke off why, and where."""
+        """The loss of a trial and its difference from the best; for one that stopped early, why and where."""
         if trial.state != "complete" or trial.loss is None:
             style = "yellow" if trial.state == "stopped" else "red"
             return Text(trial.state, style), Text(points.share(trial, self._state), style)
@@ -120,7 +119,7 @@ class TuneScreen(LiveScreen):
         return f"{trial.loss:.4f}", Text(f"{delta:+.4f} {'*' if better else ' '}", "green" if better else "")
 
     def _name(self, worker: str) -> str:
-        """w1, w2 and so on, in the order in which they are heard of."""
+        """w1, w2 and so on, in the order in which workers first appear."""
         return "-" if worker == "-" else self._names.setdefault(worker, f"w{len(self._names) + 1}")
 
     def _status(self) -> Iterator[RenderableType]:
@@ -140,7 +139,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Seconds that a trial takes: the median of those that have ended, diverged and stopped ones with them."""
+        """The median seconds of the trials that have ended, including diverged and pruned ones."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
@@ -149,7 +148,7 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """Until the first limit of the budget, as far as the trials so far tell."""
+        """The time until the first limit of the budget, estimated from the trials so far."""
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
@@ -164,7 +163,7 @@ class TuneScreen(LiveScreen):
         return f"{format_seconds(min(left))} left" if left and min(left) > 0 else ""
 
     def _busy(self) -> float:
-        """The seconds so far in which at least one trial was going on."""
+        """The seconds so far in which at least one trial was running."""
         from leaven.tuning.service.budget import covered  # with optuna, for which a start does not wait
 
         now, here = time.time(), time.monotonic()
@@ -198,7 +197,7 @@ def headline(state: StudyDocument) -> list[str]:
 
 
 def _noise(state: StudyDocument) -> str | None:
-    """What is known of the noise; None before it is measured, as it is by three runs of the start."""
+    """The noise as text; None before three runs of the start have measured it."""
     if state.noise_floor is None or state.noise_runs < 2:
         return None
     return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeats)"

@@ -1,4 +1,4 @@
-"""What a person watches while runs train, and what is said when one ends."""
+"""The live screens of training runs, and the message at their end."""
 
 import string
 import time
@@ -49,9 +49,9 @@ class _Quantities(string.Formatter):
 
 
 class TrainScreen(LiveScreen):
-    """A row each validation, one every ``log_every`` steps if that is set, at least one a minute; a line each event.
+    """A row for each validation and every ``log_every`` steps, at least one a minute; a line for each event.
 
-    On a terminal every step is seen too, in a row that changes above the bar.
+    On a terminal a changing row above the bar shows every step.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
@@ -155,7 +155,7 @@ class TrainScreen(LiveScreen):
 
 
 class RunsScreen(LiveScreen):
-    """Runs of other processes, side by side: a bar each, and a row each validation, read from their folders."""
+    """Runs of other processes, read from their folders: a bar for each, and a row for each validation."""
 
     def __init__(self, runs: Mapping[str, Path], tokens: int) -> None:
         from leaven.training.run_folder import RunFolder
@@ -169,7 +169,7 @@ class RunsScreen(LiveScreen):
         self.look()
 
     def look(self) -> None:
-        """Read the folders again: move the bars, print what is new."""
+        """Read the folders again, move the bars and print new rows."""
         for name, folder in self._folders.items():
             steps = {line["tokens"]: line for line in folder.metrics()}
             self.bar(f"{name:<11}", max(steps, default=0), self._tokens)
@@ -199,7 +199,7 @@ def _fixed(number: float, digits: int) -> str:
 
 
 def advice(folder: Path) -> str:
-    """What to do about a run that stopped in trouble: its rollbacks, and the command to rewind it."""
+    """Return advice for a run that stopped at an anomaly: its rollbacks, and the command to rewind it."""
     from leaven.training.run_folder import RunFolder
 
     run = RunFolder(folder)
