@@ -73,8 +73,8 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
 
 
 def word(coordinate: Coordinate, study: StudyView) -> str:
-    """The verdict on a value: it matters by itself, it can be reset to the start together with others, or its effect is
-    unclear. Nothing is known about a value that stayed at the start."""
+    """The verdict on a value: it matters by itself, it can be reset to the start together with others, or its effect
+    is unclear. Nothing is known about a value that stayed at the start."""
     if coordinate.worth or coordinate.path in study.idle:
         return MATTERED if coordinate.worth else IDLE
     return UNSURE if coordinate.best else ""
