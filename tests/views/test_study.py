@@ -47,14 +47,22 @@ def test_what_is_written_is_read(state, study):
 def test_the_page_says_what_came_out_first(study, state, tmp_path):
     page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
     text = told(page.read_text())
-    assert f"{len(state.idle)} of 31 were not worth tuning: back at the start all of them together cost less" in text
+    assert f"{len(state.idle)} of 31 were not worth tuning: resetting all of them to the start costs less" in text
     worth = sum(coordinate.worth for coordinate in state.coordinates)
     assert f"{state.gain:.3f} below the start" in text
     assert f"{worth} gained more than the noise by themselves" in text
     assert f"{state.trials[0].loss - state.best.loss:.4f}" in text
-    assert "stopped of itself" in text
+    assert "The search stopped early" in text
     for chapter in ("Slices through", "What mattered", "What each module got", "changes", "as they trained", "took"):
         assert chapter in text
+
+
+def test_an_answer_that_is_the_start_claims_no_gain(study):
+    at_start = tuple(replace(each, best=0.0, gain=0.0, worth=False) for each in study.coordinates)
+    text = told(study_page(replace(study, coordinates=at_start, gain=0.0)))
+    assert "the start itself: nothing was found that is known to be better" in text
+    assert "No point was found that is better than the start, so no value has gained anything" in text
+    assert "What mattered" not in text
 
 
 def test_each_kind_of_trial_has_a_mark_of_its_own(study):
@@ -265,7 +273,7 @@ def test_a_slice_below_the_best_is_inside_its_frame(study):
 def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):
     said = told(study_page(replace(study, best=replace(study.best, fresh=0, runs=2))))
     assert f"Trial {study.best.number} is the best of" in said
-    assert "the mean of 2 runs that chose it among several: expect a little worse" in said
+    assert "the mean of the 2 runs by which it was chosen among several" in said
 
 
 def test_what_no_fresh_seed_has_judged_is_said_to_be_too_low(tmp_path):
@@ -273,8 +281,7 @@ def test_what_no_fresh_seed_has_judged_is_said_to_be_too_low(tmp_path):
     page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
     text = told(page.read_text())
     assert "has the lowest loss of" in text
-    assert "expect worse" in text
-    assert "fresh seeds: expect worse" in text
+    assert "without runs with fresh seeds: expect a higher one" in text
     assert "the mean of" not in text
     assert "95%" not in text.split("Where every value")[0]
     document = json.loads((tmp_path / "study/study.json").read_text())
