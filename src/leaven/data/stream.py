@@ -24,7 +24,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Tokens(Protocol):
-    """Token ids laid end to end; a numpy array is one."""
+    """A sequence of token ids, documents end to end. A numpy array satisfies this protocol."""
 
     def __len__(self) -> int: ...
 

@@ -92,7 +92,7 @@ ARMS = ("transferred", "copied", "untuned")
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the compared runs. All have the same model, tokens, batch and seed, and other hyperparameters."""
+    """One of the compared runs. All have the same model, tokens, batch and seed; they differ in the other values."""
 
     key: str  # name of the run folder
     title: str

@@ -352,8 +352,8 @@ def _near(job: Job) -> list[int]:
 def _dividing(job: Job) -> set[int]:
     """Return every number of GPUs that some layout can use.
 
-    It is dp x tp x pp of a layout that divides the batch, the heads and the layers, and whose pipeline the batch
-    fills.
+    Each is dp x tp x pp, where dp divides the batch, tp is a possible tensor-parallel degree of the model, and every
+    pipeline stage has a layer and a micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)

@@ -73,7 +73,10 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the GPUs in each node if all nodes can have the same number, at least half of a full one."""
+    """Return the GPUs in each node if all nodes have the same number, between half of a node and a full one.
+
+    A full node if no such number divides ``gpus``.
+    """
     return (
         next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node) if gpus > node else node
     )

@@ -3,6 +3,7 @@
 With a small batch each rank has few micro-batches: a pipeline is idle for most of the step, and work done once a step
 (gradient exchange, optimizer) is spread over few tokens. The layout is the run's. The micro-batch may be smaller: a
 rank cannot put more sequences into one forward pass than it has, and smaller micro-batches fill a pipeline better.
+Which step has which batch is in :mod:`leaven.recipe.batch`.
 """
 
 from leaven.documents.planning import RampChoice, RampMicroBatch, RampPlan, RampPoint

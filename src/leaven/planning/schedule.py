@@ -1,8 +1,8 @@
 """A pipeline step, pass by pass: which rank computes what, and when.
 
-A schedule is an order of passes on every rank; tests compare it with torch.distributed.pipelining. The times follow
-from the order: a pass begins when its rank is free and its inputs are there. From them come the bubble and the
-micro-batches in flight, also for uneven stages.
+A schedule (GPipe, 1F1B, interleaved 1F1B, zero-bubble) is an order of passes on every rank; tests compare it with
+torch.distributed.pipelining. The times follow from the order: a pass begins when its rank is free and its inputs are
+there. From them come the bubble and the micro-batches in flight, also for uneven stages.
 
 Stage s of p ranks with v stages each runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, 2.2). GPipe:
 Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.

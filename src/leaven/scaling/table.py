@@ -137,7 +137,7 @@ def resolve_row(
     moved = factors(rule, role, at, free)
 
     def multiplier(quantity: str) -> float:
-        """Type times depth."""
+        """Return the module's multiplier times that of the layer's depth."""
         own: float = getattr(module, quantity)
         if parameter.layer is None:
             return own

@@ -228,10 +228,11 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn about large initial values: a block's matrix far above sqrt(1 / (3 d)), its branch's multiplier included,
-    or logits.
+    """Warn if a block's matrix, times its branch's multiplier, starts far above sqrt(1 / (3 d)), or if the logits are
+    large.
 
-    The final norm gives a unit RMS, so that of the logits is the std of a row x sqrt(d) x the forward multiplier.
+    The final norm gives activations of RMS 1, so the RMS of the logits is the std of a row x sqrt(d) x the forward
+    multiplier.
     """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

@@ -1,7 +1,7 @@
 """The document of a study: the content of study.json, from which screens and reports are made. Without torch.
 
 An :class:`Answer` is computed from the trials; a :class:`StudyDocument` adds the trials themselves. Losses and noise
-are in nats per token. Points are numbers by path, 0 at the start, in the unit of their dimension.
+are in nats per token. A point maps each path to a distance from the start, in the unit of its dimension.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Parts of charts: the plotly template, axes, lines, dots and labels, as plain dictionaries.
 
-A colour is named ``var(--ink)``; the page's script puts in what the theme has, and again when it changes. So one
-figure is right in light, in dark and on paper.
+Colours are CSS variables, such as ``var(--ink)``. The page's script replaces them by the colours of the theme, and
+again when the theme changes, so one figure works in light, in dark and on paper.
 """
 
 import math

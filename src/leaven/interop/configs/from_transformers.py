@@ -1,6 +1,6 @@
-"""A recipe from transformers: config.json, and training_args.json beside it.
+"""Make a recipe from transformers' config.json and the training_args.json beside it.
 
-The optimizer of transformers decays matrices and not gains and biases, which is leaven's default too.
+The optimizer of transformers decays matrices but not gains and biases; so does leaven by default.
 """
 
 import json

@@ -100,7 +100,7 @@ class Plan:
         points = self.chosen(runs)
         if points is None:
             if self.budget.room(runs, now) and not self.stalled():
-                return TrialRequest("search")
+                return TrialRequest("search")  # no point: the study's sampler proposes it
             if any(run.running for run in runs):
                 return None
             points = self._best(runs)[: self.budget.finalists(runs, now)]

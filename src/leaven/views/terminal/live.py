@@ -1,6 +1,7 @@
 """The live screen of a verb: rows that stay, and on a terminal changing lines and progress bars below them.
 
-Everything goes to standard error. Without a terminal only the rows are printed.
+Everything goes to standard error. Without a terminal only the rows are printed. The screens of ``leaven tune``
+(:mod:`.study`) and ``leaven train`` (:mod:`.training`) extend it.
 """
 
 import time
