@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from leaven.catalogue.counting import d_head
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.terms import terms
@@ -20,7 +19,6 @@ def model_shape(run: PublishedRun) -> ModelShape | None:
     arch, seq_len = run.arch, run.data.seq_len if run.data else None
     foreign = (
         run.kind != "dense",
-        run.params_from_shape is None,
         seq_len is None,
         arch.attention is not None,  # sliding, sparse, latent
         arch.layerwise_scaling is not None,
@@ -39,7 +37,7 @@ def model_shape(run: PublishedRun) -> ModelShape | None:
     )
     if any(foreign):
         return None
-    head = d_head(arch)
+    head = arch.head_dim
     assert arch.n_heads is not None
     assert head is not None
     return ModelShape.model_validate(

@@ -123,6 +123,13 @@ class PublishedArchitecture(PublishedGroup):
     language_backbone: str | None = None
     vision_backbone: str | None = None
 
+    @property
+    def head_dim(self) -> int | None:
+        """The width of one head, also where it follows from d_model and n_heads."""
+        if self.d_head is None and self.d_model and self.n_heads:
+            return self.d_model // self.n_heads
+        return self.d_head
+
 
 class PublishedData(PublishedGroup):
     tokens_total: int | None = None  # consumed

@@ -1,12 +1,10 @@
 """One published run: groups of values with their sources, and the same values in leaven's own terms."""
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from leaven.catalogue.consistency import contradictions
-from leaven.catalogue.counting import count_parameters
 from leaven.catalogue.groups import (
     Hardware,
     Instability,
@@ -103,13 +101,6 @@ class PublishedRun(Part):
     tuning: TunedBase | None = None  # of leaven's own bases alone
     instabilities: Annotated[tuple[Instability, ...], Field(strict=False)] = ()
     notes: Texts = ()
-
-    @model_validator(mode="after")
-    def _says_what_it_says_twice_the_same(self) -> Self:
-        found = list(contradictions(self))
-        if found:
-            raise ValueError("; ".join(found))
-        return self
 
     @property
     def tokens(self) -> int | None:
@@ -217,12 +208,6 @@ class PublishedRun(Part):
     def stack(self) -> Stack:
         """What influences a learning rate more than the size does."""
         return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
-
-    @property
-    def params_from_shape(self) -> int | None:
-        """Parameters that the published shape implies, counted module by module; None if it is incomplete."""
-        count = count_parameters(self.arch, self.data.seq_len if self.data else None)
-        return None if count is None else count.total
 
     def flat(self) -> dict[str, Any]:
         """Return every known value by its dotted path, without sources and free text."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from leaven.catalogue.counting import d_head
 from leaven.catalogue.run import PublishedRun
 from leaven.documents.catalogue import RecipeDifference
 from leaven.recipe.recipe import Recipe, flatten
@@ -90,7 +89,7 @@ _PUBLISHED: dict[str, tuple[str, ...]] = {
 }
 # Values of a run that are not simply read at that path.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
-    "model.d_head": lambda run: d_head(run.arch),
+    "model.d_head": lambda run: run.arch.head_dim,
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
     "batch.ramp.start_tokens": _start_tokens,

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from itertools import cycle, islice
+from typing import NamedTuple
 
-from leaven.catalogue.counting import Widths, layer_widths
-from leaven.catalogue.groups import PublishedArchitecture
+from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
 from leaven.planning.blueprint import (
     BlockTable,
     Blueprint,
@@ -19,6 +19,14 @@ from leaven.recipe.errors import InputError
 _NEEDED = ("n_layers", "d_model", "n_heads", "gated", "norm", "tied_embeddings", "qk_norm")
 _EXPERTS = ("experts_per_token", "d_expert")
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+class LayerWidths(NamedTuple):
+    """The widths of one layer."""
+
+    n_heads: int
+    n_kv_heads: int
+    d_ff: int | None  # None where the layer has experts
 
 
 def published_blueprint(
@@ -36,7 +44,7 @@ def published_blueprint(
     missing += [] if arch.vocab_padded or arch.vocab_size else ["vocab_size"]
     missing += [name for name in (_EXPERTS if arch.n_experts else ()) if getattr(arch, name) is None]
     missing += [name for name in (_LATENT if arch.kv_lora_rank else ("n_kv_heads",)) if getattr(arch, name) is None]
-    widths = layer_widths(arch)
+    widths = _layer_widths(arch)
     if missing == ["n_heads", "n_kv_heads"] and arch.layerwise_scaling and widths:  # they differ by layer
         missing = []
     if missing or widths is None:
@@ -46,7 +54,7 @@ def published_blueprint(
         )
     d, vocab = arch.d_model or 0, arch.vocab_padded or arch.vocab_size or 0
     gains = _gains(arch)
-    made: dict[tuple[Widths, int | None], BlockTable] = {}
+    made: dict[tuple[LayerWidths, int | None], BlockTable] = {}
     blocks = []
     for layer, window in zip(widths, islice(cycle(windows), len(widths)), strict=True):
         key = (layer, window)
@@ -66,13 +74,51 @@ def published_blueprint(
     )
 
 
+def _layer_widths(arch: PublishedArchitecture) -> Sequence[LayerWidths] | None:
+    """Return the widths of each layer, or None if they are not published."""
+    if arch.layerwise_scaling is not None:
+        return _scaled_widths(arch, arch.layerwise_scaling)
+    n_kv_heads = arch.n_heads if arch.kv_lora_rank is not None else arch.n_kv_heads
+    if arch.n_layers is None or arch.n_heads is None or n_kv_heads is None:
+        return None
+    n_dense = arch.n_layers if arch.n_experts is None else (arch.n_dense_layers or 0)
+    if n_dense and arch.d_ff is None:
+        return None
+    dense, sparse = (LayerWidths(arch.n_heads, n_kv_heads, width) for width in (arch.d_ff, None))
+    return [dense] * n_dense + [sparse] * (arch.n_layers - n_dense)
+
+
+def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Sequence[LayerWidths] | None:
+    """Return the layer widths of OpenELM.
+
+    Multipliers are linear over the layers and rounded to 0.01; widths are rounded to whole groups of heads. Source:
+    apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
+    """
+    if arch.n_layers is None or arch.d_model is None or arch.d_head is None:
+        return None
+
+    def width(ends: tuple[float, float], layer: int, divisor: int) -> int:
+        """Return the multiple of ``divisor`` nearest to a layer's width, but not below 90% of it."""
+        first, last = ends
+        exact = round(first + (last - first) * layer / ((arch.n_layers or 0) - 1), 2) * (arch.d_model or 0)
+        rounded = max(divisor, int(exact + divisor / 2) // divisor * divisor)
+        return rounded + divisor if rounded < 0.9 * exact else rounded
+
+    widths = []
+    for layer in range(arch.n_layers):
+        n_heads = width(scaling.qkv_multipliers, layer, arch.d_head * scaling.gqa_groups) // arch.d_head
+        d_ff = width(scaling.ffn_multipliers, layer, scaling.ffn_divisor)
+        widths.append(LayerWidths(n_heads, n_heads // scaling.gqa_groups, d_ff))
+    return widths
+
+
 def _gains(arch: PublishedArchitecture) -> int:
     """Return the parameters that a norm has for each channel."""
     bias = arch.bias if arch.norm_bias is None else arch.norm_bias
     return (1 + (arch.norm == "layernorm" and bool(bias))) if arch.norm_affine else 0
 
 
-def _block(arch: PublishedArchitecture, layer: Widths, window: int | None, *, dropout: bool) -> BlockTable:
+def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, *, dropout: bool) -> BlockTable:
     heads, kv_heads, d_ff = layer
     d, gain = arch.d_model or 0, _gains(arch)
     bias, gated = bool(arch.bias), bool(arch.gated)

@@ -11,7 +11,6 @@ from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
-from leaven.catalogue.counting import d_head
 from leaven.catalogue.findings.case import Bounds, Case, OfRun, Suggestion, critical_batches, ratio
 from leaven.catalogue.laws import evaluate, find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, size_ratio
@@ -555,7 +554,7 @@ def head_size(case: Case) -> Reading | None:
     width = model.n_heads * model.d_head
     size = next((size for size in (128, 64) if width % size == 0), model.d_head)
     heads = {"model.d_head": size, "model.n_heads": width // size, "model.n_kv_heads": width // size}
-    return Reading(value=model.d_head, of_run=lambda run: d_head(run.arch), suggestions=[heads])
+    return Reading(value=model.d_head, of_run=lambda run: run.arch.head_dim, suggestions=[heads])
 
 
 def mlp_ratio(case: Case) -> Reading:
