@@ -11,7 +11,6 @@ import torch
 
 from leaven.catalogue.laws import (
     LAWS,
-    LawResult,
     Point,
     Power,
     critical_batch,
@@ -21,6 +20,7 @@ from leaven.catalogue.laws import (
     power_lines_tau,
 )
 from leaven.catalogue.runs import find_run
+from leaven.documents.catalogue import LawRow
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
@@ -32,7 +32,7 @@ SMALL, ONE, SEVEN, LONG = (125e6, 2.5e9), (1e9, 20e9), (7e9, 140e9), (7e9, 2e12)
 TO_TWO_DIGITS = 0.05
 
 
-def result(law: str, point: tuple[float, float]) -> LawResult:
+def result(law: str, point: tuple[float, float]) -> LawRow:
     (found,) = (r for r in evaluate(*point) if r.law == law)
     return found
 

@@ -6,8 +6,7 @@ are part of it; outside of its fitted range it is a guess.
 
 import math
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from leaven.catalogue.noise_scale import surge_lr
+from leaven.documents.catalogue import BeyondRange, LawRow, LrAtBatch, OptimumRow
 from leaven.recipe.base import Part
 from leaven.recipe.errors import InputError
 
@@ -111,15 +111,6 @@ class FrontierLine(Part):
         return self.params * math.pow(flops / self.flops, self.exponent)
 
 
-@dataclass(frozen=True)
-class Beyond:
-    """How far a point lies outside a fitted range along one axis: a factor above 1 from the nearer end."""
-
-    axis: str  # N parameters, D tokens, C training FLOPs, D/N tokens a parameter
-    factor: float
-    side: Literal["above", "below"]
-
-
 class Fitted(Part):
     """The ranges (lowest, highest) of a fit. A lowest of 0 means that the source does not give it."""
 
@@ -128,9 +119,9 @@ class Fitted(Part):
     compute: Range = ANY
     tokens_per_param: Range = ANY
 
-    def beyond(self, params: float, tokens: float, compute: float) -> tuple[Beyond, ...]:
+    def beyond(self, params: float, tokens: float, compute: float) -> list[BeyondRange]:
         """Return every axis along which a point lies outside, the farthest first."""
-        found = []
+        found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
             ("D", tokens, self.tokens),
@@ -138,10 +129,10 @@ class Fitted(Part):
             ("D/N", tokens / params, self.tokens_per_param),
         ):
             if value > highest:
-                found.append(Beyond(axis, value / highest, "above"))
+                found.append(BeyondRange(axis=axis, factor=value / highest, side="above"))
             elif value < lowest:
-                found.append(Beyond(axis, lowest / value, "below"))
-        return tuple(sorted(found, key=lambda each: -each.factor))
+                found.append(BeyondRange(axis=axis, factor=lowest / value, side="below"))
+        return sorted(found, key=lambda each: -each.factor)
 
 
 class Sourced(Part):
@@ -155,7 +146,7 @@ class Sourced(Part):
     fitted: Fitted = Fitted()
 
     def judged(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
-        """Return the fields of :class:`LawAnswer` for a point."""
+        """Return the fields that a :class:`LawRow` and an :class:`OptimumRow` share, for a point."""
         beyond = self.fitted.beyond(params, tokens, compute)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
         return {
@@ -215,42 +206,7 @@ APPROACH_3 = _loss_law("Chinchilla approach 3")
 REPLICATION = _loss_law("Besiroglu 2024 replication")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LawAnswer:
-    """The fields that the answers of a law and of a frontier share."""
-
-    law: str
-    conditions: str
-    source: str
-    trust: Trust
-    doubt: str
-    in_range: bool | None  # None where the fitted range is not known
-    extrapolation: float | None  # largest factor outside the range, 1 inside
-    beyond: tuple[Beyond, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LawResult(LawAnswer):
-    """What one law says at one point: the fields of :class:`Law` as numbers, None where it gives none."""
-
-    params_definition: ParamsDefinition
-    lr: float | None
-    lr_batch_tokens: float | None
-    lr_batch_exponent: float | None
-    batch_tokens: float | None
-    batch_kind: BatchKind | None
-    loss: float | None
-    tau: float | None
-    says: str
-    form_of: str | None
-
-    @property
-    def is_critical(self) -> bool:
-        """Whether it gives a critical batch that counts as an independent opinion."""
-        return self.batch_kind == "critical" and self.form_of is None
-
-
-def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawResult]:
+def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
     """Return what every law says about a run of ``tokens`` tokens with ``params`` parameters.
 
     Laws that count N without the embeddings use ``params_non_embedding`` if it is given, else ``params``: a good
@@ -274,7 +230,7 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
         point = Point(n, tokens, 6 * n * tokens, loss)
         batch = law.batch.at(point) if law.batch else None
         results.append(
-            LawResult(
+            LawRow(
                 **law.judged(n, tokens, point.compute),
                 params_definition=law.params_definition,
                 lr=law.lr.at(point) if law.lr else None,
@@ -299,47 +255,37 @@ def power_lines_tau(params: float, tokens: float) -> float:
     return tau.at(Point(params, tokens, 1, 1))
 
 
-def critical_batch(results: Sequence[LawResult]) -> float:
-    """Return the median of the laws' critical batches in tokens; each law counts once."""
-    return median(each.batch_tokens for each in results if each.batch_tokens and each.is_critical)
+def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
+    """Return the batches of this kind in tokens, by law. Other forms of a law are left out."""
+    return {
+        law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
+    }
 
 
-@dataclass(frozen=True)
-class AtBatch:
-    """The lr of a law at another batch than its own, by several rules that disagree."""
-
-    batch_tokens: float
-    ratio: float  # of the batch to the one at which the lr holds
-    square_root: float  # of Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
-    linear: float  # of SGD there (McCandlish et al. 2018), and of AdamW at fixed decay if its timescale is to stay
-    surge: float  # of Adam, falling above the noise scale (arXiv 2405.14578)
-    own: float | None  # as in the law's own data, if known
+def critical_batch(laws: Iterable[LawRow]) -> float:
+    """Return the median of the laws' critical batches in tokens."""
+    return median(batches(laws, "critical").values())
 
 
-def lr_at_batch(result: LawResult, batch_tokens: float, noise: float) -> AtBatch | None:
-    """Return a law's lr at a batch, or None if it has no lr. ``noise`` is the noise scale in tokens."""
-    if result.lr is None or result.lr_batch_tokens is None:
+def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | None:
+    """Return a law's lr at a batch by several rules that disagree, or None if it has no lr.
+
+    ``noise`` is the noise scale in tokens. The rules: ``square_root`` for Adam below the critical batch (the SDE of
+    Malladi et al. 2022, arXiv 2205.10287); ``linear`` for SGD there (McCandlish et al. 2018), and for AdamW at fixed
+    decay if its timescale is to stay; ``surge`` for Adam, falling above the noise scale (arXiv 2405.14578); ``own``
+    as in the law's data.
+    """
+    if law.lr is None or law.lr_batch_tokens is None:
         return None
-    ratio, exponent = batch_tokens / result.lr_batch_tokens, result.lr_batch_exponent
-    return AtBatch(
+    ratio, exponent = batch_tokens / law.lr_batch_tokens, law.lr_batch_exponent
+    return LrAtBatch(
         batch_tokens=batch_tokens,
         ratio=ratio,
-        square_root=result.lr * ratio**0.5,
-        linear=result.lr * ratio,
-        surge=result.lr * surge_lr(batch_tokens, noise) / surge_lr(result.lr_batch_tokens, noise),
-        own=None if exponent is None else result.lr * ratio**exponent,
+        square_root=law.lr * ratio**0.5,
+        linear=law.lr * ratio,
+        surge=law.lr * surge_lr(batch_tokens, noise) / surge_lr(law.lr_batch_tokens, noise),
+        own=None if exponent is None else law.lr * ratio**exponent,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimum(LawAnswer):
-    """One answer for a budget."""
-
-    params: float
-    tokens: float
-    tokens_per_param: float
-    loss: float  # of this N and D by Chinchilla's approach 3, nats a token
-    loss_replication: float  # and by its replication
 
 
 def best_tokens_per_param(flops: float) -> list[float]:
@@ -347,7 +293,7 @@ def best_tokens_per_param(flops: float) -> list[float]:
     return [flops / 6 / frontier.sizes.optimal_params(flops) ** 2 for frontier in FRONTIERS]
 
 
-def compute_optimal(flops: float) -> list[Optimum]:
+def compute_optimal(flops: float) -> list[OptimumRow]:
     """Return every answer for a budget of training FLOPs.
 
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
@@ -363,7 +309,7 @@ def compute_optimal(flops: float) -> list[Optimum]:
         if params < 1 or tokens < 1:
             raise InputError(f"no law covers {flops:g} FLOPs: not enough for one parameter; type for example 1e22")
         found.append(
-            Optimum(
+            OptimumRow(
                 **frontier.judged(params, tokens, flops),
                 params=params,
                 tokens=tokens,

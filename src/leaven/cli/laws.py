@@ -1,13 +1,12 @@
 """leaven laws"""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from leaven.catalogue.laws import LawResult, compute_optimal, critical_batch, evaluate, lr_at_batch
+from leaven.catalogue.laws import compute_optimal, critical_batch, evaluate, lr_at_batch
 from leaven.cli.common import JsonOption, count_option, hand_over
-from leaven.documents.catalogue import LawRow, OptimumRow
+from leaven.documents.catalogue import LawRow
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen
 
@@ -35,7 +34,7 @@ def laws(
     if flops is not None:
         if any(each is not None for each in (params, tokens, batch_tokens, params_non_embedding)):
             raise InputError("--flops cannot be combined with other options; give --flops, or --params and --tokens")
-        sizes = [OptimumRow(**asdict(each)) for each in compute_optimal(flops)]
+        sizes = compute_optimal(flops)
         hand_over(sizes, optimum_screen(sizes), json_output)
         return
     for name, value in (("--params", params), ("--tokens", tokens)):
@@ -49,14 +48,13 @@ def laws(
         raise InputError(
             f"--params-non-embedding {params_non_embedding:,}: give at least 1 and at most --params ({params:,})"
         )
-    results = evaluate(params, tokens, params_non_embedding=params_non_embedding)
-    rows = [_row(result, critical_batch(results), batch_tokens) for result in results]
+    rows = evaluate(params, tokens, params_non_embedding=params_non_embedding)
+    if batch_tokens is not None:
+        rows = [_at_batch(row, batch_tokens, critical_batch(rows)) for row in rows]
     hand_over(rows, laws_screen(rows, params, tokens, batch_tokens, params_non_embedding), json_output)
 
 
-def _row(result: LawResult, critical: float, batch_tokens: int | None) -> LawRow:
-    if batch_tokens is None:
-        return LawRow(**asdict(result))
-    moved = lr_at_batch(result, batch_tokens, critical)
-    ratio = batch_tokens / result.batch_tokens if result.batch_tokens else None
-    return LawRow(**asdict(result), at_batch=asdict(moved) if moved else None, batch_ratio=ratio)
+def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:
+    """Return a law's row with its lr and its batch compared with ``--batch-tokens``."""
+    ratio = batch_tokens / law.batch_tokens if law.batch_tokens else None
+    return law.model_copy(update={"at_batch": lr_at_batch(law, batch_tokens, critical), "batch_ratio": ratio})

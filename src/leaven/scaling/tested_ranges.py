@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from leaven.catalogue.laws import evaluate, power_lines_tau
+from leaven.catalogue.laws import batches, critical_batch, evaluate, power_lines_tau
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.recipe.units import format_quantity
@@ -113,13 +113,8 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 def _critical_batch(recipe: Recipe) -> Iterator[Caution]:
     model, batch = recipe.model, recipe.batch.tokens
-    results = evaluate(model.params, recipe.data.tokens, params_non_embedding=model.params_non_embedding)
-    critical = {
-        law.law: law.batch_tokens
-        for law in results
-        if law.batch_kind == "critical" and law.batch_tokens and law.form_of is None
-    }
-    middle = sorted(critical.values())[len(critical) // 2]
+    laws = evaluate(model.params, recipe.data.tokens, params_non_embedding=model.params_non_embedding)
+    critical, middle = batches(laws, "critical"), critical_batch(laws)
     if batch > middle:
         listed = ", ".join(f"{law} {format_quantity(tokens)}" for law, tokens in critical.items())
         yield Caution(

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from statistics import median
 from typing import Any, Protocol
 
-from leaven.catalogue.laws import evaluate
+from leaven.catalogue.laws import batches, evaluate
 from leaven.catalogue.neighbours import neighbours, size_ratio
 from leaven.catalogue.run import PublishedRun, Stack
 from leaven.catalogue.runs import load_runs
@@ -169,8 +169,7 @@ class Case:
 @cache
 def critical_batches(params: float, tokens: float, non_embedding: float | None = None) -> dict[str, float]:
     """Return the critical batch by each law, in tokens."""
-    results = evaluate(params, tokens, params_non_embedding=non_embedding)
-    return {one.law: one.batch_tokens for one in results if one.is_critical and one.batch_tokens}
+    return batches(evaluate(params, tokens, params_non_embedding=non_embedding), "critical")
 
 
 def ratio(a: float, b: float) -> float:

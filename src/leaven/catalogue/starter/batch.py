@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from leaven.catalogue.laws import critical_batch
+from leaven.catalogue.laws import batches, critical_batch
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
 from leaven.catalogue.schedules import batch_ramps, repeated_growth
@@ -34,7 +34,7 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
         InputError: if the run is too short for the batch of the reference.
     """
     seq_len, run = at.model.seq_len, at.reference
-    laws = at.law_votes({law.law: law.batch_tokens for law in at.laws if law.batch_tokens and not law.is_critical})
+    laws = at.law_votes(batches(at.laws, "optimal"))
     critical = critical_batch(at.laws)
     facts: dict[str, Any] = {"laws": laws, "critical": critical}
     if run and run.batch_tokens:

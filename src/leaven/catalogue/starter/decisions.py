@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from leaven.catalogue.laws import LawResult, evaluate
+from leaven.catalogue.laws import evaluate
 from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.proxy import TuningAdvice
+from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import DerivationRow
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
@@ -57,7 +58,7 @@ class StarterScale:
         return self.tokens / self.model.params
 
     @cached_property
-    def laws(self) -> list[LawResult]:
+    def laws(self) -> list[LawRow]:
         """What each law says at this scale, one form of each law."""
         model = self.model
         found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
-from leaven.catalogue.laws import evaluate
+from leaven.catalogue.laws import batches, evaluate
 from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, neighbours, of_size
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
@@ -269,8 +269,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     usual = float(_lengths(near).value)
     if near.reference:
         return round(usual)
-    laws = [law for law in evaluate(request.params, request.tokens) if law.form_of is None]
-    batch = middle({law.law: law.batch_tokens for law in laws if law.batch_tokens and not law.is_critical}).value
+    batch = middle(batches(evaluate(request.params, request.tokens), "optimal")).value
     length = min(usual, max(batch / LEAST_SEQUENCES_A_BATCH, SHORTEST))
     return 1 << math.floor(math.log2(length) + 0.25)
 
