@@ -103,7 +103,6 @@ def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
         "lr, adam, init",
         [f"{base.name}: benchmarks/tuned_base"],
         base=base,
-        tuned=base.hyperparameters,
         texts=[source.source for source in base.data.sources],
         share=share,
     )

@@ -33,10 +33,8 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
     Raises:
         InputError: if the run is too short for the batch of the reference.
     """
-    seq_len, run = at.model.seq_len, at.reference
-    laws = at.law_votes(batches(at.laws, "optimal"))
+    seq_len, run, laws = at.model.seq_len, at.reference, batches(at.laws, "optimal")
     critical = critical_batch(at.laws)
-    facts: dict[str, Any] = {"laws": laws, "critical": critical}
     if run and run.batch_tokens:
         own = max(round(run.batch_tokens / seq_len), 1)
         sequences = _divisible(own, at.gpus)
@@ -46,32 +44,29 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
                 f"--from {run.id}: its batch of {format_quantity(batch)} tokens makes {at.tokens // batch} steps of "
                 f"{format_quantity(at.tokens)} tokens; give {format_quantity(FEWEST_STEPS * batch)} or more"
             )
-        facts |= {"own": own if own != sequences else None, "sequences": sequences}
-        message, ids = "batch of the reference", [run.id]
-        draft.spreads["batch"] = max(laws.high, batch) / min(laws.low, batch)
+        evidence, message = at.evidence(laws, lambda run: None, batch), "batch of the reference"
+        facts: dict[str, Any] = {"own": own if own != sequences else None, "sequences": sequences}
     else:
-        runs = at.near.middle(
-            {
-                run.id: run.batch_tokens * (at.tokens / run.tokens) ** BATCH_TOKENS_EXPONENT
-                for run in at.near.runs
+        message = "batch.tokens"
+        evidence = at.evidence(
+            laws,
+            lambda run: (
+                run.batch_tokens * (at.tokens / run.tokens) ** BATCH_TOKENS_EXPONENT
                 if run.batch_tokens and run.tokens
-            }
+                else None
+            ),
+            None,
         )
-        wanted = laws.between(runs)
         most = min(critical, at.tokens / LEAST_STEPS)
-        batch = _sequences(min(wanted, most), most, seq_len, at.gpus) * seq_len
-        facts |= {
-            "runs": runs,
+        batch = _sequences(min(evidence.middle, most), most, seq_len, at.gpus) * seq_len
+        facts = {
             "exponent": BATCH_TOKENS_EXPONENT,
             "sequences": batch // seq_len,
-            "wanted": wanted if wanted > most else None,
+            "wanted": evidence.middle if evidence.middle > most else None,
             "few_steps": most != critical,
             "least_steps": LEAST_STEPS,
         }
-        message, ids = "batch.tokens", list(runs.by)
-        draft.spreads["batch"] = max(laws.high, runs.high) / min(laws.low, runs.low)
-    draft.decide("batch.tokens", batch, message, **facts)
-    draft.step("batch", [*at.law_sources(laws.by), *at.near.sources(ids)], message, batch=batch, **facts)
+    draft.weigh("batch", "batch.tokens", batch, evidence, message, critical=critical, **facts)
     return batch
 
 
@@ -130,10 +125,17 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     part = min(shares, key=lambda n: abs(math.log(n * start)))
     first = sequences // part * seq_len
     ramp = Ramp(start_tokens=first, increment_tokens=first, over_tokens=max(round(length * at.tokens), 1))
-    facts: dict[str, Any] = {"part": part, "length": length, "starts": starts, "lengths": lengths, "about": about}
     for key in ("start_tokens", "increment_tokens", "over_tokens"):
-        draft.decide(f"batch.ramp.{key}", getattr(ramp, key), **facts)
-    draft.step("ramp", [*starts, *lengths, *voters], ramp=ramp, batch=batch, steps=_steps(draft, at), **facts)
+        draft.decide(
+            f"batch.ramp.{key}",
+            getattr(ramp, key),
+            part=part,
+            length=length,
+            starts=starts,
+            lengths=lengths,
+            about=about,
+        )
+    draft.step("ramp", [*starts, *lengths, *voters], steps=_steps(draft, at))
 
 
 def _steps(draft: StarterDraft, at: StarterScale) -> int:

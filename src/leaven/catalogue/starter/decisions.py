@@ -4,7 +4,7 @@ Evidence is data (votes, bounds, facts). The sentences are in ``catalogue/messag
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -35,10 +35,6 @@ class LawVotes(Votes):
         """Weight of the laws against the neighbours: 1/2 if all are inside their range, 1/4 if none is."""
         return (1 + self.inside / self.count) / 4
 
-    def between(self, near: Votes) -> float:
-        """Return the weighted middle of laws and neighbours, in logarithms."""
-        return math.exp(self.weight * math.log(self.value) + (1 - self.weight) * math.log(near.value))
-
 
 @dataclass(frozen=True)
 class StarterScale:
@@ -64,13 +60,38 @@ class StarterScale:
         found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
         return [law for law in found if law.form_of is None]
 
-    def law_votes(self, by: Mapping[str, float]) -> LawVotes:
-        """Return the middle of what laws say, by their names."""
-        inside = sum(law.in_range is True for law in self.laws if law.law in by)
-        return LawVotes(middle(by).value, by, inside)
+    def evidence(
+        self, laws: Mapping[str, float], of_run: Callable[[PublishedRun], float | None], own: float | None
+    ) -> "Evidence":
+        """Return the values of laws, by their names, and of neighbours; ``own`` is the reference's value, if it has
+        one."""
+        inside = sum(law.in_range is True for law in self.laws if law.law in laws)
+        if own and self.reference:
+            runs = Votes(own, {self.reference.id: own})
+        else:
+            runs = self.near.middle({run.id: value for run in self.near.runs if (value := of_run(run))})
+        named = [f"{law.law}: {law.source}" for law in self.laws if law.law in laws]
+        return Evidence(LawVotes(middle(laws).value, laws, inside), runs, (*named, *self.near.sources(runs.by)))
 
-    def law_sources(self, names: Iterable[str]) -> list[str]:
-        return [f"{law.law}: {law.source}" for law in self.laws if law.law in names]
+
+@dataclass(frozen=True)
+class Evidence:
+    """What laws and published runs say about one value."""
+
+    laws: LawVotes
+    runs: Votes
+    sources: tuple[str, ...]
+
+    @property
+    def middle(self) -> float:
+        """The weighted middle of laws and runs, in logarithms."""
+        weight = self.laws.weight
+        return math.exp(weight * math.log(self.laws.value) + (1 - weight) * math.log(self.runs.value))
+
+    @property
+    def spread(self) -> float:
+        """The factor between the largest and the smallest value."""
+        return max(self.laws.high, self.runs.high) / min(self.laws.low, self.runs.low)
 
 
 @dataclass(frozen=True)
@@ -127,9 +148,22 @@ class StarterDraft:
         decision = self.decisions[path]
         self.decisions[path] = replace(decision, facts={**decision.facts, **facts})
 
+    def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
+        """Set a value between laws and published runs, and close its step."""
+        self.spreads[title] = evidence.spread
+        self.decide(path, value, message, laws=evidence.laws, runs=evidence.runs, **facts)
+        self.step(title, evidence.sources, message)
+
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Close a step: it holds the values decided since the previous one."""
-        lines = parts("steps", message or title, {"reference": self.reference} | facts)
+        """Close a step: it holds the values decided since the previous one.
+
+        The fields of its lines are ``facts``, else the facts of these decisions (of the first that has one), else
+        values of the recipe.
+        """
+        known: dict[str, Any] = dict(self.document)
+        for path in reversed(self._open):
+            known |= self.decisions[path].facts
+        lines = parts("steps", message or title, known | {"reference": self.reference} | facts)
         self.steps.append(derivation_step(len(self.steps) + 1, title, lines, self._open, sources))
         self._open = {}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
-from leaven.catalogue.neighbours import Votes, middle, most_common
+from leaven.catalogue.neighbours import middle, most_common
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.schedules import cooldown_share, warmup_tokens
 from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
@@ -49,36 +49,24 @@ def batch_factor(batch: int, published: int | None) -> float:
 
 def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> float:
     """Choose the peak lr at a scale; ``where`` names the scale."""
-    run, params = at.reference, at.model.params
-    critical = critical_batch(at.laws)
-    moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws}
-    laws = at.law_votes({name: lr.square_root for name, lr in moved.items() if lr and name not in NO_VOTE})
+    run, params, critical = at.reference, at.model.params, critical_batch(at.laws)
+    moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
+    evidence = at.evidence(
+        {name: lr.square_root for name, lr in moved.items() if lr},
+        lambda run: (
+            run.peak_lr * (params / run.params_total) ** LR_SIZE_EXPONENT * batch_factor(batch, run.batch_tokens)
+            if run.peak_lr
+            else None
+        ),
+        run.peak_lr if run else None,
+    )
     if run and run.peak_lr:
-        message, lr, runs = "lr of the reference", run.peak_lr, Votes(run.peak_lr, {run.id: run.peak_lr})
+        message, lr = "lr of the reference", run.peak_lr
     else:
-        message = "hyperparameters.lr"
-        runs = at.near.middle(
-            {
-                run.id: run.peak_lr
-                * (params / run.params_total) ** LR_SIZE_EXPONENT
-                * batch_factor(batch, run.batch_tokens)
-                for run in at.near.runs
-                if run.peak_lr
-            }
-        )
-        low, high = runs.low / LR_WIDENING, runs.high * LR_WIDENING
-        lr = float(f"{min(max(laws.between(runs), low), high):.2g}")
-    spread = max(laws.high, runs.high) / min(laws.low, runs.low)
-    facts: dict[str, Any] = {
-        "where": where,
-        "laws": laws,
-        "runs": runs,
-        "most_by_batch": MOST_BY_BATCH,
-        "spread": spread,
-    }
-    draft.spreads["lr"] = spread
-    draft.decide("hyperparameters.lr", lr, message, **facts)
-    draft.step("lr", [*at.law_sources(laws.by), *at.near.sources(runs.by)], message, lr=lr, **facts)
+        message, low, high = "hyperparameters.lr", evidence.runs.low / LR_WIDENING, evidence.runs.high * LR_WIDENING
+        lr = float(f"{min(max(evidence.middle, low), high):.2g}")
+    facts = {"where": where, "most_by_batch": MOST_BY_BATCH, "spread": evidence.spread}
+    draft.weigh("lr", "hyperparameters.lr", lr, evidence, message, **facts)
     return lr
 
 
@@ -117,20 +105,18 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
             f"--tokens {format_quantity(tokens)}: the warm-up of --from {', '.join(votes.by)} alone takes "
             f"{format_quantity(warmup)}; give more"
         )
-    facts: dict[str, Any] = {
-        "own": own,
-        "votes": votes,
-        "steps": BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(warmup),
-        "lengths": lengths,
-        "longest": LONGEST_WARMUP if wanted > warmup != round(wanted) else None,
-        "shortest": SHORTEST_WARMUP if wanted < warmup != round(wanted) else None,
-    }
-    draft.decide("schedule.warmup_tokens", warmup, **facts)
+    draft.decide(
+        "schedule.warmup_tokens",
+        warmup,
+        own=own,
+        votes=votes,
+        steps=BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(warmup),
+        lengths=lengths,
+        longest=LONGEST_WARMUP if wanted > warmup != round(wanted) else None,
+        shortest=SHORTEST_WARMUP if wanted < warmup != round(wanted) else None,
+    )
     _choose_decay(draft, at)
-    schedule = draft.document["schedule"]
-    sources = [*near.sources(votes.by), "arXiv 2502.15938"]
-    decay, floor = schedule["decay"], schedule["min_lr_ratio"]
-    draft.step("schedule", sources, warmup=warmup, share=warmup / tokens, decay=decay, floor=floor, **facts)
+    draft.step("schedule", [*near.sources(votes.by), "arXiv 2502.15938"], share=warmup / tokens)
 
 
 def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
@@ -176,15 +162,14 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
     if off > 2:
         draft.spreads["weight decay"] = off
     _choose_init(draft, at)
-    chosen = draft.document["hyperparameters"]
+    ends = draft.document["hyperparameters"].get("modules", {}).get("attention.out", {})
     width = run.arch.d_model if run and run.arch.d_model else at.model.d_model
     draft.step(
         "adam, init",
         [*near.sources(voters), "Power Lines 2025 timescale: arXiv 2505.13738", INITS["mt-nlg"].source],
-        **chosen,
         tau=tau,
         by_tau=by_tau,
-        ends=chosen.get("modules", {}).get("attention.out", {}).get("init_std", 1.0),
+        ends=ends.get("init_std", 1.0),
         width=width,
         rules=_init_rules(width),
     )

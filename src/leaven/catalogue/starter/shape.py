@@ -276,49 +276,46 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
     """Record the decisions of a shape that :func:`choose_shape` has found, and its step."""
-    run, heads = near.reference, model.n_heads
+    run, heads, lengths = near.reference, model.n_heads, _lengths(near)
     aspects = middle(near.values(lambda run: run.aspect))
-    aspect: dict[str, Any] = {"aspect": model.d_model / model.n_layers, "aspects": aspects}
-    draft.decide("model.n_layers", model.n_layers, **aspect, even=model.n_layers % 4 == 0)
-    draft.decide("model.d_model", model.d_model, **aspect, d_head=model.d_head)
-    draft.decide("model.d_head", model.d_head, heads=near.values("model.d_head"))
-    draft.decide("model.n_heads", heads)
-    draft.decide(
-        "model.n_kv_heads",
-        model.n_kv_heads,
-        heads=heads,
-        shared=not run and model.n_kv_heads < heads,
-        narrow=not run and model.n_kv_heads == heads and _grouped(near),
-        unshared=not run and model.n_kv_heads == heads and not _grouped(near),
-        groups=_groups(near),
-    )
-    ratio = model.d_ff / model.d_model
-    draft.decide(
-        "model.d_ff", model.d_ff, ratio=ratio, usual=usual_ff_ratio(model.activation, heads, model.n_kv_heads)
-    )
-    draft.decide(
-        "model.vocab_size",
-        model.vocab_size,
-        given=bool(request.vocab),
-        sizes=middle(near.values("model.vocab_size")),
-        share=VOCABULARY_SHARE,
-    )
-    draft.decide(
-        "model.tied_embeddings",
-        model.tied_embeddings,
-        as_reference=bool(run and run.arch.tied_embeddings is not None),
-        share=model.vocab_size * model.d_model / request.params,
-        tied_share=TIED_SHARE,
-        runs=near.values("model.tied_embeddings"),
-    )
-    lengths = _lengths(near)
-    draft.decide(
-        "model.seq_len",
-        model.seq_len,
-        given=bool(request.seq_len),
-        lengths=lengths,
-        sequences=LEAST_SEQUENCES_A_BATCH if model.seq_len < lengths.value / 1.5 and not request.seq_len else None,
-    )
+    aspect = {"aspect": model.d_model / model.n_layers, "aspects": aspects}
+    facts: dict[str, dict[str, Any]] = {
+        "n_layers": {**aspect, "even": model.n_layers % 4 == 0},
+        "d_model": {**aspect, "d_head": model.d_head},
+        "d_head": {"heads": near.values("model.d_head")},
+        "n_heads": {},
+        "n_kv_heads": {
+            "heads": heads,
+            "shared": not run and model.n_kv_heads < heads,
+            "narrow": not run and model.n_kv_heads == heads and _grouped(near),
+            "unshared": not run and model.n_kv_heads == heads and not _grouped(near),
+            "groups": _groups(near),
+        },
+        "d_ff": {
+            "ratio": model.d_ff / model.d_model,
+            "usual": usual_ff_ratio(model.activation, heads, model.n_kv_heads),
+        },
+        "vocab_size": {
+            "given": bool(request.vocab),
+            "sizes": middle(near.values("model.vocab_size")),
+            "share": VOCABULARY_SHARE,
+        },
+        "tied_embeddings": {
+            "as_reference": bool(run and run.arch.tied_embeddings is not None),
+            "share": model.vocab_size * model.d_model / request.params,
+            "tied_share": TIED_SHARE,
+            "runs": near.values("model.tied_embeddings"),
+        },
+        "seq_len": {
+            "given": bool(request.seq_len),
+            "lengths": lengths,
+            "sequences": LEAST_SEQUENCES_A_BATCH
+            if model.seq_len < lengths.value / 1.5 and not request.seq_len
+            else None,
+        },
+    }
+    for name, known in facts.items():
+        draft.decide(f"model.{name}", getattr(model, name), **known)
     for name in _CHOICES:
         path, value = f"model.{name}", getattr(model, name)
         by = near.values(path)
@@ -330,10 +327,4 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
     if not run and model.seq_len > SHORT:
         theta, runs = _theta_of_long()
         draft.decide("model.rope_theta", theta, positions=SHORT, runs=runs)
-    draft.step(
-        "shape",
-        [*near.sources(aspects.by), "Shazeer 2020, arXiv 2002.05202"],
-        model=model,
-        **aspect,
-        ratio=ratio,
-    )
+    draft.step("shape", [*near.sources(aspects.by), "Shazeer 2020, arXiv 2002.05202"], model=model)

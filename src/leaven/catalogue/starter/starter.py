@@ -180,9 +180,7 @@ def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) ->
         "tokens": at.tokens / scale["tokens"],
     }
     moved = [f"{axis} x{ratio:.3g}" for axis, ratio in ratios.items() if ratio != 1]
-    compute = draft.document["precision"]["compute"]
-    large = model.params > PROCESSOR_PARAMS
-    draft.step("layout, scale", compute=compute, large=large, base=scale, moved=moved or None)
+    draft.step("layout, scale", large=model.params > PROCESSOR_PARAMS, moved=moved or None)
 
 
 def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
@@ -201,7 +199,7 @@ def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase)
         sentence("uncertain", about, {"spread": spread, "by_tau": by_tau, "proxy": base.tuning.proxy is not None})
         for about, spread in sorted(draft.spreads.items(), key=lambda item: -item[1])
     ]
-    draft.step("guards", every=every, uncertain="; ".join(uncertain) or None)
+    draft.step("guards", uncertain="; ".join(uncertain) or None)
 
 
 def _with_defaults(draft: StarterDraft) -> Recipe:
