@@ -40,7 +40,7 @@ REFUSED = {
     "recipes show pythia-71m": "did you mean pythia-70m",
     "recipes list --kind sparse": "no run has kind 'sparse'",
     "recipes list --params 7B": "1B..10B",
-    "recipes list --params ''": "no range",
+    "recipes list --params ''": "not a range",
     "recipes list --where 'peak_lr>nan'": "nan",
     "recipes list --csv --json": "--csv",
     "recipes nearest --params 7B": "--like RECIPE",

@@ -15,6 +15,7 @@ from typing import Any
 from leaven.catalogue.run import Kind, PublishedRun, Stack, same_lr_meaning
 from leaven.catalogue.runs import listed, load_runs
 from leaven.catalogue.terms import terms
+from leaven.documents.catalogue import NearRun
 from leaven.recipe.errors import InputError
 
 FACTOR = 4.0
@@ -85,6 +86,19 @@ def nearest(
     ranked = sorted(within or found, key=lambda pair: (bool(within) and not stack.fits(pair[0].stack), pair[1]))
     best = {run.id for run in first_of_each(run for run, _ in ranked)}
     return sorted(ranked, key=lambda pair: pair[0].id not in best)[:limit]
+
+
+def near_run(run: PublishedRun, distance: float, params: int, factor: float, wanted: Stack) -> NearRun:
+    """Return the row of ``leaven recipes nearest``, at a distance from a model of ``params`` parameters."""
+    ratio = size_ratio(run, params)
+    return NearRun(
+        **run.summary().model_dump(),
+        distance=distance,
+        size_ratio=ratio,
+        within_factor=ratio <= factor,
+        same_stack=wanted.fits(run.stack),
+        stack=run.stack.text,
+    )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from leaven.catalogue.groups import (
     Texts,
     TunedBase,
 )
+from leaven.documents.catalogue import RunSummary
 from leaven.recipe.base import Part
 from leaven.recipe.recipe import flatten
 from leaven.recipe.schedule import Decay
@@ -208,6 +209,23 @@ class PublishedRun(Part):
     def stack(self) -> Stack:
         """What influences a learning rate more than the size does."""
         return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
+
+    def summary(self) -> RunSummary:
+        """Return the row of ``leaven recipes list``."""
+        return RunSummary(
+            id=self.id,
+            params=self.params_total,
+            tokens=self.tokens,
+            peak_lr=self.peak_lr,
+            batch_tokens=self.batch_tokens,
+            source="; ".join(self.lr_sources),
+            params_active=self.params_active,
+            kind=self.kind,
+            optimizer=self.optimizer,
+            decay=self.decay,
+            lineage=self.lineage.name,
+            lr_comparable=self.lr_comparable,
+        )
 
     def flat(self) -> dict[str, Any]:
         """Return every known value by its dotted path, without sources and free text."""

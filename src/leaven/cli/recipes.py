@@ -11,11 +11,10 @@ from rich.console import RenderableType
 
 from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
-from leaven.catalogue.neighbours import nearest
+from leaven.catalogue.neighbours import near_run, nearest
 from leaven.catalogue.run import Kind, PublishedRun, Stack
 from leaven.catalogue.runs import diff, find_run, load_runs, own_runs
-from leaven.catalogue.selection import Condition, Range, select
-from leaven.catalogue.summaries import near_run, summary
+from leaven.catalogue.selection import Condition, parse_condition, parse_range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, group, hand_over, load
@@ -64,13 +63,10 @@ def list_runs(
     _one_format(json_output, csv_output)
     named = {"kind": kind, "optimizer": optimizer, "family": family}
     conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
-    runs = select(
-        (*own_runs(), *load_runs()),
-        params=None if params is None else Range.parse(params),
-        tokens=None if tokens is None else Range.parse(tokens),
-        conditions=[*conditions, *map(Condition.parse, where or ())],
-    )
-    _rows([summary(run) for run in runs], list_screen(runs), json_output, csv_output)
+    for path, ends in (("params_total", params), ("tokens", tokens)):
+        conditions += parse_range(path, ends) if ends is not None else []
+    runs = select((*own_runs(), *load_runs()), [*conditions, *map(parse_condition, where or ())])
+    _rows([run.summary() for run in runs], list_screen(runs), json_output, csv_output)
 
 
 @app.command()
